@@ -1,0 +1,27 @@
+"""The one exception that means "the user can fix this", and the wrapper that turns it into one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class InputError(ValueError):
+    """Bad input: the message says what was found, what was expected and what to do, in one line."""
+
+
+def run_cli(main: Callable[[], int | None]) -> None:
+    """Run a command line's `main` and exit: InputError -> `error: ...` on stderr and code 2, Ctrl-C -> code 130."""
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except InputError as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader (head, less) has gone: not an error of ours
+        sys.stderr.close()
+        code = 0
+    sys.exit(code)

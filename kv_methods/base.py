@@ -1,0 +1,179 @@
+"""The contract of a KV-cache method: it owns the storage of one layer's keys and values, and the attention over them.
+
+A method is one file in this folder. The smallest one that works:
+
+    class Mine(KVMethod):
+        def __init__(self, args, shape, layer, rope, calib=None):
+            super().__init__(args, shape, layer, rope, calib)
+            self.k, self.v = self.buffer("k", shape.kv), self.buffer("v", shape.kv)
+
+        def compress(self, q, k, v, lengths): ...    # once per prompt: store
+        def append(self, k, v, pos): ...             # one token per row, in place
+        def attend(self, q, idx, count, pos): ...    # [B, Hq, D] -> [B, Hq, D]
+
+`decode` is one static graph: fixed shapes, no `.item()`, no branch on data, no allocation that outlives the step.
+What cannot be so goes into `maintain`, which runs between steps.
+
+Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV heads, g = Hq / Hkv, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from errors import InputError
+from kernels.dense_attention import prefill_attention
+from model import ModelArgs, Rope
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a method needs to know to allocate: sizes, dtype and device of one layer's cache."""
+
+    max_batch: int
+    max_seq_len: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None  # the layer's sliding window, if it is narrower than max_seq_len
+
+    @property
+    def kv(self) -> tuple[int, int, int, int]:
+        """[B, Hkv, T, D], the shape of a dense K or V."""
+        return self.max_batch, self.n_kv_head, self.max_seq_len, self.head_dim
+
+    def on(self, device: str) -> CacheShape:
+        return replace(self, device=torch.device(device))
+
+    @classmethod
+    def of(
+        cls, args: ModelArgs, layer: int, max_batch: int, max_seq_len: int, dtype: torch.dtype, device: Any
+    ) -> CacheShape:
+        window = args.window(layer)
+        if window is not None and window >= max_seq_len:
+            window = None
+        return cls(
+            max_batch, max_seq_len, args.n_head, args.n_kv_head, args.head_dim, dtype, torch.device(device), window
+        )
+
+
+class KVMethod(nn.Module):
+    """Base of every method: rotation, exact prefill, and a decode step of append, select, attend."""
+
+    @dataclass
+    class Args:
+        """Knobs of the method; a subclass lists its own, with default and source."""
+
+    paper: ClassVar[str] = ""  # authors, title, year
+    lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
+    pre_rope: ClassVar[bool] = False  # True: compress, append, select and attend get q and k before rotation
+    supports_window: ClassVar[bool] = False  # honours a model's sliding window
+    skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
+
+    args: Any
+    rope: Rope
+
+    def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
+        super().__init__()
+        self.args, self.shape, self.layer, self.calib = args, shape, layer, calib
+        object.__setattr__(self, "rope", rope)  # shared by all layers: not this module's to count or move
+        if shape.window is not None and not self.supports_window:
+            raise InputError(
+                f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
+                f"use full or streaming, or keep the context within {shape.window}"
+            )
+
+    def buffer(self, name: str, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a buffer of zeros that counts as cache memory."""
+        t = torch.zeros(size, dtype=dtype or self.shape.dtype, device=self.shape.device)
+        self.register_buffer(name, t, persistent=False)
+        return t
+
+    # ---- the prompt ----
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Exact causal attention over right-padded prompts, then `compress`.
+
+        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D].
+        """
+        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
+        y = prefill_attention(q_rot, k_rot, v, self.shape.window)
+        if self.pre_rope:
+            self.compress(q, k, v, lengths)
+        else:
+            self.compress(q_rot, k_rot, v, lengths)
+        return y
+
+    def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""
+        raise NotImplementedError
+
+    # ---- one token per row ----
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """q [B, Hq, D], k and v [B, Hkv, D] before rotation, pos [B] where the token stands -> [B, Hq, D]."""
+        if not self.pre_rope:
+            q, k = self.rope.rotate(q, pos), self.rope.rotate(k, pos)
+        self.append(k, v, pos)
+        idx, count = self.select(q, pos)
+        return self.attend(q, idx, count, pos)
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store one token per row, in place; a slot need not equal the position."""
+        raise NotImplementedError
+
+    def select(self, q: Tensor, pos: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What to attend to: idx [B, Hkv or 1, K] int, K fixed, of which the first count [B, Hkv or 1]; None: all."""
+        return None, None
+
+    def attend(self, q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Tensor:
+        """Attention of q [B, Hq, D] over the selection -> [B, Hq, D]."""
+        raise NotImplementedError
+
+    def maintain(self, step: int) -> None:
+        """Between steps, outside the graph; `step` tokens have been decoded since the prompt."""
+
+    def reset(self) -> None:
+        """Empty the cache, same buffers. Slots that were not written are never read: often nothing to do."""
+
+    # ---- accounting ----
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of every buffer as allocated; works on the meta device."""
+        return {name: b.numel() * b.element_size() for name, b in self.named_buffers(recurse=True)}
+
+    def card_nbytes(self) -> int:
+        """Bytes of the whole cache by the method's formula, from sizes alone; tests hold `nbytes` to it."""
+        raise NotImplementedError
+
+    def traffic(self, pos: int) -> int:
+        """Bytes of cache that one decode step reads, all rows at position `pos`."""
+        raise NotImplementedError
+
+
+# ---- budgets ----
+
+
+def check_budget(budget: int | float) -> None:
+    """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
+    if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
+        raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
+
+
+def budget_cap(budget: int | float, max_seq_len: int) -> int:
+    """The static number of slots a budget can ever need."""
+    return min(max_seq_len, math.ceil(budget * max_seq_len) if isinstance(budget, float) else budget)
+
+
+def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
+    """The budget at the current lengths [B] -> [B] int64, at most the length."""
+    wanted = (length * budget).ceil().long() if isinstance(budget, float) else torch.full_like(length, budget)
+    return torch.minimum(wanted, length)

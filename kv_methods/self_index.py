@@ -1,0 +1,225 @@
+"""Self-Indexing KVCache: the sign bits of the compressed keys are also the index that finds the keys to attend to.
+
+A 4-bit code holds the signs of 4 centred channels. Codes score every token through a look-up table of the codebook's
+centroids; the best tokens are unpacked (signs x 2-bit magnitudes, 2-bit values) and attended to, beside a few sink
+tokens and everything decoded so far in full precision. 112 of 512 bytes a token at D = 128 (Overhead Analysis).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from errors import InputError
+from kernels.dense_attention import masked_attention
+from kernels.quantize import GROUP, dequantize, quantize
+from kernels.select import snapkv_scores, topk_select
+from kernels.sign_codes import SUB, codebook, lut_score, pack_codes, sign_codes, sign_patterns, unpack_signs
+from kv_methods.base import KVMethod, budget_cap, budget_tokens, check_budget
+
+PRESETS = {
+    "self_index-7.5": dict(budget=0.075),  # RULER, Table 2
+    "self_index-16bit": dict(store_bits=16),  # "Ours (16 bits)", Tables 1 and 2
+    "self_index-no-sign": dict(sign_in_quant=False),  # Table 5, w/o sign in quant
+    "self_index-sign-only": dict(retrieval="sign"),  # Table 5, sign-only retrieval
+    "self_index-no-sinks": dict(sinks=0),  # Table 5, w/o sink tokens
+}
+
+
+class SelfIndex(KVMethod):
+    paper = "Yang, Zhang et al. 2025, Self-Indexing KVCache: Predicting Sparse Attention from Compressed Keys"
+    lossless = dict(store_bits=16, budget=1.0)
+
+    @dataclass
+    class Args:
+        budget: int | float = field(default=160, metadata=dict(help="tokens attended, sinks included (LongBench: 160)"))
+        sinks: int = field(default=64, metadata=dict(help="prompt tokens kept in full precision, chosen by SnapKV"))
+        store_bits: Literal[2, 4, 8, 16] = field(default=2, metadata=dict(help="bits of key magnitudes and values"))
+        sign_in_quant: bool = field(default=True, metadata=dict(help="False: quantize signed keys (Table 5)"))
+        retrieval: Literal["codebook", "sign"] = field(
+            default="codebook", metadata=dict(help="score by centroids, or by signs alone (Table 5)")
+        )
+        tail: int = field(
+            default=512, metadata=dict(help="decoded tokens kept in full precision; older ones are compressed")
+        )
+        flush: int = field(default=64, metadata=dict(help="decoded tokens compressed at a time once the tail is full"))
+
+        def __post_init__(self):
+            check_budget(self.budget)
+            if self.sinks < 0 or not 1 <= self.flush <= self.tail:
+                raise InputError(f"self_index needs sinks >= 0 and 1 <= flush <= tail, got {self}")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        if shape.head_dim % GROUP:
+            raise InputError(f"self_index needs a head_dim divisible by {GROUP}, this model has {shape.head_dim}")
+        if isinstance(args.budget, int) and args.budget < args.sinks:
+            raise InputError(f"self_index: the budget of {args.budget} tokens is smaller than its {args.sinks} sinks")
+        B, H, T, D = shape.kv
+        self.bits, self.n_sink = args.store_bits, min(args.sinks, T)
+        self.tail = min(args.tail, T)
+        cap = budget_cap(args.budget, T)
+        # a fraction is topped up where a prompt is shorter than the sinks; 160 tokens mean 64 + 96, whatever the prompt
+        self.k_static = cap if isinstance(args.budget, float) else max(1, cap - self.n_sink)
+        self.buffer("codes", (B, H, T, D // 8), torch.uint8)
+        if self.bits < 16:
+            for x in ("k", "v"):
+                self.buffer(f"{x}_packed", (B, H, T, D * self.bits // 8), torch.uint8)
+                self.buffer(f"{x}_params", (B, H, T, D // GROUP, 2), torch.float16)
+        else:
+            self.buffer("k16", (B, H, T, D)), self.buffer("v16", (B, H, T, D))
+        self.buffer("mean", (B, H, D), torch.float32)
+        self.buffer("alpha", (B, H, D), torch.float32)
+        self.buffer("book", (B, H, D // SUB, 16, SUB), torch.float32)
+        for x in ("k", "v"):
+            self.buffer(f"sink_{x}", (B, H, self.n_sink, D))
+            self.buffer(f"tail_{x}", (B, H, self.tail, D))
+        self.buffer("sink_idx", (B, H, self.n_sink), torch.int64)
+        self.buffer("prompt_len", (B,), torch.int64)
+        self.buffer("flushed", (1,), torch.int64)  # decoded tokens that moved to the compressed store
+
+    # ---- the prompt ----
+
+    def compress(self, q, k, v, lengths):
+        B, H, S, D = k.shape
+        self.reset()
+        self.prompt_len[:B] = lengths
+        valid = torch.arange(S, device=k.device) < lengths[:, None]
+        keep = valid[:, None, :, None]
+        # Eq. 5: centring balances the signs; softmax does not see it as long as every key of the row is centred.
+        self.mean[:B] = torch.where(keep, k, 0).sum(2, dtype=torch.float32) / lengths.view(B, 1, 1)
+        x = torch.where(keep, k.float() - self.mean[:B, :, None], 0)
+        self.alpha[:B] = x.abs().amax(2).clamp(min=1e-8)  # eq. 12
+        codes = sign_codes(x)
+        if self.args.retrieval == "codebook":
+            self.book[:B] = codebook(x, codes, valid)
+        else:
+            self.book[:B] = sign_patterns(k.device)
+        row = torch.arange(B, device=k.device)[:, None]
+        slots = torch.arange(S, device=k.device).expand(B, S)
+        self._store(row, slots, x, codes, v)
+        self._choose_sinks(q, k, x, v, lengths)
+
+    def _store(self, row, slots, x, codes, v):
+        """Write centred keys x and values v [B, H, n, D] to slots [B, n] of the compressed store."""
+
+        def put(buffer, value):  # advanced indices around a slice put the head behind: [B, n, H, ...]
+            buffer[row, :, slots] = value.transpose(1, 2).to(buffer.dtype)
+
+        put(self.codes, pack_codes(codes))
+        if self.bits == 16:
+            put(self.k16, x), put(self.v16, v)
+            return
+        scaled = x / self.alpha[: len(x), :, None]
+        k_packed, k_params = quantize(scaled.abs() if self.args.sign_in_quant else scaled, self.bits)
+        v_packed, v_params = quantize(v, self.bits)
+        put(self.k_packed, k_packed), put(self.k_params, k_params)
+        put(self.v_packed, v_packed), put(self.v_params, v_params)
+
+    def _choose_sinks(self, q, k, x, v, lengths):
+        """Full Precision Sink Tokens: SnapKV's choice per KV head. A prompt shorter than the sinks is all sinks."""
+        B, H, S, D = k.shape
+        n = min(self.n_sink, S)
+        if n == 0:
+            return
+        idx = snapkv_scores(q, k, lengths).topk(n, dim=-1).indices  # [B, H, n]; past a short prompt's end: padding
+        self.sink_idx[:B, :, :n] = idx.minimum(lengths.view(B, 1, 1) - 1)
+        at = idx[..., None].expand(B, H, n, D)
+        self.sink_k[:B, :, :n], self.sink_v[:B, :, :n] = x.gather(2, at).to(k.dtype), v.gather(2, at)
+        self.sink_idx[:B, :, n:] = 0
+
+    # ---- one token per row ----
+
+    def append(self, k, v, pos):
+        B = len(pos)
+        row, slot = torch.arange(B, device=pos.device), (pos - self.prompt_len[:B]) % self.tail
+        self.tail_k[row, :, slot] = (k.float() - self.mean[:B]).to(k.dtype)
+        self.tail_v[row, :, slot] = v
+
+    def select(self, q, pos):
+        B, H, T, D = len(pos), *self.shape.kv[1:]
+        stored = self.prompt_len[:B] + self.flushed  # tokens in the compressed store
+        sinks = self.prompt_len[:B].clamp(max=self.n_sink)
+        scores = lut_score(q.view(B, H, -1, D).mean(2), self.book[:B], self.codes[:B])
+        mask = (torch.arange(T, device=q.device) < stored[:, None])[:, None].expand(B, H, T)
+        if self.n_sink:
+            mask = mask.scatter(2, self.sink_idx[:B], False)  # sinks are attended anyway
+        taken = sinks if isinstance(self.args.budget, float) else self.n_sink
+        wanted = (budget_tokens(self.args.budget, pos + 1) - taken).clamp(min=0)
+        return topk_select(scores, mask, self.k_static, wanted.minimum(stored - sinks)[:, None].expand(B, H))
+
+    def attend(self, q, idx, count, pos):
+        B, H = len(pos), self.shape.n_kv_head
+        k, v = self._fetch(idx)
+        chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
+        sinks = torch.arange(self.n_sink, device=q.device) < self.prompt_len[:B, None]
+        # the newest decoded token that each ring slot holds
+        newest = (pos - self.prompt_len[:B])[:, None]
+        held = newest - (newest - torch.arange(self.tail, device=q.device)) % self.tail
+        tail = held >= self.flushed
+        keys = torch.cat((self.sink_k[:B], k.to(q.dtype), self.tail_k[:B]), 2)
+        values = torch.cat((self.sink_v[:B], v.to(q.dtype), self.tail_v[:B]), 2)
+        mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
+        return masked_attention(q, keys, values, mask)
+
+    def _fetch(self, idx):
+        """Dequantized centred keys and values of slots idx [B, H, K] -> two [B, H, K, D], eq. 13."""
+
+        def take(buffer):
+            flat = buffer[: len(idx)].flatten(3)
+            return flat.gather(2, idx[..., None].expand(*idx.shape, flat.shape[3]))
+
+        if self.bits == 16:
+            return take(self.k16), take(self.v16)
+        params = (*idx.shape, -1, 2)
+        k = dequantize(take(self.k_packed), take(self.k_params).view(params), self.bits)
+        if self.args.sign_in_quant:
+            k = k * unpack_signs(take(self.codes))
+        return k * self.alpha[: len(idx), :, None], dequantize(
+            take(self.v_packed), take(self.v_params).view(params), self.bits
+        )
+
+    # ---- between steps ----
+
+    def maintain(self, step):
+        """Compress the oldest decoded tokens once the tail is full: the next one would overwrite the oldest."""
+        if step - self._flushed < self.tail:
+            return
+        B, n = self.shape.max_batch, self.args.flush
+        ring = (torch.arange(n, device=self.tail_k.device) + self._flushed) % self.tail
+        x, v = self.tail_k[:, :, ring].float(), self.tail_v[:, :, ring]
+        row = torch.arange(B, device=ring.device)[:, None]
+        slots = self.prompt_len[:, None] + self._flushed + torch.arange(n, device=ring.device)
+        self._store(row, slots.clamp(max=self.shape.max_seq_len - 1), x, sign_codes(x), v)
+        self._flushed += n
+        self.flushed.fill_(self._flushed)
+
+    def reset(self):
+        self._flushed = 0
+        self.flushed.zero_()
+        self.prompt_len.zero_()
+
+    # ---- accounting ----
+
+    def token_bytes(self):
+        """Of one token and KV head in the compressed store."""
+        D, b = self.shape.head_dim, self.shape.dtype.itemsize
+        if self.bits == 16:
+            return D // 8 + 2 * D * b
+        return D // 8 + 2 * (D * self.bits // 8 + D // GROUP * 2 * 2)
+
+    def card_nbytes(self):
+        B, H, T, D = self.shape.kv
+        fixed = 4 * (D + D + D // SUB * 16 * SUB)  # mean, alpha, codebook in fp32
+        whole = 2 * (self.n_sink + self.tail) * D * self.shape.dtype.itemsize + 8 * self.n_sink
+        return B * H * (T * self.token_bytes() + fixed + whole) + 8 * B + 8
+
+    def traffic(self, pos):
+        B, H, T, D = self.shape.kv
+        budget = self.args.budget * (pos + 1) if isinstance(self.args.budget, float) else self.args.budget
+        chosen = max(0, min(int(budget), pos + 1) - self.n_sink)
+        fixed = 4 * (D + D + D // SUB * 16 * SUB)
+        whole = 2 * min(self.n_sink, pos + 1) * D * self.shape.dtype.itemsize
+        return B * H * ((pos + 1) * D // 8 + chosen * self.token_bytes() + fixed + whole)

@@ -1,0 +1,237 @@
+"""Generated sequences with known answers: what the shipped model learns retrieval from, and what it is measured on.
+
+Every sample is (ids, labels), both int64 [T + 1]: labels say what a position's token is as a *target* (IGNORE, TEXT,
+ANSWER, REPEAT). Needle wording follows RULER (Hsieh et al. 2024) beside plainer statements. Samples drawn with
+`held_out=True` use text and words that training never sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+
+IGNORE, TEXT, ANSWER, REPEAT = 0, 1, 2, 3
+FIRST_PLAIN_ID = 260  # ids below are control pieces and the byte fallback of the shipped vocabulary
+
+
+class Encoder(Protocol):
+    vocab_size: int
+    bos_id: int | None
+
+    def encode(self, text: str, bos: bool = ...) -> list[int]: ...
+
+
+# (statement, query): the value follows each; {n} is a noun shared by both, {k} the key.
+# In the first four the key stands right before the value, in the last five other words lie between.
+FORMATS: list[tuple[str, str]] = [
+    ("{k} =", "{k} ="),
+    ("# {k}:", "# {k}:"),
+    ("{k} ->", "{k} ->"),
+    ('"{k}":', '"{k}":'),
+    ("The {n} for {k} is", "The {n} for {k} is"),
+    ("The {n} for {k} is", "Question: what is the {n} for {k}? Answer: the {n} for {k} is"),
+    ("Remember: the {n} of {k} is", "What is the {n} of {k}? It is:"),
+    ("The {n} of {k} is", "Which {n} does {k} have? Answer:"),
+    (
+        "One of the special magic numbers for {k} is:",
+        "What is the special magic number for {k} mentioned in the provided text? "
+        "The special magic number for {k} mentioned in the provided text is",
+    ),
+]
+PLAIN, RULER = 4, 8  # indices into FORMATS used by the evaluations
+NOUNS = ["code", "password", "number", "secret", "key", "token", "PIN", "id"]
+
+
+@dataclass
+class Needle:
+    statement: list[int]  # "The code for a-b is"
+    query: list[int]
+    value: list[int]  # " 4917"
+    end: list[int]  # ".\n"
+
+
+@dataclass
+class Sample:
+    ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+
+    def add(self, ids: list[int], label: int = IGNORE) -> None:
+        self.ids += ids
+        self.labels += [label] * len(ids)
+
+    def cut(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        assert len(self.ids) >= n
+        return np.array(self.ids[:n]), np.array(self.labels[:n])
+
+
+class Tasks:
+    """A seeded generator of samples over a tokenizer, token arrays of real text, and a list of words for keys."""
+
+    def __init__(
+        self, tokenizer: Encoder, texts: list[np.ndarray], weights: list[float], words: list[str], seed: object
+    ):
+        self.tk, self.texts, self.weights, self.words = tokenizer, texts, weights, words
+        self.rng = np.random.default_rng(seed)  # type: ignore[arg-type]
+        self.encode = cache(lambda text: tokenizer.encode(text, bos=False))
+        self.newline = self.encode("\n")
+        self.bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+
+    # ---- pieces ----
+
+    def text(self, n: int) -> list[int]:
+        a = self.texts[self.rng.choice(len(self.texts), p=self.weights)]
+        i = int(self.rng.integers(0, len(a) - n))
+        return a[i : i + n].tolist()
+
+    def word(self) -> str:
+        return self.words[self.rng.integers(len(self.words))]
+
+    def key(self) -> str:
+        u = self.rng.random()
+        if u < 0.6:
+            return f"{self.word()}-{self.word()}"
+        if u < 0.75:
+            return f"{self.word()}_{self.word()}"
+        return self.word() if u < 0.9 else f"{self.word()}{self.rng.integers(100)}"
+
+    def digits(self, n: int | None = None) -> str:
+        n = n or int(self.rng.integers(4, 8))
+        return " " + "".join(map(str, self.rng.integers(0, 10, n)))
+
+    def needles(self, n: int, fmt: int | None = None, digits_only: bool = False) -> list[Needle]:
+        """n needles with distinct keys; half of the time all share a noun, and a format unless `fmt` is given."""
+        rng, keys = self.rng, dict[str, None]()
+        while len(keys) < n:
+            keys[self.key()] = None
+        shared = rng.random() < 0.5
+        f0, n0 = int(rng.choice(len(FORMATS), p=FORMAT_WEIGHTS)), NOUNS[rng.integers(len(NOUNS))]
+        out = []
+        for k in keys:
+            f = fmt if fmt is not None else f0 if shared else int(rng.choice(len(FORMATS), p=FORMAT_WEIGHTS))
+            noun = n0 if shared else NOUNS[rng.integers(len(NOUNS))]
+            value = self.digits() if digits_only or rng.random() < 0.8 else f" {self.word()}-{self.word()}"
+            s, q = (x.format(n=noun, k=k) for x in FORMATS[f])
+            out.append(
+                Needle(self.encode(s), self.encode(q), self.encode(value), self.encode(".\n" if f > 3 else "\n"))
+            )
+        return out
+
+    # ---- samples of T + 1 tokens ----
+
+    def plain_text(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        s = Sample()
+        s.add(self.bos)
+        s.add(self.text(T + 1), TEXT)
+        return s.cut(T + 1)
+
+    def repeats(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """Random tokens seen before in the sequence: one block over and over, or short blocks in random order.
+
+        Tokens come from the first n of a fixed permutation of the vocabulary, n log-uniform: small alphabets teach
+        matching early, large ones make it general.
+        """
+        rng, V = self.rng, self.tk.vocab_size
+        alphabet = int(np.exp(rng.uniform(np.log(64), np.log(V - FIRST_PLAIN_ID))))
+        tokens = np.random.default_rng(0).permutation(np.arange(FIRST_PLAIN_ID, V))[:alphabet]
+        s = Sample()
+        s.add(self.bos)
+        if rng.random() < 1 / 3:
+            n, L = 1, int(rng.integers(16, max(17, T // 2)))
+        else:
+            L = int(rng.integers(4, 33))
+            n = int(rng.integers(2, max(3, T // L // 2 + 1)))
+        pool, seen = rng.choice(tokens, (n, L)).tolist(), set()
+        order = rng.permutation(n).tolist() if rng.random() < 0.5 else []
+        while len(s.ids) < T + 1:
+            j = order.pop() if order else int(rng.integers(n))
+            s.add(pool[j][:1])  # which block comes cannot be known
+            s.add(pool[j][1:], REPEAT if j in seen else IGNORE)
+            seen.add(j)
+        return s.cut(T + 1)
+
+    def key_values(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """A list of statements, then queries until the end."""
+        needles, s = self.needles(int(self.rng.integers(2, max(3, T // 24 + 1)))), Sample()
+        s.add(self.bos)
+        for x in needles:
+            s.add(x.statement + x.value + x.end)
+        while len(s.ids) < T + 1:
+            x = needles[self.rng.integers(len(needles))]
+            s.add(x.query)
+            s.add(x.value, ANSWER)
+            s.add(x.end)
+        return s.cut(T + 1)
+
+    def interleaved(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """Text with statements and queries strewn in."""
+        rng, s, seen = self.rng, Sample(), list[Needle]()
+        gap = int(np.exp(rng.uniform(np.log(12), np.log(200))))
+        fresh = self.needles(max(2, T // (gap + 30) + 1))
+        share, text, p = rng.uniform(0.4, 0.75), self.text(T + 1), 0
+        s.add(self.bos)
+        while len(s.ids) < T + 1:
+            n = int(rng.exponential(gap)) + 1
+            s.add(text[p : p + n], TEXT)
+            p += n
+            s.add(self.newline)
+            if seen and (rng.random() < share or not fresh):
+                x = seen[rng.integers(len(seen))]
+                s.add(x.query)
+                s.add(x.value, ANSWER)
+            else:
+                x = fresh.pop()
+                seen.append(x)
+                s.add(x.statement + x.value)
+            s.add(x.end)
+        return s.cut(T + 1)
+
+    def haystack(
+        self,
+        T: int,
+        n: int | None = None,
+        fmt: int | None = None,
+        depth: float | None = None,
+        n_query: int | None = None,
+        digits_only: bool = False,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """T + 1 tokens of text with n needles in it and n_query queries at the end; depth in [0, 1] for one needle."""
+        rng = self.rng
+        n = n or int(rng.integers(1, 9))
+        needles = self.needles(n, fmt, digits_only)
+        tail = Sample()
+        asked = [needles[i] for i in rng.permutation(n)[: n_query or int(rng.integers(1, min(n, 4) + 1))]]
+        for x in asked:
+            tail.add(self.newline + x.query)
+            tail.add(x.value, ANSWER)
+            if x is not asked[-1]:
+                tail.add(x.end)
+        inserted = [self.newline + x.statement + x.value + x.end for x in needles]
+        room = T + 1 - len(self.bos) - len(tail.ids) - sum(map(len, inserted))
+        if room < 8:
+            return self.key_values(T)
+        text = self.text(room)
+        cuts = np.sort(rng.integers(0, room + 1, n)).tolist() if depth is None else [int(depth * room)] * n
+        s, p = Sample(), 0
+        s.add(self.bos)
+        for piece, cut in zip(inserted, cuts, strict=True):
+            s.add(text[p:cut], TEXT)
+            s.add(piece)
+            p = cut
+        s.add(text[p:], TEXT)
+        s.add(tail.ids)
+        s.labels[-len(tail.ids) :] = tail.labels
+        return s.cut(T + 1)
+
+    def batch(self, B: int, T: int, mix: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+        """B samples of T + 1 tokens, kinds drawn by `mix` (weights by method name) -> two [B, T + 1] arrays."""
+        p = np.array(list(mix.values()))
+        kinds = self.rng.choice(list(mix), B, p=p / p.sum())
+        ids, labels = zip(*(getattr(self, kind)(T) for kind in kinds), strict=True)
+        return np.stack(ids), np.stack(labels)
+
+
+# RULER's wording and the other formats with words between key and value are the hard ones: they get more samples.
+FORMAT_WEIGHTS = np.array([1, 1, 1, 1, 1.5, 1.5, 2, 2, 4]) / 15
