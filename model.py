@@ -68,6 +68,11 @@ class ModelArgs:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    @property
+    def context(self) -> int:
+        """Tokens the model can hold: max_seq_len, which dynamic NTK stretches by its factor."""
+        return int(self.max_seq_len * (self.rope.factor if self.rope.type == "dynamic" else 1))
+
     @classmethod
     def from_name(cls, name: str) -> ModelArgs:
         if name not in NAMED:
@@ -368,11 +373,19 @@ class Transformer(nn.Module):
         return {layer: method.nbytes() for layer, method in enumerate(self.cache or ())}
 
 
-def random_transformer(args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Transformer:
-    """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
+def _empty_transformer(args: ModelArgs, device: str | torch.device, dtype: torch.dtype) -> Transformer:
+    """Weights allocated on the device, not filled."""
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
     model.to_empty(device=device)
+    if args.tie_embeddings:  # to_empty unties them
+        model.output.weight = model.tok_embeddings.weight
+    return model
+
+
+def random_transformer(args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Transformer:
+    """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
+    model = _empty_transformer(args, device, dtype)
     gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -466,7 +479,7 @@ def _args_from_hf(c: dict[str, Any]) -> ModelArgs:
 
 def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
     """Mistral slides in every layer, Qwen from max_window_layers on (or as layer_types says) if use_sliding_window."""
-    window = c.get("sliding_window", 4096 if family == "mistral" else None)
+    window = c.get("sliding_window", 4096)
     if family == "llama" or window is None or (family != "mistral" and not c.get("use_sliding_window", False)):
         return ()
     types = c.get("layer_types")
@@ -535,9 +548,7 @@ def load_checkpoint(
         raise InputError(f"checkpoint folder {folder} not found: give --checkpoint a Hugging Face model folder")
     args = ModelArgs.from_hf(read_json(folder / "config.json"))
     dtype = dtype or getattr(torch, args.dtype)
-    with torch.device("meta"):
-        model = Transformer(args).to(dtype)
-    model.to_empty(device=device)
+    model = _empty_transformer(args, device, dtype)
     targets = _load_targets(model)
     for file in _weight_files(folder):
         try:

@@ -101,14 +101,14 @@ class Folder:
         except OSError as e:
             raise self.error(name, f"cannot be read ({e.strerror})") from e
         if data.startswith(b"version https://git-lfs"):
-            raise self.error(name, "is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint")
+            raise self.error(name, "a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint")
         return data
 
     def text(self, name: str) -> str:
         try:
             return self.read(name).decode()
         except UnicodeDecodeError as e:
-            raise self.error(name, f"is not UTF-8 text ({e}); download it again") from e
+            raise self.error(name, f"not UTF-8 text ({e}); download it again") from e
 
     def json(self, name: str) -> dict[str, Any]:
         if not self.has(name):
@@ -116,7 +116,7 @@ class Folder:
         try:
             value = json.loads(self.text(name))
         except (json.JSONDecodeError, RecursionError) as e:
-            raise self.error(name, f"is not valid JSON ({e}); download it again") from e
+            raise self.error(name, f"not valid JSON ({e}); download it again") from e
         if not isinstance(value, dict):
             raise self.error(name, f"holds a JSON {type(value).__name__}, expected an object")
         return value
@@ -306,16 +306,11 @@ class Tokenizer:
         """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it."""
         names = {f"{name}_token": self.folder.special(f"{name}_token") for name in SPECIAL_NAMES}
         names |= {"bos_token": self.bos_token, "eos_token": self.eos_token}
-        context = {name: token for name, token in names.items() if token is not None}
-        context |= {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
+        given = {name: token for name, token in names.items() if token is not None}
+        flags = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         source = self._chat_template
         try:
-            return _chat_environment().from_string(source).render(context)
+            return _chat_environment().from_string(source).render(given, messages=messages, **flags)
         except Exception as e:  # a template is untrusted code: whatever it raises is bad input, with no traceback
             reason = " ".join(f"{type(e).__name__}: {e}".split())
             raise self.folder.error("", f"the chat template cannot render these messages ({reason})") from e
@@ -390,7 +385,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _load(folder: Folder, proto: bytes) -> sentencepiece.SentencePieceProcessor:
         expected = "expected a SentencePiece model or tiktoken's base64 lines; download it again"
         if not proto.strip():  # sentencepiece accepts an empty proto and then fails in every call
-            raise folder.error("tokenizer.model", f"is empty, {expected}")
+            raise folder.error("tokenizer.model", f"empty, {expected}")
         try:
             return sentencepiece.SentencePieceProcessor(model_proto=proto)
         except RuntimeError as e:
@@ -414,10 +409,9 @@ def _prefix_scheme(folder: Folder, spec: dict) -> str:
 # ---- 2. tiktoken's format --------------------------------------------------------------------------------------------
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
-# Llama 3.1's names for the first special tokens after the ranks; the others of the 256 are reserved too.
-LLAMA3_SPECIAL = (
-    "begin_of_text end_of_text _ _ finetune_right_pad_id _ start_header_id end_header_id eom_id eot_id python_tag"
-).split()
+# Llama 3.1's names by their offset from the last rank; the others of the 256 are reserved_special_token_N.
+LLAMA3_SPECIAL = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id"}
+LLAMA3_SPECIAL |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -453,9 +447,8 @@ class TiktokenTokenizer(Tokenizer):
 
     @staticmethod
     def _llama3_special(base: int) -> dict[int, AddedToken]:
-        reserved = (f"<|reserved_special_token_{i}|>" for i in range(256))
-        names = [f"<|{name}|>" if name != "_" else next(reserved) for name in LLAMA3_SPECIAL]
-        names += [next(reserved) for _ in range(256 - len(names))]
+        reserved = (f"reserved_special_token_{i}" for i in range(256))
+        names = [f"<|{LLAMA3_SPECIAL.get(i) or next(reserved)}|>" for i in range(256)]
         return {base + i: AddedToken(base + i, name, special=True) for i, name in enumerate(names)}
 
     def _encode(self, text: str, first: bool) -> list[int]:
@@ -700,14 +693,14 @@ def _metaspace(folder: Folder, steps: list[dict]) -> Callable[[str, bool], list[
 
 def _template_bos(folder: Folder, node: dict | None) -> str | None:
     """The token that the post_processor puts before a text."""
-    bos = None
+    bos: Any = None
     for step in _steps(node, "processors"):
         match step:
             case {"type": "ByteLevel"}:  # moves offsets only
                 pass
             case {"type": "TemplateProcessing", "single": [{"Sequence": _}]}:
                 pass
-            case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": str(bos)}}, {"Sequence": _}]}:
+            case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": bos}}, {"Sequence": _}]}:
                 pass
             case _:
                 raise _unsupported(folder, "post_processor", step, "a template of at most one token before the text")

@@ -55,21 +55,31 @@ def _looks_like_data(text: str) -> bool:
     return sum(c.isdigit() for c in text) > 0.12 * len(text) or len(text) > 120 * (text.count("\n") + 1)
 
 
-def collect(packages: tuple[str, ...] = DOCSTRING_PACKAGES, progress: bool = False) -> list[Document]:
-    """Every document, in a fixed order. Code: 3 % held out by file; prose: 6 % by topic or by file."""
+def collect(
+    packages: tuple[str, ...] = DOCSTRING_PACKAGES, progress: bool = False, only_held_out: bool = False
+) -> list[Document]:
+    """Every document, in a fixed order. Code: 3 % held out by file; prose: 6 % by topic or by file.
+
+    only_held_out reads those files alone, in seconds.
+    """
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     docs: list[Document] = []
     skip = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib"}
     files = [p for p in sorted(stdlib.rglob("*.py")) if not skip & set(p.relative_to(stdlib).parts)]
     for path in tqdm(files, desc="standard library", disable=not progress):
-        text, name = _read(path), str(path.relative_to(stdlib))
+        name = str(path.relative_to(stdlib))
+        if only_held_out and not _held_out(name, 3):
+            continue
+        text = _read(path)
         if not text or len(text) < 300 or _looks_like_data(text):
             continue
         out = _held_out(name, 3)
         docs.append(Document(name, "code", out, text))
         docs += [Document(name, "prose", out, d) for d in _docstrings(text)]
     topics = importlib.import_module("pydoc_data.topics").topics
-    docs += [Document(k, "prose", _held_out(k, 6), topics[k]) for k in sorted(topics)]
+    docs += [
+        Document(k, "prose", _held_out(k, 6), topics[k]) for k in sorted(topics) if not only_held_out or _held_out(k, 6)
+    ]
     seen: set[str] = set()
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -79,6 +89,8 @@ def collect(packages: tuple[str, ...] = DOCSTRING_PACKAGES, progress: bool = Fal
         files = [p for p in sorted(root.rglob("*.py")) if not {"test", "tests"} & set(p.relative_to(root).parts)]
         for path in tqdm(files, desc=f"docstrings of {package}", disable=not progress):
             name = f"{package}/{path.relative_to(root)}"
+            if only_held_out and not _held_out(name, 6):
+                continue
             for d in _docstrings(_read(path) or ""):
                 if d not in seen and not _looks_like_data(d):
                     seen.add(d)

@@ -188,30 +188,27 @@ class Tasks:
             s.add(x.end)
         return s.cut(T + 1)
 
-    def haystack(
+    def needle_case(
         self,
         T: int,
-        n: int | None = None,
+        n: int = 1,
         fmt: int | None = None,
         depth: float | None = None,
-        n_query: int | None = None,
+        n_query: int = 1,
         digits_only: bool = False,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """T + 1 tokens of text with n needles in it and n_query queries at the end; depth in [0, 1] for one needle."""
-        rng = self.rng
-        n = n or int(rng.integers(1, 9))
-        needles = self.needles(n, fmt, digits_only)
-        tail = Sample()
-        asked = [needles[i] for i in rng.permutation(n)[: n_query or int(rng.integers(1, min(n, 4) + 1))]]
-        for x in asked:
-            tail.add(self.newline + x.query)
-            tail.add(x.value, ANSWER)
-            if x is not asked[-1]:
-                tail.add(x.end)
+    ) -> tuple[Sample, list[Needle]] | None:
+        """A context of text with n needles in it, and the needles to ask for; None if T has no room for them.
+
+        Context, and for every needle asked for a newline, query, value and (but for the last) end, make T + 1 tokens.
+        depth in [0, 1] places all needles at that share of the text, None strews them.
+        """
+        rng, needles = self.rng, self.needles(n, fmt, digits_only)
+        asked = [needles[i] for i in rng.permutation(n)[:n_query]]
         inserted = [self.newline + x.statement + x.value + x.end for x in needles]
-        room = T + 1 - len(self.bos) - len(tail.ids) - sum(map(len, inserted))
+        tail = sum(len(self.newline + x.query + x.value + x.end) for x in asked) - len(asked[-1].end)
+        room = T + 1 - len(self.bos) - tail - sum(map(len, inserted))
         if room < 8:
-            return self.key_values(T)
+            return None
         text = self.text(room)
         cuts = np.sort(rng.integers(0, room + 1, n)).tolist() if depth is None else [int(depth * room)] * n
         s, p = Sample(), 0
@@ -221,8 +218,21 @@ class Tasks:
             s.add(piece)
             p = cut
         s.add(text[p:], TEXT)
-        s.add(tail.ids)
-        s.labels[-len(tail.ids) :] = tail.labels
+        return s, asked
+
+    def haystack(self, T: int, **case: object) -> tuple[np.ndarray, np.ndarray]:
+        """A needle case with its queries and answers at the end; `case` as in needle_case, drawn at random without."""
+        n = int(self.rng.integers(1, 9))
+        case = case or dict(n=n, n_query=int(self.rng.integers(1, min(n, 4) + 1)))
+        made = self.needle_case(T, **case)  # type: ignore[arg-type]
+        if made is None:
+            return self.key_values(T)
+        s, asked = made
+        for x in asked:
+            s.add(self.newline + x.query)
+            s.add(x.value, ANSWER)
+            if x is not asked[-1]:
+                s.add(x.end)
         return s.cut(T + 1)
 
     def batch(self, B: int, T: int, mix: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:

@@ -378,16 +378,20 @@ class Trainer:
             rope_theta=self.stages[-1].theta, rope_scaling=None, attention_bias=False, mlp_bias=False,
             tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, torch_dtype="bfloat16",
         )  # fmt: skip
-        tok_config = dict(tokenizer_class="LlamaTokenizer", add_bos_token=True, add_eos_token=False, bos_token="<s>",
-                          eos_token="</s>", unk_token="<unk>", legacy=False, clean_up_tokenization_spaces=False)  # fmt: skip
+        tok_config = dict(
+            tokenizer_class="LlamaTokenizer", add_bos_token=True, add_eos_token=False, bos_token="<s>",
+            eos_token="</s>", unk_token="<unk>", legacy=False, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
+        corpus = json.loads((self.data / "meta.json").read_text())
+        training = dict(
+            recipe=self.opt.recipe, seed=self.opt.seed, stages=[asdict(s) for s in self.stages], corpus=corpus,
+            tokens=self.at["tokens"], steps=self.at["step"], log=self.at["log"][::5],
+        )  # fmt: skip
         save_file(save_checkpoint_tensors(self.model, torch.bfloat16), out / "model.tmp", metadata={"format": "pt"})
         os.replace(out / "model.tmp", out / "model.safetensors")
-        for name, obj in (("config.json", config), ("tokenizer_config.json", tok_config),
-                          ("training.json", dict(recipe=self.opt.recipe, seed=self.opt.seed,
-                           stages=[asdict(s) for s in self.stages], corpus=json.loads((self.data / "meta.json").read_text()),
-                           tokens=self.at["tokens"], steps=self.at["step"], log=self.at["log"][::5]))):  # fmt: skip
+        for name, obj in (("config", config), ("tokenizer_config", tok_config), ("training", training)):
             (out / "part.tmp").write_text(json.dumps(obj, indent=1) + "\n")
-            os.replace(out / "part.tmp", out / name)
+            os.replace(out / "part.tmp", out / f"{name}.json")
         for name in ("tokenizer.model", "words.json"):
             (out / "part.tmp").write_bytes((self.data / name).read_bytes())
             os.replace(out / "part.tmp", out / name)

@@ -1,5 +1,5 @@
-"""tokenizer.py against the libraries that define the ids: `tokenizers` for byte-pair encoding, sentencepiece for its own
-models, transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded."""
+"""tokenizer.py against the libraries that define the ids: `tokenizers` for byte-pair encoding, sentencepiece for its
+own models, transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from errors import InputError
-from tokenizer import GPT2, LLAMA3, QWEN2, load_tokenizer, merge_pairs
+from tokenizer import BYTE_CHARS, GPT2, LLAMA3, QWEN2, load_tokenizer, merge_pairs
 
 hf = pytest.importorskip("tokenizers")
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
@@ -57,7 +57,7 @@ ADVERSARIAL = [
     "\U0001f600\U0010ffff\ue000\ufffd",
     "x" * 300 + " " * 300 + "\n" * 50 + "9" * 100,
 ]
-# Characters that every Unicode version in use agrees about (Python 3.11 has version 14), and pieces that merges are about.
+# Characters that every Unicode version in use agrees about (Python 3.11 has version 14).
 CHARS = st.characters(exclude_categories=["Cs", "Cn"], exclude_characters="\u0295")
 TEXT = st.one_of(
     st.text(CHARS, max_size=40),
@@ -90,7 +90,7 @@ def byte_level(pattern, normalizer=None, ignore_merges=False, prefix=False, bos=
         tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
     else:
         patterns = [pattern] if isinstance(pattern, str) else pattern
-        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+        splits = [pre_tokenizers.Split(Regex(p), "isolated") if isinstance(p, str) else p for p in patterns]
         tok.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(prefix, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -112,6 +112,10 @@ BYTE_LEVEL = {
     "gpt2": lambda: byte_level(None),
     "gpt2-prefix": lambda: byte_level(None, prefix=True),
     "split-twice-prefix": lambda: byte_level([r"\p{N}{1,3}", r"[一-龥]+", GPT2], prefix=True),
+    "digits": lambda: byte_level(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Split("ab", "isolated"), GPT2]
+    ),
+    "digit-runs": lambda: byte_level([pre_tokenizers.Digits(individual_digits=False), GPT2], normalizers.NFKC()),
     "split-with-gaps": lambda: byte_level(r"[a-z]+", normalizers.Sequence([normalizers.NFC()])),
 }
 
@@ -143,7 +147,7 @@ def same_text(ours, ids, expected):
     assert "".join(map(stream.put, ids)) + stream.flush() == expected
 
 
-# ---- tokenizer.json and vocab.json + merges.txt ------------------------------------------------------------------------
+# ---- tokenizer.json and vocab.json + merges.txt ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ADVERSARIAL)
@@ -171,14 +175,12 @@ def test_random_ids_decode_as_tokenizers_does(pair, seed):
 @FUZZ
 @given(text=TEXT)
 def test_decode_inverts_encode(pair, text):
+    """Up to normalization, and up to the spaces that add_prefix_space adds."""
     ours, oracle = pair
-    if not any(s in text for s in SPECIAL):
-        plain = ours.normalize(text)
-        decoded = ours.decode(ours.encode(text))
-        prefixes = "prefix" in json.dumps(json.loads(oracle.to_str())["pre_tokenizer"]).replace(
-            'prefix_space": false', ""
-        )
-        assert decoded == plain or (prefixes and decoded.replace(" ", "") == plain.replace(" ", ""))
+    decoded, plain = ours.decode(ours.encode(text, parse_special=False)), ours.normalize(text)
+    if '"add_prefix_space":true' in oracle.to_str():
+        decoded, plain = decoded.replace(" ", ""), plain.replace(" ", "")
+    assert decoded == plain
 
 
 def test_ignore_merges_decides_between_whole_token_and_merges(tmp_path):
@@ -247,12 +249,27 @@ def test_added_token_flags(tmp_path):
         "a  <mask> b",
         "<mask>",
         " \n\u3000<mask>\x1c",
+        "a\x1c<mask>",
+        "[R]\x1c b",
         "x[R]  \t y",
         "ét e\u0301t été",
         "<mask>>  <mask>  >[R] <mask>",
     ):
         same_ids(ours, tok, text)
     assert ours.encode("a  <mask>") == [*ours.encode("a"), tok.token_to_id("<mask>")]
+
+
+def test_special_tokens_named_only_beside_the_vocabulary(tmp_path):
+    """added_tokens.json and special_tokens_map.json, as older Qwen and Llama folders have them."""
+    oracle = byte_level(QWEN2, normalizers.NFC())
+    size = oracle.model.save(str(tmp_path)) and len(json.loads((tmp_path / "vocab.json").read_text()))
+    named = {"eos_token": {"content": "<|end|>"}, "additional_special_tokens": ["<|im_start|>"]}
+    added = {"<|end|>": size, "<|im_start|>": size + 1, "<extra>": size + 2}
+    files = {"config": {"model_type": "qwen2"}, "special_tokens_map": named, "added_tokens": added}
+    ours = load_tokenizer(write(tmp_path, **files))
+    ids = ours.encode("<|im_start|>x<extra><|end|>")
+    assert ids == [size + 1, oracle.token_to_id("x"), size + 2, size] and ours.decode(ids) == "x<extra>"
+    assert ours.eos_ids == {size} and ours.vocab_size == size + 3
 
 
 def test_bos_follows_post_processor_unless_the_config_says_otherwise(tmp_path):
@@ -283,11 +300,11 @@ def test_a_long_run_of_one_character_is_no_problem(tmp_path):
         assert ours.decode(ours.encode(text)) == text
 
 
-# ---- byte fallback in tokenizer.json -----------------------------------------------------------------------------------
+# ---- byte fallback in tokenizer.json ---------------------------------------------------------------------------------
 
 
 def fallback_spec(scheme):
-    """Llama 2's tokenizer.json in small. `scheme` "normalizer": Prepend and Replace; else Metaspace's prepend_scheme."""
+    """Llama 2's tokenizer.json in small: with Prepend and Replace ("normalizer"), or Metaspace's prepend_scheme."""
     tok = hf.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tok.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
     tok.train_from_iterator(
@@ -323,10 +340,11 @@ def test_byte_fallback_tokenizer_json(tmp_path, scheme, normalized):
     for text in ADVERSARIAL + CORPUS + ["<s>a</s> b</s>c", "</s> ", "a <s> b"]:
         same_ids(ours, oracle, text)
         ids = ours.encode(text)
-        same_text(ours, ids, oracle.decode(ids))
+        if not normalized:  # the oracle shows the special tokens whose names its normalizer changed
+            same_text(ours, ids, oracle.decode(ids))
 
 
-# ---- SentencePiece -----------------------------------------------------------------------------------------------------
+# ---- SentencePiece ---------------------------------------------------------------------------------------------------
 
 LINES = [line for text in CORPUS for line in text.splitlines() if line.strip()] + [f"number {i}" for i in range(50)]
 SP_KINDS = {
@@ -386,17 +404,18 @@ def test_sentencepiece_parity_fuzz(sp_pair, text):
 @FUZZ
 @given(seed=st.integers(0, 2**32))
 def test_sentencepiece_decodes_random_ids(sp_pair, seed):
-    """Dummy prefixes, invalid bytes and control tokens in any order, as sentencepiece's own decode."""
+    """Dummy prefixes and invalid bytes as sentencepiece's own decode; control tokens anywhere change nothing."""
     ours, sp = sp_pair
     rng = random.Random(seed)
     space = [i for i in range(sp.get_piece_size()) if sp.id_to_piece(i).startswith("▁")]
     byte = [i for i in range(sp.get_piece_size()) if sp.is_byte(i)] or space
-    pools = [space, byte, [sp.bos_id(), sp.eos_id()], range(1, sp.get_piece_size())]
+    control = {i for i in range(sp.get_piece_size()) if sp.is_control(i)}
+    pools = [space, byte, list(control), range(1, sp.get_piece_size())]
     ids = [rng.choice(rng.choice(pools)) for _ in range(12)]
-    same_text(ours, ids, sp.decode(ids))
+    same_text(ours, ids, sp.decode([i for i in ids if i not in control]))
     blanks = [i for i in space if not sp.id_to_piece(i).strip("▁")]
     ids = [rng.choice([*blanks, sp.bos_id()]) for _ in range(3)] + ids
-    same_text(ours, ids, sp.decode(ids))
+    same_text(ours, ids, sp.decode([i for i in ids if i not in control]))
 
 
 @pytest.mark.parametrize("legacy", [None, True, False])
@@ -444,7 +463,7 @@ def test_unknown_and_out_of_range_ids_decode_to_nothing(sp_pair, pair):
         assert ours.decode([ours.vocab_size, -1, 10**9]) == ""
 
 
-# ---- tiktoken's format -------------------------------------------------------------------------------------------------
+# ---- tiktoken's format -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -455,7 +474,7 @@ def llama3(tmp_path_factory):
     spec["added_tokens"] = []
     oracle = hf.Tokenizer.from_str(json.dumps(spec))
     back = {v: k for k, v in spec["model"]["vocab"].items()}
-    chars = {c: b for b, c in __import__("tokenizer").BYTE_CHARS.items()}
+    chars = {c: b for b, c in BYTE_CHARS.items()}
     lines = [b"%s %d" % (base64.b64encode(bytes(chars[c] for c in back[i])), i) for i in range(len(back))]
     folder = write(tmp_path_factory.mktemp("llama3"), **{"tokenizer.model": b"\n".join(lines) + b"\n"})
     return folder, oracle
@@ -489,14 +508,11 @@ def test_tiktoken_names_from_the_config(llama3, tmp_path):
     data = (llama3[0] / "tokenizer.model").read_bytes()
     ours = load_tokenizer(write(tmp_path, tokenizer_config=config, **{"tokenizer.model": data}))
     assert ours.eos_ids == {base + 5} and ours.encode("<bos>") == [base] and ours.vocab_size == base + 6
-    assert load_tokenizer(write(tmp_path, **{"tokenizer.json": fallback_like_llama3()})).vocab_size != ours.vocab_size
+    write(tmp_path, **{"tokenizer.json": json.loads(byte_level(LLAMA3).to_str())}, tokenizer_config={})
+    assert type(load_tokenizer(tmp_path)).__name__ == "BPETokenizer"  # goes before either kind of tokenizer.model
 
 
-def fallback_like_llama3():
-    return json.loads(byte_level(LLAMA3).to_str())
-
-
-# ---- streaming ---------------------------------------------------------------------------------------------------------
+# ---- streaming -------------------------------------------------------------------------------------------------------
 
 
 @FUZZ
@@ -518,11 +534,11 @@ def test_stream_flushes_half_a_character(pair):
     ours, _ = pair
     half = ours.encode("\U0010ffff", bos=False)[:-1]
     stream = ours.stream()
-    assert [stream.put(id) for id in half] == [""] * len(half)
+    assert "".join(stream.put(id) for id in half).strip(" ") == ""  # a prefix space is a character
     assert stream.flush() == "\ufffd"
 
 
-# ---- chat --------------------------------------------------------------------------------------------------------------
+# ---- chat ------------------------------------------------------------------------------------------------------------
 
 LLAMA3_CHAT = """{{- bos_token }}
 {%- for message in messages %}
@@ -603,7 +619,7 @@ def test_chat_template_sources(tmp_path):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{{ raise_exception.__globals__['json'] }}", "SecurityError"),
         ("{{ lipsum.__globals__['os'].popen('id').read() }}", "SecurityError"),
-        ("{{ ''|attr('__class__')|attr('__mro__') }}", "SecurityError|UndefinedError"),
+        ("{{ (''|attr('__class__')).__mro__ }}", "SecurityError"),
         ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{% include '/etc/passwd' %}", "no loader"),
@@ -621,7 +637,7 @@ def test_no_chat_template(pair):
         pair[0].encode_chat([USER])
 
 
-# ---- bad input ---------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -655,10 +671,10 @@ UNSUPPORTED = [
     (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "pre_tokenizer.*Removed"),
     (["pre_tokenizer", "pretokenizers"], [LEVEL, LEVEL], "pre_tokenizer.*ByteLevel"),
     *[
-        (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": p}}, "pre_tokenizer.*Split")
-        for p in (r"^a|b", r"\w+", r"[\p{L}&&[a-z]]", r"a{2}+", r"(?i)a", r"(a)\1", r"\h+", "a$")
+        (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": p}}, "pattern .* is not supported")
+        for p in (r"^a|b", r"\w+", r"[\p{L}&&[a-z]]", r"[a&&b]", r"a{2}+", r"(?i)a", r"(a)\1", r"\h+", "a$")
     ],
-    (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": r"\p{Nonsense}"}}, "pattern"),
+    (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": r"\p{Nonsense}"}}, "unknown property"),
     (["decoder"], {"type": "WordPiece"}, "decoder.*WordPiece"),
     (["decoder"], None, "decoder"),
     (["post_processor"], {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["a", 1]}, "post_processor.*Roberta"),
@@ -714,18 +730,18 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no tokenizer: expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"),
+        ({}, "no tokenizer here, expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"),
         ({"vocab.json": {}}, "no tokenizer"),
-        ({"tokenizer.json": b"{"}, "tokenizer.json is not valid JSON"),
+        ({"tokenizer.json": b"{"}, "tokenizer.json: not valid JSON"),
         ({"tokenizer.json": b"\xff\xfe"}, "not UTF-8"),
         ({"tokenizer.json": b"[" * 100_000}, "not valid JSON"),
         ({"tokenizer.json": b"[1]"}, "holds a JSON list, expected an object"),
         ({"tokenizer.json": LFS}, "Git LFS pointer.*git lfs pull"),
-        ({"tokenizer_config.json": b"nonsense"}, "tokenizer_config.json is not valid JSON"),
+        ({"tokenizer_config.json": b"nonsense"}, "tokenizer_config.json: not valid JSON"),
         ({"tokenizer.model": LFS}, "Git LFS pointer"),
-        ({"tokenizer.model": b""}, "tokenizer.model is empty"),
-        ({"tokenizer.model": b"\x80\x04not a model"}, "tokenizer.model cannot be parsed"),
-        ({"tokenizer.model": b"<html>404</html>"}, "tokenizer.model cannot be parsed"),
+        ({"tokenizer.model": b""}, "tokenizer.model: empty"),
+        ({"tokenizer.model": b"\x80\x04not a model"}, "tokenizer.model: cannot be parsed"),
+        ({"tokenizer.model": b"<html>404</html>"}, "tokenizer.model: cannot be parsed"),
         ({"tokenizer.model": b"IQ== 0\nnot a line\n"}, "line 2 is b'not a line'"),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "lacks single bytes"),
         ({"vocab.json": {"a": 0}, "merges.txt": b"#version: 0.2\n"}, "class not named, expected Qwen2Tokenizer"),

@@ -1,0 +1,35 @@
+# make demo   set up and generate with the shipped model
+# make test   set up and pass the tests
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: demo test test-all lint clean
+
+# A stamp for each set of requirements: an interrupted install leaves none, and is done again.
+.venv/runtime: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/dev: requirements-dev.txt .venv/runtime
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+demo: .venv/runtime
+	$(PY) generate.py --prompt-file examples/needle.txt --max-new-tokens 8
+	$(PY) generate.py --method self_index --prompt-file examples/needle.txt --max-new-tokens 8
+	$(PY) generate.py --method self_index --prompt "import argparse" --max-new-tokens 120
+
+test: .venv/dev
+	$(PY) -m pytest -m "not slow"
+
+test-all: .venv/dev
+	$(PY) -m pytest
+
+lint: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy model.py generate.py tokenizer.py errors.py
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis .ruff_cache .mypy_cache

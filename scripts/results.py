@@ -1,0 +1,69 @@
+"""What every result file holds beside its numbers, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit() -> str:
+    """The revision, with +dirty if tracked files differ from it."""
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
+    """The command, device, versions, commit and date, then the numbers."""
+    device = torch.device(device)
+    packages = {}
+    for name in ("torch", "triton", "transformers", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return dict(
+        command=" ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        device=gpu or f"{cpu_name()}, {torch.get_num_threads()} threads",
+        versions=dict(python=platform.python_version(), **packages),
+        commit=commit(),
+        date=time.strftime("%Y-%m-%d"),
+        **numbers,
+    )
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Written to a temporary name, then renamed: an interrupted run leaves the old file."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: the folder {path.parent} does not exist")
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(tmp, path)

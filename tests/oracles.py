@@ -1,0 +1,167 @@
+"""Slow float64 oracles of the methods, written from the papers and DESIGN.md with plain loops in numpy.
+
+Nothing here imports kv_methods/ or kernels/: what the two sides share is the text they were written from.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def rotate(x: np.ndarray, pos: int, theta: float = 10_000.0) -> np.ndarray:
+    """Rotary embedding in halves (Hugging Face layout) of vectors x [..., D] at one position."""
+    half = x.shape[-1] // 2
+    angle = pos / theta ** (np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate((a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)), -1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def attention(q: np.ndarray, keys: list[np.ndarray], values: list[np.ndarray]) -> np.ndarray:
+    """One query [D] over lists of [D] vectors."""
+    p = softmax(np.array([q @ k for k in keys]) / math.sqrt(len(q)))
+    return sum(w * v for w, v in zip(p, values, strict=True))
+
+
+def causal_attention(q, k, v, window=None):
+    """q [B, Hq, S, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, S, D], one query at a time."""
+    out, g = np.zeros_like(q), q.shape[1] // k.shape[1]
+    for b, h, i in np.ndindex(q.shape[:3]):
+        first = 0 if window is None else max(0, i - window + 1)
+        out[b, h, i] = attention(q[b, h, i], list(k[b, h // g, first : i + 1]), list(v[b, h // g, first : i + 1]))
+    return out
+
+
+def snapkv(q: np.ndarray, k: np.ndarray, window: int = 32, pool: int = 7) -> np.ndarray:
+    """q [g, n, D] of one KV head's group, k [n, D], rotated, one prompt -> pooled scores [n]."""
+    n, mass = len(k), np.zeros(len(k))
+    for head in q:
+        for i in range(max(0, n - window), n):
+            mass[: i + 1] += softmax(k[: i + 1] @ head[i] / math.sqrt(k.shape[1]))
+    return np.array([mass[max(0, t - pool // 2) : t + pool // 2 + 1].max() for t in range(n)])
+
+
+def check_top(scores: dict[int, float], chosen: list[int], n: int, tol: float, what: str) -> None:
+    """`chosen` are n keys of `scores` that score highest, up to near ties: nobody left out beats the worst by > tol."""
+    assert len(chosen) == len(set(chosen)) == n, f"{what}: {len(set(chosen))} distinct of {len(chosen)}, expected {n}"
+    assert set(chosen) <= set(scores), f"{what}: {sorted(set(chosen) - set(scores))} may not be chosen"
+    if 0 < n < len(scores):
+        worst, best_left = min(scores[t] for t in chosen), max(s for t, s in scores.items() if t not in set(chosen))
+        assert best_left <= worst + tol, f"{what}: left out {best_left}, took {worst}"
+
+
+class SelfIndexHead:
+    """Self-Indexing KVCache of one row and one KV head. Positions are those of the text; keys come rotated.
+
+    `nudge` shifts every rounding by that many quantization steps. Where a value lies so near to a rounding border that
+    float32 and float64 may disagree, runs with +nudge and -nudge differ, and say how much it matters.
+    """
+
+    def __init__(self, q, k, v, *, budget, sinks, store_bits, sign_in_quant, retrieval, tail, flush, max_seq_len,
+                 nudge=0.0):  # fmt: skip
+        """q [g, n, D], k and v [n, D]: the prompt of this row alone, without padding."""
+        self.bits, self.sign_in_quant, self.tail, self.flush = store_bits, sign_in_quant, tail, flush
+        self.budget, self.sinks, self.nudge, self.prompt = budget, min(sinks, max_seq_len), nudge, len(k)
+        self.retrieval = retrieval
+        D = k.shape[1]
+        self.mean = k.mean(0)  # eq. 5
+        self.k = [x - self.mean for x in k]  # exact, centred
+        self.v = list(v)
+        magnitude = np.abs(np.array(self.k))
+        self.alpha = magnitude.max(0)  # eq. 12
+        # A channel that is (nearly) constant in a short prompt would blow up the tokens decoded later.
+        self.alpha = np.maximum(self.alpha, 1e-3 * self.alpha.max()) if self.alpha.max() > 0 else np.ones(D)
+        cells: dict[tuple[int, tuple], list[np.ndarray]] = {}
+        for x in self.k:
+            for c in range(0, D, 4):
+                cells.setdefault((c, self.pattern(x[c : c + 4])), []).append(x[c : c + 4])
+        self.centroids = {cell: sum(xs) / len(xs) for cell, xs in cells.items()}  # eq. 4
+        self.mean_magnitude = magnitude.mean(0)
+        self.store = [self.compressed(x, y) for x, y in zip(self.k, self.v, strict=True)]
+        self.snapkv = dict(enumerate(snapkv(q, k)))
+        self.sink_set: list[int] = sorted(self.snapkv, key=lambda t: -self.snapkv[t])[: self.sinks]
+        self.flushed = 0
+
+    @staticmethod
+    def pattern(x):
+        return tuple(1.0 if c >= 0 else -1.0 for c in x)
+
+    def centroid(self, x):
+        """What the index knows of key x [D]: a centroid for every 4 channels."""
+        if self.retrieval == "sign":
+            return np.array(self.pattern(x))
+        parts = []
+        for c in range(0, len(x), 4):
+            signs = self.pattern(x[c : c + 4])
+            empty = np.array(signs) * self.mean_magnitude[c : c + 4]
+            parts.append(self.centroids.get((c, signs), empty))
+        return np.concatenate(parts)
+
+    def quantized(self, x):
+        """Through `bits` bits and back, eq. 9-11: 32 channels share scale and zero, both rounded to fp16."""
+        out, levels = [], 2**self.bits - 1
+        for c in range(0, len(x), 32):
+            part = x[c : c + 32]
+            zero = float(np.float16(part.min()))
+            scale = float(np.float16(max(0.0, (part.max() - zero) / levels)))
+            code = np.floor((part - zero) / scale + 0.5 + self.nudge * levels) if scale else np.zeros(len(part))
+            out.append(np.clip(code, 0, levels) * scale + zero)
+        return np.concatenate(out)
+
+    def compressed(self, x, v):
+        """-> (index vector, key, value) as they come back from the compressed store."""
+        if self.bits == 16:
+            return self.centroid(x), x, v
+        scaled = x / self.alpha
+        if self.sign_in_quant:
+            key = self.quantized(np.abs(scaled)) * np.array(self.pattern(x)) * self.alpha  # eq. 13
+        else:
+            key = self.quantized(scaled) * self.alpha
+        return self.centroid(x), key, self.quantized(v)
+
+    def append(self, k, v):
+        self.k.append(k - self.mean)
+        self.v.append(v)
+
+    def scores(self, q):
+        """Group-mean of q [g, D] against every stored token that is no sink."""
+        q = q.mean(0)
+        return {t: float(q @ entry[0]) for t, entry in enumerate(self.store) if t not in self.sink_set}
+
+    def wanted(self, available):
+        """How many stored tokens the budget leaves: 160 is 64 + 96 whatever the prompt; a share counts real sinks."""
+        if isinstance(self.budget, int):
+            want = self.budget - self.sinks
+        else:
+            want = math.ceil(self.budget * len(self.k) - 1e-6) - len(self.sink_set)
+        return min(max(want, 0), available)
+
+    def attend(self, q, chosen):
+        """q [g, D]; chosen: stored positions -> [g, D]."""
+        recent = range(self.prompt + self.flushed, len(self.k))  # decoded tokens not flushed: always attended
+        keys = [self.k[t] for t in self.sink_set] + [self.store[t][1] for t in chosen] + [self.k[t] for t in recent]
+        values = [self.v[t] for t in self.sink_set] + [self.store[t][2] for t in chosen] + [self.v[t] for t in recent]
+        return np.stack([attention(head, keys, values) for head in q])
+
+    def maintain(self):
+        """Once `tail` decoded tokens are held, the oldest `flush` of them move to the store."""
+        if len(self.k) - self.prompt - self.flushed >= self.tail:
+            first = self.prompt + self.flushed
+            self.store += [self.compressed(self.k[t], self.v[t]) for t in range(first, first + self.flush)]
+            self.flushed += self.flush
+
+
+def streaming(q, k, v, pos: int, sinks: int, recent: int, positions: str) -> np.ndarray:
+    """q [g, D] at `pos`, k and v [pos + 1, D], none of them rotated: the first tokens and the last ones -> [g, D]."""
+    kept = [t for t in range(pos + 1) if t < sinks or t > pos - recent]
+    if pos < sinks + recent:
+        assert kept == list(range(pos + 1))
+    place = {t: rank if positions == "cache" else t for rank, t in enumerate(kept)}
+    keys = [rotate(k[t], place[t]) for t in kept]
+    return np.stack([attention(rotate(head, place[pos]), keys, [v[t] for t in kept]) for head in q])
