@@ -213,6 +213,30 @@ class Rope(nn.Module):
         return apply_rope(x, cos[:, None], sin[:, None])
 
 
+# ---- memory ----
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    with open("/proc/meminfo") as f:
+        lines = dict(line.split(":", 1) for line in f)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def require_memory(need: int, device: torch.device, what: str, advice: str) -> None:
+    """InputError before an allocation that cannot succeed: better than being killed in the middle."""
+    if device.type != "meta" and need > (free := available_memory(device)):
+        raise InputError(f"{what} needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {device}: {advice}")
+
+
+def _require_weights(model: nn.Module, device: torch.device) -> None:
+    need = sum(p.numel() * p.element_size() for p in model.parameters())
+    require_memory(need, device, "the model", "use --dtype bf16, a smaller model, or a device with more memory")
+
+
 # ---- the network ----
 
 
@@ -249,13 +273,13 @@ class Attention(nn.Module):
         y = prefill_attention(q, k, v.transpose(1, 2), self.window)
         return self.wo(y.transpose(1, 2).flatten(2))
 
-    def prefill(self, x: Tensor, method: nn.Module, lengths: Tensor) -> Tensor:
+    def prefill(self, x: Tensor, method: Any, lengths: Tensor) -> Tensor:
         """x [B, S, dim] -> [B, S, dim]; the method stores what it wants of the keys and values."""
         q, k, v = (t.transpose(1, 2) for t in self.qkv(x))
         y = method.prefill(q, k, v, lengths)  # [B, Hq, S, D]
         return self.wo(y.transpose(1, 2).flatten(2))
 
-    def decode(self, x: Tensor, method: nn.Module, pos: Tensor) -> Tensor:
+    def decode(self, x: Tensor, method: Any, pos: Tensor) -> Tensor:
         """One token per row. x [B, dim], pos [B] -> [B, dim]."""
         return self.wo(method.decode(*self.qkv(x), pos).flatten(1))
 
@@ -283,13 +307,13 @@ class Block(nn.Module):
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def prefill(self, x: Tensor, method: nn.Module, lengths: Tensor) -> Tensor:
+    def prefill(self, x: Tensor, method: Any, lengths: Tensor) -> Tensor:
         x = x + self.attention.prefill(self.attention_norm(x), method, lengths)
         for part in x.view(-1, x.shape[-1]).split(MLP_CHUNK):  # in place: a chunk of MLP activations at a time
             part += self.feed_forward(self.ffn_norm(part))
         return x
 
-    def decode(self, x: Tensor, method: nn.Module, pos: Tensor) -> Tensor:
+    def decode(self, x: Tensor, method: Any, pos: Tensor) -> Tensor:
         x = x + self.attention.decode(self.attention_norm(x), method, pos)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -301,12 +325,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
+        self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.cache: nn.ModuleList | None = None  # one KVMethod per layer
+        self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self._rope: Rope | None = None  # the tables of `forward`
 
     def trunk(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -320,10 +344,13 @@ class Transformer(nn.Module):
         """cos and sin [1, S, 1, D/2] for teacher forcing over S tokens."""
         device = self.tok_embeddings.weight.device
         dynamic = self.args.rope.type == "dynamic"
-        if self._rope is None or dynamic or self._rope.cos.shape[1] < S or self._rope.cos.device != device:
-            self._rope = Rope(self.args, 1, S if dynamic else max(S, 2048), device)
-            self._rope.set_prompt(torch.tensor([S]))
-        return self._rope.cos[:, :S, None], self._rope.sin[:, :S, None]
+        rope = self._rope
+        if rope is None or dynamic or rope.cos.shape[1] < S or rope.cos.device != device:
+            with torch.inference_mode(False):  # an evaluation may ask first, and training after it
+                rope = Rope(self.args, 1, S if dynamic else max(S, 2048), device)
+                rope.set_prompt(torch.tensor([S]))
+            object.__setattr__(self, "_rope", rope)  # no submodule: .to(dtype) must leave the tables in fp32
+        return rope.cos[:, :S, None], rope.sin[:, :S, None]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Teacher forcing without a cache: tokens [B, S] -> logits [B, S, V]."""
@@ -343,6 +370,13 @@ class Transformer(nn.Module):
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Right-padded prompts: tokens [B, S] int64, lengths [B] -> logits of each row's last token [B, V]."""
         assert self.cache is not None, "call setup_cache first"
+        a, size = self.args, tokens.numel() * self.norm.weight.element_size()
+        require_memory(
+            size * (3 * a.dim + 3 * (a.n_head + 2 * a.n_kv_head) * a.head_dim),
+            tokens.device,
+            f"prefill of {tokens.shape[0]} x {tokens.shape[1]} tokens",
+            "lower the batch or shorten the prompt",
+        )
         self.cache[0].rope.set_prompt(lengths)
         x = self.tok_embeddings(tokens)
         for block, method in zip(self.layers, self.cache, strict=True):
@@ -437,34 +471,36 @@ ROPE_KEYS = {
 
 def _args_from_hf(c: dict[str, Any]) -> ModelArgs:
     family = c.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"unsupported architecture {family!r} in config.json: supported are {', '.join(FAMILIES)}")
     for key, neutral in NEUTRAL.items():
         if c.get(key) is not None and c[key] not in neutral:
             raise InputError(
                 f"config.json sets {key} = {str(c[key])[:80]}, which is not supported and changes the output"
             )
-    missing = [k for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-               if not isinstance(c.get(k), int) or c[k] < 1]  # fmt: skip
-    if missing:
-        raise InputError(f"config.json lacks a positive whole number for {', '.join(missing)}")
-    n_layer, n_head = c["num_hidden_layers"], c["num_attention_heads"]
-    n_kv_head = c.get("num_key_value_heads") or n_head
+    dim, n_layer, n_head = (_number(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    n_kv_head = _number(c, "num_key_value_heads", n_head)
+    head_dim = _number(c, "head_dim", 128 if family == "qwen3" else dim // n_head)
+    if head_dim % 2:
+        raise InputError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs of channels")
     if n_head % n_kv_head:
         raise InputError(f"config.json: num_attention_heads {n_head} is no multiple of num_key_value_heads {n_kv_head}")
     flag = [c.get(f, False) if isinstance(f, str) else f for f in FAMILIES[family]]
-    max_seq_len = c.get("max_position_embeddings") or 2048
-    eos = c.get("eos_token_id")
+    max_seq_len = _number(c, "max_position_embeddings", 2048)
+    eos = [] if c.get("eos_token_id") is None else c["eos_token_id"]
+    eos = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(i, int) for i in eos):
+        raise InputError(f"config.json: eos_token_id must be one or several token numbers, found {c['eos_token_id']!r}")
     return ModelArgs(
-        dim=c["hidden_size"],
+        dim=dim,
         n_layer=n_layer,
         n_head=n_head,
         n_kv_head=n_kv_head,
-        head_dim=c.get("head_dim") or (128 if family == "qwen3" else c["hidden_size"] // n_head),
-        ffn_dim=c["intermediate_size"],
-        vocab_size=c["vocab_size"],
+        head_dim=head_dim,
+        ffn_dim=_number(c, "intermediate_size"),
+        vocab_size=_number(c, "vocab_size"),
         max_seq_len=max_seq_len,
-        norm_eps=c.get("rms_norm_eps", 1e-6),
+        norm_eps=_number(c, "rms_norm_eps", 1e-6, whole=False),
         rope=_rope_from_hf(c, max_seq_len),
         tie_embeddings=c.get("tie_word_embeddings", False),
         qkv_bias=bool(flag[0]),
@@ -473,15 +509,27 @@ def _args_from_hf(c: dict[str, Any]) -> ModelArgs:
         qk_norm=bool(flag[2]),
         windows=_windows_from_hf(c, family, n_layer),
         dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_ids=tuple(eos),
     )
+
+
+def _number(c: dict[str, Any], key: str, default: float | None = None, whole: bool = True) -> Any:
+    """A positive number of the config; InputError names the key if it is anything else."""
+    value: Any = default if c.get(key) is None else c[key]
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        kind = "whole number" if whole else "number"
+        raise InputError(f"config.json: {key} must be a positive {kind}, found {value!r}")
+    return value
 
 
 def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
     """Mistral slides in every layer, Qwen from max_window_layers on (or as layer_types says) if use_sliding_window."""
-    window = c.get("sliding_window", 4096)
-    if family == "llama" or window is None or (family != "mistral" and not c.get("use_sliding_window", False)):
+    if family == "llama" or (family != "mistral" and not c.get("use_sliding_window", False)):
         return ()
+    if c.get("sliding_window", 4096) is None:
+        return ()
+    window = _number(c, "sliding_window", 4096)
     types = c.get("layer_types")
     if family == "mistral":
         if types and set(types) != {"sliding_attention"}:
@@ -497,13 +545,18 @@ def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int 
 
 def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
     """Both layouts: rope_theta + rope_scaling, and the newer rope_parameters (transformers v5)."""
-    p = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if not isinstance(p, dict):
+        raise InputError(f"config.json: rope_scaling or rope_parameters must be an object, found {p!r}")
+    p = dict(p)
     if any(isinstance(v, dict) for v in p.values()):
         raise InputError("config.json: rope_parameters per layer type are not supported")
     kind = p.pop("rope_type", None) or p.pop("type", None) or "default"
     p.pop("type", None)
-    theta = p.pop("rope_theta", None) or c.get("rope_theta") or 10_000.0
-    if kind not in ROPE_KEYS:
+    theta = _number(
+        {"rope_theta": p.pop("rope_theta", None) or c.get("rope_theta")}, "rope_theta", 10_000.0, whole=False
+    )
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise InputError(f"unsupported rope type {kind!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
     if p.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
@@ -511,13 +564,15 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[kind]
     if kind != "default" and extra - {"original_max_position_embeddings"}:
         raise InputError(f"config.json: rope parameter {sorted(extra)[0]!r} is not known for rope type {kind!r}")
+    if kind in ("llama3", "yarn") and c.get("original_max_position_embeddings"):
+        known["original_max_position_embeddings"] = c["original_max_position_embeddings"]
+    for key in known.keys() - {"truncate"}:
+        _number(known, key, whole=False)
     if "factor" in ROPE_KEYS[kind] and "factor" not in known:
         if kind == "yarn" and "original_max_position_embeddings" in known:
             known["factor"] = max_seq_len / known["original_max_position_embeddings"]
         else:
             raise InputError(f"config.json: rope type {kind!r} needs a factor")
-    if kind in ("llama3", "yarn") and c.get("original_max_position_embeddings"):
-        known["original_max_position_embeddings"] = c["original_max_position_embeddings"]
     return RopeArgs(theta=float(theta), type=kind, **known)
 
 
@@ -547,14 +602,20 @@ def load_checkpoint(
     if not folder.is_dir():
         raise InputError(f"checkpoint folder {folder} not found: give --checkpoint a Hugging Face model folder")
     args = ModelArgs.from_hf(read_json(folder / "config.json"))
-    dtype = dtype or getattr(torch, args.dtype)
+    if dtype is None:
+        if args.dtype not in ("float32", "bfloat16", "float16"):
+            raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
+        dtype = getattr(torch, args.dtype)
     model = _empty_transformer(args, device, dtype)
-    targets = _load_targets(model)
+    targets, head = _load_targets(model), None
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="pt", device="cpu") as f:
                 for name in f.keys():  # noqa: SIM118, a safe_open is no dict
-                    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and args.tie_embeddings):
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if name == "lm_head.weight" and args.tie_embeddings:
+                        head = f.get_tensor(name)
                         continue
                     if name not in targets:
                         raise InputError(f"unexpected tensor {name} in {file}: config.json describes another model")
@@ -563,11 +624,15 @@ def load_checkpoint(
                         raise InputError(
                             f"tensor {name} in {file} has shape {list(found)}, expected {list(target.shape)} by config.json"
                         )
+                    if (kind := f.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                        raise InputError(f"tensor {name} in {file} is {kind}: quantized checkpoints are not supported")
                     target.copy_(f.get_tensor(name))
         except (SafetensorError, OSError) as e:
             raise InputError(f"cannot read {file}: {e}; the file is truncated or is no safetensors file") from None
     if targets:
         raise InputError(f"tensor {next(iter(targets))} is missing from {folder} ({len(targets)} missing in all)")
+    if head is not None and not torch.equal(head.to(model.output.weight), model.output.weight):
+        raise InputError(f"lm_head.weight in {folder} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
 
 
@@ -576,8 +641,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise InputError(f"{index} has no weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+            raise InputError(f"{index} has no weight_map from tensors to files")
         files = [folder / name for name in sorted(set(shards.values()))]
         if gone := [f.name for f in files if f.parent != folder or not f.is_file()]:
             raise InputError(f"{index} names {gone[0]}, which is not in the folder: download the missing shard")
@@ -592,7 +657,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _load_targets(model: Transformer) -> dict[str, Tensor]:
     """Hugging Face's tensor names -> views of our parameters; fused ones are slices."""
-    a, out = model.args, {}
+    a = model.args
+    out: dict[str, Tensor] = {}
 
     def add(name: str, module: nn.Module) -> None:
         for kind, p in module.named_parameters(recurse=False):
@@ -606,6 +672,7 @@ def _load_targets(model: Transformer) -> dict[str, Tensor]:
     add("model.norm", model.norm)
     if not a.tie_embeddings:
         add("lm_head", model.output)
+    block: Any  # nn.ModuleList does not know what it holds
     for i, block in enumerate(model.layers):
         at, ff, pre = block.attention, block.feed_forward, f"model.layers.{i}"
         heads = [a.n_head * a.head_dim, a.n_kv_head * a.head_dim, a.n_kv_head * a.head_dim]

@@ -11,12 +11,12 @@ def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Te
     """The `count` highest-scoring allowed slots of every row and head, highest first.
 
     scores [B, H, T], mask [B, 1 or H, T] bool, True = may be chosen; k static slots, count [B, H] wanted of them
-    -> idx [B, H, k] int64, count [B, H] clamped to what is allowed. Entries past the count point anywhere.
+    -> idx [B, H, k] int64, count [B, H] clamped to what is allowed and to k. Entries past the count point anywhere.
     """
     scores = torch.where(mask, scores, float("-inf"))
     idx = scores.topk(min(k, scores.shape[-1]), dim=-1).indices
     allowed = mask.expand_as(scores).sum(-1)
-    return idx, torch.minimum(count, allowed)
+    return idx, torch.minimum(count, allowed).clamp(max=idx.shape[-1])
 
 
 def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool: int = 7) -> Tensor:

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 from errors import InputError
 from kv_methods.base import CacheShape, KVMethod
-from model import Rope, Transformer
+from model import Rope, Transformer, require_memory
 
 HERE = Path(__file__).parent
 
@@ -131,16 +131,6 @@ def parse_spec(spec: str, n_layer: int) -> list[str]:
     return typing.cast("list[str]", names)
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    with open("/proc/meminfo") as f:
-        lines = dict(line.split(":", 1) for line in f)
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
 def build_cache(
     model: Transformer, spec: str, max_batch: int, max_seq_len: int, skip_layers: str = "auto", **knobs: Any
 ) -> nn.ModuleList:
@@ -170,13 +160,9 @@ def build_cache(
         shapes = (CacheShape.of(args, i, max_batch, max_seq_len, p.dtype, device) for i in range(args.n_layer))
         return nn.ModuleList(cls(a, s, i, rope) for i, ((cls, a), s) in enumerate(zip(layers, shapes, strict=True)))
 
-    need = sum(sum(m.nbytes().values()) for m in build(torch.device("meta")))  # type: ignore[operator]
-    free = available_memory(p.device)
-    if p.device.type != "meta" and need > free:
-        raise InputError(
-            f"the KV cache of {spec} needs {need / 2**30:.2f} GiB for batch {max_batch} and {max_seq_len} tokens, "
-            f"{free / 2**30:.2f} GiB are free: lower --batch-size, --max-new-tokens or the prompt, or compress more"
-        )
+    need = sum(b.numel() * b.element_size() for b in build(torch.device("meta")).buffers())
+    what = f"the KV cache of {spec} for batch {max_batch} and {max_seq_len} tokens"
+    require_memory(need, p.device, what, "lower --batch-size, --max-new-tokens or the prompt, or compress more")
     return build(p.device)
 
 
@@ -204,8 +190,7 @@ def describe() -> str:
         if cls.paper:
             out.append(f"    paper: {cls.paper}")
         for f in dataclasses.fields(cls.Args):
-            default = f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
-            out.append(f"    {f.name}={default}  {f.metadata.get('help', '')}".rstrip())
+            out.append(f"    {f.name}={f.default}  {f.metadata.get('help', '')}".rstrip())
         for preset, (method, knobs) in presets().items():
             if method == name:
                 out.append(f"    preset {preset}: {', '.join(f'{k}={v}' for k, v in knobs.items())}")

@@ -170,10 +170,15 @@ def check_budget(budget: int | float) -> None:
 
 def budget_cap(budget: int | float, max_seq_len: int) -> int:
     """The static number of slots a budget can ever need."""
-    return min(max_seq_len, math.ceil(budget * max_seq_len) if isinstance(budget, float) else budget)
+    return min(max_seq_len, math.ceil(budget * max_seq_len - 1e-6) if isinstance(budget, float) else budget)
 
 
 def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
     """The budget at the current lengths [B] -> [B] int64, at most the length."""
-    wanted = (length * budget).ceil().long() if isinstance(budget, float) else torch.full_like(length, budget)
+    # in fp64 and less a hair: in fp32, 0.075 of 200 tokens is a little more than 15, and would be 16
+    wanted = (
+        (length.double() * budget - 1e-6).ceil().long()
+        if isinstance(budget, float)
+        else torch.full_like(length, budget)
+    )
     return torch.minimum(wanted, length)

@@ -62,7 +62,7 @@ class SelfIndex(KVMethod):
         self.tail = min(args.tail, T)
         cap = budget_cap(args.budget, T)
         # a fraction is topped up where a prompt is shorter than the sinks; 160 tokens mean 64 + 96, whatever the prompt
-        self.k_static = cap if isinstance(args.budget, float) else max(1, cap - self.n_sink)
+        self.k_static = cap if isinstance(args.budget, float) else max(1, min(T, args.budget - self.n_sink))
         self.buffer("codes", (B, H, T, D // 8), torch.uint8)
         if self.bits < 16:
             for x in ("k", "v"):
@@ -91,7 +91,10 @@ class SelfIndex(KVMethod):
         # Eq. 5: centring balances the signs; softmax does not see it as long as every key of the row is centred.
         self.mean[:B] = torch.where(keep, k, 0).sum(2, dtype=torch.float32) / lengths.view(B, 1, 1)
         x = torch.where(keep, k.float() - self.mean[:B, :, None], 0)
-        self.alpha[:B] = x.abs().amax(2).clamp(min=1e-8)  # eq. 12
+        # Eq. 12. The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded
+        # later, which a tiny alpha would send out of fp16's range.
+        largest = torch.where(keep, k, 0).abs().amax((2, 3), keepdim=True)[..., 0].float()
+        self.alpha[:B] = x.abs().amax(2).maximum(1e-3 * largest).clamp(min=1e-8)
         codes = sign_codes(x)
         if self.args.retrieval == "codebook":
             self.book[:B] = codebook(x, codes, valid)
@@ -124,7 +127,9 @@ class SelfIndex(KVMethod):
         n = min(self.n_sink, S)
         if n == 0:
             return
-        idx = snapkv_scores(q, k, lengths).topk(n, dim=-1).indices  # [B, H, n]; past a short prompt's end: padding
+        # [B, H, n]; past a short prompt's end: padding. Pooling makes equal scores: a stable sort takes the same tokens
+        # of them, the first, however far the batch is padded
+        idx = snapkv_scores(q, k, lengths).sort(dim=-1, descending=True, stable=True).indices[..., :n]
         self.sink_idx[:B, :, :n] = idx.minimum(lengths.view(B, 1, 1) - 1)
         at = idx[..., None].expand(B, H, n, D)
         self.sink_k[:B, :, :n], self.sink_v[:B, :, :n] = x.gather(2, at).to(k.dtype), v.gather(2, at)
@@ -146,8 +151,10 @@ class SelfIndex(KVMethod):
         mask = (torch.arange(T, device=q.device) < stored[:, None])[:, None].expand(B, H, T)
         if self.n_sink:
             mask = mask.scatter(2, self.sink_idx[:B], False)  # sinks are attended anyway
-        taken = sinks if isinstance(self.args.budget, float) else self.n_sink
-        wanted = (budget_tokens(self.args.budget, pos + 1) - taken).clamp(min=0)
+        if isinstance(self.args.budget, float):
+            wanted = (budget_tokens(self.args.budget, pos + 1) - sinks).clamp(min=0)
+        else:
+            wanted = torch.full_like(pos, self.args.budget - self.n_sink)
         return topk_select(scores, mask, self.k_static, wanted.minimum(stored - sinks)[:, None].expand(B, H))
 
     def attend(self, q, idx, count, pos):

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -292,6 +293,9 @@ class Trainer:
 
     def train(self) -> None:
         at, saved = self.at, time.time()
+        stop: list[int] = []  # a signal ends the run after the step it falls into, with the state saved
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, lambda number, frame: stop.append(number))
         while at["stage"] < len(self.stages):
             st = self.stages[at["stage"]]
             self.set_theta(st.theta)
@@ -328,9 +332,12 @@ class Trainer:
                                 **{k: round(v, 4) for k, v in sorted(e.items())})  # fmt: skip
                     at["log"].append(line)
                     bar.set_postfix_str(" ".join(f"{k} {v}" for k, v in line.items() if k[:2] in ("ce", "ac", "ra")))
-                if time.time() - saved > 180:
+                if stop or time.time() - saved > 180:
                     self.save()
                     saved = time.time()
+                if stop:
+                    bar.close()
+                    raise KeyboardInterrupt
             bar.close()
             at["stage"], at["stage_tokens"] = at["stage"] + 1, 0
             at["ema"] = {}

@@ -1,0 +1,120 @@
+"""Write the generated sections of the README and of the model card: methods from the code, tables from results/*.json.
+
+python scripts/update_readme.py            # tables and the method list
+python scripts/update_readme.py --demo     # run `make demo` too and show its output
+python scripts/update_readme.py --check    # exit 2 if a page is not what this would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from errors import InputError, run_cli  # noqa: E402
+from kv_methods import method_class, method_files, presets  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(r) + " |" for r in [header, ["---"] * len(header), *rows]]
+    return "\n".join(lines)
+
+
+def methods() -> str:
+    rows = []
+    for name in sorted(method_files()):
+        cls = method_class(name)
+        doc = (sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0]
+        knobs = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(cls.Args))
+        also = ", ".join(f"`{p}`" for p, (m, _) in presets().items() if m == name)
+        rows.append([f"`{name}`", doc, knobs or "-", also or "-", cls.paper])
+    return table(["method", "idea", "knobs", "presets", "source"], rows)
+
+
+def read(name: str) -> dict | None:
+    path = ROOT / "results" / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def source(data: dict, name: str) -> str:
+    return f"`{data['command']}` on {data['device']}, torch {data['versions']['torch']}: [{name}](results/{name})"
+
+
+def retrieval(only: str | None = None) -> str:
+    """The table of results/retrieval.json, of one method only if asked."""
+    data = read("retrieval.json")
+    if data is None:
+        return "Not measured yet."
+    tasks = ["needle", "needle4", "ruler", "ruler4", "repeats"]
+
+    def cell(row: dict, key: str) -> str:
+        return "-" if key not in row else f"{row[key]:.1f}" if key.startswith("perp") else f"{100 * row[key]:.1f} %"
+
+    rows = [
+        [r["method"] + "".join(f" {k}={v}" for k, v in r["knobs"].items()), str(r["seq_len"]), f"{r['kv_share']:.3f}"]
+        + [cell(r, t) for t in [*tasks, "perplexity_code", "perplexity_prose"]]
+        for r in data["rows"]
+        if only in (None, r["method"])
+    ]
+    header = ["method", "tokens", "KV bytes / full", *tasks, "ppl code", "ppl prose"]
+    return table(header, rows) + f"\n\n{data['rows'][0]['samples']} samples a cell. " + source(data, "retrieval.json")
+
+
+def speed() -> str:
+    data = read("generate_cpu.json")
+    if data is None:
+        return "Not measured yet."
+    rows = [
+        [str(r["batch"]), r["run"], f"{r['tokens_per_s']:,.0f}", f"{100 * r['spread']:.0f} %",
+         f"{r['times_peer']:.2f}x" if "times_peer" in r else "-"]
+        for r in data["rows"]
+    ]  # fmt: skip
+    note = f"\n\n{data['prompt_tokens']} prompt tokens, {data['new_tokens']} new, {data['dtype']}. "
+    header = ["batch", "run", "tokens/s (median)", "spread", "against the best transformers"]
+    return table(header, rows) + note + source(data, "generate_cpu.json")
+
+
+def demo() -> str:
+    run = subprocess.run(["make", "-s", "demo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if run.returncode:
+        raise InputError(f"make demo failed: {run.stdout[-300:]}")
+    return "```\n" + run.stdout.strip() + "\n```"
+
+
+def fill(text: str, name: str, body: str) -> str:
+    """Replace what stands between the two markers of a section."""
+    pattern = re.compile(rf"(<!-- begin:{name} -->\n).*?(<!-- end:{name} -->)", re.S)
+    if not pattern.search(text):
+        raise InputError(f"no section {name}: put back its begin and end markers")
+    return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--demo", action="store_true")
+    p.add_argument("--check", action="store_true")
+    opt = p.parse_args()
+    sections = {
+        ROOT / "README.md": dict(methods=methods(), retrieval=retrieval(), speed=speed()),
+        ROOT / "models" / "tiny" / "README.md": dict(quality=retrieval("full").replace("](results", "](../../results")),
+    }
+    if opt.demo:
+        sections[ROOT / "README.md"]["demo"] = demo()
+    for path, bodies in sections.items():
+        text = old = path.read_text()
+        for name, body in bodies.items():
+            text = fill(text, name, body)
+        if opt.check and text != old:
+            raise InputError(f"{path.name} is not up to date: run python scripts/update_readme.py")
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    run_cli(main)
