@@ -412,6 +412,11 @@ def _empty_transformer(args: ModelArgs, device: str | torch.device, dtype: torch
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
     model.to_empty(device=device)
+    if torch.device(device).type == "cpu":
+        # [in, out] in memory: BLAS is up to twice as fast on the one-row products of decoding (measured with MKL, fp32)
+        for m in model.modules():
+            if isinstance(m, nn.Linear):
+                m.weight = nn.Parameter(torch.empty_like(m.weight.t(), memory_format=torch.contiguous_format).t())
     if args.tie_embeddings:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     return model

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from errors import InputError
 from kernels.dense_attention import prefill_attention
-from model import ModelArgs, Rope
+from model import ModelArgs, Rope, apply_rope
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ class KVMethod(nn.Module):
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, Hq, D], k and v [B, Hkv, D] before rotation, pos [B] where the token stands -> [B, Hq, D]."""
         if not self.pre_rope:
-            q, k = self.rope.rotate(q, pos), self.rope.rotate(k, pos)
+            cos, sin = (t[:, None] for t in self.rope.at(pos))
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         self.append(k, v, pos)
         idx, count = self.select(q, pos)
         return self.attend(q, idx, count, pos)

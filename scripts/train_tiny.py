@@ -8,7 +8,7 @@ random tokens repeat and with the first 3 layers alone, until the model continue
 it adds the other layers, which start as the identity, lengthens the context stage by
 stage and mixes in text (scripts/corpus.py) and retrieval in nine wordings (scripts/tasks.py). rope_theta starts at
 1e4, where positions are learned fast, and is raised once contexts grow. Muon on the matrices, AdamW on embeddings and
-norms; the loss is the sum of the per-kind means (text 1, answers 1, repeats 0.5) and unpredictable tokens are masked.
+norms; the loss is a weighted sum of the per-kind means, and unpredictable tokens are masked.
 
 Batches depend on (seed, step) alone. The state is saved every few minutes; the same command continues from it.
 """
@@ -54,6 +54,7 @@ class Stage:
     theta: float
     mix: dict[str, float]
     n_layer: int = 6  # the first n layers train; those added later start as the identity
+    answers: float = 1.0  # weight of the answers' loss; text weighs 1, repeats 0.5
     until: float = 2.0  # the stage ends early once repeats are continued this accurately
 
 
@@ -68,9 +69,10 @@ RECIPES: dict[str, list[Stage]] = {
         Stage(128, 32, 1.5, 1e4, _mix(0.15, 0.2, 0.4, 0.25, 0), n_layer=3),
         Stage(256, 16, 2, 1e5, _mix(0.25, 0.1, 0.3, 0.35, 0)),
         Stage(512, 8, 3, 5e5, _mix(0.3, 0.1, 0.15, 0.3, 0.15)),
-        Stage(1024, 8, 3, 5e5, _mix(0.35, 0.1, 0.1, 0.3, 0.15)),
-        Stage(2048, 4, 3, 5e5, _mix(0.35, 0.1, 0.1, 0.25, 0.2)),
-        Stage(4096, 2, 0.8, 5e5, _mix(0.35, 0.1, 0.1, 0.25, 0.2)),
+        Stage(512, 8, 2.5, 5e5, _mix(0.25, 0.05, 0.35, 0.25, 0.1), answers=2),
+        Stage(1024, 8, 1.6, 5e5, _mix(0.3, 0.1, 0.2, 0.25, 0.15), answers=2),
+        Stage(2048, 4, 1.6, 5e5, _mix(0.3, 0.1, 0.2, 0.2, 0.2), answers=2),
+        Stage(4096, 2, 0.4, 5e5, _mix(0.3, 0.1, 0.15, 0.2, 0.25), answers=2),
     ],
     "gpu": [
         Stage(64, 512, 40, 1e4, SHORT, n_layer=3, until=0.93),
@@ -309,7 +311,7 @@ class Trainer:
                 ids, labels = tasks.batch(st.batch, st.seq_len, st.mix)
                 ce, ok, kind = self.losses(trunk, ids, labels, tables)
                 loss = torch.zeros((), device=self.opt.device)
-                for k, weight in ((TEXT, 1.0), (ANSWER, 1.0), (REPEAT, 0.5)):
+                for k, weight in ((TEXT, 1.0), (ANSWER, st.answers), (REPEAT, 0.5)):
                     if (sel := kind == k).any():
                         mean = ce[sel].mean()
                         loss = loss + weight * mean

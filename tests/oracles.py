@@ -59,8 +59,8 @@ def check_top(scores: dict[int, float], chosen: list[int], n: int, tol: float, w
 class SelfIndexHead:
     """Self-Indexing KVCache of one row and one KV head. Positions are those of the text; keys come rotated.
 
-    `nudge` shifts every rounding by that many quantization steps. Where a value lies so near to a rounding border that
-    float32 and float64 may disagree, runs with +nudge and -nudge differ, and say how much it matters.
+    `nudge` shifts what is rounded by that share of the numbers it was computed from. Where a value lies so near to a
+    rounding border that float32 and float64 may disagree, runs with +nudge and -nudge differ: by how much it matters.
     """
 
     def __init__(self, q, k, v, *, budget, sinks, store_bits, sign_in_quant, retrieval, tail, flush, max_seq_len,
@@ -75,8 +75,9 @@ class SelfIndexHead:
         self.v = list(v)
         magnitude = np.abs(np.array(self.k))
         self.alpha = magnitude.max(0)  # eq. 12
-        # A channel that is (nearly) constant in a short prompt would blow up the tokens decoded later.
-        self.alpha = np.maximum(self.alpha, 1e-3 * self.alpha.max()) if self.alpha.max() > 0 else np.ones(D)
+        # A channel that is (nearly) constant in a short prompt would blow up the tokens decoded later: a floor of a
+        # thousandth of the head's largest key, before centring.
+        self.alpha = np.maximum(self.alpha, 1e-3 * np.abs(k).max())
         cells: dict[tuple[int, tuple], list[np.ndarray]] = {}
         for x in self.k:
             for c in range(0, D, 4):
@@ -103,14 +104,14 @@ class SelfIndexHead:
             parts.append(self.centroids.get((c, signs), empty))
         return np.concatenate(parts)
 
-    def quantized(self, x):
+    def quantized(self, x, fuzz):
         """Through `bits` bits and back, eq. 9-11: 32 channels share scale and zero, both rounded to fp16."""
         out, levels = [], 2**self.bits - 1
         for c in range(0, len(x), 32):
-            part = x[c : c + 32]
-            zero = float(np.float16(part.min()))
-            scale = float(np.float16(max(0.0, (part.max() - zero) / levels)))
-            code = np.floor((part - zero) / scale + 0.5 + self.nudge * levels) if scale else np.zeros(len(part))
+            part, f = x[c : c + 32], fuzz[c : c + 32]
+            zero = float(np.float16((part + f).min()))
+            scale = float(np.float16(max(0.0, ((part - f).max() - zero) / levels)))
+            code = np.floor((part + f - zero) / scale + 0.5) if scale else np.zeros(len(part))
             out.append(np.clip(code, 0, levels) * scale + zero)
         return np.concatenate(out)
 
@@ -119,11 +120,12 @@ class SelfIndexHead:
         if self.bits == 16:
             return self.centroid(x), x, v
         scaled = x / self.alpha
+        fuzz = self.nudge * (np.abs(x) + np.abs(self.mean) + self.alpha) / self.alpha
         if self.sign_in_quant:
-            key = self.quantized(np.abs(scaled)) * np.array(self.pattern(x)) * self.alpha  # eq. 13
+            key = self.quantized(np.abs(scaled), fuzz) * np.array(self.pattern(x)) * self.alpha  # eq. 13
         else:
-            key = self.quantized(scaled) * self.alpha
-        return self.centroid(x), key, self.quantized(v)
+            key = self.quantized(scaled, fuzz) * self.alpha
+        return self.centroid(x), key, self.quantized(v, np.full(len(v), self.nudge * np.abs(v).max()))
 
     def append(self, k, v):
         self.k.append(k - self.mean)

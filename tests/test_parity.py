@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 import kernels.dense_attention
 import model as model_module
 from errors import InputError
-from model import ModelArgs, RopeArgs, load_checkpoint, rope_inv_freq
+from model import ModelArgs, RopeArgs, load_checkpoint, random_transformer, rope_inv_freq
 
 transformers = pytest.importorskip("transformers")
 
 TOL = 1e-4  # absolute, on logits whose standard deviation is above 1
 VOCAB, N_NEW = 199, 48
-LENGTHS = [37, 9, 1]  # of a ragged batch; 37 is longer than every sliding window and, with N_NEW, than dynamic's context
+LENGTHS = [37, 9, 1]  # of a ragged batch; the first is longer than the narrow sliding windows
 SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -139,7 +139,7 @@ def is_dynamic(hf):
 
 @torch.inference_mode()
 def hf_forward(hf, tokens):
-    """Teacher-forced logits of one sequence [S] -> [S, V]. A fresh rotary module: dynamic's remembers earlier inputs."""
+    """Teacher-forced logits of one sequence [S] -> [S, V]. Dynamic's rotary module has a memory: take a new one."""
     hf.model.rotary_emb = type(hf.model.rotary_emb)(hf.config)
     return hf(torch.tensor([tokens]), use_cache=False).logits[0]
 
@@ -288,7 +288,7 @@ def test_feature_matters(case):
     """Each check above would fail if the model ignored a feature: its logits move by far more than the tolerance."""
     prompt = case.prompts[0]
     expected = hf_forward(case.hf, prompt)
-    if case.name == "llama-rope-dynamic-short":  # no scaling within the model's context: nothing to switch off but theta
+    if case.name == "llama-rope-dynamic-short":  # nothing is scaled within the model's context: theta alone matters
         features = [next(switched_off(case.model))]
     elif case.name == "llama-rope-dynamic-crossing":
         prompt = prompt * 2
@@ -309,6 +309,18 @@ def test_blocks_and_chunks_do_not_change_the_result(case, monkeypatch):
     assert (forward(case.model, prompt) - hf_forward(case.hf, prompt)).abs().max() < TOL
     fed, logits = generate(case.model, case.prompts[:2], n_new=2)
     assert_same_generation(case.hf, prompt, fed[0], logits[0], n_new=2)
+
+
+def test_rope_tables_of_forward_survive_inference_mode_and_to():
+    """They are cached: an evaluation must not make them unfit for training, nor `.to(bfloat16)` round them."""
+    args = ModelArgs.from_name("llama-3.2-1b")
+    model = random_transformer(replace(args, dim=64, n_layer=1, ffn_dim=32, vocab_size=VOCAB), "cpu", torch.float32)
+    forward(model, [1, 2, 3])
+    model(torch.tensor([[1, 2, 3]])).sum().backward()
+    before = [t.clone() for t in model.rope_tables(3)]
+    after = model.bfloat16().rope_tables(3)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not any("rope" in name for name, _ in model.named_buffers())
 
 
 # ---- the configuration ----
@@ -388,6 +400,17 @@ def test_defaults_of_absent_keys(family):
     assert a.head_dim == getattr(config, "head_dim", None) or SIZES["hidden_size"] // 4
     assert a.window(0) == (config.sliding_window if family == "Mistral" else None)
     assert not (a.tie_embeddings or a.o_bias or a.mlp_bias)
+
+
+def test_yarn_factor_from_the_lengths():
+    """A null factor is the ratio of the lengths, wherever the original one is given."""
+    sizes = dict(SIZES, model_type="llama")
+    scaling = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
+    want = ModelArgs.from_hf(dict(sizes, rope_parameters=YARN)).rope
+    assert want.factor == SIZES["max_position_embeddings"] / YARN["original_max_position_embeddings"]
+    assert ModelArgs.from_hf(dict(sizes, rope_parameters=dict(YARN, factor=None))).rope == want
+    config = dict(sizes, rope_parameters=dict(scaling, factor=None), original_max_position_embeddings=32)
+    assert ModelArgs.from_hf(config).rope == want
 
 
 def test_yarn_and_llama3_take_the_original_length_from_the_config():
