@@ -109,14 +109,17 @@ NAMED: dict[str, dict[str, Any]] = {
 # ---- rotary embedding ----
 
 
-def rope_inv_freq(args: ModelArgs, seq_len: int = 0) -> tuple[Tensor, float]:
-    """Inverse frequencies [D/2] in fp32 and the factor on cos and sin. `seq_len` matters to dynamic NTK alone."""
+def rope_inv_freq(args: ModelArgs, seq_len: int | Tensor = 0) -> tuple[Tensor, float]:
+    """Inverse frequencies [..., D/2] in fp32 and the factor on cos and sin. `seq_len` [...] matters to dynamic alone."""
     r, d = args.rope, args.head_dim
     original = r.original_max_position_embeddings or args.max_seq_len
     theta, scale = r.theta, 1.0
+    exponent = torch.arange(0, d, 2, dtype=torch.float32, device="cpu") / d
     if r.type == "dynamic":
-        theta *= (r.factor * max(seq_len, args.max_seq_len) / args.max_seq_len - (r.factor - 1)) ** (d / (d - 2))
-    inv_freq = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32, device="cpu") / d)
+        n = torch.as_tensor(seq_len, dtype=torch.float64, device="cpu").clamp(min=args.max_seq_len)
+        base = theta * (r.factor * n / args.max_seq_len - (r.factor - 1)) ** (d / (d - 2))
+        return 1.0 / base.float()[..., None] ** exponent, scale
+    inv_freq = 1.0 / theta**exponent
     if r.type == "linear":
         inv_freq = inv_freq / r.factor
     elif r.type == "llama3":  # slow down the wavelengths above the original context, blend those around it
@@ -170,8 +173,8 @@ class Rope(nn.Module):
         self.per_row = args.rope.type == "dynamic" and max_seq_len > args.max_seq_len
         pos = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
         if self.per_row:
-            rows = [rope_inv_freq(args, p + 1)[0] for p in range(max_seq_len)]
-            angle, scale = pos[:, None] * torch.stack(rows), 1.0
+            inv_freq, scale = rope_inv_freq(args, pos + 1)
+            angle = pos[:, None] * inv_freq
         else:
             inv_freq, scale = rope_inv_freq(args)
             angle = torch.outer(pos, inv_freq)
@@ -491,7 +494,8 @@ def _args_from_hf(c: dict[str, Any]) -> ModelArgs:
     if n_head % n_kv_head:
         raise InputError(f"config.json: num_attention_heads {n_head} is no multiple of num_key_value_heads {n_kv_head}")
     flag = [c.get(f, False) if isinstance(f, str) else f for f in FAMILIES[family]]
-    max_seq_len = _number(c, "max_position_embeddings", 2048)
+    context = {"llama": 2048, "mistral": 131072}.get(family, 32768)  # transformers' defaults for an absent key
+    max_seq_len = _number(c, "max_position_embeddings", context)
     eos = [] if c.get("eos_token_id") is None else c["eos_token_id"]
     eos = eos if isinstance(eos, list) else [eos]
     if not all(isinstance(i, int) for i in eos):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # channels that share a scale and a zero
+FP16_MAX = 65504.0
 
 
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -17,8 +18,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     levels = 2**bits - 1
     g = x.float().unflatten(-1, (-1, GROUP))
-    zero = g.amin(-1).half()
-    scale = ((g.amax(-1) - zero.float()) / levels).clamp(min=0).half()
+    zero = g.amin(-1).clamp(-FP16_MAX, FP16_MAX).half()  # bf16 outliers saturate: an infinite zero would give NaN
+    scale = ((g.amax(-1) - zero.float()) / levels).clamp(0, FP16_MAX).half()
     step = scale.float().clamp(min=1e-8)  # a constant group has scale 0: every code is 0 and dequantizes to zero
     q = ((g - zero.float()[..., None]) / step[..., None]).round_().clamp_(0, levels).to(torch.uint8)
     return pack(q.flatten(-2), bits), torch.stack((scale, zero), -1)

@@ -224,6 +224,7 @@ class SelfIndex(KVMethod):
         return B * H * (T * self.token_bytes() + fixed + whole) + 8 * B + 8
 
     def traffic(self, pos):
+        """All of `pos` taken as prompt: decoded tokens of the tail come on top, 2 D elements each."""
         B, H, T, D = self.shape.kv
         budget = self.args.budget * (pos + 1) if isinstance(self.args.budget, float) else self.args.budget
         chosen = max(0, min(int(budget), pos + 1) - self.n_sink)
