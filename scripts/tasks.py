@@ -42,6 +42,8 @@ FORMATS: list[tuple[str, str]] = [
     ),
 ]
 PLAIN, RULER = 4, 8  # indices into FORMATS used by the evaluations
+SEPARATORS = [" =", ":", " is", " ->", " is:", " has the value", ": the answer is", " =>"]
+PREFIXES = ["The code for", "#", "Remember:", "What is", "-", "The"]
 NOUNS = ["code", "password", "number", "secret", "key", "token", "PIN", "id"]
 
 
@@ -163,6 +165,39 @@ class Tasks:
             s.add(x.query)
             s.add(x.value, ANSWER)
             s.add(x.end)
+        return s.cut(T + 1)
+
+    def recall(self, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """Short pairs `key separator value` in a stream, each asked for again and again.
+
+        One separator serves all pairs of a sequence, so that the tokens right before a value are the same everywhere:
+        only the key, further back, tells which value follows. That is what several needles of one wording ask for.
+        """
+        rng, V = self.rng, self.tk.vocab_size
+
+        def random_tokens(low: int, high: int) -> list[int]:
+            return rng.integers(FIRST_PLAIN_ID, V, int(rng.integers(low, high))).tolist()
+
+        words, digits = rng.random() < 0.5, rng.random() < 0.6
+        separator = (
+            self.encode(SEPARATORS[rng.integers(len(SEPARATORS))]) if rng.random() < 0.6 else random_tokens(1, 4)
+        )
+        prefix = self.encode(PREFIXES[rng.integers(len(PREFIXES))]) if rng.random() < 0.3 else []
+        end = self.newline if rng.random() < 0.7 else []
+        pairs: dict[tuple[int, ...], list[int]] = {}
+        for _ in range(int(rng.integers(2, max(4, T // 12)))):
+            key = self.encode(" " + self.key()) if words else random_tokens(1, 4)
+            pairs[tuple(key)] = self.encode(self.digits(int(rng.integers(1, 6)))) if digits else random_tokens(1, 4)
+        fresh, seen, s = list(pairs), list[tuple[int, ...]](), Sample()
+        s.add(self.bos)
+        while len(s.ids) < T + 1:
+            new = bool(fresh) and (not seen or rng.random() < 0.4)
+            key_ = fresh.pop() if new else seen[rng.integers(len(seen))]
+            s.add(prefix + list(key_) + separator)
+            s.add(pairs[key_], IGNORE if new else ANSWER)
+            s.add(end)
+            if new:
+                seen.append(key_)
         return s.cut(T + 1)
 
     def interleaved(self, T: int) -> tuple[np.ndarray, np.ndarray]:
