@@ -414,6 +414,7 @@ def _empty_transformer(args: ModelArgs, device: str | torch.device, dtype: torch
     """Weights allocated on the device, not filled."""
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
+    _require_weights(model, torch.device(device))
     model.to_empty(device=device)
     if torch.device(device).type == "cpu":
         # [in, out] in memory: BLAS is up to twice as fast on the one-row products of decoding (measured with MKL, fp32)

@@ -73,9 +73,9 @@ RECIPES: dict[str, list[Stage]] = {
         # several needles of one wording were told apart by chance until here: `recall` teaches to match the key
         Stage(256, 16, 2, 5e5, _mix(0.15, 0.05, 0.2, 0.15, 0, recall=0.45), answers=2),
         Stage(512, 8, 0.7, 5e5, _mix(0.25, 0.05, 0.2, 0.2, 0.1, recall=0.2), answers=2),
-        Stage(1024, 8, 0.9, 5e5, _mix(0.3, 0.05, 0.2, 0.2, 0.15, recall=0.1), answers=2),
-        Stage(2048, 4, 1, 5e5, _mix(0.3, 0.1, 0.15, 0.2, 0.2, recall=0.05), answers=2),
-        Stage(4096, 2, 0.3, 5e5, _mix(0.3, 0.1, 0.15, 0.2, 0.25), answers=2),
+        Stage(1024, 8, 0.9, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.15, recall=0.05), answers=2),
+        Stage(2048, 4, 0.8, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.2), answers=2),
+        Stage(4096, 2, 0.2, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.2), answers=2),
     ],
     "gpu": [
         Stage(64, 512, 40, 1e4, SHORT, n_layer=3, until=0.93),
