@@ -38,39 +38,44 @@ def methods() -> str:
     return table(["method", "idea", "knobs", "presets", "source"], rows)
 
 
-def read(name: str) -> dict | None:
-    path = ROOT / "results" / name
-    return json.loads(path.read_text()) if path.exists() else None
-
-
 def source(data: dict, name: str) -> str:
     return f"`{data['command']}` on {data['device']}, torch {data['versions']['torch']}: [{name}](results/{name})"
 
 
 def retrieval(only: str | None = None) -> str:
-    """The table of results/retrieval.json, of one method only if asked."""
-    data = read("retrieval.json")
-    if data is None:
+    """The rows of every results/retrieval*.json, of one method only if asked."""
+    files = sorted((ROOT / "results").glob("retrieval*.json"))
+    if not files:
         return "Not measured yet."
-    tasks = ["needle", "needle4", "ruler", "ruler4", "repeats"]
+    tasks = ["needle", "needle4", "ruler", "repeats"]
 
     def cell(row: dict, key: str) -> str:
-        return "-" if key not in row else f"{row[key]:.1f}" if key.startswith("perp") else f"{100 * row[key]:.1f} %"
+        return "-" if key not in row else f"{row[key]:.1f}" if key.startswith("perp") else f"{100 * row[key]:.0f} %"
 
-    rows = [
-        [r["method"] + "".join(f" {k}={v}" for k, v in r["knobs"].items()), str(r["seq_len"]), f"{r['kv_share']:.3f}"]
-        + [cell(r, t) for t in [*tasks, "perplexity_code", "perplexity_prose"]]
-        for r in data["rows"]
-        if only in (None, r["method"])
-    ]
+    rows, sources = [], []
+    for file in files:
+        data = json.loads(file.read_text())
+        mine = [r for r in data["rows"] if only in (None, r["method"])]
+        rows += [
+            [
+                r["method"] + "".join(f" {k}={v}" for k, v in r["knobs"].items()),
+                str(r["seq_len"]),
+                f"{r['kv_share']:.3f}",
+            ]
+            + [cell(r, t) for t in [*tasks, "perplexity_code", "perplexity_prose"]]
+            for r in mine
+        ]
+        if mine:
+            sources.append(f"{mine[0]['samples']} samples a needle cell: {source(data, file.name)}")
     header = ["method", "tokens", "KV bytes / full", *tasks, "ppl code", "ppl prose"]
-    return table(header, rows) + f"\n\n{data['rows'][0]['samples']} samples a cell. " + source(data, "retrieval.json")
+    return table(header, rows) + "\n\n" + "\n".join(sources)
 
 
 def speed() -> str:
-    data = read("generate_cpu.json")
-    if data is None:
+    path = ROOT / "results" / "generate_cpu.json"
+    if not path.exists():
         return "Not measured yet."
+    data = json.loads(path.read_text())
     rows = [
         [str(r["batch"]), r["run"], f"{r['tokens_per_s']:,.0f}", f"{100 * r['spread']:.0f} %",
          f"{r['times_peer']:.2f}x" if "times_peer" in r else "-"]

@@ -1,0 +1,305 @@
+"""The command line and the decode loop: what a user types, what they get, and what they are told when it is wrong."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate as G
+from errors import run_cli
+from kv_methods import method_files
+from model import ModelArgs, load_checkpoint, random_transformer
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_checkpoint(TINY), load_tokenizer(TINY)
+
+
+def run(capsys, *argv, stdin=None, monkeypatch=None):
+    """Exit code, stdout and stderr of `generate.py argv`, in this process."""
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    with pytest.raises(SystemExit) as e:
+        run_cli(lambda: G.main(list(argv)))
+    out = capsys.readouterr()
+    return e.value.code, out.out, out.err
+
+
+def session(model, method, prompts, n, sampling=None, **knobs):
+    sampling = sampling or G.Sampling()
+    model.setup_cache(method, len(prompts), max(map(len, prompts)) + n, **knobs)
+    return G.Session(model, G.make_step(model, sampling, compile=False), sampling)
+
+
+# ---- the loop ----
+
+
+def test_greedy_is_teacher_forced_argmax(tiny):
+    model, tk = tiny
+    prompt = tk.encode("def read(self, size):\n", bos=True)
+    result = G.generate(session(model, "full", [prompt], 24), [prompt], 24)
+    ids = torch.tensor([prompt + result.tokens[0]])
+    with torch.inference_mode():
+        expected = model(ids)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert result.tokens[0] == expected and result.steps == 23
+
+
+@pytest.mark.parametrize("method", sorted(method_files()))
+def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
+    model, tk = tiny
+    texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]
+    prompts = [tk.encode(t, bos=True) for t in texts]
+    together = G.generate(session(model, method, prompts, 16), prompts, 16).tokens
+    alone = [G.generate(session(model, method, [p], 16), [p], 16).tokens[0] for p in prompts]
+    assert together == alone
+
+
+def test_stop_ids_end_a_row_and_are_not_part_of_it(tiny):
+    model, tk = tiny
+    prompts = [tk.encode(t, bos=True) for t in ("import os\n", "def f(x):\n    return")]
+    free = G.generate(session(model, "full", prompts, 12), prompts, 12).tokens
+    stop = free[0][5]
+    first = [row.index(stop) if stop in row else 12 for row in free]
+    seen = []
+    got = G.generate(
+        session(model, "full", prompts, 12), prompts, 12, frozenset([stop]), lambda r, t: seen.append((r, t))
+    )
+    assert got.tokens == [row[:n] for row, n in zip(free, first, strict=True)]
+    assert [t for r, t in seen if r == 0] == got.tokens[0]
+
+
+def test_sampling(tiny):
+    model, tk = tiny
+    prompt = [tk.encode("The ", bos=True)]
+
+    def draw(**kw):
+        s = G.Sampling(**kw)
+        return G.generate(session(model, "full", prompt, 20, s), prompt, 20).tokens[0]
+
+    greedy = draw()
+    assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
+    assert len({tuple(draw(temperature=1.5, seed=i)) for i in range(4)}) > 1
+    assert draw(temperature=1.0, top_k=1) == greedy == draw(temperature=1.0, top_p=1e-6)
+
+
+def test_sampled_frequencies_follow_the_cut_distribution():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
+    torch.manual_seed(0)
+    p = logits[0].softmax(-1)
+    freq = torch.bincount(G.Sampling(1.0).draw(logits), minlength=4) / 20_000
+    assert (freq - p).abs().max() < 0.015
+    for cut, kept in (
+        (dict(top_k=2), 2),
+        (dict(top_p=float(p[0] + p[1]) - 0.01), 2),
+        (dict(top_p=float(p[0]) + 0.01), 2),
+    ):
+        freq = torch.bincount(G.Sampling(1.0, **cut).draw(logits), minlength=4) / 20_000
+        want = p[:kept] / p[:kept].sum()
+        assert freq[kept:].sum() == 0 and (freq[:kept] - want).abs().max() < 0.015
+
+
+def test_a_lagging_reader_yields_the_same_tokens(tiny, monkeypatch):
+    """The GPU's reader on CPU tensors: events and pinned memory replaced, the order of its queue kept."""
+    model, tk = tiny
+    prompt = [tk.encode("import sys\n", bos=True)]
+    direct = G.generate(session(model, "full", prompt, 10), prompt, 10).tokens
+
+    class Event:
+        def record(self):
+            pass
+
+        synchronize = record
+
+    empty = torch.empty
+    monkeypatch.setattr(G.torch.cuda, "Event", Event)
+    monkeypatch.setattr(G.torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    s = session(model, "full", prompt, 10)
+    s.lag = G.LAG
+    assert G.generate(s, prompt, 10).tokens == direct
+
+
+# ---- the command line ----
+
+
+def test_text_streams_to_stdout_and_the_summary_to_stderr(capsys):
+    code, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "12")
+    assert code == 0 and out.strip()
+    for word in ("prefill:", "decode:", "KV cache (full)", "1.000 of full", "peak memory"):
+        assert word in err
+
+
+def test_json_object(capsys):
+    argv = [
+        "--prompt",
+        "import os",
+        "def f",
+        "--max-new-tokens",
+        "5",
+        "--json",
+        "--method",
+        "self_index",
+        "--sinks",
+        "4",
+    ]
+    code, out, err = run(capsys, *argv)
+    data = json.loads(out)
+    assert code == 0 and not err
+    assert set(data) >= {
+        "method", "text", "tokens", "prompt_tokens", "prefill_s", "decode_tokens_per_s", "kv_bytes", "kv_bytes_full",
+        "peak_memory_bytes", "device", "versions",
+    }  # fmt: skip
+    assert len(data["text"]) == len(data["tokens"]) == 2 and all(len(t) == 5 for t in data["tokens"])
+    tk = load_tokenizer(TINY)
+    assert data["text"] == [tk.decode(t) for t in data["tokens"]]
+    assert data["kv_bytes"] > 0 and data["decode_tokens_per_s"] > 0
+
+
+def test_batch_size_repeats_one_prompt_and_splits_many(capsys):
+    one = json.loads(run(capsys, "--prompt", "import", "--batch-size", "3", "--max-new-tokens", "4", "--json")[1])
+    assert len(one["tokens"]) == 3 and len({tuple(t) for t in one["tokens"]}) == 1
+    argv = ["--prompt", "a", "import os", "def f", "--batch-size", "2", "--max-new-tokens", "4", "--json"]
+    many = json.loads(run(capsys, *argv)[1])
+    assert many["prompt_tokens"] == [len(load_tokenizer(TINY).encode(t)) for t in ("a", "import os", "def f")]
+
+
+def test_prompt_from_stdin_and_files(capsys, tmp_path, monkeypatch):
+    f = tmp_path / "p.txt"
+    f.write_text("import os\n")
+    argv = ["--max-new-tokens", "6", "--json"]
+    by_file = json.loads(run(capsys, "--prompt-file", str(f), *argv)[1])
+    by_stdin = json.loads(run(capsys, "--prompt", "-", *argv, stdin=b"import os\n", monkeypatch=monkeypatch)[1])
+    assert by_file["tokens"] == by_stdin["tokens"]
+
+
+def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
+    model, tk = tiny
+    argv = ["--interactive", "--max-new-tokens", "5", "--json"]
+    code, out, _ = run(capsys, *argv, stdin=b"import os\nThe code\n/exit\n", monkeypatch=monkeypatch)
+    first, second = json.loads(out)["tokens"]
+    ids = tk.encode("import os", bos=True)
+    for turn, answer in (("", first), ("\nThe code", second)):
+        ids = ids + tk.encode(turn, bos=False)
+        for token in answer:
+            with torch.inference_mode():
+                assert token == model(torch.tensor([ids]))[0, -1].argmax().item()
+            ids.append(token)
+    assert code == 0 and len(first) == len(second) == 5
+
+
+def test_interactive_reset_starts_over(capsys, monkeypatch):
+    argv = ["--interactive", "--max-new-tokens", "4", "--json", "--method", "self_index"]
+    stdin = b"import os\nmore\n/reset\nimport os\n"
+    tokens = json.loads(run(capsys, *argv, stdin=stdin, monkeypatch=monkeypatch)[1])["tokens"]
+    assert tokens[0] == tokens[2]
+
+
+def test_profile_writes_a_trace(capsys, tmp_path):
+    trace = tmp_path / "t.json"
+    assert run(capsys, "--prompt", "a", "--max-new-tokens", "3", "--profile", str(trace))[0] == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_list_methods_names_every_file_knob_and_paper(capsys):
+    code, out, _ = run(capsys, "--list-methods")
+    assert code == 0 and all(f"{name}: " in out for name in method_files())
+    assert "budget=160" in out and "Xiao et al. 2024" in out
+
+
+def test_random_init_needs_no_checkpoint(capsys, monkeypatch):
+    import model as M
+
+    small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
+    monkeypatch.setitem(M.NAMED, "small", small)
+    code, out, _ = run(capsys, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["prompt_tokens"] == [5] and len(data["tokens"][0]) == 3
+
+
+BAD = {
+    "empty prompt": (["--prompt", ""], "empty"),
+    "no prompt": ([], "no prompt"),
+    "unknown method": (["--prompt", "a", "--method", "nope"], "unknown method 'nope'"),
+    "unknown knob": (["--prompt", "a", "--method-arg", "colour=red"], "no knob 'colour'"),
+    "knob without value": (["--prompt", "a", "--method-arg", "budget"], "not of the form K=V"),
+    "knob of a wrong type": (["--prompt", "a", "--method", "self_index", "--budget", "lots"], "budget='lots'"),
+    "knob out of range": (["--prompt", "a", "--method", "self_index", "--budget", "1.5"], "out of range"),
+    "negative budget": (["--prompt", "a", "--method", "self_index", "--budget=-3"], "out of range"),
+    "bad choice": (["--prompt", "a", "--method", "self_index", "--method-arg", "store_bits=3"], "store_bits='3'"),
+    "streaming without a window": (["--prompt", "a", "--method", "streaming", "--recent", "0"], "recent >= 1"),
+    "bad layer spec": (["--prompt", "a", "--method", "0-99:full"], "outside"),
+    "holes in the spec": (["--prompt", "a", "--method", "0:full"], "no method for layer 1"),
+    "missing checkpoint": (["--prompt", "a", "--checkpoint", "/no/such"], "/no/such not found"),
+    "unknown flag": (["--bogus"], "--bogus"),
+    "missing file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
+    "too many new tokens": (["--prompt", "a", "--max-new-tokens", "1000000"], "--max-new-tokens"),
+    "no new tokens": (["--prompt", "a", "--max-new-tokens", "0"], "below 1"),
+    "temperature": (["--prompt", "a", "--temperature", "-1"], "--temperature"),
+    "top-p": (["--prompt", "a", "--top-p", "2"], "--top-p"),
+    "top-k": (["--prompt", "a", "--top-k", "0"], "--top-k"),
+    "batch size": (["--prompt", "a", "--batch-size", "0"], "--batch-size"),
+    "a batch that does not fit": (["--prompt", "a", "--batch-size", "50000000"], "GiB are free"),
+    "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
+    "unknown name": (["--prompt", "a", "--random-init", "gpt-5"], "unknown model name 'gpt-5'"),
+    "both sources": (["--prompt", "a", "--random-init", "x", "--checkpoint", "y"], "not both"),
+    "device": (["--prompt", "a", "--device", "abacus"], "--device abacus"),
+    "dtype": (["--prompt", "a", "--dtype", "int1"], "--dtype"),
+    "interactive with a prompt": (["--interactive", "--prompt", "a"], "--interactive"),
+    "no chat template": (["--chat", "--prompt", "a"], "chat template"),
+    "profile folder": (["--prompt", "a", "--profile", "/no/such/t.json"], "/no/such"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
+    argv, says = BAD[name]
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and not out
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_cuda_without_a_gpu(capsys):
+    code, _, err = run(capsys, "--prompt", "a", "--device", "cuda")
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_prompt_longer_than_the_context(capsys, tmp_path):
+    f = tmp_path / "long.txt"
+    f.write_text("word " * 20_000)
+    code, _, err = run(capsys, "--prompt-file", str(f))
+    assert code == 2 and "context" in err and err.count("\n") == 1
+
+
+def test_prompt_file_that_is_not_utf8(capsys, tmp_path, monkeypatch):
+    f = tmp_path / "latin.txt"
+    f.write_bytes(b"caf\xe9")
+    code, _, err = run(capsys, "--prompt-file", str(f))
+    assert code == 2 and "UTF-8" in err
+    code, _, err = run(capsys, "--prompt", "-", stdin=b"\xff", monkeypatch=monkeypatch)
+    assert code == 2 and "UTF-8" in err
+
+
+def test_a_real_process_exits_2_without_a_traceback():
+    argv = [sys.executable, "generate.py", "--method", "nope", "--prompt", "a"]
+    r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert r.returncode == 2 and r.stderr.startswith("error: ") and "Traceback" not in r.stderr
+
+
+def test_prefill_that_does_not_fit_is_refused_before_it_starts(monkeypatch):
+    import model as M
+
+    args = ModelArgs(dim=32, n_layer=1, n_head=1, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=64)
+    model = random_transformer(args, "cpu", torch.float32)
+    model.setup_cache("full", 1, 64)
+    monkeypatch.setattr(M, "available_memory", lambda device: 1000)
+    with pytest.raises(M.InputError, match="prefill of 1 x 60 tokens needs"):
+        model.prefill(torch.zeros(1, 60, dtype=torch.int64), torch.tensor([60]))

@@ -1,0 +1,84 @@
+"""The shipped model: its size and format, and that it really retrieves (small samples; results/ has the large ones)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import load_checkpoint
+from scripts.eval_retrieval import Evaluation
+from scripts.tasks import Tasks
+from tokenizer import load_tokenizer
+
+TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    return Evaluation(TINY, torch.device("cpu"), batch=5, query_in_prompt=False, seed=5)
+
+
+def test_it_is_small_and_leaves_the_methods_something_to_do():
+    files = [f for f in TINY.rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= 16 * 2**20
+    assert not [f for f in files if f.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")]
+    model = load_checkpoint(TINY, dtype=None)
+    a = model.args
+    assert a.n_layer >= 6 and a.n_kv_head >= 4 and a.head_dim == 64 and a.n_head > a.n_kv_head and a.max_seq_len >= 4096
+    assert model.norm.weight.dtype == torch.bfloat16 and 2000 <= a.vocab_size <= 4096
+
+
+def test_transformers_reads_it_and_agrees():
+    transformers = pytest.importorskip("transformers")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    ids = torch.tensor([load_tokenizer(TINY).encode("def main():\n    parser = argparse.")])
+    with torch.inference_mode():
+        assert (hf(ids).logits - load_checkpoint(TINY)(ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("method, knobs", [("full", {}), ("self_index", dict(tail=64))], ids=["full", "self_index"])
+def test_it_finds_a_needle(evaluation, method, knobs):
+    evaluation.setup(method, knobs, 512 + 64)
+    hits = evaluation.needles("needle", 512, 20)
+    assert sum(hits) >= (18 if method == "full" else 15)
+
+
+def test_forgetting_loses_the_needle(evaluation):
+    """The control: a needle outside of the window cannot be found, so the test above measures retrieval."""
+    evaluation.setup("streaming", dict(recent=64), 512 + 64)
+    assert sum(evaluation.needles("needle", 512, 20)) <= 6
+
+
+def test_self_index_at_its_lossless_limit_is_full_token_for_token(evaluation):
+    cases = [evaluation.tasks(9, i).needle_case(512, n=4)[0].ids[: 512 - 16 * i] for i in range(5)]
+    tokens = []
+    for method, knobs in (("full", {}), ("self_index", dict(store_bits=16, budget=1.0))):
+        evaluation.setup(method, knobs, 600)
+        tokens.append(evaluation.run_rows(cases, [[] for _ in cases], 48)[0])
+    assert tokens[0] == tokens[1]
+
+
+def test_it_continues_a_random_repeat(evaluation):
+    evaluation.setup("full", {}, 264)
+    assert min(evaluation.repeats(256, 5)) > 0.9
+
+
+def test_the_words_of_the_evaluation_were_held_out():
+    words = json.loads((TINY / "words.json").read_text())
+    assert len(words["held_out"]) >= 300 and not set(words["held_out"]) & set(words["train"])
+
+
+def test_generated_samples_are_labelled_right():
+    """An ANSWER position's target is the value of the needle that the text before it asks for."""
+    tk = load_tokenizer(TINY)
+    text = torch.arange(300, 1300).numpy()
+    for seed in range(20):
+        tasks = Tasks(tk, [text], [1.0], ["alpha", "beta", "gamma", "delta"], seed)
+        context, asked = tasks.needle_case(400, n=2, n_query=1)
+        whole = tk.decode(context.ids)
+        assert tk.decode(asked[0].statement) + tk.decode(asked[0].value) in whole
+        ids, labels = Tasks(tk, [text], [1.0], ["alpha", "beta", "gamma"], seed).haystack(400, n=1, n_query=1)
+        answer = tk.decode(ids[labels == 2].tolist())
+        assert answer and tk.decode(ids.tolist()).count(answer) >= 2
+        assert len(ids) == len(labels) == 401
