@@ -49,7 +49,7 @@ def main() -> None:
     top.set(ylim=(0, 1.1), ylabel="accuracy")
     bottom.set(xlabel="million tokens", ylabel="cross entropy")
     for ax in (top, bottom):
-        ax.legend(loc="center right", frameon=False)
+        ax.legend(loc="lower right" if ax is top else "upper right", frameon=False)
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
     tmp = Path(opt.out).with_suffix(".tmp.png")
