@@ -86,6 +86,15 @@ def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     return torch.compile(step, fullgraph=True, mode="reduce-overhead" if cuda else None)
 
 
+def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens [B, S] int64 and lengths [B], what `Transformer.prefill` takes."""
+    lengths = torch.tensor([len(p) for p in prompts])
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, p in enumerate(prompts):
+        tokens[row, : len(p)] = torch.tensor(p)
+    return tokens.to(device), lengths.to(device)
+
+
 class Session:
     """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow."""
 
@@ -114,13 +123,10 @@ class Session:
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> None:
         """Right-pad the prompts, run them, and draw the first new token of each row."""
-        lengths = torch.tensor([len(p) for p in prompts])
-        tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-        for row, p in enumerate(prompts):
-            tokens[row, : len(p)] = torch.tensor(p)
-        self.pos, self.decoded = lengths.to(self.device), 0
+        tokens, self.pos = pad(prompts, self.device)
+        self.decoded = 0
         torch.manual_seed(self.sampling.seed)
-        self.next = self.sampling.draw(self.model.prefill(tokens.to(self.device), self.pos))
+        self.next = self.sampling.draw(self.model.prefill(tokens, self.pos))
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
@@ -338,8 +344,7 @@ def read_prompts(opt: argparse.Namespace) -> list[str]:
 def encode_prompts(texts: list[str], tk: Tokenizer | RandomVocabulary, chat: bool) -> list[list[int]]:
     if chat and not isinstance(tk, RandomVocabulary):
         return [tk.encode_chat([{"role": "user", "content": t}]) for t in texts]
-    ids = [tk.encode(t, bos=True) for t in texts]
-    return ids
+    return [tk.encode(t, bos=True) for t in texts]
 
 
 def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> int:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import InputError, run_cli  # noqa: E402
-from generate import TINY, kv_bytes, kv_bytes_full, pick_device  # noqa: E402
+from generate import TINY, kv_bytes, kv_bytes_full, pad, pick_device  # noqa: E402
 from model import load_checkpoint  # noqa: E402
 from scripts.corpus import collect  # noqa: E402
 from scripts.results import record, write_json  # noqa: E402
@@ -62,10 +62,7 @@ class Evaluation:
         tokens' log-probabilities. Rows may have prompts and forced parts of different lengths.
         """
         model, B = self.model, len(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        tokens = torch.zeros(B, int(lengths.max()), dtype=torch.int64, device=self.device)
-        for b, p in enumerate(prompts):
-            tokens[b, : len(p)] = torch.tensor(p)
+        tokens, lengths = pad(prompts, self.device)
         logits = model.prefill(tokens, lengths)
         out: list[list[int]] = [[] for _ in range(B)]
         logp, pos = 0.0, lengths
