@@ -29,7 +29,7 @@ test-all: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy model.py generate.py tokenizer.py errors.py
+	.venv/bin/mypy model.py generate.py tokenizer.py calibrate.py errors.py kv_methods kernels
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -269,6 +269,12 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), -2)
         return self.q_norm(q), self.k_norm(k), v
 
+    def query(self, x: Tensor) -> Tensor:
+        """The q of `qkv` alone: x [..., dim] -> [..., Hq, D]."""
+        n, bias = self.n_head * self.head_dim, self.wqkv.bias
+        q = F.linear(x, self.wqkv.weight[:n], None if bias is None else bias[:n])
+        return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Teacher forcing, no cache. x [B, S, dim], cos and sin [1, S, 1, D/2] -> [B, S, dim]."""
         q, k, v = self.qkv(x)
@@ -316,6 +322,10 @@ class Block(nn.Module):
             part += self.feed_forward(self.ffn_norm(part))
         return x
 
+    def predicted_query(self, x: Tensor) -> Tensor:
+        """The query this layer would have if the layer before it changed nothing: x [B, dim] -> [B, Hq, D]."""
+        return self.attention.query(self.attention_norm(x))
+
     def decode(self, x: Tensor, method: Any, pos: Tensor) -> Tensor:
         x = x + self.attention.decode(self.attention_norm(x), method, pos)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -335,6 +345,8 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self._rope: Rope | None = None  # the tables of `forward`
+        self.folder: Path | None = None  # of the checkpoint, if there is one
+        self.calibration: Any = None  # a calibrate.Calibration; by default the one in `folder`, read when it is needed
 
     def trunk(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """tokens [B, S], cos and sin [1, S, 1, D/2] -> the last hidden state after the norm, [B, S, dim]."""
@@ -391,7 +403,9 @@ class Transformer(nn.Module):
         """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; generate.py compiles it."""
         assert self.cache is not None, "call setup_cache first"
         x = self.tok_embeddings(tokens)
-        for block, method in zip(self.layers, self.cache, strict=True):
+        for i, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
+            if i + 1 < len(self.layers) and self.cache[i + 1].predicts:
+                self.cache[i + 1].prefetch(self.layers[i + 1].predicted_query(x), pos)
             x = block.decode(x, method, pos)
         return self.output(self.norm(x))
 
@@ -617,6 +631,7 @@ def load_checkpoint(
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
         dtype = getattr(torch, args.dtype)
     model = _empty_transformer(args, device, dtype)
+    model.folder = folder
     targets, head = _load_targets(model), None
     for file in _weight_files(folder):
         try:
@@ -659,7 +674,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return files
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    files = sorted(f for f in folder.glob("*.safetensors") if f.name not in ("calibration.safetensors",))
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
     if not files:
         raise InputError(f"no *.safetensors in {folder}: only safetensors checkpoints are read, pickles never are")
     return files

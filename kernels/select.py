@@ -19,6 +19,22 @@ def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Te
     return idx, torch.minimum(count, allowed).clamp(max=idx.shape[-1])
 
 
+def budget_select(
+    scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The `wanted` highest-scoring tokens of each row and head, the first `sinks` and last `recent` ones forced in.
+
+    scores [B, H, T], slot t holding the token at position t; pos [B] of the newest token; wanted [B] in all, raised to
+    what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point anywhere.
+    """
+    t = torch.arange(scores.shape[-1], device=scores.device)
+    forced = (t < sinks) | (t > pos[:, None] - recent)
+    filled = t <= pos[:, None]
+    scores = torch.where(forced[:, None], float("inf"), scores)
+    wanted = torch.maximum(wanted, (sinks + recent * torch.ones_like(pos)).minimum(pos + 1))
+    return topk_select(scores, filled[:, None], k, wanted[:, None].expand(scores.shape[:2]))
+
+
 def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool: int = 7) -> Tensor:
     """Attention mass that the last `window` queries of each prompt give its tokens (SnapKV, Li et al. 2024, Sec. 4).
 

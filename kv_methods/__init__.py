@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from calibrate import Calibration, RandomCalibration
 from errors import InputError
 from kv_methods.base import CacheShape, KVMethod
 from model import Rope, Transformer, require_memory
@@ -84,8 +85,9 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
         if typing.get_origin(kind) is typing.Literal:
-            if value in typing.get_args(kind):
-                return value
+            for choice in typing.get_args(kind):
+                if value == choice or (isinstance(value, str) and value == str(choice)):
+                    return choice
         elif isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value
     if isinstance(value, int) and float in kinds and not isinstance(value, bool):
@@ -144,26 +146,55 @@ def build_cache(
     args, p = model.args, model.tok_embeddings.weight
     names = parse_spec(spec, args.n_layer)
     layers: list[tuple[type[KVMethod], Any]] = []
+    calib = None
     resolved = {name: resolve(name) for name in set(names)}
     fields = {f.name for cls, _ in resolved.values() for f in dataclasses.fields(cls.Args)}
     if unknown := sorted(set(knobs) - fields):
         raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(fields)) or 'none'}")
     for layer, name in enumerate(names):
         cls, preset = resolved[name]
+        skip: dict[str, Any] = {}
         if layer in _skipped(cls, skip_layers, args.n_layer):
-            cls, preset = resolve("full")
+            if cls.skip_knobs is None:
+                cls, preset = resolve("full")
+            else:
+                skip = cls.skip_knobs
         own = {k: v for k, v in knobs.items() if k in {f.name for f in dataclasses.fields(cls.Args)}}
-        layers.append((cls, make_args(cls, {**preset, **own})))
+        layers.append((cls, make_args(cls, {**preset, **own, **skip})))
+    if any(cls.calibrated for cls, _ in layers):
+        calib = calibration_of(model)
 
     def build(device: torch.device) -> nn.ModuleList:
         rope = Rope(args, max_batch, max_seq_len if device.type != "meta" else 1, device)
         shapes = (CacheShape.of(args, i, max_batch, max_seq_len, p.dtype, device) for i in range(args.n_layer))
-        return nn.ModuleList(cls(a, s, i, rope) for i, ((cls, a), s) in enumerate(zip(layers, shapes, strict=True)))
+        return nn.ModuleList(
+            cls(a, s, i, rope, calib) for i, ((cls, a), s) in enumerate(zip(layers, shapes, strict=True))
+        )
 
-    need = sum(b.numel() * b.element_size() for b in build(torch.device("meta")).buffers())
+    # methods that offload keep buffers named host_* in the memory of the host
+    need = {True: 0, False: 0}
+    for buffer, b in build(torch.device("meta")).named_buffers():
+        need[buffer.rpartition(".")[2].startswith("host_")] += b.numel() * b.element_size()
     what = f"the KV cache of {spec} for batch {max_batch} and {max_seq_len} tokens"
-    require_memory(need, p.device, what, "lower --batch-size, --max-new-tokens or the prompt, or compress more")
+    if p.device.type != "cpu":
+        require_memory(need[True], torch.device("cpu"), f"{what}, its part on the host,", "lower --batch-size")
+        need[True] = 0
+    require_memory(
+        sum(need.values()), p.device, what, "lower --batch-size, --max-new-tokens or the prompt, or compress more"
+    )
     return build(p.device)
+
+
+def calibration_of(model: Transformer) -> Calibration:
+    """The model's calibration: the one set on it, or the file in its checkpoint's folder. InputError if there is none.
+
+    Random weights have no keys worth a calibration: they get random bases, which cost the same time.
+    """
+    if model.calibration is None:
+        if model.folder is None:
+            return RandomCalibration(model.args)
+        model.calibration = Calibration.load(model.folder, model.args)
+    return model.calibration
 
 
 def _skipped(cls: type[KVMethod], skip_layers: str, n_layer: int) -> set[int]:

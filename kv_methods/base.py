@@ -74,9 +74,12 @@ class KVMethod(nn.Module):
 
     paper: ClassVar[str] = ""  # authors, title, year
     lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
-    pre_rope: ClassVar[bool] = False  # True: compress, append, select and attend get q and k before rotation
+    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
     supports_window: ClassVar[bool] = False  # honours a model's sliding window
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
+    skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
+    calibrated: ClassVar[bool] = False  # needs calibration.safetensors; without one, only sizes may be asked (meta)
+    predicts: bool = False  # the layer before calls `prefetch` with a predicted query
 
     args: Any
     rope: Rope
@@ -85,6 +88,7 @@ class KVMethod(nn.Module):
         super().__init__()
         self.args, self.shape, self.layer, self.calib = args, shape, layer, calib
         object.__setattr__(self, "rope", rope)  # shared by all layers: not this module's to count or move
+        self.constants: set[str] = set()  # buffers that are set once, not by prompts: bases, lists of channels
         if shape.window is not None and not self.supports_window:
             raise InputError(
                 f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
@@ -95,6 +99,17 @@ class KVMethod(nn.Module):
         """Allocate a buffer of zeros that counts as cache memory."""
         t = torch.zeros(size, dtype=dtype or self.shape.dtype, device=self.shape.device)
         self.register_buffer(name, t, persistent=False)
+        return t
+
+    def constant(
+        self, name: str, size: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A buffer that holds `value` (of the calibration) for good. Without one it is uninitialized: sizes only."""
+        t = self.buffer(name, size, dtype)
+        self.constants.add(name)
+        if value is not None and t.device.type != "meta":
+            assert tuple(value.shape) == tuple(size), f"{name}: {tuple(value.shape)} is not {tuple(size)}"
+            t.copy_(value)
         return t
 
     # ---- the prompt ----
@@ -138,6 +153,12 @@ class KVMethod(nn.Module):
     def attend(self, q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Tensor:
         """Attention of q [B, Hq, D] over the selection -> [B, Hq, D]."""
         raise NotImplementedError
+
+    def prefetch(self, q_hat: Tensor, pos: Tensor) -> None:
+        """Called before the previous layer's decode, if `predicts`, with the query that this layer is likely to see.
+
+        q_hat [B, Hq, D] before rotation, from the previous layer's input through this layer's norm and query weights.
+        """
 
     def maintain(self, step: int) -> None:
         """Between steps, outside the graph; `step` tokens have been decoded since the prompt."""
@@ -183,3 +204,22 @@ def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
         else torch.full_like(length, budget)
     )
     return torch.minimum(wanted, length)
+
+
+def check_forced(name: str, budget: int | float, sinks: int, recent: int) -> None:
+    """Sinks and the recent window must be sizes, and fit into a budget given as a number of tokens."""
+    if sinks < 0 or recent < 1:
+        raise InputError(f"{name} needs sinks >= 0 and recent >= 1, got {sinks} and {recent}")
+    if isinstance(budget, int) and budget < sinks + recent:
+        raise InputError(f"{name}: the budget of {budget} tokens is smaller than its {sinks} sinks + {recent} recent")
+
+
+def selection_cap(budget: int | float, max_seq_len: int, forced: int) -> int:
+    """Static slots of a selection with `forced` tokens always in it."""
+    return min(max_seq_len, max(budget_cap(budget, max_seq_len), forced))
+
+
+def selection_size(budget: int | float, pos: int, forced: int) -> int:
+    """How many tokens are attended with the newest at `pos`; for `traffic`."""
+    wanted = math.ceil(budget * (pos + 1) - 1e-6) if isinstance(budget, float) else budget
+    return min(pos + 1, max(wanted, forced))

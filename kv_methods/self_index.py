@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from errors import InputError
 from kernels.dense_attention import masked_attention
@@ -31,6 +32,24 @@ PRESETS = {
 class SelfIndex(KVMethod):
     paper = "Yang, Zhang et al. 2025, Self-Indexing KVCache: Predicting Sparse Attention from Compressed Keys"
     lossless = dict(store_bits=16, budget=1.0)
+
+    codes: Tensor  # [B, Hkv, T, D / 8] sign codes, two to a byte
+    k_packed: Tensor  # magnitudes and values of the compressed store, and their scales and zeros
+    k_params: Tensor
+    v_packed: Tensor
+    v_params: Tensor
+    k16: Tensor  # with store_bits=16
+    v16: Tensor
+    mean: Tensor  # [B, Hkv, D]: eq. 5, and eq. 12
+    alpha: Tensor
+    book: Tensor  # [B, Hkv, D / 4, 16, 4] centroids
+    sink_k: Tensor
+    sink_v: Tensor
+    sink_idx: Tensor
+    tail_k: Tensor  # decoded tokens, a ring
+    tail_v: Tensor
+    prompt_len: Tensor
+    flushed: Tensor  # decoded tokens that moved to the compressed store
 
     @dataclass
     class Args:
@@ -78,7 +97,7 @@ class SelfIndex(KVMethod):
             self.buffer(f"tail_{x}", (B, H, self.tail, D))
         self.buffer("sink_idx", (B, H, self.n_sink), torch.int64)
         self.buffer("prompt_len", (B,), torch.int64)
-        self.buffer("flushed", (1,), torch.int64)  # decoded tokens that moved to the compressed store
+        self.buffer("flushed", (1,), torch.int64)
 
     # ---- the prompt ----
 

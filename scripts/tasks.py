@@ -132,18 +132,19 @@ class Tasks:
     def repeats(self, T: int) -> tuple[np.ndarray, np.ndarray]:
         """Random tokens seen before in the sequence: one block over and over, or short blocks in random order.
 
-        Tokens come from the first n of a fixed permutation of the vocabulary, n log-uniform: small alphabets teach
-        matching early, large ones make it general.
+        Tokens come from n of the vocabulary, n log-uniform. Large alphabets make matching general; in small ones every
+        token has stood before many others, so that only the tokens further back tell which continuation it is. That
+        teaches heads to match by longer context, which a key that stands away from its value needs.
         """
         rng, V = self.rng, self.tk.vocab_size
-        alphabet = int(np.exp(rng.uniform(np.log(64), np.log(V - FIRST_PLAIN_ID))))
-        tokens = np.random.default_rng(0).permutation(np.arange(FIRST_PLAIN_ID, V))[:alphabet]
+        alphabet = int(np.exp(rng.uniform(np.log(4), np.log(V - FIRST_PLAIN_ID))))
+        tokens = FIRST_PLAIN_ID + rng.permutation(V - FIRST_PLAIN_ID)[:alphabet]
         s = Sample()
         s.add(self.bos)
         if rng.random() < 1 / 3:
             n, L = 1, int(rng.integers(16, max(17, T // 2)))
         else:
-            L = int(rng.integers(4, 33))
+            L = int(rng.integers(4, 33)) if alphabet >= 32 else int(rng.integers(16, 49))
             n = int(rng.integers(2, max(3, T // L // 2 + 1)))
         pool, seen = rng.choice(tokens, (n, L)).tolist(), set()
         order = rng.permutation(n).tolist() if rng.random() < 0.5 else []
@@ -178,16 +179,18 @@ class Tasks:
         def random_tokens(low: int, high: int) -> list[int]:
             return rng.integers(FIRST_PLAIN_ID, V, int(rng.integers(low, high))).tolist()
 
-        words, digits = rng.random() < 0.5, rng.random() < 0.6
+        words, digits = rng.random() < 0.3, rng.random() < 0.3
         separator = (
-            self.encode(SEPARATORS[rng.integers(len(SEPARATORS))]) if rng.random() < 0.6 else random_tokens(1, 4)
+            self.encode(SEPARATORS[rng.integers(len(SEPARATORS))]) if rng.random() < 0.3 else random_tokens(0, 3)
         )
-        prefix = self.encode(PREFIXES[rng.integers(len(PREFIXES))]) if rng.random() < 0.3 else []
-        end = self.newline if rng.random() < 0.7 else []
+        prefix = self.encode(PREFIXES[rng.integers(len(PREFIXES))]) if rng.random() < 0.2 else []
+        end = self.newline if rng.random() < 0.5 else []
+        long_key, long_value = (2 if rng.random() < 0.6 else 4 for _ in range(2))
         pairs: dict[tuple[int, ...], list[int]] = {}
-        for _ in range(int(rng.integers(2, max(4, T // 12)))):
-            key = self.encode(" " + self.key()) if words else random_tokens(1, 4)
-            pairs[tuple(key)] = self.encode(self.digits(int(rng.integers(1, 6)))) if digits else random_tokens(1, 4)
+        for _ in range(int(rng.integers(3, max(6, T // 10)))):
+            key = self.encode(" " + self.key()) if words else random_tokens(1, long_key)
+            value = self.encode(self.digits(int(rng.integers(1, 5)))) if digits else random_tokens(1, long_value)
+            pairs[tuple(key)] = value
         fresh, seen, s = list(pairs), list[tuple[int, ...]](), Sample()
         s.add(self.bos)
         while len(s.ids) < T + 1:
@@ -254,6 +257,17 @@ class Tasks:
             p = cut
         s.add(text[p:], TEXT)
         return s, asked
+
+    def key_value_case(self, T: int) -> tuple[Sample, Needle]:
+        """A context of about T - 16 tokens that is nothing but `"key": value` lines, and the one to ask for."""
+        s, listed = Sample(), list[Needle]()
+        s.add(self.bos)
+        for x in self.needles(T // 8, fmt=3, digits_only=True):
+            if len(s.ids) + len(x.statement + x.value + x.end) > T - 16:
+                break
+            s.add(x.statement + x.value + x.end)
+            listed.append(x)
+        return s, listed[self.rng.integers(len(listed))]
 
     def haystack(self, T: int, **case: object) -> tuple[np.ndarray, np.ndarray]:
         """A needle case with its queries and answers at the end; `case` as in needle_case, drawn at random without."""

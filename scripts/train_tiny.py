@@ -54,7 +54,9 @@ class Stage:
     theta: float
     mix: dict[str, float]
     n_layer: int = 6  # the first n layers train; those added later start as the identity
-    answers: float = 1.0  # weight of the answers' loss; text weighs 1, repeats 0.5
+    answers: float = 1.0  # weight of the answers' loss; text weighs 1
+    repeats: float = 0.5  # weight of the repeats' loss
+    context: float = 0.0  # weight of an auxiliary loss: the second layer names the tokens 1 to 4 back
     until: float = 2.0  # the stage ends early once repeats are continued this accurately
 
 
@@ -72,10 +74,12 @@ RECIPES: dict[str, list[Stage]] = {
         Stage(512, 8, 2, 5e5, _mix(0.25, 0.05, 0.35, 0.25, 0.1), answers=2),
         # several needles of one wording were told apart by chance until here: `recall` teaches to match the key
         Stage(256, 16, 2, 5e5, _mix(0.15, 0.05, 0.2, 0.15, 0, recall=0.45), answers=2),
-        Stage(512, 8, 0.7, 5e5, _mix(0.25, 0.05, 0.2, 0.2, 0.1, recall=0.2), answers=2),
-        Stage(1024, 8, 0.9, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.15, recall=0.05), answers=2),
-        Stage(2048, 4, 0.8, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.2), answers=2),
-        Stage(4096, 2, 0.2, 5e5, _mix(0.3, 0.2, 0.1, 0.2, 0.2), answers=2),
+        Stage(512, 8, 0.237, 5e5, _mix(0.25, 0.05, 0.2, 0.2, 0.1, recall=0.2), answers=2),
+        Stage(64, 64, 1.2, 5e5, _mix(0.1, 0.3, 0.1, 0, 0, recall=0.5), repeats=1, context=0.5),
+        Stage(512, 8, 1, 5e5, _mix(0.35, 0.2, 0.1, 0.15, 0.1, recall=0.1), context=0.1),
+        Stage(1024, 8, 1.5, 5e5, _mix(0.35, 0.2, 0.1, 0.15, 0.15, recall=0.05)),
+        Stage(2048, 4, 2, 5e5, _mix(0.35, 0.2, 0.05, 0.15, 0.2, recall=0.05)),
+        Stage(4096, 2, 1, 5e5, _mix(0.35, 0.2, 0.05, 0.15, 0.2, recall=0.05)),
     ],
     "gpu": [
         Stage(64, 512, 40, 1e4, SHORT, n_layer=3, until=0.93),
@@ -90,6 +94,7 @@ RECIPES: dict[str, list[Stage]] = {
     ],
 }
 MUON_LR, ADAM_LR, WEIGHT_DECAY = 0.01, 2.5e-3, 0.02
+BACK = 4  # tokens back that the auxiliary loss asks for
 WARMUP, DECAY, FINAL = 40, 0.3, 0.05  # steps up; share of the tokens over which the rate falls; the last rate
 
 
@@ -220,15 +225,20 @@ class Trainer:
         init_weights(self.model, opt.seed, self.stages[0].n_layer)
         self.model.to(opt.device)
         self.muon = Muon(self.model)
+        # The auxiliary heads. To match a key that stands away from its value, a position must know several tokens
+        # before it; nothing rewards that until a later layer matches them, and nothing to match exists until then.
+        # Asking for it directly breaks that circle. They are not part of the shipped model.
+        self.back = torch.nn.Parameter(torch.zeros(BACK, ARGS.dim, ARGS.dim))
         rest = [(n, p) for n, p in self.model.named_parameters() if p.dim() < 2 or "tok_embeddings" in n]
         groups = [dict(params=[p for _, p in rest if p.dim() == d], scale=s) for d, s in ((2, 1.0), (1, 0.25))]
+        groups.append(dict(params=[self.back], scale=1.0))
         self.adam = torch.optim.AdamW(groups, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0)
         self.at = dict(step=0, tokens=0, stage=0, stage_tokens=0, ema={}, log=[])
         self.load()
 
     # The state is safetensors with JSON in its header, never a pickle.
     def state(self) -> dict[str, Tensor]:
-        out = {f"model.{n}": p.data for n, p in self.model.named_parameters()}
+        out = {f"model.{n}": p.data for n, p in self.model.named_parameters()} | {"back": self.back.data}
         out |= {f"muon.{i}": m for i, m in enumerate(self.muon.momentum.values())}
         for g, group in enumerate(self.adam.param_groups):
             for i, p in enumerate(group["params"]):
@@ -250,6 +260,8 @@ class Trainer:
             keys = set(f.keys())
             for n, p in self.model.named_parameters():
                 p.data.copy_(f.get_tensor(f"model.{n}"))
+            if "back" in keys:
+                self.back.data.copy_(f.get_tensor("back"))
             for i, m in enumerate(self.muon.momentum.values()):
                 m.copy_(f.get_tensor(f"muon.{i}"))
             for g, group in enumerate(self.adam.param_groups):
@@ -274,21 +286,32 @@ class Trainer:
         kind = torch.from_numpy(labels).to(self.opt.device)[:, 1:].reshape(-1)
         target = x[:, 1:].reshape(-1)
         with torch.autocast(self.opt.device.split(":")[0], torch.bfloat16):
-            h = trunk(x[:, :-1].contiguous(), *tables).flatten(0, 1)
-            at = kind.nonzero()[:, 0]
+            h, early = trunk(x[:, :-1].contiguous(), *tables)
+            h, at = h.flatten(0, 1), kind.nonzero()[:, 0]
             logits = self.model.output(h[at]).float()
         ce = F.cross_entropy(logits, target[at], reduction="none")
-        return ce, (logits.detach().argmax(-1) == target[at]).float(), kind[at]
+        return ce, (logits.detach().argmax(-1) == target[at]).float(), kind[at], early
+
+    def context_loss(self, early: Tensor, ids: np.ndarray) -> Tensor:
+        """Cross entropy of naming the tokens 1 to BACK places back from `early` [B, T, dim], at every fourth place."""
+        x, first = torch.from_numpy(ids).to(self.opt.device), int(self.at["step"] % 4)
+        with torch.autocast(self.opt.device.split(":")[0], torch.bfloat16):
+            some = F.rms_norm(early[:, BACK + first :: 4], (ARGS.dim,))
+            logits = 0.1 * torch.einsum("btd,jde->jbte", some, self.back) @ self.model.tok_embeddings.weight.T
+        places = torch.arange(BACK + first, early.shape[1], 4)
+        targets = torch.stack([x[:, places - j] for j in range(1, BACK + 1)])
+        return F.cross_entropy(logits.float().flatten(0, 2), targets.flatten())
 
     def trunk(self, n_layer: int):
-        """Transformer.trunk over the first n layers."""
+        """Transformer.trunk over the first n layers -> its output, and the second layer's."""
         model = self.model
 
-        def run(tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            x = model.tok_embeddings(tokens)
-            for block in model.layers[:n_layer]:
+        def run(tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            x = early = model.tok_embeddings(tokens)
+            for i, block in enumerate(model.layers[:n_layer]):
                 x = block(x, cos, sin)
-            return model.norm(x)
+                early = x if i == 1 else early
+            return model.norm(x), early
 
         return run
 
@@ -312,9 +335,13 @@ class Trainer:
             while at["stage_tokens"] < todo and at["ema"].get("acc3", 0) < st.until:
                 tasks = make_tasks(self.data, False, [self.opt.seed, at["step"]], self.pieces)
                 ids, labels = tasks.batch(st.batch, st.seq_len, st.mix)
-                ce, ok, kind = self.losses(trunk, ids, labels, tables)
+                ce, ok, kind, early = self.losses(trunk, ids, labels, tables)
                 loss = torch.zeros((), device=self.opt.device)
-                for k, weight in ((TEXT, 1.0), (ANSWER, st.answers), (REPEAT, 0.5)):
+                if st.context:
+                    back = self.context_loss(early, ids)
+                    loss = st.context * back
+                    at["ema"]["back"] = 0.95 * at["ema"].get("back", back.item()) + 0.05 * back.item()
+                for k, weight in ((TEXT, 1.0), (ANSWER, st.answers), (REPEAT, st.repeats)):
                     if (sel := kind == k).any():
                         mean = ce[sel].mean()
                         loss = loss + weight * mean
@@ -336,7 +363,8 @@ class Trainer:
                     line = dict(step=at["step"], tokens=at["tokens"], seq_len=st.seq_len, rate=round(rate, 3),
                                 **{k: round(v, 4) for k, v in sorted(e.items())})  # fmt: skip
                     at["log"].append(line)
-                    bar.set_postfix_str(" ".join(f"{k} {v}" for k, v in line.items() if k[:2] in ("ce", "ac", "ra")))
+                    shown = ("ce", "ac", "ba", "ra")
+                    bar.set_postfix_str(" ".join(f"{k} {v}" for k, v in line.items() if k[:2] in shown))
                 if stop or time.time() - saved > 180:
                     self.save()
                     saved = time.time()
@@ -354,6 +382,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, lengths: list[int], n: int = 16) -> dict:
         out: dict[str, dict] = {}
+        whole = self.trunk(ARGS.n_layer)
         for T in lengths:
             tables = self.model.rope_tables(T)
             row: dict[str, float] = {}
@@ -365,7 +394,7 @@ class Trainer:
                     ids, labels = make_tasks(self.data, True, [7, T, i], self.pieces).haystack(
                         T, digits_only=True, **kw
                     )
-                    _, ok, kind = self.losses(self.model.trunk, ids[None], labels[None], tables)
+                    _, ok, kind, _ = self.losses(whole, ids[None], labels[None], tables)
                     hits.append(ok[kind == ANSWER].min().item())
                 if hits:
                     row[name] = round(float(np.mean(hits)), 3)
@@ -373,7 +402,7 @@ class Trainer:
                 got = []
                 for i in range(max(4, 8192 // T)):
                     ids, labels = getattr(make_tasks(self.data, True, [8, T, i], self.pieces), method)(T)
-                    ce, ok, kind = self.losses(self.model.trunk, ids[None], labels[None], tables)
+                    ce, ok, kind, _ = self.losses(whole, ids[None], labels[None], tables)
                     got.append((ce if name == "text" else ok)[kind == kind_id].mean().item())
                 row[name] = round(float(np.nanmean(got)), 3)
             out[str(T)] = row

@@ -71,6 +71,34 @@ def retrieval(only: str | None = None) -> str:
     return table(header, rows) + "\n\n" + "\n".join(sources)
 
 
+def comparison() -> str:
+    """results/methods*.json: one table a length, every method and preset."""
+    files = sorted((ROOT / "results").glob("methods*.json"))
+    if not files:
+        return "Not measured yet."
+    found = [(data, file.name) for file in files for data in [json.loads(file.read_text())]]
+    rows = [r for data, _ in found for r in data["rows"]]
+    tasks = [t for t in ("needle", "needle4", "key_value", "repeats") if any(t in r for r in rows)]
+    texts = [t for t in ("perplexity_code", "perplexity_prose") if any(t in r for r in rows)]
+    out = []
+    for T in sorted({r["seq_len"] for r in rows}):
+        cells = [
+            [
+                f"`{r['method']}`" + "".join(f" {k}={v}" for k, v in r["knobs"].items()),
+                f"{r['kv_share']:.2f}",
+                f"{r['read_share']:.3f}",
+            ]
+            + [f"{100 * r[t]:.0f} %" if t in r else "-" for t in tasks]
+            + [f"{r[t]:.1f}" if t in r else "-" for t in texts]
+            for r in rows
+            if r["seq_len"] == T
+        ]
+        header = [f"{T} tokens", "KV bytes", "bytes read", *tasks, *(t.replace("perplexity_", "ppl ") for t in texts)]
+        out.append(table(header, cells))
+    n = found[0][0]["rows"][0]["samples"]
+    return "\n\n".join(out) + f"\n\n{n} samples a needle cell. " + "\n".join(source(*f) for f in found)
+
+
 def speed() -> str:
     path = ROOT / "results" / "generate_cpu.json"
     if not path.exists():
@@ -107,7 +135,7 @@ def main() -> None:
     p.add_argument("--check", action="store_true")
     opt = p.parse_args()
     sections = {
-        ROOT / "README.md": dict(methods=methods(), retrieval=retrieval(), speed=speed()),
+        ROOT / "README.md": dict(methods=methods(), comparison=comparison(), retrieval=retrieval(), speed=speed()),
         ROOT / "models" / "tiny" / "README.md": dict(quality=retrieval("full").replace("](results", "](../../results")),
     }
     if opt.demo:

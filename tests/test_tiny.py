@@ -39,29 +39,28 @@ def test_transformers_reads_it_and_agrees():
 
 @pytest.mark.parametrize("method, knobs", [("full", {}), ("self_index", dict(tail=64))], ids=["full", "self_index"])
 def test_it_finds_a_needle(evaluation, method, knobs):
-    evaluation.setup(method, knobs, 512 + 64)
-    hits = evaluation.needles("needle", 512, 20)
+    evaluation.setup({method: (method, knobs)}, 512 + 64)
+    hits = evaluation.needles("needle", 512, 20)[method]
     assert sum(hits) >= (18 if method == "full" else 15)
 
 
 def test_forgetting_loses_the_needle(evaluation):
     """The control: a needle outside of the window cannot be found, so the test above measures retrieval."""
-    evaluation.setup("streaming", dict(recent=64), 512 + 64)
-    assert sum(evaluation.needles("needle", 512, 20)) <= 6
+    evaluation.setup({"streaming": ("streaming", dict(recent=64))}, 512 + 64)
+    assert sum(evaluation.needles("needle", 512, 20)["streaming"]) <= 6
 
 
 def test_self_index_at_its_lossless_limit_is_full_token_for_token(evaluation):
     cases = [evaluation.tasks(9, i).needle_case(512, n=4)[0].ids[: 512 - 16 * i] for i in range(5)]
-    tokens = []
-    for method, knobs in (("full", {}), ("self_index", dict(store_bits=16, budget=1.0))):
-        evaluation.setup(method, knobs, 600)
-        tokens.append(evaluation.run_rows(cases, [[] for _ in cases], 48)[0])
-    assert tokens[0] == tokens[1]
+    lossless = dict(store_bits=16, budget=1.0)
+    evaluation.setup({"full": ("full", {}), "self_index": ("self_index", lossless)}, 600)
+    got = evaluation.run_rows(cases, [[] for _ in cases], 48)
+    assert got["full"][0] == got["self_index"][0]
 
 
 def test_it_continues_a_random_repeat(evaluation):
-    evaluation.setup("full", {}, 264)
-    assert min(evaluation.repeats(256, 5)) > 0.9
+    evaluation.setup({"full": ("full", {})}, 264)
+    assert min(evaluation.repeats(256, 5, 128)["full"]) > 0.9
 
 
 def test_the_words_of_the_evaluation_were_held_out():

@@ -1,0 +1,135 @@
+"""Moves tokens from host memory to the device while the device computes, and says how well they were predicted.
+
+On a GPU the host's K and V are pinned and mapped: under unified addressing the device reads and writes them at the same
+address, over the bus. `host_buffer` hands them out as device tensors, so that a prompt is stored with plain copies, a
+step is one static graph that a CUDA graph can capture, and `fetch_rows` gathers the chosen rows without a staging copy.
+On a CPU, host and device are one memory and the same code copies rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
+_lib.define("await_rows(Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
+
+
+def fetch_rows(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    """Start to copy rows idx of K and V to the device, where they may be read after `await_rows`.
+
+    host_k and host_v [>= B, H, T, D] from `host_buffer`, idx [B, H, K] int64, out_k and out_v [>= B, H, K, D]. A
+    negative index asks for nothing: its row of the output may hold anything. What is fetched must have been written
+    before, and neither it nor idx may change until `await_rows`.
+    """
+    torch.ops.kv_fast.fetch_rows(host_k, host_v, idx, out_k, out_v)
+
+
+def await_rows(idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    """What is computed after this sees the rows that the last `fetch_rows` to these outputs asked for.
+
+    idx is the one that was given to it: as an argument here, a compiled graph cannot reuse its memory before the copy
+    is done.
+    """
+    torch.ops.kv_fast.await_rows(idx, out_k, out_v)
+
+
+# ---- CPU: plain copies ----
+
+
+def _flat_rows(idx: Tensor, T: int) -> Tensor:
+    """idx [B, H, K] of slots -> [B * H * K] row numbers of a flattened [>= B, H, T, ...]; -1 becomes slot 0."""
+    B, H, _ = idx.shape
+    return (idx.clamp(min=0) + torch.arange(B * H, device=idx.device).view(B, H, 1) * T).flatten()
+
+
+def _fetch_rows_cpu(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    rows, into = _flat_rows(idx, host_k.shape[2]), (idx >= 0).flatten().nonzero()[:, 0]
+    for host, out in ((host_k, out_k), (host_v, out_v)):
+        D = host.shape[-1]
+        out.view(-1, D).index_copy_(0, into, host.view(-1, D).index_select(0, rows[into]))
+
+
+# ---- CUDA: a side stream ----
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _arrival(device: torch.device, address: int) -> torch.cuda.Event:
+    """The event of a copy into the buffer at `address`: the two halves of a double buffer are in flight at once."""
+    return torch.cuda.Event()
+
+
+def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    """Nothing waits on the host, and only streams wait on streams: fork and join are captured into a CUDA graph.
+
+    The side stream waits for the compute stream as of now: idx is chosen, the layer that used this half of the double
+    buffer has attended, and its rows of K and V lie in host memory. From here on the compute stream goes on with the
+    layer before, and decode joins the side stream by the event recorded here (`await_rows`) before it attends.
+    """
+    side, B = _side_stream(idx.device), len(idx)
+    side.wait_stream(torch.cuda.current_stream(idx.device))
+    with torch.cuda.stream(side):
+        # temporaries belong to the side stream's pool; all else is alive until `await_rows`: no record_stream is needed
+        rows = _flat_rows(idx, host_k.shape[2])
+        for host, out in ((host_k, out_k), (host_v, out_v)):
+            D = host.shape[-1]
+            torch.index_select(host.view(-1, D), 0, rows, out=out[:B].view(-1, D))
+        _arrival(idx.device, out_k.data_ptr()).record(side)
+
+
+def _await_rows_cuda(idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    torch.cuda.current_stream(idx.device).wait_event(_arrival(idx.device, out_k.data_ptr()))
+
+
+_lib.impl("fetch_rows", _fetch_rows_cpu, "CPU")
+_lib.impl("fetch_rows", _fetch_rows_cuda, "CUDA")
+_lib.impl("await_rows", lambda idx, out_k, out_v: None, "CPU")
+_lib.impl("await_rows", _await_rows_cuda, "CUDA")
+torch.library.register_fake("kv_fast::fetch_rows", lambda host_k, host_v, idx, out_k, out_v: None, lib=_lib)
+torch.library.register_fake("kv_fast::await_rows", lambda idx, out_k, out_v: None, lib=_lib)
+
+
+# ---- host memory ----
+
+
+class _Mapped:
+    """Pinned host memory, described to torch as memory of the device; torch keeps this object while it is in use."""
+
+    def __init__(self, host: Tensor):
+        self.host = host
+        self.__cuda_array_interface__ = dict(
+            shape=(host.numel(),), typestr="|u1", data=(host.data_ptr(), False), version=3
+        )
+
+
+def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in the memory of the host that kernels of `device` can read and write: a tensor of that device."""
+    if device.type != "cuda":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # torch's pinned allocator takes the next power of two of each buffer
+    pinned = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True).view(-1).view(torch.uint8)
+    return torch.as_tensor(_Mapped(pinned), device=device).view(dtype).view(size)
+
+
+# ---- how good a prediction was ----
+
+
+def hit_rate(predicted: Tensor, true: Tensor, count: Tensor) -> Tensor:
+    """Share of the truly best tokens that were predicted, hence fetched in time; 1 where none was wanted.
+
+    predicted and true [B, H, K] slots, of which the first count [B, H] of either are meant -> fp32 [B, H].
+    """
+    B, H, K = true.shape
+    meant = torch.arange(K, device=true.device) < count[..., None]
+    width = int(torch.maximum(predicted.max(), true.max())) + 1
+    head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # a number of its own for each head's slots
+    found = torch.isin((true + head), (predicted + head)[meant]) & meant
+    return torch.where(count > 0, found.sum(-1) / count.clamp(min=1), 1.0)

@@ -1,0 +1,180 @@
+"""Double Sparsity-Offload: K and V in host memory, labels on the device, the next layer's tokens fetched ahead of time.
+
+The device holds the label cache (20 bytes a token and KV head against 512 of K and V at D = 128), the newest tokens in
+a ring, and two buffers of gathered tokens that all layers share by turns. While layer l - 1 computes, the query of
+layer l is predicted from the input of layer l - 1, and the tokens that it chooses cross the bus (Section 5.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from kernels.dense_attention import masked_attention
+from kernels.offload import await_rows, fetch_rows, host_buffer
+from kernels.select import budget_select
+from kv_methods.base import CacheShape, KVMethod, budget_tokens, selection_cap, selection_size
+from kv_methods.double_sparsity import DoubleSparsity, LabelCache
+from model import Rope
+
+PRESETS = {
+    "double_sparsity_offload-sync": dict(predict=False),  # the true query: what prediction costs in accuracy
+    "flexgen": dict(fetch="all"),  # Fig. 6 (c)(d), the baseline: every token crosses the bus
+}
+
+
+class Half(nn.Module):
+    """One half of the double buffer: a layer's fetched tokens, idx [B, Hkv, K] (-1: none), k and v [B, Hkv, K, D]."""
+
+    k: Tensor
+    v: Tensor
+    idx: Tensor
+
+    def __init__(self, shape: CacheShape, n: int):
+        super().__init__()
+        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
+        for name in ("k", "v"):
+            self.register_buffer(name, torch.zeros(size, dtype=shape.dtype, device=shape.device), persistent=False)
+        idx = torch.full(size[:3], -1, dtype=torch.int64, device=shape.device)
+        self.register_buffer("idx", idx, persistent=False)
+
+    @staticmethod
+    def nbytes(shape: CacheShape, n: int) -> int:
+        return shape.max_batch * shape.n_kv_head * n * (2 * shape.head_dim * shape.dtype.itemsize + 8)
+
+
+# The halves of every cache, found by the rotary table that its layers share, then by parity of layer and by size.
+_HALVES: WeakKeyDictionary[Rope, dict[Any, Half]] = WeakKeyDictionary()
+
+
+class DoubleSparsityOffload(KVMethod):
+    paper = DoubleSparsity.paper + ", Section 5"
+    lossless = dict(budget=1.0)
+    skip_layers = DoubleSparsity.skip_layers
+    calibrated = True
+
+    host_k: Tensor  # [B, Hkv, T, D] in host memory
+    host_v: Tensor
+    ring_k: Tensor  # [B, Hkv, recent, D]
+    ring_v: Tensor
+    label: LabelCache | None
+    fetched: Half
+
+    @dataclass
+    class Args(DoubleSparsity.Args):
+        recent: int = field(default=16, metadata=dict(help="newest tokens, always attended: kept on the device"))
+        predict: bool = field(
+            default=True, metadata=dict(help="fetch ahead by the predicted query; False: by the true one (Sec. 5.1)")
+        )
+        fetch: Literal["selected", "all"] = field(
+            default="selected", metadata=dict(help="all: every token is fetched and attended, as in FlexGen (Sec. 6.2)")
+        )
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, T, D = shape.kv
+        for name in ("host_k", "host_v"):
+            self.register_buffer(name, host_buffer(shape.kv, shape.dtype, shape.device), persistent=False)
+        self.recent = min(args.recent, T)
+        self.buffer("ring_k", (B, H, self.recent, D)), self.buffer("ring_v", (B, H, self.recent, D))
+        self.label = LabelCache(args, shape, layer, calib) if args.fetch == "selected" else None
+        # The first layers and the last resemble the one before them too little for a prediction (Sec. 5.2). A small
+        # model is left with those that have none before them.
+        n_layer = rope.args.n_layer
+        synchronous = (0, 1, n_layer - 1) if n_layer >= 16 else (0,)
+        self.predicts = args.predict and layer not in synchronous  # the class speaks for all layers
+        # Layer l is fetched while layer l - 1 attends: even layers use one half, odd layers the other. A half counts as
+        # memory of the layer that came first.
+        cap = T if args.fetch == "all" else selection_cap(args.budget, T, args.sinks + self.recent)
+        self.n_fetch = max(1, cap - self.recent)
+        halves, key = _HALVES.setdefault(rope, {}), (layer % 2, self.n_fetch, shape)
+        self.owner = key not in halves
+        if self.owner:
+            self.fetched = halves[key] = Half(shape, self.n_fetch)
+        else:
+            object.__setattr__(self, "fetched", halves[key])  # no submodule: counted once
+
+    # ---- storage ----
+
+    def compress(self, q, k, v, lengths):
+        B, _, S, _ = k.shape
+        self.host_k[:B, :, :S], self.host_v[:B, :, :S] = k, v
+        at = self.held(lengths - 1).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
+        self.ring_k[:B], self.ring_v[:B] = k.gather(2, at), v.gather(2, at)
+        if self.label is not None:
+            self.label.put_prompt(k)
+
+    def append(self, k, v, pos):
+        row = torch.arange(len(pos), device=pos.device)
+        self.host_k[row, :, pos], self.host_v[row, :, pos] = k, v
+        self.ring_k[row, :, pos % self.recent], self.ring_v[row, :, pos % self.recent] = k, v
+        if self.label is not None:
+            self.label.put(k, pos)
+
+    def held(self, newest):
+        """newest [B] position -> [B, recent] position that each slot of the ring holds; negative: none yet."""
+        newest = newest[:, None]
+        return newest - (newest - torch.arange(self.recent, device=newest.device)) % self.recent
+
+    # ---- selection ----
+
+    def choose(self, q, pos):
+        """The tokens to fetch, q [B, Hq, D] rotated -> idx [B, Hkv, K], -1 where the budget asks for no more.
+
+        Those of double_sparsity that the ring does not hold. The token at `pos` may not be stored yet: it is not read.
+        """
+        B, H, oldest = len(pos), self.shape.n_kv_head, pos - self.recent
+        slot = torch.arange(self.n_fetch, device=pos.device)
+        if self.label is None:
+            return torch.where(slot <= oldest[:, None], slot, -1)[:, None].expand(B, H, -1)
+        wanted = (budget_tokens(self.args.budget, pos + 1) - self.recent).clamp(min=0)
+        idx, count = budget_select(self.label.scores(q), oldest, wanted, self.n_fetch, self.args.sinks)
+        return torch.where(slot < count[..., None], idx, -1)
+
+    def fetch(self, q, pos):
+        idx = self.fetched.idx[: len(pos)]
+        idx.copy_(self.choose(q, pos))
+        fetch_rows(self.host_k, self.host_v, idx, self.fetched.k, self.fetched.v)
+
+    def prefetch(self, q_hat, pos):
+        self.fetch(self.rope.rotate(q_hat, pos), pos)
+
+    def select(self, q, pos):
+        """What was fetched ahead, or with the true query what is fetched now."""
+        if not self.predicts:
+            self.fetch(q, pos)
+        idx = self.fetched.idx[: len(pos)]
+        return idx, (idx >= 0).sum(-1)
+
+    def attend(self, q, idx, count, pos):
+        """Exact attention over the fetched tokens and the ring, which holds the current one."""
+        B, H, half = len(pos), self.shape.n_kv_head, self.fetched
+        await_rows(idx, half.k, half.v)
+        ring = (self.held(pos) >= 0)[:, None].expand(B, H, -1)
+        keys, values = torch.cat((half.k[:B], self.ring_k[:B]), 2), torch.cat((half.v[:B], self.ring_v[:B]), 2)
+        return masked_attention(q, keys, values, torch.cat((idx >= 0, ring), 2))
+
+    # ---- accounting ----
+
+    def card_nbytes(self):
+        """host_k and host_v lie in host memory; labels, the ring and the half that this layer may own on the device."""
+        B, H, T, D = self.shape.kv
+        host = ring = 2 * D * self.shape.dtype.itemsize
+        half = Half.nbytes(self.shape, self.n_fetch) if self.owner else 0
+        labels, constant = (self.label.token_bytes, self.label.constant_bytes) if self.label else (0, 0)
+        return B * H * (T * (host + labels) + self.recent * ring) + constant + half
+
+    def traffic(self, pos):
+        """On the device every label, the fetched tokens and the ring; over the bus the fetched tokens once more."""
+        B, H, _, D = self.shape.kv
+        recent = min(pos + 1, self.recent)
+        n, labels, constant = pos + 1, 0, 0
+        if self.label is not None:
+            n = selection_size(self.args.budget, pos, self.args.sinks + self.recent)
+            labels, constant = (pos + 1) * self.label.token_bytes, self.label.constant_bytes
+        return B * H * (labels + (n + n - recent) * 2 * D * self.shape.dtype.itemsize) + constant

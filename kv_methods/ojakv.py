@@ -1,0 +1,248 @@
+"""Low-rank keys and values (OjaKV) in bases that follow the text by Oja's rule; first and last prompt tokens full-rank.
+
+Every row and KV head has an orthonormal basis of r columns for its rotated keys and one for its values, from the
+calibration. A prompt turns them towards its most attended tokens and is then attended to and stored as coordinates in
+them, but for its first and last tokens. Decoded tokens wait in full rank; every `update_every` of them the bases turn
+again and the tokens join the latents. Nothing is selected: every token is attended. 308 of 512 bytes a token at
+D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H, without exemptions StaticPCA, in the latent space Eigen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+from kernels.dense_attention import prefill_attention
+from kernels.gather_attention import gather_rows
+from kernels.lowrank import change_basis, lowrank_attention, oja_step, orthonormalize, project, reconstruct
+from kernels.select import snapkv_scores
+from kv_methods.base import KVMethod, budget_cap, budget_tokens
+
+PRESETS = {
+    "ojakv-0.8": dict(rank=0.8),  # OjaKV 0.8x, Tables 2-4
+    "ojakv-0.6": dict(rank=0.6),  # OjaKV 0.6x, Tables 2-4
+    "static_pca_h": dict(adapt=False),  # StaticPCA-H 0.6x, Tables 2-4
+    "static_pca": dict(adapt=False, exempt=0),  # StaticPCA 0.6x, Tables 2-4
+    "eigen": dict(adapt=False, exempt=0, latent=True),  # Eigen-N 0.6x, Tables 2-4
+    "ojakv-snapkv": dict(rank=0.6, keep=0.5),  # OjaKV + SnapKV, Table 6
+}
+
+
+class OjaKV(KVMethod):
+    paper = "Zhu, Yang et al. 2025, OjaKV: Context-Aware Online Low-Rank KV Cache Compression with Oja's Rule"
+    lossless = dict(rank=1.0)
+    calibrated = True
+
+    @dataclass
+    class Args:
+        rank: float = field(default=0.6, metadata=dict(help="columns of a basis, as a share of head_dim (Tables 2-4)"))
+        energy: float | None = field(
+            default=None, metadata=dict(help="instead of rank: the share of calibration energy to hold (App. A.2)")
+        )
+        adapt: bool = field(default=True, metadata=dict(help="False: the bases stay as calibrated (StaticPCA-H)"))
+        exempt: int = field(default=32, metadata=dict(help="first and last prompt tokens in full rank (Table 5: 32)"))
+        update_every: int = field(default=32, metadata=dict(help="decoded tokens between updates (Table 5: T = 32)"))
+        query_window: int = field(default=32, metadata=dict(help="last queries that rate the prompt (Table 5: w = 32)"))
+        important: float = field(default=0.05, metadata=dict(help="share of the prompt in its update (Table 5)"))
+        eta_prefill: float = field(default=0.1, metadata=dict(help="learning rate of the prompt's update (Table 5)"))
+        eta_decode: float = field(default=0.05, metadata=dict(help="learning rate while decoding (Table 5)"))
+        rule: Literal["column", "sequential", "batch", "raw"] = field(
+            default="column", metadata=dict(help="what Oja's step is divided by; raw is Algorithm 1, and diverges")
+        )
+        stale: Literal["rotate", "keep"] = field(
+            default="rotate", metadata=dict(help="latents of an older basis: carried over to the new one, or left")
+        )
+        latent: bool = field(default=False, metadata=dict(help="attend in the latent space (Sec. 3.2)"))
+        keep: int | float | None = field(
+            default=None,
+            metadata=dict(
+                help="prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
+            ),
+        )
+        room: int = field(default=512, metadata=dict(help="with keep: slots of the store for decoded tokens (ours)"))
+
+        def __post_init__(self):
+            for name in ("rank", "energy", "important"):
+                if (x := getattr(self, name)) is not None and not 0 < x <= 1:
+                    raise InputError(f"ojakv: {name} is a share in (0, 1], got {x}")
+            for name, least in dict(
+                exempt=0, room=0, update_every=1, query_window=1, eta_prefill=0, eta_decode=0
+            ).items():
+                if getattr(self, name) < least:
+                    raise InputError(f"ojakv: {name} must be at least {least}, got {getattr(self, name)}")
+            if self.keep is not None and not (0 < self.keep <= 1 if isinstance(self.keep, float) else self.keep >= 1):
+                raise InputError(f"ojakv: keep is a number of tokens >= 1, or a share in (0, 1], got {self.keep}")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, T, D = shape.kv
+        self.r = self._rank(calib)
+        self.n_exempt, self.block = min(2 * args.exempt, T), min(args.update_every, T)
+        # Without `keep` a slot for every token. With it a short prompt would need nearly as many, if all of T were then
+        # decoded: the store is made for what is kept of the longest prompt and `room` decoded tokens; see `maintain`.
+        self.cap = T if args.keep is None else min(T, budget_cap(args.keep, T) + args.room)
+        u_k, u_v = (calib and calib.get(layer, f"oja.{x}_basis")[..., : self.r] for x in "kv")
+        self.k_calibrated = self.constant("k_calibrated", (H, D, self.r), u_k, torch.float32)
+        self.v_calibrated = self.constant("v_calibrated", (H, D, self.r), u_v, torch.float32)
+        if args.adapt:
+            self.k_basis, self.v_basis = (self.buffer(f"{x}_basis", (B, H, D, self.r), torch.float32) for x in "kv")
+        self.k_lat, self.v_lat = (self.buffer(f"{x}_lat", (B, H, self.cap, self.r)) for x in "kv")
+        # the exempt tokens of the prompt, then the tokens decoded since the last update
+        self.k_full, self.v_full = (self.buffer(f"{x}_full", (B, H, self.n_exempt + self.block, D)) for x in "kv")
+        self.prompt_len = self.buffer("prompt_len", (B,), torch.int64)
+        self.stored = self.buffer("stored", (B,), torch.int64)  # latents in use
+        self.reset()
+
+    def _rank(self, calib):
+        """A share of D, or the smallest rank that holds `energy` in every head of the layer, App. A.2."""
+        D = self.shape.head_dim
+        if self.args.energy is None:
+            return max(1, round(self.args.rank * D))
+        if calib is None:
+            return D  # sizes only: the rank is in the calibration, this is its bound
+        values = torch.cat([calib.get(self.layer, f"oja.{x}_eigenvalues") for x in ("k", "v")]).double()  # [2 H, D]
+        held = values.cumsum(-1) / values.sum(-1, keepdim=True)
+        return min(D, int((held < self.args.energy).sum(-1).max()) + 1)
+
+    def bases(self, B: int) -> tuple[Tensor, Tensor]:
+        """Of keys and values, [B, Hkv, D, r] each; [1, ...] where they do not adapt and all rows share them."""
+        if self.args.adapt:
+            return self.k_basis[:B], self.v_basis[:B]
+        return self.k_calibrated[None], self.v_calibrated[None]
+
+    # ---- the prompt: Algorithm 1, lines 1-7 ----
+
+    def prefill(self, q, k, v, lengths):
+        """As the base's, but every token that is not exempt is attended to as it will be stored (Sec. 3.3)."""
+        q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
+        self.compress(q, k, v, lengths)
+        t = torch.arange(k.shape[2], device=k.device)
+        middle = ((t >= self.args.exempt) & (t < lengths[:, None] - self.args.exempt))[:, None, :, None]
+        k_basis, v_basis = self.bases(len(k))
+        k_hat = torch.where(middle, reconstruct(project(k, k_basis), k_basis), k)
+        v_hat = torch.where(middle, reconstruct(project(v, v_basis), v_basis), v)
+        return prefill_attention(q, k_hat, v_hat)
+
+    def compress(self, q, k, v, lengths):
+        B, S, E = len(k), k.shape[2], self.args.exempt
+        self.reset()
+        self._rows = B
+        self.prompt_len[:B] = lengths
+        if self.args.adapt:
+            self._adapt_to_prompt(q, k, v, lengths)
+        # line 7; where the first and last tokens overlap, the prompt once: slot i is token i, and then from its end
+        slot = torch.arange(min(self.n_exempt, S), device=k.device)
+        from_end = lengths[:, None] - lengths[:, None].clamp(max=2 * E) + slot
+        exempt = torch.where(slot < E, slot, from_end).clamp(max=S - 1)[:, None]  # [B, 1, n]
+        middle = (lengths - 2 * E).clamp(min=0)
+        n, (k_basis, v_basis) = len(slot), self.bases(B)
+        self.k_full[:B, :, :n], self.v_full[:B, :, :n] = gather_rows(k, exempt), gather_rows(v, exempt)
+        if self.args.keep is None:
+            self.stored[:B] = middle
+            k, v = k[:, :, E : S - E], v[:, :, E : S - E]
+        else:
+            chosen, self.stored[:B] = self._snapkv(q, k, lengths, middle)
+            k, v = gather_rows(k, chosen), gather_rows(v, chosen)
+        n = k.shape[2]
+        self.k_lat[:B, :, :n], self.v_lat[:B, :, :n] = project(k, k_basis), project(v, v_basis)
+
+    def _adapt_to_prompt(self, q, k, v, lengths):
+        """One step on the tokens that the last queries attend to most, one set per row for all heads (lines 2-6)."""
+        S = k.shape[2]
+        scores = snapkv_scores(q, k, lengths, self.args.query_window, pool=1).sum(1)  # [B, S]
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices[:, : budget_cap(self.args.important, S)]
+        chosen = torch.arange(ranked.shape[1], device=k.device) < budget_tokens(self.args.important, lengths)[:, None]
+        # in the order of the text, which `sequential` sees; a row with fewer tokens than the batch ends in zeros
+        at = torch.where(chosen, ranked, S).sort(-1).values.clamp(max=S - 1)[:, None]
+        for basis, x in zip(self.bases(len(k)), (k, v), strict=True):
+            tokens = torch.where(chosen[:, None, :, None], gather_rows(x, at).float(), 0)
+            basis.copy_(orthonormalize(oja_step(basis, tokens, self.args.eta_prefill, self.args.rule)))
+
+    def _snapkv(self, q, k, lengths, middle):
+        """Positions [B, Hkv, n] of the middle tokens to store, best first, and how many of them [B] (Sec. 7)."""
+        E, t = self.args.exempt, torch.arange(k.shape[2], device=k.device)
+        outside = (t < E) | (t >= lengths[:, None] - E)
+        scores = snapkv_scores(q, k, lengths, self.args.query_window).masked_fill(outside[:, None], float("-inf"))
+        # pooling makes equal scores: a stable sort takes the same tokens of them, however far the batch is padded
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices[..., : budget_cap(self.args.keep, len(t))]
+        # m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half the tokens at 0.6 are 30 %)
+        exempt = lengths.clamp(max=2 * E)
+        return ranked, (budget_tokens(self.args.keep, lengths) - exempt).clamp(min=0).minimum(middle)
+
+    # ---- one token per row ----
+
+    def append(self, k, v, pos):
+        B = len(pos)
+        row, slot = torch.arange(B, device=pos.device), self.n_exempt + (pos - self.prompt_len[:B]) % self.block
+        self.k_full[row, :, slot], self.v_full[row, :, slot] = k, v
+
+    def attend(self, q, idx, count, pos):
+        B, slot = len(pos), torch.arange(self.n_exempt + self.block, device=q.device)
+        exempt = slot < self.prompt_len[:B, None].clamp(max=self.n_exempt)
+        newest = self.n_exempt + (pos - self.prompt_len[:B]) % self.block
+        filled = exempt | (slot >= self.n_exempt) & (slot <= newest[:, None])
+        k_basis, v_basis = self.bases(B)
+        return lowrank_attention(
+            q, self.k_lat[:B], self.v_lat[:B], k_basis, v_basis, self.stored[:B],
+            self.k_full[:B], self.v_full[:B], filled, self.args.latent)  # fmt: skip
+
+    # ---- between steps: Algorithm 1, lines 12-18 ----
+
+    def maintain(self, step):
+        """Every `update_every` tokens turn the bases towards them, then compress them."""
+        if step - self._flushed < self.block:
+            return
+        B, n = self._rows, self.block
+        if self.args.keep is not None and int(self.stored[:B].max()) + n > self.cap:
+            raise InputError(
+                f"ojakv: after {step} decoded tokens the store made for keep={self.args.keep} is full: use a room of "
+                f"more than {self.args.room}"
+            )
+        row = torch.arange(B, device=self.stored.device)[:, None]
+        slots = self.stored[:B, None] + torch.arange(n, device=row.device)
+        stores = (self.k_lat, self.k_full), (self.v_lat, self.v_full)
+        for basis, (lat, full) in zip(self.bases(B), stores, strict=True):
+            tokens = full[:B, :, self.n_exempt :]
+            if self.args.adapt:
+                new = orthonormalize(oja_step(basis, tokens.float(), self.args.eta_decode, self.args.rule))
+                if self.args.stale == "rotate":  # the paper leaves them: coordinates of a basis that is gone
+                    change_basis(lat[:B], basis, new)
+                basis.copy_(new)
+            # advanced indices around a slice put the head behind: [B, n, H, r]
+            lat[row, :, slots] = project(tokens, basis).transpose(1, 2)
+        self.stored[:B] += n
+        self._flushed += n
+
+    def reset(self):
+        self._flushed, self._rows = 0, self.shape.max_batch
+        self.prompt_len.zero_()
+        self.stored.zero_()
+        if self.args.adapt:
+            self.k_basis.copy_(self.k_calibrated.expand_as(self.k_basis))
+            self.v_basis.copy_(self.v_calibrated.expand_as(self.v_basis))
+
+    # ---- accounting ----
+
+    def _basis_bytes(self):
+        """Of the bases a decode step reads: per row where they adapt."""
+        B, H, _, D = self.shape.kv
+        return 2 * (B if self.args.adapt else 1) * H * D * self.r * 4
+
+    def card_nbytes(self):
+        B, H, _, D = self.shape.kv
+        tokens = self.cap * self.r + (self.n_exempt + self.block) * D
+        calibrated = 2 * H * D * self.r * 4 if self.args.adapt else 0
+        return 2 * B * H * tokens * self.shape.dtype.itemsize + self._basis_bytes() + calibrated + 16 * B
+
+    def traffic(self, pos):
+        """All of `pos` taken as prompt: decoded tokens of the buffer come on top, 2 D elements each."""
+        B, H, _, D = self.shape.kv
+        exempt = min(pos + 1, self.n_exempt)
+        middle = pos + 1 - exempt
+        if self.args.keep is not None:
+            middle = min(middle, max(0, budget_cap(self.args.keep, pos + 1) - exempt))
+        return 2 * B * H * (middle * self.r + exempt * D) * self.shape.dtype.itemsize + self._basis_bytes()

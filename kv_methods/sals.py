@@ -1,0 +1,180 @@
+"""SALS: keys in a low-rank latent space before rotation; scores there choose the few tokens that are expanded.
+
+One basis for all KV heads of a layer together turns a key of n*D channels into r coordinates, the most telling first
+(PCA of unrotated keys, which rotation would spread over many directions). Every token is scored by its first r/2
+coordinates, the best are expanded, rotated at their own positions and attended to exactly. Values are quantized. The
+newest tokens wait in a ring at half compression. At D = 128: 144 of 512 bytes a token and KV head (sals-25), 80
+(sals-12.5), beside the ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from errors import InputError
+from kernels.latent import LatentTokens, latent_attention, latent_score, read_tokens, write_tokens
+from kernels.quantize import GROUP
+from kernels.select import budget_select
+from kv_methods.base import KVMethod, budget_tokens, check_budget, check_forced, selection_cap, selection_size
+
+PRESETS = {
+    "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7
+    "sals-12.5": dict(rank=0.125, value_bits=2),  # "SALS-12.5%"
+}
+
+
+class Sals(KVMethod):
+    paper = "Mu et al. 2025, SALS: Sparse Attention in Latent Space for KV cache Compression"
+    lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
+    pre_rope = True
+    calibrated = True
+    skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
+    skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach
+
+    @dataclass
+    class Args:
+        rank: float = field(default=0.25, metadata=dict(help="latent coordinates of a key, share of n*D (Sec. 5.1)"))
+        score_rank: float = field(default=0.5, metadata=dict(help="coordinates that score, share of those (Sec. 5.1)"))
+        value_bits: Literal[2, 4, 8, 16] = field(default=4, metadata=dict(help="bits of values (Sec. 5.1: 4 or 2)"))
+        budget: int | float = field(
+            default=0.125, metadata=dict(help="tokens attended, sinks and recent included (Sec. 5.2: 1/8, 512 of 4K)")
+        )
+        sinks: int = field(default=16, metadata=dict(help="first tokens always attended (Sec. 5.2, x)"))
+        recent: int = field(default=64, metadata=dict(help="newest tokens, half compressed, always attended (z)"))
+        score: Literal["sum", "softmax"] = field(
+            default="sum", metadata=dict(help="sum of all heads' products, or of each head's softmax over the tokens")
+        )
+
+        def __post_init__(self):
+            if not (0 < self.rank <= 1 and 0 < self.score_rank <= 1):
+                raise InputError(f"sals needs rank and score_rank in (0, 1], got {self.rank} and {self.score_rank}")
+            check_budget(self.budget)
+            check_forced("sals", self.budget, self.sinks, self.recent)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        self.width = shape.n_kv_head * shape.head_dim  # n*D
+        if args.value_bits < 16 and shape.head_dim % GROUP:
+            raise InputError(
+                f"sals with {args.value_bits}-bit values needs a head_dim divisible by {GROUP}, this model has "
+                f"{shape.head_dim}: use value_bits=16"
+            )
+        self.rank = round(args.rank * self.width)  # r
+        self.score_rank = max(1, round(self.rank * args.score_rank))  # r*
+        if not self.rank:
+            raise InputError(f"sals: rank {args.rank} of {self.width} channels leaves no coordinate, raise it")
+        T = shape.max_seq_len
+        # Sec. 5.1: the most recent tokens "are compressed by only 50%"
+        self.ring_slots, self.ring_rank = min(args.recent, T), round(max(args.rank, 0.5) * self.width)
+        self.ring_bits = max(8, args.value_bits)
+        self.k_static = selection_cap(args.budget, T, args.sinks + args.recent)
+        # every token is always in the budget: nothing to score
+        self.dense = self.k_static == T and (isinstance(args.budget, int) or args.budget == 1.0)
+        # r* and r - r* apart: the score pass reads whole rows of the first, and nothing else
+        where, ring = (shape.max_batch, T), (shape.max_batch, self.ring_slots)
+        self.k_lead = self.buffer("k_lead", (*where, self.score_rank))
+        self.k_rest = self.buffer("k_rest", (*where, self.rank - self.score_rank))
+        self.ring_k = self.buffer("ring_k", (*ring, self.ring_rank))
+        for name, slots, bits in (("v", where, args.value_bits), ("ring_v", ring, self.ring_bits)):
+            if bits == 16:
+                self.buffer(name, (*slots, self.width))
+            else:
+                self.buffer(name, (*slots, self.width * bits // 8), torch.uint8)
+                self.buffer(f"{name}_params", (*slots, self.width // GROUP, 2), torch.float16)
+        # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
+        U = calib.get(layer, "sals.basis")[:, : self.ring_rank] if calib else None
+        self.basis = self.constant("basis", (self.ring_rank, self.width), None if U is None else U.T)
+
+    @property
+    def store(self):
+        """Tokens that have left the ring; slot = position. The last `recent` slots are never of use to a token."""
+        return LatentTokens((self.k_lead, self.k_rest), self._values("v"), self.args.value_bits)
+
+    @property
+    def ring(self):
+        """The newest tokens; slot = position mod ring_slots."""
+        return LatentTokens((self.ring_k,), self._values("ring_v"), self.ring_bits)
+
+    def _values(self, name):
+        names = (name, f"{name}_params")
+        return tuple(self.get_buffer(n) for n in names if n in self._buffers)
+
+    # ---- the prompt ----
+
+    def compress(self, q, k, v, lengths):
+        B, _, S, _ = k.shape
+        row = torch.arange(B, device=k.device)[:, None]
+        latents = k.transpose(1, 2).flatten(2) @ self.basis.T  # eq. 1, [B, S, ring_rank]
+        values = v.transpose(1, 2).flatten(2)
+        write_tokens(self.store, row, torch.arange(S, device=k.device), latents, values)
+        # in a prompt shorter than the ring, the slots of negative positions hold what is not attended to
+        newest = lengths[:, None] - 1 - torch.arange(self.ring_slots, device=k.device)
+        at = newest.clamp(min=0)
+        write_tokens(self.ring, row, newest % self.ring_slots, latents[row, at], values[row, at])
+
+    # ---- one token per row: Algorithm 1 ----
+
+    def append(self, k, v, pos):
+        row, slot = torch.arange(len(pos), device=pos.device), pos % self.ring_slots
+        # The token in this slot leaves the ring for the store, at the target ratio. Where there is none yet, what the
+        # slot holds goes to one of the store's last slots: their tokens can never leave the ring.
+        latents, values = read_tokens(self.ring, slot[:, None])
+        left = (pos - self.ring_slots) % self.shape.max_seq_len
+        write_tokens(self.store, row, left, latents[:, 0], values[:, 0])
+        write_tokens(self.ring, row, slot, k.flatten(1) @ self.basis.T, v.flatten(1))  # lines 2-3
+
+    def select(self, q, pos):
+        """Positions: those in the ring, newest first, then the chosen ones of the store. One set for all heads."""
+        B, n = len(pos), self.ring_slots
+        recent = (pos[:, None] - torch.arange(n, device=q.device)).clamp(min=0)
+        if self.dense:
+            chosen = torch.arange(self.k_static - n, device=q.device).expand(B, -1)
+            return torch.cat((recent, chosen), 1)[:, None], pos[:, None] + 1
+        wanted = (budget_tokens(self.args.budget, pos + 1) - n).clamp(min=0)
+        chosen, count = budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)
+        return torch.cat((recent[:, None], chosen), 2), count + (pos[:, None] + 1).clamp(max=n)  # line 5
+
+    def _scores(self, q, pos):
+        """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
+        B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
+        groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
+        if self.args.score == "sum":  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
+            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.k_lead[:B])
+        latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
+        T, t = self.shape.max_seq_len, torch.arange(self.shape.max_seq_len + self.ring_slots, device=q.device)
+        keys = torch.cat((self.k_lead[:B], self.ring_k[:B, :, : self.score_rank]), 1)
+        held = torch.where(t < T, t <= pos[:, None] - self.ring_slots, t - T <= pos[:, None])[:, None]
+        logits = torch.where(held, latent_score(latent_q, keys) * D**-0.5, float("-inf"))
+        return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
+
+    def attend(self, q, idx, count, pos):
+        cos, sin = self.rope.at(idx[:, 0])
+        q = self.rope.rotate(q, pos)
+        return latent_attention(q, self.basis, self.ring, self.store, idx[:, 0], count[:, 0], cos, sin)  # lines 6-9
+
+    # ---- accounting ----
+
+    def token_bytes(self, rank, bits):
+        """Of one token, all KV heads."""
+        b = self.shape.dtype.itemsize
+        return rank * b + (self.width * b if bits == 16 else self.width * bits // 8 + self.width // GROUP * 2 * 2)
+
+    def card_nbytes(self):
+        s = self.shape
+        stored = s.max_seq_len * self.token_bytes(self.rank, self.args.value_bits)
+        ring = self.ring_slots * self.token_bytes(self.ring_rank, self.ring_bits)
+        return s.max_batch * (stored + ring) + self.ring_rank * self.width * s.dtype.itemsize
+
+    def traffic(self, pos):
+        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once."""
+        s, a = self.shape, self.args
+        recent = min(pos + 1, self.ring_slots)
+        chosen = selection_size(a.budget, pos, a.sinks + a.recent) - recent
+        scored = 0 if self.dense else pos + 1 - (recent if a.score == "sum" else 0)
+        row = scored * self.score_rank * s.dtype.itemsize
+        row += chosen * self.token_bytes(self.rank, a.value_bits)
+        row += min(pos + 1, self.ring_slots + 1) * self.token_bytes(self.ring_rank, self.ring_bits)  # one leaves it
+        return s.max_batch * row + self.ring_rank * self.width * s.dtype.itemsize

@@ -1,0 +1,343 @@
+"""double_sparsity and double_sparsity_offload against a float64 oracle written from the paper, layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle_double_sparsity import LabelHead, Probe, attended, random_keys, rotated
+from test_contract import prompt, run, tiny
+
+from calibrate import Calibration, calibrate
+from errors import InputError
+from kv_methods import build_cache, make_args, method_class
+from kv_methods.base import CacheShape
+from model import ModelArgs, Rope, load_checkpoint
+from tokenizer import load_tokenizer
+
+CASES = {  # knobs, (g, Hkv, D), prompt lengths
+    "default": ({}, (2, 2, 64), (70, 120)),
+    "shorter-than-the-budget": (dict(budget=24), (1, 2, 32), (1, 2, 23)),
+    "budget-over-the-context": (dict(budget=500), (3, 1, 32), (15, 47)),
+    "sinks-and-recent": (dict(budget=20, sinks=4, recent=9), (4, 2, 32), (3, 12, 60)),
+    "only-forced": (dict(budget=9, sinks=4, recent=5), (2, 1, 32), (1, 5, 40)),
+    "fraction-below-forced": (dict(budget=0.05, sinks=3, recent=6), (8, 1, 32), (40, 9)),
+    "one-token": (dict(budget=1), (2, 2, 32), (30, 1)),
+    "q-ranking": (dict(budget=12, ranking="q"), (2, 2, 64), (50,)),
+    "k-ranking": (dict(budget=12, ranking="k", channels=8), (3, 1, 96), (50, 33)),
+    "2-bits": (dict(budget=16, label_bits=2, channels=0.5), (2, 2, 32), (41, 8)),
+    "16-bits": (dict(budget=16, label_bits=16), (4, 1, 128), (64, 5)),
+    "all-channels": (dict(budget=0.3, channels=1.0), (1, 1, 32), (31, 64)),
+}
+FULL = [
+    (dict(budget=budget, sinks=sinks, recent=recent, label_bits=bits, ranking=ranking, channels=channels),
+     (g, 2, d), (3, 64, 97))
+    for i, (budget, sinks, recent) in enumerate([(16, 0, 1), (0.15, 4, 8), (0.0625, 0, 16), (33, 2, 1)])
+    for j, bits in enumerate((2, 4, 16))
+    for k, (ranking, channels) in enumerate((("qk", 0.25), ("q", 0.5), ("k", 8)))
+    for g, d in (((1, 128), (3, 32), (4, 64), (8, 96))[(i + j + k) % 4],)
+]  # fmt: skip
+STEPS, N_LAYER, LAYER = 40, 5, 2  # a layer in the middle: neither the first two nor the last
+
+
+def calibration(h: int, d: int, n_layer: int = N_LAYER, seed: int = 0) -> Calibration:
+    """Other channels for every layer, ranking and head."""
+    gen = torch.Generator().manual_seed(seed)
+    return Calibration({f"layers.{i}.channels.{kind}": torch.rand(h, d, generator=gen).argsort(-1)
+                        for i in range(n_layer) for kind in ("qk", "q", "k")}, n_layer)  # fmt: skip
+
+
+def layer(knobs, shape, batch, T, layer=LAYER, calib=None, name="double_sparsity", dtype=torch.float32, device="cpu"):
+    g, h, d = shape
+    args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
+    size = CacheShape.of(args, layer, batch, T, dtype, device)
+    cls = method_class(name)
+    return cls(make_args(cls, knobs), size, layer, Rope(args, batch, T), calib or calibration(h, d))
+
+
+def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], LabelHead]:
+    """The oracle of every row and KV head, with its prompt. k, v [B, Hkv, n, D] float64, rotated."""
+    _, h, d = shape
+    ranking = (calib or calibration(h, d)).get(LAYER, f"channels.{args.ranking}")
+    r = args.channels if isinstance(args.channels, int) else int(args.channels * d + 0.5)
+    out = {}
+    for b, i in np.ndindex(len(lengths), h):
+        head = LabelHead(ranking[i, :r].tolist(), args.label_bits, args.budget, args.sinks, args.recent)
+        for t in range(lengths[b]):
+            head.append(k[b, i, t], v[b, i, t])
+        out[b, i] = head
+    return out
+
+
+def compare(knobs, shape, lengths, seed=0, told=None, calib=None, name="double_sparsity", predicted=None, steps=STEPS):
+    """Every step: what was attended to is a valid choice, the weights and the outputs are those of exact attention.
+
+    told: the knobs of the oracle, where they are to differ. predicted: how far the query that `prefetch` is told lies
+    from the true one; None: it is not called.
+    """
+    g, h, d = shape
+    B, n = len(lengths), max(lengths) + steps
+    q, k, v = random_keys(seed, g, h, d, B, n)
+    method = layer(knobs, shape, Probe.rows(B, n, d), n, name=name)
+    q_hat = None
+    if predicted is not None:
+        q_hat = q + predicted * q.std() * torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1))
+    probe = Probe(method, q, k, v, lengths, q_hat)
+    k64, v64, q64 = rotated(method.rope, k), v.double().numpy(), rotated(method.rope, q)
+    asked = q64 if q_hat is None else rotated(method.rope, q_hat)
+    args = make_args(method_class(name), {**knobs, **(told or {})})
+    oracles = heads(args, lengths, shape, k64, v64, calib)
+    sparse = 0
+    for step in range(steps):
+        out, weights = probe.step(step)
+        for b, i in np.ndindex(B, h):
+            what, p = f"step {step} row {b} head {i}", lengths[b] + step
+            group, head = slice(i * g, i * g + g), oracles[b, i]
+            head.append(k64[b, i, p], v64[b, i, p])
+            sets = [attended(w) for w in weights[b, group]]
+            assert all(s == sets[0] for s in sets), f"{what}: the query heads of a group see different tokens"
+            head.check(asked[b, group, p], sets[0], what)
+            sparse += len(sets[0]) < p + 1
+            want = head.attend(q64[b, group, p], sets[0])
+            error = np.abs(out[b, group] - want).max()
+            assert error <= 1e-4 * max(1, np.abs(want).max()), f"{what}: off by {error:.1e}"
+    return method, sparse
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle(case):
+    knobs, shape, lengths = CASES[case]
+    _, sparse = compare(knobs, shape, lengths)
+    assert (sparse > 0) == (case != "budget-over-the-context"), "the case does not test what its name says"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(FULL)))
+def test_equals_the_oracle_full_matrix(i):
+    compare(*FULL[i], seed=i)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [32, 64, 96, 128])
+@pytest.mark.parametrize("g", [1, 3, 4, 8])
+def test_equals_the_oracle_at_all_shapes(g, d):
+    compare(dict(budget=14, recent=2), (g, 2, d), (1, 20, 55), seed=g + d)
+
+
+@pytest.mark.parametrize("r", [1, 3, 5, 31])
+def test_an_odd_number_of_channels_works_or_is_refused(r):
+    """Two 4-bit labels make a byte."""
+    try:
+        layer(dict(channels=r), (1, 1, 32), 1, 8)
+    except InputError:
+        return
+    compare(dict(channels=r, budget=12), (2, 1, 32), (20, 40), steps=8)
+
+
+# name -> what the oracle is told that is not so
+WRONG = {
+    "another ranking": dict(ranking="k"),
+    "labels of 2 bits": dict(label_bits=2),
+    "labels not rounded": dict(label_bits=16),
+    "a token fewer": dict(budget=17),
+    "a channel fewer": dict(channels=7),
+    "a sink more": dict(sinks=5),
+    "a recent token more": dict(recent=4),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_oracle_catches(wrong):
+    """The comparison is worth something only if it fails when the method does something else."""
+    knobs = dict(budget=16, sinks=4, recent=3)
+    with pytest.raises(AssertionError):
+        for seed in range(3):
+            compare(knobs, (2, 2, 32), (60, 90), seed, told=WRONG[wrong])
+
+
+def test_the_oracle_catches_the_channels_of_another_head():
+    swapped = calibration(2, 32)
+    swapped = Calibration({k: t.flip(0) for k, t in swapped.tensors.items()}, N_LAYER)
+    with pytest.raises(AssertionError):
+        compare(dict(budget=16), (2, 2, 32), (60, 90), calib=swapped)
+
+
+def test_labels_survive_outliers_and_constant_keys():
+    """fp16 ends at 65504; a token whose label channels are all equal has no range."""
+    for scale in (0.0, 1e6):
+        method = layer(dict(budget=8), (1, 1, 32), 1, 40)
+        q, k, v = random_keys(0, 1, 1, 32, 1, 40)
+        k = torch.full_like(k, scale)
+        method.prefill(q[:, :, :20], k[:, :, :20], v[:, :, :20], torch.tensor([20]))
+        for p in range(20, 40):
+            assert method.decode(q[:, :, p], k[:, :, p], v[:, :, p], torch.tensor([p])).isfinite().all()
+
+
+# ---- what the paper promises ----
+
+
+@pytest.mark.parametrize(("bits", "label"), [(2, 8), (4, 16), (16, 64)])
+def test_bytes_per_token(bits, label):
+    """Sec. 4.2: 32 of 128 channels at 4 bits are 1/16 of K in 16 bits, beside an fp16 scale and zero per token."""
+    small, large = (layer(dict(label_bits=bits), (4, 8, 128), 2, T, dtype=torch.bfloat16) for T in (1024, 2048))
+    grown = sum(large.nbytes().values()) - sum(small.nbytes().values())
+    scales = 4 if bits < 16 else 0
+    assert grown == 1024 * 2 * 8 * (2 * 256 + label + scales)
+    assert bits != 4 or label / 256 == 1 / 16
+    # Sec. 5.3: a step reads all labels and the chosen tokens' keys and values
+    read = large.traffic(2047)
+    assert read == pytest.approx(2 * 8 * (2048 * (label + scales) + 128 * 512), rel=0.02)
+
+
+def test_wrong_knobs_are_input_errors():
+    for knobs in (dict(channels=0), dict(channels=0.0), dict(channels=1.5), dict(channels=-4), dict(channels=33),
+                  dict(label_bits=3), dict(label_bits=8), dict(budget=0), dict(budget=0.0), dict(recent=0),
+                  dict(sinks=-1), dict(ranking="v"), dict(budget=4, sinks=4)):  # fmt: skip
+        for name in ("double_sparsity", "double_sparsity_offload"):
+            with pytest.raises(InputError):
+                layer(knobs, (2, 1, 32), 1, 64, name=name)
+
+
+# ---- offload ----
+
+
+def test_defaults_are_the_papers():
+    a, b = (method_class(n).Args() for n in ("double_sparsity", "double_sparsity_offload"))
+    assert (a.channels, a.ranking, a.label_bits, a.budget, a.sinks, a.recent) == (0.25, "qk", 4, 0.0625, 0, 1)
+    assert (b.channels, b.ranking, b.label_bits, b.budget, b.sinks, b.recent) == (0.25, "qk", 4, 0.0625, 0, 16)
+    assert b.predict and method_class("double_sparsity").skip_layers == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "knobs", [dict(), dict(budget=24, recent=8, sinks=4), dict(budget=0.15, recent=5, label_bits=2)], ids=str
+)
+def test_offload_without_prediction_is_double_sparsity(knobs):
+    """Over a whole model's run, every layer's output of every step: where the keys lie changes nothing.
+
+    Both see what the model computes with double_sparsity: on its own, a last bit that differs, as the tokens are summed
+    in another order, puts some key of the next layer on the other side of a rounding border now and then.
+    """
+    knobs = dict(recent=16) | knobs
+    model, prompts, gaps = tiny(4, 64), [prompt(n) for n in (1, 7, 33, 100)], []
+
+    def beside(method, other, name):
+        real = getattr(method, name)
+
+        def call(*inputs):
+            out = real(*inputs)
+            gaps.append((out - getattr(other, name)(*inputs)).abs().max() / out.abs().max().clamp(min=1))
+            return out
+
+        setattr(method, name, call)
+
+    model.setup_cache("double_sparsity", 4, 150, **knobs)
+    offload = build_cache(model, "double_sparsity_offload", 4, 150, predict=False, **knobs)
+    for method, other in zip(model.cache, offload, strict=True):
+        beside(method, other, "prefill")
+        beside(method, other, "decode")
+    # greedy text repeats itself, and its equal labels tie exactly: of those, either may be taken
+    run(model, prompts, 48, torch.stack([prompt(48, seed) for seed in (5, 6, 7, 8)]))
+    assert len(gaps) == 2 * 49 and max(gaps) <= 1e-6
+
+
+def test_prediction_changes_what_is_attended():
+    model, prompts, knobs = tiny(4, 64), [prompt(n) for n in (33, 100)], dict(budget=0.15, recent=5)
+    model.setup_cache("double_sparsity_offload", 2, 150, predict=False, **knobs)
+    want, fed = run(model, prompts, 10)
+    model.setup_cache("double_sparsity_offload", 2, 150, predict=True, **knobs)
+    got = run(model, prompts, 10, fed)[0]
+    assert torch.equal(got[:, 0], want[:, 0]) and (got - want).abs().max() > 1e-3
+
+
+def test_the_first_two_layers_and_the_last_fetch_by_the_true_query():
+    """Sec. 5.2, in a model of 16 layers or more; a small one has only its first without a layer before it."""
+    cls = method_class("double_sparsity_offload")
+    for n_layer, own in ((16, {0, 1, 15}), (32, {0, 1, 31}), (4, {0})):
+        args = ModelArgs(n_head=2, n_kv_head=1, head_dim=32, n_layer=n_layer)
+        rope = Rope(args, 1, 64)
+        for i in range(n_layer):
+            for predict in (True, False):
+                shape = CacheShape.of(args, i, 1, 64, torch.float32, "cpu")
+                method = cls(cls.Args(predict=predict), shape, i, rope, calibration(1, 32, n_layer))
+                assert method.predicts == (predict and i not in own)
+
+
+PREDICTED = {  # knobs, (g, Hkv, D), prompt lengths
+    "default": ({}, (2, 2, 64), (90, 130)),
+    "short-prompts": (dict(budget=24, recent=6), (3, 1, 32), (1, 2, 7, 30)),
+    "sinks": (dict(budget=20, sinks=4, recent=9), (4, 2, 32), (3, 60)),
+    "recent-of-one": (dict(budget=12, recent=1), (1, 1, 128), (40, 11)),
+    "fraction-below-recent": (dict(budget=0.05, recent=16), (8, 1, 32), (60, 15, 16, 17)),
+}
+
+
+@pytest.mark.parametrize("far", [0.0, 0.7])
+@pytest.mark.parametrize("case", PREDICTED)
+def test_offload_attends_to_what_the_predicted_query_chose(case, far):
+    """And to the newest tokens, the current one among them, which no prefetch can have brought."""
+    compare(*PREDICTED[case], name="double_sparsity_offload", predicted=far)
+
+
+def test_offload_with_nothing_predicted_uses_the_query_itself():
+    """Layer 0 has no layer before it; Sec. 5.2: the first layers' embeddings are too unlike to predict from."""
+    g, h, d, n = 2, 2, 32, 100
+    q, k, v = random_keys(0, g, h, d, 1, n)
+    outs = []
+    for name, knobs in (("double_sparsity", {}), ("double_sparsity_offload", dict(predict=True)),
+                        ("double_sparsity_offload", dict(predict=False))):  # fmt: skip
+        method = layer(dict(budget=14, recent=4, **knobs), (g, h, d), 1, n, layer=0, name=name)
+        method.prefill(q[:, :, :60], k[:, :, :60], v[:, :, :60], torch.tensor([60]))
+        outs.append(torch.stack([method.decode(q[:, :, p], k[:, :, p], v[:, :, p], torch.tensor([p]))
+                                 for p in range(60, n)]))  # fmt: skip
+    assert (outs[0] - outs[1]).abs().max() <= 1e-6 and (outs[0] - outs[2]).abs().max() <= 1e-6
+
+
+def test_a_prediction_of_the_prompt_before_does_not_leak():
+    """reset() forgets what was prefetched."""
+    knobs, model = dict(budget=24, recent=4), tiny()
+    model.setup_cache("double_sparsity_offload", 1, 200, **knobs)
+    want, fed = run(model, [prompt(50)], 10)
+    model.reset_cache()
+    run(model, [prompt(150, seed=3)], 30)
+    model.reset_cache()
+    assert torch.equal(run(model, [prompt(50)], 10, fed)[0], want)
+
+
+@pytest.mark.slow
+def test_hit_rate_of_the_prediction_on_the_shipped_model(capsys):
+    """Reported, not asserted: of the tokens that the true query would choose, how many the predicted one chose."""
+    from pathlib import Path
+
+    folder = Path(__file__).resolve().parents[1] / "models" / "tiny"
+    model, tk = load_checkpoint(folder), load_tokenizer(folder)
+    text = torch.tensor(tk.encode(Path(__file__).read_text(encoding="utf-8"), bos=True))
+    model.calibration = calibrate(model, list(text[: 4 * 512].view(4, 512)), 64)
+    n, a, budget = 1024, model.args, 64
+    ids, true, guess, keys = text[2048 : 2048 + n], {}, {}, {}
+    with torch.inference_mode():
+        x, tables = model.tok_embeddings(ids[None]), model.rope_tables(n)
+        for i, block in enumerate(model.layers):
+            q, key, _ = block.attention.qkv(block.attention_norm(x))
+            true[i], keys[i] = q[0].double().numpy(), key[0].double().numpy()
+            if i + 1 < a.n_layer:
+                guess[i + 1] = model.layers[i + 1].predicted_query(x)[0].double().numpy()
+            x = block(x, *tables)
+    from oracles import rotate
+
+    rates, g = {}, a.n_head // a.n_kv_head
+    for i in range(1, a.n_layer):
+        ranking, hit, of = model.calibration.get(i, "channels.qk"), 0, 0
+        rot = np.stack([rotate(keys[i][t], t, a.rope.theta) for t in range(n)])  # [n, Hkv, D]
+        for p in range(n - 32, n):
+            for h in range(a.n_kv_head):
+                c = ranking[h, : a.head_dim // 4].tolist()
+                sets = []
+                for q in (true[i][p], guess[i][p]):
+                    scores = rot[: p + 1, h][:, c] @ rotate(q, p, a.rope.theta)[h * g : h * g + g, c].sum(0)
+                    sets.append(set(np.argsort(-scores)[:budget].tolist()))
+                hit, of = hit + len(sets[0] & sets[1]), of + budget
+        rates[i] = hit / of
+        assert 0 <= rates[i] <= 1
+    with capsys.disabled():
+        print(f"\nhit rate of the predicted query, {budget} of {n} tokens, 16-bit labels of 1/4 of the channels: "
+              + ", ".join(f"layer {i} {r:.2f}" for i, r in rates.items()))  # fmt: skip

@@ -1,0 +1,508 @@
+"""ojakv against a float64 oracle written from the paper (oracle_ojakv.py), row by row, step by step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from oracle_ojakv import OjaRow, energy_rank, oja, orthonormal, residual_energy, subspace_overlap
+from oracles import causal_attention, rotate
+
+from calibrate import Calibration
+from errors import InputError
+from kv_methods import make_args, method_class, resolve
+from kv_methods.base import CacheShape
+from model import ModelArgs, Rope
+
+SHORT = dict(exempt=4, update_every=6, query_window=8)
+CASES = {  # knobs, (g, Hkv, D), prompt lengths
+    "default-knobs": ({}, (2, 1, 64), (20, 64, 65, 80)),
+    "short": (SHORT, (1, 2, 32), (1, 7, 8, 9, 40)),
+    "grouped-by-3": (SHORT | dict(important=0.2), (3, 2, 32), (41,)),
+    "grouped-by-8": (SHORT | dict(rank=0.8), (8, 1, 96), (20, 47)),
+    "sequential": (SHORT | dict(rule="sequential", important=0.15), (4, 1, 128), (40,)),
+    "batch": (SHORT | dict(rule="batch", eta_prefill=1.0, eta_decode=0.5), (2, 2, 32), (40,)),
+    "every-step": (SHORT | dict(rule="batch", update_every=1), (2, 1, 32), (30,)),
+    "raw": (SHORT | dict(rule="raw", eta_prefill=0.003, eta_decode=0.001), (2, 2, 32), (20, 60)),
+    "stale": (SHORT | dict(stale="keep"), (2, 2, 64), (30, 60)),
+    "stale-sequential": (SHORT | dict(stale="keep", rule="sequential", update_every=13), (1, 2, 32), (60, 3)),
+    "latent": (SHORT | dict(latent=True), (4, 2, 32), (5, 40)),
+    "latent-stale": (SHORT | dict(latent=True, stale="keep", rank=0.5), (3, 1, 96), (9, 40)),
+    "static": (SHORT | dict(adapt=False), (2, 2, 32), (8, 33)),
+    "static-no-exemptions": (dict(adapt=False, exempt=0, update_every=40), (2, 1, 64), (1, 40)),
+    "energy": (SHORT | dict(energy=0.9), (2, 2, 64), (40,)),
+    "snapkv-tokens": (SHORT | dict(keep=20), (2, 2, 32), (5, 20, 21, 60)),
+    "snapkv-half": (SHORT | dict(keep=0.5, exempt=3), (4, 1, 64), (6, 44)),
+}
+FULL = [
+    (dict(rank=rank, rule=rule, eta_prefill=pre, eta_decode=dec, stale=stale, latent=latent, exempt=exempt,
+          update_every=every, query_window=window, important=0.1, keep=keep), (g, h, d), (3, 40, 70))
+    for i, (rule, pre, dec) in enumerate((("column", 0.1, 0.05), ("column", 0.5, 0.3), ("sequential", 0.1, 0.05),
+                                          ("batch", 0.5, 0.3), ("raw", 0.003, 0.001)))
+    for j, (stale, latent) in enumerate((("rotate", False), ("keep", False), ("rotate", True), ("keep", True)))
+    for rank, exempt, every, window, keep in (((0.6, 32, 32, 32, None), (0.8, 5, 7, 40, 0.5), (0.3, 0, 40, 1, None),
+                                               (0.6, 16, 4, 16, 33))[(i + j) % 4],)
+    for g, h, d in (((1, 2, 128), (3, 2, 32), (4, 1, 64), (8, 1, 96), (4, 2, 32))[(i + 2 * j) % 5],)
+]  # fmt: skip
+STEPS = 40
+NOISE = 3e-7  # five roundings of float32
+
+
+@functools.cache
+def ojakv():
+    return method_class("ojakv")
+
+
+class Ambiguous(Exception):
+    """These random numbers hang on roundings: try others."""
+
+
+# ---- numbers ----
+
+
+def mixing(seed: int, h: int, d: int):
+    """[h, d, d] linear maps with falling spectra: a head's own subspace."""
+    gen = torch.Generator().manual_seed(seed)
+    q = torch.linalg.qr(torch.randn(h, d, d, generator=gen)).Q
+    s = torch.exp(-torch.arange(d) / (d / 4)) + 0.02
+    return q * (s / s.square().mean().sqrt())
+
+
+def numbers(seed: int, g: int, h: int, d: int, rows: int, n: int, shift: float = 0.6):
+    """q [B, Hq, n, D], k, v [B, Hkv, n, D] before rotation, and a calibration from other text.
+
+    `shift` of the energy of what is decoded comes from other directions than those of the calibration text.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    old = {x: mixing(seed + i, h, d) for i, x in enumerate("kv")}
+    new = {x: mixing(seed + 100 + i, h, d) for i, x in enumerate("kv")}
+
+    def draw(kind, rows, n, repeat, shift):
+        mix = (1 - shift) ** 0.5 * old[kind] + shift**0.5 * new[kind]
+        mix = mix.repeat_interleave(repeat, 0)
+        return (torch.randn(rows, h * repeat, n, d, generator=gen) @ mix.mT).contiguous()
+
+    q, k, v = draw("k", rows, n, g, shift), draw("k", rows, n, 1, shift), draw("v", rows, n, 1, shift)
+    q = q + 0.3 * torch.randn(q.shape, generator=gen)
+    at = Rope(ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1), 1, 400)
+    qc, kc = (at.rotate_prompt(draw("k", 1, 400, r, 0.0))[0].double() for r in (g, 1))
+    vc = draw("v", 1, 400, 1, 0.0)[0].double()
+    moments = dict(k=kc.mT @ kc + (qc.mT @ qc).view(h, g, d, d).sum(1), v=vc.mT @ vc)
+    tensors = {}
+    for name, m in moments.items():
+        values, vectors = torch.linalg.eigh(m / 400)
+        tensors[f"layers.0.oja.{name}_basis"] = vectors.flip(-1).float().contiguous()
+        tensors[f"layers.0.oja.{name}_eigenvalues"] = values.flip(-1).float().contiguous()
+    return q, k, v, Calibration(tensors, 1)
+
+
+def layer(knobs, g, h, d, batch, T, calib=None, dtype=torch.float32, device="cpu"):
+    args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
+    shape = CacheShape.of(args, 0, batch, T, dtype, device)
+    rope = Rope(args, batch, 1 if device == "meta" else T, device)
+    return ojakv()(make_args(ojakv(), knobs), shape, 0, rope, calib)
+
+
+def rotated(rope, x, n):
+    """x [H, n, D] float32 -> rotated in float32, whose angles are good to 1e-5 only; float64 from there on."""
+    got = rope.rotate_prompt(x[None, :, :n])[0].double().numpy()
+    want = np.stack([rotate(x.double().numpy()[:, t], t) for t in range(n)], 1)
+    assert np.abs(got - want).max() < 2e-4
+    return got
+
+
+def oracle_knobs(args, calib, d):
+    """The method's knobs -> the oracle's, ranks worked out (Appendix A.2; card 2)."""
+    knobs = asdict(args)
+    share, rank = knobs.pop("energy"), round(knobs.pop("rank") * d)
+    if share is not None:  # one rank for the layer: the largest of all heads, keys and values
+        values = [calib.get(0, f"oja.{x}_eigenvalues").double().numpy() for x in "kv"]
+        rank = max(energy_rank(v, share) for v in values)
+    del knobs["latent"], knobs["room"]  # these do not change the numbers
+    return knobs | dict(rank_k=rank, rank_v=rank)
+
+
+def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6, oracle=OjaRow):
+    """A method after its prompts, two oracles per row, the numbers, and the method's prefill output.
+
+    The second oracle is fed with noise of a few float32 roundings: where an update is badly conditioned (`column`
+    divides by a coordinate's energy, which is next to nothing if a single token has none there), the two differ.
+    """
+    g, h, d = shape
+    B, S, T = len(lengths), max(lengths), max(lengths) + steps
+    q, k, v, calib = numbers(seed, g, h, d, B, T, shift)
+    method = layer(knobs, g, h, d, B, T + 3, calib)
+    y = method.prefill(q[:, :, :S], k[:, :, :S], v[:, :, :S], torch.tensor(lengths))
+    bases = [calib.get(0, f"oja.{x}_basis").double().numpy() for x in "kv"]
+    rows, text, noise = [], [], np.random.default_rng(seed)
+    for b, n in enumerate(lengths):
+        text.append((rotated(method.rope, q[b], T), rotated(method.rope, k[b], T), v[b].double().numpy()))
+        both = text[b], tuple(x * (1 + NOISE * noise.standard_normal(x.shape)) for x in text[b])
+        ask = oracle_knobs(method.args, calib, d)
+        rows.append([oracle(*(x[:, :n] for x in t), *bases, **ask) for t in both])
+        if rows[b][0].margin < 1e-4:
+            raise Ambiguous("two tokens are equally important")
+    return method, rows, (q, k, v), text, y
+
+
+def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=OjaRow):
+    """Prefill and every decoded step of the method agree with an oracle per row."""
+    method, rows, (q, k, v), text, y = start(knobs, shape, lengths, seed, steps, oracle=oracle)
+    opened = []
+
+    def same(got, both, what):
+        want, border = both[0], np.abs(both[0] - both[1])
+        opened.append((border > tol).mean())
+        error = (np.abs(got.double().numpy() - want) - 3 * border.max()).max()
+        assert error <= tol * max(1, np.abs(want).max()), f"{what}: off by {error:.1e}"
+
+    for b, n in enumerate(lengths):
+        same(y[b, :, :n], [row.prefill() for row in rows[b]], f"prefill of row {b}")
+    length = torch.tensor(lengths)
+    for step in range(steps):
+        pos = length + step
+        out = method.decode(*(torch.stack([x[b, :, p] for b, p in enumerate(pos.tolist())]) for x in (q, k, v)), pos)
+        assert out.isfinite().all()
+        for b, p in enumerate(pos.tolist()):
+            want = []
+            for row in rows[b]:
+                row.append(p, text[b][1][:, p], text[b][2][:, p])
+                want.append(row.attend(text[b][0][:, p]))
+                row.maintain()
+            same(out[b], want, f"step {step} row {b}")
+        method.maintain(step + 1)
+    if np.mean(opened) > 0.02:
+        raise Ambiguous("most of this is rounding")
+
+
+def compare_some(*args, seed, **kw):
+    """`compare` on the first random numbers that decide something."""
+    for s in range(seed, seed + 5000, 1000):
+        try:
+            return compare(*args, seed=s, **kw)
+        except Ambiguous:
+            continue
+    pytest.fail("every seed is ambiguous")
+
+
+def run(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
+    """The method alone -> prefill [B, Hq, S, D], decoded [steps, B, Hq, D], and what dense attention gives for both."""
+    method, _, (q, k, v), text, y = start(knobs, shape, lengths, seed, steps, shift)
+    length, out, exact = torch.tensor(lengths), [], []
+    dense = [causal_attention(*(x[None] for x in row))[0] for row in text]
+    for step in range(steps):
+        pos = length + step
+        out.append(
+            method.decode(*(torch.stack([x[b, :, p] for b, p in enumerate(pos.tolist())]) for x in (q, k, v)), pos)
+        )
+        exact.append(np.stack([dense[b][:, p] for b, p in enumerate(pos.tolist())]))
+        method.maintain(step + 1)
+    return y, torch.stack(out), dense, np.stack(exact)
+
+
+# ---- against the oracle ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle(case):
+    compare(*CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(FULL)))
+def test_equals_the_oracle_full_matrix(i):
+    compare_some(*FULL[i], seed=i)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [32, 64, 96, 128])
+@pytest.mark.parametrize("g", [1, 3, 4, 8])
+def test_equals_the_oracle_at_all_shapes(g, d):
+    compare_some(SHORT | dict(important=0.2), (g, 2, d), (5, 30), seed=g * d, steps=16)
+
+
+def _other(**changes):
+    """An oracle that was built with other knobs."""
+
+    class Faulty(OjaRow):
+        def __init__(self, *args, **knobs):
+            super().__init__(*args, **(knobs | changes))
+
+    return Faulty
+
+
+class _ExactPrefill(OjaRow):
+    def prefill(self):
+        return causal_attention(self.prompt_q[None], self.prompt_k[None], self.prompt_v[None])[0]
+
+
+class _ExemptOnlyInTheCache(OjaRow):
+    def prefill(self):
+        whole, self.whole = self.whole, set()
+        out = super().prefill()
+        self.whole = whole
+        return out
+
+
+class _FlushLate(OjaRow):
+    def maintain(self):
+        if len(self.buffer) > self.T:
+            newest = self.buffer.pop()
+            super().maintain()
+            self.buffer = [newest]
+
+
+class _OldBasisForTheBuffer(OjaRow):
+    def maintain(self):
+        if len(self.buffer) == self.T:
+            fresh = {h: {t: self.compressed(h, *self.full[h][t]) for t in self.buffer} for h in range(self.n)}
+            super().maintain()
+            for h, pairs in fresh.items():
+                self.latent[h] |= pairs
+
+
+class _FlippedColumns(OjaRow):
+    """QR as LAPACK leaves it, where a column may point the other way."""
+
+    def maintain(self):
+        changes = len(self.buffer) == self.T
+        super().maintain()
+        if changes:
+            self.u = [u * np.where(np.arange(u.shape[1]) % 3, 1, -1) for u in self.u]
+
+
+MUTANTS = {
+    "no adaptation": _other(adapt=False),
+    "eta of the prompt": _other(eta_prefill=0.15),
+    "eta of decoding": _other(eta_decode=0.1),
+    "another rule": _other(rule="batch"),
+    "one token after the other": _other(rule="sequential"),
+    "stale latents are kept": _other(stale="keep"),
+    "a token fewer exempt": _other(exempt=3),
+    "rank": _other(rank_k=18),
+    "rank of the values": _other(rank_v=18),
+    "one important token more": _other(important=0.2),
+    "importance by other queries": _other(query_window=2),
+    "exact prefill": _ExactPrefill,
+    "prefill without exemptions": _ExemptOnlyInTheCache,
+    "flush one step late": _FlushLate,
+    "buffer by the old basis": _OldBasisForTheBuffer,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_comparison_catches(mutant):
+    """The comparison is worth something only if it fails when one side is wrong."""
+    with pytest.raises(AssertionError, match="off by"):
+        compare(SHORT | dict(important=0.1), (2, 2, 32), (40,), steps=14, oracle=MUTANTS[mutant])
+
+
+def test_the_comparison_catches_flipped_columns():
+    with pytest.raises(AssertionError, match="off by"):
+        compare(SHORT | dict(stale="keep"), (2, 2, 32), (40,), steps=14, oracle=_FlippedColumns)
+
+
+# ---- Oja's rules themselves ----
+
+
+@pytest.mark.parametrize("rule", ["column", "sequential", "batch", "raw"])
+def test_oracle_rules_raise_the_energy_they_keep(rule):
+    gen = np.random.default_rng(0)
+    mix = gen.normal(size=(24, 24)) * np.exp(-np.arange(24) / 5)
+    xs = list(gen.normal(size=(50, 24)) @ mix.T)
+    u = start_u = np.linalg.qr(gen.normal(size=(24, 8)))[0]
+    best = np.linalg.svd(np.array(xs))[2][:8].T
+    before = residual_energy(u, xs)
+    for _ in range(30):
+        u = orthonormal(oja(u, xs, {"raw": 1e-4}.get(rule, 0.1), rule))
+    assert np.allclose(u.T @ u, np.eye(8), atol=1e-12)
+    assert residual_energy(best, xs) <= residual_energy(u, xs) + 1e-12 < 0.8 * before
+    assert subspace_overlap(u, best) > subspace_overlap(start_u, best)
+
+
+def test_oracle_qr_is_the_one_with_a_positive_diagonal():
+    u = np.random.default_rng(1).normal(size=(32, 20))
+    q = orthonormal(u)
+    assert np.allclose(q.T @ q, np.eye(20), atol=1e-12) and (np.diag(q.T @ u) > 0).all()
+    assert np.allclose(np.tril(q.T @ u, -1), 0, atol=1e-12)
+
+
+# ---- what the paper promises ----
+
+
+@pytest.mark.parametrize("stale", ["rotate", "keep"])
+@pytest.mark.parametrize("rule", ["column", "sequential", "batch", "raw"])
+def test_no_update_flips_a_column(rule, stale):
+    """With next to no learning the basis stays what it is, so old latents must too. LAPACK's QR of an orthonormal basis
+    gives it back with signs of its own: a flipped column would invert a coordinate of everything stored before."""
+    knobs = dict(exempt=0, update_every=4, query_window=8, rule=rule, stale=stale, eta_prefill=1e-7, eta_decode=1e-7)
+    shape, lengths = (2, 2, 64), (30, 45)
+    y, out, *_ = run(knobs, shape, lengths)
+    y_static, out_static, *_ = run(knobs | dict(adapt=False), shape, lengths)
+    for b, n in enumerate(lengths):
+        assert torch.allclose(y[b, :, :n], y_static[b, :, :n], atol=2e-4)
+    assert torch.allclose(out, out_static, atol=2e-4)
+
+
+@pytest.mark.parametrize("stale", ["rotate", "keep"])
+@pytest.mark.parametrize("shape", [(1, 2, 64), (4, 1, 96), (8, 1, 128), (3, 2, 32)])
+def test_latent_space_gives_the_same(shape, stale):
+    """Appendix A.3: folding the bases into query and output equals reconstructing keys and values."""
+    knobs, lengths = SHORT | dict(stale=stale, important=0.1), (3, 9, 40)
+    a, b = (run(knobs | dict(latent=latent), shape, lengths, steps=20) for latent in (False, True))
+    assert torch.allclose(a[1], b[1], atol=2e-5)
+    for row, n in enumerate(lengths):
+        assert torch.allclose(a[0][row, :, :n], b[0][row, :, :n], atol=2e-5)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_exempt_tokens_are_exact(latent):
+    """A prompt of no more than the exemptions is not compressed at all, nor are decoded tokens before the update."""
+    knobs, lengths = dict(rank=0.25, exempt=6, update_every=8, query_window=8, latent=latent), (1, 5, 6, 7, 12)
+    y, out, dense, exact = run(knobs, (2, 2, 32), lengths, steps=8)
+    for b, n in enumerate(lengths):
+        assert np.abs(y[b, :, :n].double().numpy() - dense[b][:, :n]).max() < 1e-4
+    assert np.abs(out.double().numpy() - exact).max() < 1e-4
+    y, out, dense, exact = run(knobs, (2, 2, 32), (13,), steps=9)
+    gap = np.abs(y[0].double().numpy() - dense[0][:, :13]).max((0, 2))
+    assert gap[:6].max() < 1e-4 < gap[6:].min(), "token 6 of 13 is compressed, and seen by all after it"
+    assert np.abs(out[-1].double().numpy() - exact[-1]).max() > 1e-2
+
+
+def test_prefill_attention_sees_the_reconstruction():
+    """The paper's log-likelihood tables change under compression: the prompt's own attention is compressed too."""
+    y, _, dense, _ = run(SHORT | dict(rank=0.4), (2, 1, 64), (60,), steps=1)
+    gap = np.abs(y[0].double().numpy() - dense[0][:, :60]).max((0, 2))
+    assert gap[:4].max() < 1e-4 and gap[10:].min() > 1e-3
+
+
+def test_adaptation_lowers_the_error_under_a_shift():
+    """Section 4, Table 1. With a prompt from other directions than the calibration's, the residual energy of the middle
+    tokens falls with the prompt's update and again with those of decoding, and so does the error of the attention."""
+    shape, lengths, steps = (2, 2, 64), (160,), 96
+    knobs = dict(rank=0.4, exempt=4, update_every=16, query_window=32, important=0.3, eta_prefill=0.3, eta_decode=0.2)
+    errors = []
+    for adapt in (True, False):
+        y, out, dense, exact = run(knobs | dict(adapt=adapt), shape, lengths, steps=steps, shift=0.95)
+        late = np.abs(out.double().numpy() - exact)[-16:].mean()
+        errors.append((np.abs(y[0].double().numpy() - dense[0][:, :160]).mean(), late))
+    assert errors[0][0] < 0.97 * errors[1][0], errors
+    assert errors[0][1] < 0.9 * errors[1][1], errors
+
+    _, rows, _, text, _ = start(
+        knobs, shape, lengths, steps=steps, shift=0.95
+    )  # of the oracle, which the method equals
+    _, static, *_ = start(knobs | dict(adapt=False), shape, lengths, steps=steps, shift=0.95)
+    row, (_, k, v) = rows[0][0], text[0]
+    for h in range(2):
+        middle = [k[h, t] for t in range(4, 156)]
+        best = np.linalg.svd(np.array(middle))[2][: row.u[h].shape[1]].T
+        before, after = residual_energy(static[0][0].u[h], middle), residual_energy(row.u[h], middle)
+        assert residual_energy(best, middle) < after < 0.95 * before
+        assert subspace_overlap(row.u[h], best) > subspace_overlap(static[0][0].u[h], best)
+    later = [k[0, t] for t in range(160, 256)]
+    ratios = [residual_energy(row.u[0], later)]
+    for t in range(160, 256):
+        row.append(t, k[:, t], v[:, t])
+        row.maintain()
+        if (t - 159) % 16 == 0:
+            ratios.append(residual_energy(row.u[0], later))
+    assert ratios == sorted(ratios, reverse=True), "each update of the decoding fits its text better"
+
+
+def test_rotated_latents_lose_less_than_stale_ones():
+    knobs = dict(rank=0.5, exempt=0, update_every=4, query_window=16, eta_decode=0.5)
+    errors = []
+    for stale in ("rotate", "keep"):
+        _, out, _, exact = run(knobs | dict(stale=stale), (2, 2, 64), (60,))
+        errors.append(np.abs(out.double().numpy() - exact)[-10:].mean())
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_energy_rule(share):
+    """The smallest rank that keeps the share in every head: seen in the bytes, and in the output by the oracle."""
+    _, _, _, calib = numbers(3, 2, 3, 64, 1, 4)
+    rank = max(energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv")
+    assert 1 < rank < 64
+    small, large = (layer(dict(energy=share), 2, 3, 64, 2, T, calib) for T in (256, 384))
+    assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 128 * 2 * 3 * 2 * rank * 4
+    fixed = layer(dict(rank=rank / 64), 2, 3, 64, 2, 256, calib)
+    assert sum(fixed.nbytes().values()) == sum(small.nbytes().values())
+
+
+# ---- SnapKV composition, Section 7 ----
+
+
+def test_keep_everything_is_no_eviction():
+    a = run(SHORT, (2, 2, 32), (5, 40), steps=20)
+    for keep in (1.0, 40, 500):
+        b = run(SHORT | dict(keep=keep), (2, 2, 32), (5, 40), steps=20)
+        assert torch.allclose(a[1], b[1], atol=1e-5)
+        assert torch.allclose(a[0][1], b[0][1], atol=1e-5)
+
+
+def test_the_two_savings_multiply():
+    """Section 7: a compression ratio of (d/r)(s/m), here of the bytes that a step reads of a long prompt."""
+    args = ModelArgs.from_name("llama-3.1-8b")
+    T = 32768
+    read = {}
+    for keep in (None, 0.5):
+        for rank in (1.0, 0.5):
+            read[keep, rank] = row_traffic(args, dict(rank=rank, keep=keep), T)
+    dense = T * args.n_kv_head * args.head_dim * 4
+    assert read[None, 1.0] == pytest.approx(dense, rel=0.02)
+    assert read[None, 0.5] == pytest.approx(dense / 2, rel=0.03)
+    assert read[0.5, 1.0] == pytest.approx(dense / 2, rel=0.03)
+    assert read[0.5, 0.5] == pytest.approx(dense / 4, rel=0.05)
+
+
+def on_meta(args, knobs, batch, T):
+    shape = CacheShape.of(args, 0, batch, T, torch.bfloat16, "cpu").on("meta")
+    return ojakv()(make_args(ojakv(), knobs), shape, 0, Rope(args, batch, 1, "meta"))
+
+
+def row_traffic(args, knobs, T):
+    """Bytes a row reads at the end of T tokens; as a difference, what is read once for all rows drops out."""
+    one, two = (on_meta(args, knobs, batch, T).traffic(T - 1) for batch in (1, 2))
+    return two - one
+
+
+# ---- sizes, presets, errors ----
+
+
+@pytest.mark.parametrize(("preset", "rank"), [("ojakv-0.8", 102), ("ojakv-0.6", 77), ("static_pca_h", 77)])
+def test_bytes_per_token(preset, rank):
+    """Appendix A.3.2: r_k + r_v elements a token and KV head, whatever else is kept."""
+    args = ModelArgs.from_name("llama-3.1-8b")
+    knobs = resolve(preset)[1]
+    small, large = (on_meta(args, knobs, 2, T) for T in (4096, 8192))
+    assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 4096 * 2 * 8 * 2 * rank * 2
+
+
+def test_presets_are_the_methods_of_the_paper():
+    args = {name: make_args(ojakv(), resolve(name)[1]) for name in (
+        "ojakv-0.8", "ojakv-0.6", "static_pca_h", "static_pca", "eigen", "ojakv-snapkv")}  # fmt: skip
+    assert args["ojakv-0.8"].rank == 0.8 and args["ojakv-0.6"].rank == 0.6
+    for name in ("ojakv-0.8", "ojakv-0.6", "ojakv-snapkv"):  # Table 5
+        a = args[name]
+        assert (a.adapt, a.exempt, a.update_every, a.query_window) == (True, 32, 32, 32)
+        assert (a.important, a.eta_prefill, a.eta_decode) == (0.05, 0.1, 0.05)
+    assert (args["static_pca_h"].adapt, args["static_pca_h"].exempt) == (False, 32)
+    for name, latent in (("static_pca", False), ("eigen", True)):
+        assert (args[name].adapt, args[name].exempt, args[name].latent) == (False, 0, latent)
+    assert args["ojakv-snapkv"].keep == 0.5 and args["ojakv-snapkv"].rank == 0.6  # Table 6
+
+
+def test_errors_name_the_knob():
+    calib = numbers(0, 1, 1, 32, 1, 4)[3]
+    for knobs in (
+        dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(exempt=-1), dict(update_every=0),
+        dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1), dict(eta_decode=-1.0),
+        dict(rule="oja"), dict(stale="drop"), dict(keep=0), dict(keep=1.5),
+    ):  # fmt: skip
+        with pytest.raises(InputError):
+            layer(knobs, 1, 1, 32, 1, 64, calib)

@@ -1,0 +1,403 @@
+"""razor against a float64 oracle written from the paper, layer by layer; its choice of heads; the scope of ALiBi."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle_double_sparsity import Probe, random_keys, rotated
+from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
+from test_contract import prompt, run, tiny
+
+from calibrate import Calibration
+from errors import InputError
+from kv_methods import build_cache, make_args, resolve
+from kv_methods.base import CacheShape
+from kv_methods.razor import Razor, alibi_scope
+from model import ModelArgs, Rope
+
+N_LAYER, LAYER, STEPS = 4, 1, 40
+HALF = dict(induction=0.2, echo=0.1)
+CASES = {  # knobs, (g, Hkv, D), prompt lengths, seed of the head scores
+    "window": (dict(window=16, **HALF), (2, 3, 64), (3, 17, 64, 110), 0),
+    "borders": (dict(window=16, sinks=4, **HALF), (1, 4, 32), (1, 19, 20, 21, 22), 0),
+    "share-of-the-prompt": (dict(window=4, share=0.35, **HALF), (3, 2, 32), (10, 11, 12, 100), 0),
+    "no-compensation": (dict(window=9, compensation=False, **HALF), (2, 3, 32), (5, 50), 0),
+    "no-sinks": (dict(window=12, sinks=0, induction=0.1, echo=0.05), (4, 3, 32), (11, 12, 13, 40), 0),
+    "window-of-one": (dict(window=1, share=0.01, sinks=2, **HALF), (2, 3, 32), (1, 2, 3, 30), 0),
+    "window-over-the-context": (dict(**HALF), (2, 3, 32), (5, 60), 0),
+    "nothing-protected": (dict(window=16, induction=0.0, echo=0.0), (8, 2, 32), (30, 45), 0),
+    "all-protected": (dict(window=16, induction=1.0), (2, 2, 128), (30, 45), 0),
+    "one-query-head-of-eight": (dict(window=10, induction=1 / 64, echo=0.0), (8, 2, 96), (50, 10), 1),
+}
+FULL = [
+    (dict(window=window, sinks=sinks, share=share, compensation=compensation, induction=0.4 / g, echo=0.2 / g),
+     (g, 3, d), (3, 21, 64, 97), i)
+    for i, (window, sinks, share) in enumerate([(16, 4, 0.2), (1, 0, 0.5), (40, 1, 0.05), (7, 9, 0.3)])
+    for compensation in (True, False)
+    for g, d in ((1, 128), (3, 32), (4, 64), (8, 96))
+]  # fmt: skip
+
+
+def calibration(args: ModelArgs, seed: int = 0) -> Calibration:
+    """Random head scores, and what the methods need that protected heads may be given to."""
+    gen, n, d, out = torch.Generator().manual_seed(seed), args.n_kv_head, args.head_dim, {}
+    for i in range(args.n_layer):
+        sizes = {"razor.induction": (args.n_head,), "razor.echo": (args.n_head,), "sals.eigenvalues": (n * d,)}
+        out |= {f"layers.{i}.{name}": torch.rand(size, generator=gen) for name, size in sizes.items()}
+        out |= {f"layers.{i}.channels.{c}": torch.rand(n, d, generator=gen).argsort(-1) for c in ("qk", "q", "k")}
+        out[f"layers.{i}.sals.basis"] = torch.linalg.qr(torch.randn(n * d, n * d, generator=gen)).Q
+    return Calibration(out, args.n_layer)
+
+
+def model_args(shape, n_layer: int = N_LAYER) -> ModelArgs:
+    g, h, d = shape
+    return ModelArgs(dim=32, n_head=g * h, n_kv_head=h, head_dim=d, n_layer=n_layer)
+
+
+def layer(knobs, args, batch, T, at=LAYER, calib=None, dtype=torch.float32):
+    size = CacheShape.of(args, at, batch, T, dtype, "cpu")
+    return Razor(make_args(Razor, knobs), size, at, Rope(args, batch, T), calib or calibration(args))
+
+
+def scores(calib: Calibration) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(calib.stack(f"razor.{kind}").double().numpy() for kind in ("induction", "echo"))
+
+
+def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=None):
+    """Every step and head: the weight that each token of the text has in the output is that of eq. 5."""
+    g, h, d = shape
+    args, B, n = model_args(shape), len(lengths), max(lengths) + steps
+    calib = calibration(args, seed)
+    q, k, v = random_keys(seed, g, h, d, B, n)
+    method = layer(knobs, args, Probe.rows(B, n, d), n, calib=calib)
+    probe = Probe(method, q, k, v, lengths)
+    q64, k64, v64 = rotated(method.rope, q), rotated(method.rope, k), v.double().numpy()
+    a = make_args(Razor, {**knobs, **(told or {})})
+    if protected is None:
+        protected = protected_heads(*scores(calib), (a.induction, a.echo), g)
+    heads = {}
+    for b, i in np.ndindex(B, h):
+        prompt = slice(0, lengths[b])
+        heads[b, i] = RazorHead(k64[b, i, prompt], v64[b, i, prompt], protected=(LAYER, i) in protected, sinks=a.sinks,
+                                window=a.window, share=a.share, compensation=a.compensation)  # fmt: skip
+    dropped = 0
+    for step in range(steps):
+        out, weights = probe.step(step)
+        for b, i in np.ndindex(B, h):
+            p, head = lengths[b] + step, heads[b, i]
+            head.append(k64[b, i, p], v64[b, i, p])
+            dropped += len(head.dropped())
+            for j in range(i * g, i * g + g):
+                what = f"step {step} row {b} query head {j}{' (protected)' if head.protected else ''}"
+                got, want = weights[b, j], head.weights(q64[b, j, p])
+                assert not got[p + 1 :].any(), f"{what}: sees the future"
+                wrong = np.flatnonzero(np.abs(got[: p + 1] - want) > 1e-3 * want + 1e-7)
+                assert len(wrong) == 0, (
+                    f"{what}: tokens {wrong.tolist()} of {p + 1} have {got[wrong]}, want {want[wrong]}"
+                )
+                value = sum(w * x for w, x in zip(want, head.v, strict=True))
+                assert np.abs(out[b, j] - value).max() <= 1e-4 * max(1, np.abs(value).max()), f"{what}: other values"
+    return protected, dropped
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle(case):
+    knobs, shape, lengths, seed = CASES[case]
+    protected, dropped = compare(knobs, shape, lengths, seed)
+    here = sum(at == LAYER for at, _ in protected)
+    if case == "nothing-protected":
+        assert here == 0
+    elif case == "all-protected":
+        assert here == shape[1]
+    else:
+        assert 0 < here < shape[1], "the case does not test a layer of both kinds of heads"
+    assert (dropped > 0) == (case not in ("all-protected", "window-over-the-context"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(FULL)))
+def test_equals_the_oracle_full_matrix(i):
+    compare(*FULL[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [32, 64, 96, 128])
+@pytest.mark.parametrize("g", [1, 3, 4, 8])
+def test_equals_the_oracle_at_all_shapes(g, d):
+    compare(dict(window=12, induction=0.4 / g, echo=0.2 / g), (g, 3, d), (1, 20, 75), seed=g + d)
+
+
+# name -> what the oracle is told that is not so
+WRONG = {
+    "a token more in the window": dict(window=17),
+    "a sink fewer": dict(sinks=3),
+    "no compensation": dict(compensation=False),
+    "a larger share": dict(share=0.3),
+    "no heads protected": dict(induction=0.0, echo=0.0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_oracle_catches(wrong):
+    with pytest.raises(AssertionError):
+        compare(dict(window=16, **HALF), (2, 3, 32), (21, 100), told=WRONG[wrong], steps=4)
+
+
+def test_the_oracle_catches_a_compensation_token_of_weight_one(monkeypatch):
+    """Eq. 5: it stands for N_d tokens."""
+    monkeypatch.setattr("oracle_razor.math", type("NoLog", (), {**vars(math), "log": staticmethod(lambda x: 0.0)}))
+    with pytest.raises(AssertionError):
+        compare(dict(window=16, **HALF), (2, 3, 32), (100,), steps=2)
+
+
+def test_the_running_mean_is_kept_in_fp32():
+    """In bf16 an increment of 1/N_d of a mean is lost after some 250 tokens, and the oldest would dominate."""
+    g, h, d, n = 1, 1, 64, 600
+    q, k, v = random_keys(0, g, h, d, 1, n)
+    args = model_args((g, h, d))
+    method = layer(dict(window=4, sinks=0, induction=0.0, echo=0.0), args, Probe.rows(1, n, d), n, dtype=torch.bfloat16)
+    probe = Probe(method, *(x.bfloat16() for x in (q, k, v)), [6])
+    for i in range(n - 7):
+        probe.step(i)
+    weights = probe.step(n - 7)[1][0, 0, : n - 4]
+    assert weights.min() > 0 and weights.max() / weights.min() < 1.03
+
+
+def test_reset_and_a_shorter_prompt_forget_the_dropped():
+    """L_h, N_d and the means are the prompt's own: after a long one, a short one keeps nothing of it."""
+    model, knobs = tiny(), dict(window=16, **HALF)
+    model.setup_cache("razor", 2, 200, **knobs)
+    want, fed = run(model, [prompt(10), prompt(60)], 30)
+    for between in ((150, 140), (3, 1)):
+        run(model, [prompt(n, seed=4) for n in between], 30)
+        model.reset_cache()
+        assert torch.equal(run(model, [prompt(10), prompt(60)], 30, fed)[0], want)
+
+
+# ---- which heads are protected ----
+
+
+def seen_whole(knobs, args, calib) -> set[tuple[int, int]]:
+    """(layer, KV head) that gives tokens of the middle weights of their own: nothing of them was averaged."""
+    g, h, d, n, out = args.n_head // args.n_kv_head, args.n_kv_head, args.head_dim, 30, set()
+    for i in range(args.n_layer):
+        q, k, v = random_keys(i, g, h, d, 1, n)
+        method = layer({"window": 4, "share": 0.01, **knobs}, args, Probe.rows(1, n, d), n, at=i, calib=calib)
+        weights = Probe(method, q, k, v, [n - 1]).step(0)[1][0, :, 6:20]
+        for head in range(h):
+            own = weights[head * g : head * g + g]
+            spread = own.max(1) / own.min(1)
+            assert (spread > 1.5).all() or (spread < 1.001).all(), "some heads of a group are compressed, some are not"
+            if spread[0] > 1.5:
+                out.add((i, head))
+    return out
+
+
+@pytest.mark.parametrize("shares", [(0.14, 0.01), (0.25, 0.0), (0.0, 0.05), (0.1, 0.1), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("g", [1, 4])
+def test_protected_heads_are_the_top_of_the_whole_model(shares, g):
+    """Not of each layer; and a KV head is, if any query head of its group is."""
+    args = model_args((g, 4, 32), n_layer=5)
+    calib = calibration(args, seed=3)
+    for i in range(5):  # layers that differ as real ones do: whole layers have none
+        calib.tensors[f"layers.{i}.razor.induction"] *= 0.3 + 0.2 * i
+        calib.tensors[f"layers.{i}.razor.echo"] *= 1.1 - 0.2 * i
+    want = protected_heads(*scores(calib), shares, g)
+    assert seen_whole(dict(induction=shares[0], echo=shares[1]), args, calib) == want
+
+
+def test_a_share_is_not_rounded_up_by_its_own_error():
+    """0.14 of 50 heads is 7, though 0.14 * 50 is a little more in floating point."""
+    args = model_args((1, 5, 32), n_layer=10)
+    calib = calibration(args)
+    assert len(seen_whole(dict(induction=0.14, echo=0.0), args, calib)) == 7
+
+
+def test_random_protection_has_as_many_heads_anywhere():
+    """Table 1's control."""
+    args = model_args((2, 4, 32), n_layer=5)
+    calib = calibration(args, seed=2)
+    sets = [seen_whole(dict(protect="random", seed=seed, **HALF), args, calib) for seed in (0, 0, 1, 2)]
+    retrieval = seen_whole(HALF, args, calib)
+    assert {len(s) for s in sets} == {len(retrieval)} and sets[0] == sets[1]
+    assert len({frozenset(s) for s in [*sets[1:], retrieval]}) == 4
+    assert max(sum(at == i for at, _ in s) for i in range(5) for s in sets) > min(
+        sum(at == i for at, _ in s) for i in range(5) for s in sets
+    ), "every layer has the same number: they were not drawn over the whole model"
+
+
+# ---- another method for the protected heads ----
+
+
+@pytest.mark.parametrize("name", ["self_index", "double_sparsity", "oracle", "self_index-7.5"])
+def test_protected_heads_through_another_method_are_as_with_it_alone(name):
+    g, h, d, n, steps = 2, 4, 64, 230, 6
+    args = model_args((g, h, d))
+    calib = calibration(args, seed=5)
+    protected = sorted(i for at, i in protected_heads(*scores(calib), (0.15, 0.1), g) if at == LAYER)
+    assert 0 < len(protected) < h and protected != list(range(len(protected)))
+    q, k, v = random_keys(1, g, h, d, 2, n + steps)
+    knobs = dict(window=16, induction=0.15, echo=0.1)
+    whole = layer(knobs, args, 2, n + steps, calib=calib)
+    mixed = layer(knobs | dict(retrieval_method=name), args, 2, n + steps, calib=calib)
+    cls, preset = resolve(name)
+    own = ModelArgs(dim=32, n_head=g * len(protected), n_kv_head=len(protected), head_dim=d, n_layer=N_LAYER)
+    size = CacheShape.of(own, LAYER, 2, n + steps, torch.float32, "cpu")
+    alone = cls(make_args(cls, preset), size, LAYER, mixed.rope, calib.heads(LAYER, protected))
+    queries = [i * g + j for i in protected for j in range(g)]
+    lengths, outs = torch.tensor([n, 57]), []
+    every = slice(None)
+    for method, qs, kvs in ((whole, every, every), (mixed, every, every), (alone, queries, protected)):
+        method.prefill(q[:, qs, :n], k[:, kvs, :n], v[:, kvs, :n], lengths)
+        steps_out = []
+        for step in range(steps):
+            pos = lengths + step
+            row = torch.arange(2)
+            now = (x[row, :, pos][:, heads] for x, heads in ((q, qs), (k, kvs), (v, kvs)))
+            steps_out.append(method.decode(*now, pos))
+            method.maintain(step + 1)
+        outs.append(torch.stack(steps_out))
+    others = [j for j in range(g * h) if j not in queries]
+    assert (outs[1][:, :, queries] - outs[2]).abs().max() <= 1e-6
+    assert (outs[1][:, :, others] - outs[0][:, :, others]).abs().max() <= 1e-6
+    assert (outs[1][:, :, queries] - outs[0][:, :, queries]).abs().max() > 1e-4, f"{name} changes nothing here"
+
+
+def test_a_whole_model_with_two_savings():
+    """Skipped nothing, crashed nowhere, and smaller than either."""
+    model, sizes = tiny(), {}
+    for name, knobs in (("self_index", {}), ("razor", dict(window=16, share=0.05)),
+                        ("razor", dict(window=16, share=0.05, retrieval_method="self_index"))):  # fmt: skip
+        model.setup_cache(name, 2, 2000, **knobs)
+        assert run(model, [prompt(5), prompt(300)], 10)[0].isfinite().all()
+        sizes[name, len(knobs)] = sum(sum(b.values()) for b in model.cache_nbytes().values())
+    assert sizes["razor", 3] < min(sizes["razor", 2], sizes["self_index", 0])
+
+
+# ---- what the paper promises ----
+
+
+def test_compression_at_long_context():
+    """Table 2: 15 % of the heads whole and a fifth of the text in the rest is 3.125x. Llama-2-7B, no memory needed."""
+    from dataclasses import replace
+
+    args, T = replace(ModelArgs.from_name("llama-2-7b"), max_seq_len=1 << 17), 100_000
+    gen = torch.Generator().manual_seed(0)
+    draws = torch.rand(2, 32, 32, generator=gen)
+    calib = Calibration({f"layers.{i}.razor.{kind}": draws[j, i] for i in range(32)
+                         for j, kind in enumerate(("induction", "echo"))}, 32)  # fmt: skip
+    protected = protected_heads(*scores(calib), (0.14, 0.01), 1)
+    dense = 2 * T * 32 * 32 * 128 * 2
+    for given, share, tol in ((calib, len(protected) / 1024, 0.003), (None, 5 / 32, 0.003)):
+        used = 0
+        for i in range(32):
+            shape = CacheShape.of(args, i, 1, T, torch.bfloat16, "cpu").on("meta")
+            method = Razor(Razor.Args(), shape, i, Rope(args, 1, 1, shape.device), given)
+            used += sum(method.nbytes().values())
+            assert sum(method.nbytes().values()) == method.card_nbytes()
+        assert dense / used == pytest.approx(1 / (share + 0.2 * (1 - share)), rel=tol)
+        if given is not None:
+            assert 0.14 <= share <= 0.1501 and 3.10 < dense / used < 3.21
+
+
+def test_memory_is_saved_not_masked():
+    """Outside of the protected heads it does not grow with the context, up to its share of the prompt."""
+    args = model_args((1, 4, 64))
+    sizes = [sum(layer(dict(window=32, share=0.001, induction=0.0, echo=0.0), args, 1, T).nbytes().values())
+             for T in (1000, 2000, 4000)]  # fmt: skip
+    # each head may need a few bytes to say how long it is
+    assert sizes[2] - sizes[0] <= 64 * 4 and sizes[0] < 4 * 2 * 64 * 4 * 50
+
+
+def test_wrong_knobs_are_input_errors():
+    for knobs in (dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0),
+                  dict(share=-0.5), dict(share=1.5), dict(protect="some"), dict(retrieval_method="nope"),
+                  dict(retrieval_method="razor")):  # fmt: skip
+        with pytest.raises(InputError):
+            layer(knobs, model_args((1, 2, 32)), 1, 64)
+    model = tiny()
+    with pytest.raises(InputError):
+        build_cache(model, "razor", 1, 64, retrieval_method="nope")
+
+
+def test_defaults_are_the_papers():
+    a = Razor.Args()
+    assert (a.induction, a.echo, a.sinks, a.window, a.share) == (0.14, 0.01, 4, 4000, 0.2)  # Table 2
+    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full"
+
+
+# ---- ALiBi, Section 3.1 ----
+
+
+def alibi(seed, hq, hkv, dim, d, n, layer_norm, weight, peak=1.0):
+    """Random projections, norm and inputs -> wq, wk, gamma, bias, normalized inputs [n, dim]; gamma has one `peak`."""
+    rng = np.random.default_rng(seed)
+    wq, wk = weight * rng.standard_normal((hq * d, dim)), weight * rng.standard_normal((hkv * d, dim))
+    gamma = 0.5 + rng.random(dim)
+    gamma[0] *= peak
+    bias = 0.3 * rng.standard_normal(dim) if layer_norm else None
+    return wq, wk, gamma, bias, normalized(rng.standard_normal((n, dim)) * 3 + 1, gamma, bias)
+
+
+def scope(wq, wk, gamma, bias, slope, epsilon, d, **kw):
+    tensors = [None if x is None else torch.tensor(x, dtype=torch.float32) for x in (wq, wk, gamma, bias, slope)]
+    return alibi_scope(*tensors, epsilon, d, **kw).double().numpy()
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_alibi_scope_bounds_the_attention(layer_norm, scaled):
+    """Brute force on random matrices: no token further away than the sound L_h gets more than epsilon."""
+    hq, hkv, dim, d, n, epsilon = 4, 2, 24, 8, 90, 0.01
+    slope, beyond = np.array([0.5, 1.0, 2.0, 4.0]), 0
+    for seed in range(4):
+        wq, wk, gamma, bias, x = alibi(seed, hq, hkv, dim, d, n, layer_norm, 0.05)
+        scale = d**-0.5 if scaled else 1.0
+        lengths = scope(wq, wk, gamma, bias, slope, epsilon, d, scale=scale, bound="sound")
+        for h in range(hq):
+            kv = h // (hq // hkv)
+            q, k = x @ wq[h * d : h * d + d].T, x @ wk[kv * d : kv * d + d].T
+            weights = alibi_weights(q, k, slope[h], scale)
+            far = np.subtract.outer(np.arange(n), np.arange(n)) > lengths[h]
+            beyond += far.sum()
+            assert (weights[far] <= epsilon).all()
+            # sound by the factors that DESIGN.md names, no longer than that
+            norm = np.linalg.norm(wq[h * d : h * d + d].T @ wk[kv * d : kv * d + d], 2) * scale
+            square = 2 * (dim * gamma.max() ** 2 + (0 if bias is None else bias @ bias))
+            assert lengths[h] <= (2 * norm * square - math.log(epsilon)) / slope[h] * 1.001
+    assert beyond > 1000, "nothing lies beyond the scope: the test says nothing"
+
+
+def test_alibi_scope_holds_in_the_worst_case_and_eq_2_does_not():
+    """One channel holds all of a token's energy, the newest query dislikes itself as much as it likes one far token."""
+    dim, d, epsilon, slope, n = 16, 4, 0.001, 1.0, 80
+    gamma, peak = np.full(dim, 0.1), 1.0
+    gamma[3] = peak
+    wq, wk = np.zeros((d, dim)), np.zeros((d, dim))
+    wq[0, 3], wk[0, 3] = 0.8, -0.8  # q . k = -0.64 x3 y3, |x3| up to sqrt(dim): 10.24
+    one = np.eye(dim)[3]
+    sound, paper = (scope(wq, wk, gamma, None, np.array([slope]), epsilon, d, bound=b)[0] for b in ("sound", "paper"))
+
+    def at(distance):
+        x = np.stack([-one if t == n - 1 - distance else one for t in range(n)])
+        x = normalized(x, gamma, None)
+        return alibi_weights(x @ wq.T, x @ wk.T, slope, 1.0)[n - 1, n - 1 - distance]
+
+    assert paper < 16 and at(math.floor(paper) + 1) > epsilon, "Eq. 2 would be a bound after all"
+    assert sound < n - 2 and all(at(m) <= epsilon for m in range(math.floor(sound) + 1, n))
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_alibi_scope_of_the_paper_is_eq_2(layer_norm):
+    hq, hkv, dim, d, epsilon = 4, 2, 24, 8, 0.001
+    wq, wk, gamma, bias, _ = alibi(0, hq, hkv, dim, d, 2, layer_norm, 0.2)
+    slope = np.array([2.0 ** -(i + 1) for i in range(hq)])
+    got = scope(wq, wk, gamma, bias, slope, epsilon, d, bound="paper")
+    for h in range(hq):
+        kv = h // (hq // hkv)
+        norm = np.linalg.norm(wq[h * d : h * d + d].T @ wk[kv * d : kv * d + d], 2)
+        square = gamma @ gamma + (0 if bias is None else bias @ bias)
+        assert got[h] == pytest.approx((2 * norm * square - math.log(epsilon)) / slope[h], rel=1e-4)
