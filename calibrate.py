@@ -11,7 +11,8 @@ What the file holds, per layer i as `layers.{i}.NAME` (n = KV heads, g = query h
                                                       K^T K + sum over the group of Q^T Q after rotation; V^T V (OjaKV)
     channels.qk, channels.q, channels.k [n, d]        channels by falling mean |q_c k_c|, |q_c|, |k_c| after rotation
                                                       (Double Sparsity, Sec. 4.1)
-    razor.induction, razor.echo [n*g]                 attention mass on repeated random tokens (Razor, Sec. 3.3)
+    razor.induction, razor.echo [n*g], razor.after [n*g, 4]
+                                                      attention mass on repeated random tokens (Razor, Sec. 3.3)
     pca.basis [n, d, d], pca.mean [n, d], pca.eigenvalues [n, d]
                                                       centred PCA of keys after rotation, per head (Loki)
     whiten.moments [dim, dim]                         second moments of the attention's input (Palu's whitening)
@@ -22,7 +23,6 @@ in a .partial file, and the same command continues from it; the result is writte
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -39,11 +39,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import InputError, run_cli
+from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer, apply_rope, load_checkpoint
 
-FILE, PARTIAL, VERSION = "calibration.safetensors", "calibration.partial.safetensors", 1
+FILE, PARTIAL, VERSION = "calibration.safetensors", "calibration.partial.safetensors", 2
 SAVE_EVERY = 60  # seconds
+AFTER = 4  # places after an earlier copy whose attention is measured
 QUERY_BLOCK = 256  # queries of the random-token pass at a time: bounds its attention matrix
 
 
@@ -56,7 +57,8 @@ def shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         sep = "_" if name.startswith("oja") else "."
         out |= {f"{name}{sep}basis": (heads, width, width), f"{name}{sep}eigenvalues": (heads, width)}
     out |= {f"channels.{kind}": (n, d) for kind in ("qk", "q", "k")}
-    out |= {"razor.induction": (args.n_head,), "razor.echo": (args.n_head,), "pca.mean": (n, d)}
+    out |= {"razor.induction": (args.n_head,), "razor.echo": (args.n_head,), "razor.after": (args.n_head, AFTER)}
+    out |= {"pca.mean": (n, d)}
     return out | {"whiten.moments": (args.dim, args.dim)}
 
 
@@ -111,8 +113,9 @@ class Calibration:
                 tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118, a safe_open is no dict
         except (SafetensorError, OSError, ValueError) as e:
             raise InputError(f"cannot read {path}: {e}; {again}") from None
-        if meta.get("version") != VERSION:
-            raise InputError(f"{path} is of version {meta.get('version')}, expected {VERSION}; {again}")
+        version = meta.get("version") if isinstance(meta, dict) else None
+        if version != VERSION:
+            raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
         for name, shape in shapes(args).items():
             for i in range(args.n_layer):
                 t = tensors.get(f"layers.{i}.{name}")
@@ -121,9 +124,9 @@ class Calibration:
                     raise InputError(f"{path}: layers.{i}.{name} is {found}; {again}")
                 if t.is_floating_point() and not t.isfinite().all():
                     raise InputError(f"{path}: layers.{i}.{name} holds NaN or infinity; {again}")
-                if not t.is_floating_point() and not torch.equal(
-                    t.long().sort(-1).values, torch.arange(shape[-1]).expand(shape)
-                ):
+                ranking = name.startswith("channels")
+                places = torch.arange(shape[-1]).expand(shape)
+                if ranking and (t.is_floating_point() or not torch.equal(t.long().sort(-1).values, places)):
                     raise InputError(f"{path}: layers.{i}.{name} is no ranking of the channels; {again}")
         if meta.get("fingerprint") != fingerprint(folder):
             raise InputError(f"{path} was made from another checkpoint than the one beside it; {again}")
@@ -253,10 +256,12 @@ def add_sequence(model: Transformer, moments: Moments, tokens: Tensor) -> None:
 
 @torch.inference_mode()
 def head_scores(model: Transformer, n_random: int, repeats: int = 4, seed: int = 0, progress: bool = False):
-    """Induction and echo score of every query head: two [n_layer, Hq] (RazorAttention, Sec. 3.3).
+    """Echo score of every query head [n_layer, Hq], and the scores of the places after [n_layer, Hq, AFTER].
 
     n_random tokens are drawn and repeated; from the second copy on, echo is the attention mass on earlier copies of the
-    current token, induction the mass on the tokens right after them, averaged over positions.
+    current token, averaged over positions. The mass on the tokens right after them is the induction score, the first of
+    the scores after (RazorAttention, Sec. 3.3). A model may look further: a token two places after the copy can carry
+    the one between, moved there by a head that looks one token back.
     """
     args, device = model.args, model.norm.weight.device
     gen = torch.Generator().manual_seed(seed)
@@ -264,7 +269,7 @@ def head_scores(model: Transformer, n_random: int, repeats: int = 4, seed: int =
     tokens = torch.randint(low, args.vocab_size, (n_random,), generator=gen).repeat(repeats).to(device)
     S, g = len(tokens), args.n_head // args.n_kv_head
     cos, sin = model.rope_tables(S)
-    echo, induction = (torch.zeros(args.n_layer, args.n_head, dtype=torch.float64) for _ in range(2))
+    mass_at = torch.zeros(1 + AFTER, args.n_layer, args.n_head, dtype=torch.float64)
     layers = layer_inputs(model, tokens[None])
     for i, x in tqdm(layers, total=args.n_layer, desc="head scores", disable=not progress):
         q, k, _ = (t[0] for t in model.layers[i].attention.qkv(x))
@@ -277,11 +282,13 @@ def head_scores(model: Transformer, n_random: int, repeats: int = 4, seed: int =
             p = logits.softmax(-1)
             for j in range(1, repeats):
                 copies = rows - j * n_random
-                seen = (copies >= 0).double()
-                for total, at in ((echo, copies), (induction, copies + 1)):
-                    mass = p.gather(2, at.clamp(min=0).expand(len(p), -1)[..., None])[..., 0]
-                    total[i] += (mass.double() * seen).sum(1).cpu()
-    return induction / (S - n_random), echo / (S - n_random)
+                for place in range(1 + AFTER):
+                    # the places after may reach past the query only where a sequence is shorter than they are
+                    seen = ((copies >= 0) & (copies + place <= rows)).double()
+                    at = (copies + place).clamp(min=0, max=S - 1).expand(len(p), -1)[..., None]
+                    mass_at[place, i] += (p.gather(2, at)[..., 0].double() * seen).sum(1).cpu()
+    mass_at /= S - n_random
+    return mass_at[0], mass_at[1:].permute(1, 2, 0)
 
 
 def calibrate(model: Transformer, sequences: list[Tensor], n_random: int, progress: bool = False) -> Calibration:
@@ -294,8 +301,9 @@ def calibrate(model: Transformer, sequences: list[Tensor], n_random: int, progre
 
 def assemble(model: Transformer, moments: Moments, n_random: int, meta: dict, progress: bool) -> Calibration:
     out = moments.finish()
-    for name, scores in zip(("induction", "echo"), head_scores(model, n_random, progress=progress), strict=True):
-        out |= {f"layers.{i}.razor.{name}": s for i, s in enumerate(scores)}
+    echo, after = head_scores(model, n_random, progress=progress)
+    for name, scores in (("echo", echo), ("after", after), ("induction", after[..., 0])):
+        out |= {f"layers.{i}.razor.{name}": s.contiguous() for i, s in enumerate(scores)}
     tensors = {k: v if v.dtype == torch.int64 else v.float() for k, v in out.items()}
     return Calibration(tensors, model.args.n_layer, meta)
 
@@ -344,12 +352,13 @@ def load_partial(path: Path, settings: dict, moments: Moments) -> int:
     try:
         with safe_open(path, framework="pt") as f:
             meta = json.loads((f.metadata() or {}).get("partial", "{}"))
-            if meta.get("settings") != settings:
+            if not isinstance(meta, dict) or meta.get("settings") != settings:
                 return 0
-            for name, total in moments.sums.items():
-                total.copy_(f.get_tensor(name))
+            sums = {name: f.get_tensor(name) for name in moments.sums}  # all of them, before any is taken over
     except (SafetensorError, OSError, ValueError):
         return 0
+    for name, total in moments.sums.items():
+        total.copy_(sums[name])
     moments.tokens = meta["tokens"]
     return meta["done"]
 
@@ -365,7 +374,7 @@ def main() -> None:
     from generate import DTYPES, TINY, pick_device
     from tokenizer import load_tokenizer
 
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder; the result is written into it")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
@@ -387,16 +396,18 @@ def main() -> None:
     tokenizer, args = load_tokenizer(folder), model.args
     seq_len = opt.seq_len or min(2048, args.context)
     n_random = opt.random_tokens or min(2500, args.context // 4)
-    for name, value, low, high in (("--seq-len", seq_len, 2, args.context), ("--samples", opt.samples, 1, 1 << 30),
-                                   ("--random-tokens", n_random, 2, args.context // 4)):  # fmt: skip
+    limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (opt.samples, 1, 1 << 30),
+              "--seed": (opt.seed, 0, 1 << 62), "--random-tokens": (n_random, 2, args.context // 4)}  # fmt: skip
+    for name, (value, low, high) in limits.items():
         if not low <= value <= high:
             raise InputError(f"{name} {value} is out of range: this model takes {low} to {high}")
     if not os.access(folder, os.W_OK):
         raise InputError(f"cannot write into {folder}: copy the checkpoint to a folder of your own")
     ids = read_text(tokenizer, opt.data) if opt.data else default_text(tokenizer)
     windows = draw(ids, opt.samples, seq_len, opt.seed)
-    settings = dict(fingerprint=fingerprint(folder), data=hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(),
-                    files=[Path(f).name for f in opt.data] if opt.data else "default", samples=opt.samples,
+    files = [Path(f).name for f in opt.data] if opt.data else "default"
+    digest = hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()
+    settings = dict(version=VERSION, fingerprint=fingerprint(folder), data=digest, files=files, samples=opt.samples,
                     seq_len=seq_len, seed=opt.seed, dtype=opt.dtype)  # fmt: skip
     moments, partial = Moments(args, model.norm.weight.device), folder / PARTIAL
     done = load_partial(partial, settings, moments)
@@ -413,10 +424,11 @@ def main() -> None:
             raise KeyboardInterrupt
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.default_int_handler)
-    meta = dict(version=VERSION, tokens=moments.tokens, random_tokens=n_random, **settings)
+    meta = dict(tokens=moments.tokens, random_tokens=n_random, **settings)
     calibration = assemble(model, moments, n_random, meta, True)
     calibration.save(folder / FILE)
-    partial.unlink(missing_ok=True)
+    for left in (partial, partial.with_name(partial.name + ".tmp")):
+        left.unlink(missing_ok=True)
     size = (folder / FILE).stat().st_size
     print(json.dumps(meta) if opt.json else f"{folder / FILE}: {size / 2**20:.1f} MiB from {moments.tokens} tokens")
 

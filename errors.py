@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -25,3 +26,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.close()
         code = 0
     sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose help is the script's docstring, and whose errors are one line like all others."""
+
+    def __init__(self, doc: str | None):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str):  # type: ignore[override]
+        raise InputError(f"{message}; see {self.prog} --help")

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from errors import InputError, run_cli
+from errors import InputError, Parser, run_cli
 from kv_methods import describe
 from model import ModelArgs, Transformer, load_checkpoint, random_transformer
 from tokenizer import Tokenizer, load_tokenizer
@@ -252,11 +252,7 @@ class RandomVocabulary:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str):  # type: ignore[override]
-            raise InputError(f"{message}; see generate.py --help")
-
-    p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", metavar="DIR", help="Hugging Face folder (default: the shipped models/tiny)")
     a("--random-init", metavar="NAME", help="random weights of a known model instead, e.g. llama-3.1-8b")

@@ -208,7 +208,8 @@ class Rope(nn.Module):
 
     def rotate_prompt(self, x: Tensor) -> Tensor:
         """x [B, H, S, D] at positions 0..S-1."""
-        return apply_rope(x, *self.prompt(x.shape[2]))
+        cos, sin = self.prompt(x.shape[2])
+        return apply_rope(x, cos[: len(x)], sin[: len(x)])
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
         """x [B, H, D], one token per row, at pos [B]."""

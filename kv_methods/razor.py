@@ -25,6 +25,8 @@ from kv_methods.base import KVMethod, budget_cap, budget_tokens
 
 PRESETS = {
     "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5; Llama-3.1-8B, Tables 5 and 6
+    "razor-places": dict(places=4),  # beyond the paper: heads that read the next token two to four places on
+    "razor-places-random": dict(places=4, protect="random"),
     "razor-random": dict(protect="random"),  # Table 1, 15 % of the heads at random
     "razor-none": dict(induction=0.0, echo=0.0),  # Table 1, 0 % of the heads
     "razor-no-echo": dict(echo=0.0),  # Figure 7
@@ -72,6 +74,9 @@ class Razor(KVMethod):
             default=0.14, metadata=dict(help="share of query heads protected by induction (Table 2)")
         )
         echo: float = field(default=0.01, metadata=dict(help="share of query heads protected by echo score (Table 2)"))
+        places: int = field(
+            default=1, metadata=dict(help="places after a copy, 1 to 4, whose best is the induction score (paper: 1)")
+        )
         sinks: int = field(default=4, metadata=dict(help="first tokens kept by the other heads (Table 2)"))
         window: int = field(default=4000, metadata=dict(help="least tokens in their recent window (Table 2)"))
         share: float = field(default=0.2, metadata=dict(help="of the prompt that their window holds if more (Table 2)"))
@@ -88,6 +93,8 @@ class Razor(KVMethod):
             for name in ("induction", "echo", "share"):
                 if not 0 <= getattr(self, name) <= 1:
                     raise InputError(f"razor: {name}={getattr(self, name)} is not a share from 0 to 1")
+            if not 1 <= self.places <= 4:
+                raise InputError(f"razor: places={self.places} is not from 1 to 4")
             if self.sinks < 0 or self.window < 1:
                 raise InputError(f"razor needs sinks >= 0 and window >= 1, got {self.sinks} and {self.window}")
             if resolve(self.retrieval_method)[0] is Razor:
@@ -125,7 +132,9 @@ class Razor(KVMethod):
         a, H = self.args, self.shape.n_kv_head
         if self.calib is None:  # sizes only: the share alone
             return torch.arange(H) < math.ceil((a.induction + a.echo) * H - 1e-6)
-        induction, echo = self.calib.stack("razor.induction"), self.calib.stack("razor.echo")
+        induction = self.calib.stack("razor.induction" if a.places == 1 else "razor.after")
+        induction = induction if a.places == 1 else induction[..., : a.places].amax(-1)
+        echo = self.calib.stack("razor.echo")
         heads = protected_heads(induction, echo, a.induction, a.echo, H)
         return (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
 

@@ -19,7 +19,6 @@ A model of wide keys needs more tokens (--samples x --seq-len) than channels (KV
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -38,7 +37,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from calibrate import FILE, Calibration, calibrate, draw, principal  # noqa: E402
-from errors import InputError, run_cli  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
 from generate import DTYPES, TINY, pick_device  # noqa: E402
 from kernels.lowrank import oja_step, orthonormalize  # noqa: E402
 from kernels.select import snapkv_scores  # noqa: E402
@@ -740,7 +739,7 @@ def prepare(
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder")
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="default: all of them")

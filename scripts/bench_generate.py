@@ -11,7 +11,6 @@ subtracted by timing a run of one token.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import InputError, run_cli  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
 from generate import DTYPES, TINY, Sampling, Session, generate, kv_bytes, make_step, pick_device, pick_dtype  # noqa: E402
 from model import ModelArgs, Transformer, load_checkpoint, random_transformer  # noqa: E402
 from scripts.results import record, write_json  # noqa: E402
@@ -74,7 +73,7 @@ def transformers_run(folder: str, device: torch.device, dtype: torch.dtype, prom
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY))
     a("--random-init", metavar="NAME", help="random weights of a known model instead")

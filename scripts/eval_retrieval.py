@@ -18,7 +18,6 @@ Prompts are prefilled once for all methods whose prefill is exact attention; the
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -32,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import InputError, run_cli  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
 from generate import TINY, kv_bytes, kv_bytes_full, pad, pick_device  # noqa: E402
 from kv_methods import method_files, presets, resolve  # noqa: E402
 from kv_methods.base import KVMethod  # noqa: E402
@@ -246,7 +245,7 @@ def evaluate(
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY))
     a("--method", nargs="+", default=["full"], help="methods, presets or per-layer specs; all: every method and preset")

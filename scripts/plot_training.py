@@ -5,19 +5,18 @@ python scripts/plot_training.py --out results/training.png
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import InputError, run_cli  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
 from generate import TINY  # noqa: E402
 from model import read_json  # noqa: E402
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--checkpoint", default=str(TINY))
     p.add_argument("--out", default="results/training.png")
     p.add_argument("--json", action="store_true", help="print the points instead of drawing them")

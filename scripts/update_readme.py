@@ -7,7 +7,6 @@ python scripts/update_readme.py --check    # exit 2 if a page is not what this w
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from errors import InputError, run_cli  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
 from kv_methods import method_class, method_files, presets  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +129,7 @@ def fill(text: str, name: str, body: str) -> str:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--demo", action="store_true")
     p.add_argument("--check", action="store_true")
     opt = p.parse_args()
