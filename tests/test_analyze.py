@@ -208,7 +208,10 @@ def test_heads_marks_what_razor_protects():
     induction = torch.zeros(2, 4)
     induction[1, 2] = 0.9
     calib = Calibration({f"layers.{i}.razor.{n}": induction[i] for i in range(2) for n in ("induction", "echo")}, 2)
-    assert A.heads(layer([capture()], calib))["protected"] == [1]
+    after = torch.stack((induction, torch.zeros(2, 4), induction.roll(1, -1) * 1.1, torch.zeros(2, 4)), -1)
+    calib.tensors |= {f"layers.{i}.razor.after": after[i] for i in range(2)}
+    found = A.heads(layer([capture()], calib))
+    assert found["protected"] == [1] and found["protected_by_best_place"] == [1] and found["place"][3] == 3
 
 
 # ---- the command ----
