@@ -18,7 +18,7 @@ PY := .venv/bin/python
 demo: .venv/runtime
 	$(PY) generate.py --prompt-file examples/needle.txt --max-new-tokens 8
 	$(PY) generate.py --method self_index --prompt-file examples/needle.txt --max-new-tokens 8
-	$(PY) generate.py --method self_index --prompt "import argparse" --max-new-tokens 120
+	$(PY) generate.py --method self_index --prompt "import argparse" --max-new-tokens 120 --temperature 0.95 --top-p 0.95 --seed 1
 
 test: .venv/dev
 	$(PY) -m pytest -m "not slow"

@@ -229,7 +229,14 @@ def evaluate(
     """The rows of the table at one length, one per method."""
     ev.setup(methods, T + (64 if set(tasks) & {*NEEDLES, "key_value"} else 8))
     rows = {
-        label: dict(method=name, knobs=knobs, seq_len=T, samples=samples, query_in_prompt=ev.query_in_prompt)
+        label: dict(
+            method=name,
+            knobs=knobs,
+            seq_len=T,
+            samples=samples,
+            text_samples=text_samples,
+            query_in_prompt=ev.query_in_prompt,
+        )
         | ev.bytes(label, T - 1)
         for label, (name, knobs) in methods.items()
     }

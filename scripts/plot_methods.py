@@ -51,8 +51,9 @@ def main() -> None:
     for ax in axes[:, 0]:
         ax.set_ylabel(f"{opt.task}, % found" if opt.task != "repeats" else "repeats, % predicted")
     handles = [plt.Line2D([], [], marker=m, color=c, linestyle="", label=n) for n, (m, c) in look.items()]
-    fig.legend(handles=handles, loc="lower center", ncols=min(len(handles), 8), frameon=False)
-    fig.tight_layout(rect=(0, 0.05, 1, 1))
+    fig.legend(handles=handles, loc="lower center", ncols=3 * len(lengths), frameon=False, fontsize=9)
+    lines = -(-len(handles) // (3 * len(lengths)))
+    fig.tight_layout(rect=(0, 0.02 + 0.025 * lines, 1, 1))
     fig.savefig(opt.out, dpi=110)
     print(opt.out)
 
