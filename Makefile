@@ -20,11 +20,12 @@ demo: .venv/runtime
 	$(PY) generate.py --method self_index --prompt-file examples/needle.txt --max-new-tokens 8
 	$(PY) generate.py --method self_index --prompt "import argparse" --max-new-tokens 120 --temperature 0.95 --top-p 0.95 --seed 1
 
+# a process a core, and one thread in each: the tests are many and small
 test: .venv/dev
-	$(PY) -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"
 
 test-all: .venv/dev
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
 lint: .venv/dev
 	.venv/bin/ruff check .

@@ -2,13 +2,25 @@
 
 The torch versions here are the reference for every kernel that computes the same thing. `decode_attention` is a
 registered operator, so that a compiled graph calls it with fixed shapes while it reads filled slots alone.
+
+The Triton kernel cuts the slots of all rows and heads, laid end to end, into as many equal shares as the card holds
+programs: a long row among short ones gets most of them, where a fixed number of splits a row would leave most idle. The
+lengths are read on the GPU, the grid depends on sizes alone. A program holds the query heads of one KV head as a tile,
+so that K and V are read once, 2 * D * slots elements of them; where its share crosses from one head to the next it
+writes another partial output, (D + 1) * g fp32 numbers, which a second kernel reduces. Even one query head is padded
+to the 16 rows of a tensor-core tile: an mma of 8 slots and 16 channels replaces 8 instructions that convert and
+multiply-add loaded values, and what bounds decode is memory.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.backend import ASSUMED_SMS, Aot, dot, multiprocessors, tl, triton, use_triton
 
 QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask to QUERY_BLOCK x (QUERY_BLOCK + window)
 
@@ -46,6 +58,246 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.view(B, Hq, D)
 
 
+# ---- one query per row over a range of slots: the kernels, also of packed_attention ----
+
+# A tile of K or V is 16 KB. Three stages keep two blocks of both in flight, 64 KB of shared memory a program: what
+# covers the memory's latency on an H100 (about 20 KB per multiprocessor) several times, and three programs fit.
+TILE_BYTES = 16384
+NUM_STAGES = 3
+
+
+@triton.jit
+def _blocks(start, stop, b, B, BLOCK_N: tl.constexpr):
+    """Where the slots of rows b begin and end, and how many blocks they are; none count as one, which writes zeros."""
+    lo = b * 0
+    if start is not None:
+        lo = tl.load(start + b, mask=b < B, other=0).to(tl.int32)
+    hi = tl.load(stop + b, mask=b < B, other=0).to(tl.int32)
+    return lo, hi, tl.where(b < B, tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1), 0)
+
+
+@triton.jit
+def _split_attention(
+    q, k, v, start, stop, mean_k, mean_v, count, part, lse,
+    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, B, H,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program p: blocks p * share to (p + 1) * share of the sequence (row, KV head, block), attention of each KV head's
+    G query heads over those of its blocks that are among them."""
+    p = tl.program_id(0)
+    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    LOG2: tl.constexpr = D**-0.5 * 1.4426950408889634  # exp2 is the hardware's: logits are in units of log 2
+
+    rows = tl.arange(0, BLOCK_B)
+    _, _, blocks = _blocks(start, stop, rows, B, BLOCK_N)
+    total = tl.sum(blocks) * H
+    share = tl.cdiv(total, tl.num_programs(0))
+    at = p * share
+    end = tl.minimum(total, at + share)
+    b = tl.sum((tl.cumsum(blocks) * H <= at).to(tl.int32))  # rows that end before the share
+    at_row = tl.sum(tl.where(rows < b, blocks, 0)) * H
+    _, _, m = _blocks(start, stop, tl.minimum(b, B - 1), B, BLOCK_N)
+    h = (at - at_row) // m
+    while at < end:
+        lo, hi, m = _blocks(start, stop, b, B, BLOCK_N)
+        first_block = at - at_row - h * m
+        past = tl.minimum(m, first_block + end - at)  # the head's blocks, or what is left of the share
+        at += past - first_block
+        hi = tl.minimum(hi, lo + past * BLOCK_N)
+        lo += first_block * BLOCK_N
+
+        row, group = b.to(tl.int64), b.to(tl.int64) * H + h
+        head, real = h * G + g, (g[:, None] < G) & (d < D)
+        x = tl.load(q + row * q_row + head[:, None] * q_head + d, mask=real, other=0.0).to(k.dtype.element_ty)
+        if count is not None:  # one token more, beside the first block; loaded here so that the loop hides the latency
+            extra_k = tl.load(mean_k + group * D + d, mask=d < D, other=0.0)
+            extra_v = tl.load(mean_v + group * D + d, mask=d < D, other=0.0)
+            many = tl.load(count + b).to(tl.float32)
+
+        k_base, v_base = k + row * k_row + h * k_head, v + row * v_row + h * v_head
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        weight = tl.zeros([BLOCK_G], tl.float32)
+        y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for first in range(lo, hi, BLOCK_N):
+            slot = (first + n).to(tl.int64)
+            inside = (first + n < hi)[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
+            keys = tl.load(k_base + slot[:, None] * k_slot + d, mask=inside, other=0.0)
+            values = tl.load(v_base + slot[:, None] * v_slot + d, mask=inside, other=0.0)
+            logits = dot(x, tl.trans(keys)) * LOG2
+            logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
+            new = tl.maximum(top, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
+            e, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
+            weight = weight * shrink + tl.sum(e, 1)
+            y = dot(e.to(values.dtype), values, y * shrink[:, None])
+            top = new
+
+        if count is not None:
+            some = (many > 0) & (first_block == 0)
+            logit = tl.sum(x.to(tl.float32) * extra_k, 1) * LOG2
+            logit = tl.where(some, logit + tl.log2(tl.maximum(many, 1.0)), float("-inf"))  # RazorAttention, Eq. 5
+            new = tl.maximum(top, logit)
+            base = tl.where(new == float("-inf"), 0.0, new)  # neither slots nor the extra token
+            e, shrink = tl.exp2(logit - base), tl.exp2(top - base)
+            weight = weight * shrink + e
+            y = y * shrink[:, None] + e[:, None] * tl.where(some, extra_v, 0.0)[None, :]
+            top = new
+
+        weight = tl.maximum(weight, 1e-30)
+        # p and the head never fall, and one of them rises from a part to the next: their sum numbers the parts
+        to = (p + group) * G + g
+        tl.store(part + to[:, None] * D + d, y / weight[:, None], mask=real)
+        tl.store(lse + to, top + tl.log2(weight), mask=g < G)
+        h += 1
+        if h == H:
+            b, h, at_row = b + 1, 0, at
+
+
+@triton.jit
+def _combine_shares(
+    part, lse, out, start, stop, P, B, H,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (query head of a row, channels): the mean of its parts, which lie one behind the other in `part`."""
+    head, rows = tl.program_id(0), tl.arange(0, BLOCK_B)
+    group = head // G
+    b, h = group // H, group % H
+    _, _, blocks = _blocks(start, stop, rows, B, BLOCK_N)
+    share = tl.cdiv(tl.sum(blocks) * H, P)
+    mine = tl.sum(tl.where(rows == b, blocks, 0))
+    first = tl.sum(tl.where(rows < b, blocks, 0)) * H + h * mine
+    lo, hi = first // share + group, (first + mine - 1) // share + group + 1
+
+    s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    top, total, y = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    for i in range(lo, hi, BLOCK_S):
+        at = (i + s).to(tl.int64) * G + head % G
+        weight = tl.load(lse + at, mask=i + s < hi, other=float("-inf"))
+        x = tl.load(part + at[:, None] * D + d, mask=(i + s < hi)[:, None] & (d < D), other=0.0)
+        new = tl.maximum(top, tl.max(weight))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row without tokens
+        weight, shrink = tl.exp2(weight - base), tl.exp2(top - base)
+        y = y * shrink + tl.sum(x * weight[:, None], 0)
+        total = total * shrink + tl.sum(weight)
+        top = new
+    y /= tl.maximum(total, 1e-30)
+    tl.store(out + head.to(tl.int64) * D + d, y.to(out.dtype.element_ty), mask=d < D)
+
+
+PROGRAMS = 2  # a multiprocessor: what shared memory lets every card since the A100 hold
+COMBINE_D = 32  # channels per program: a full line of 128 bytes, and enough programs to fill the card at batch 1
+COMBINE_S = 64  # most parts that one step of the reduction takes
+
+
+def _config(G: int, D: int, itemsize: int, B: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options for B rows, G query heads a group, head dimension D, K and V of `itemsize` bytes."""
+    heads, width = max(16, triton.next_power_of_2(G)), triton.next_power_of_2(D)
+    block = min(128, max(16, TILE_BYTES // (width * itemsize)))
+    warps = 4 if heads * width * itemsize <= 8192 else 8  # four would spill: every warp holds all of the queries
+    constants = dict(G=G, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_G=heads, BLOCK_D=width, BLOCK_N=block)
+    return constants, dict(num_warps=warps, num_stages=NUM_STAGES)
+
+
+def _combine_config(constants: dict[str, int], groups: int, programs: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Those of the reduction: rows of equal lengths take one step of it, a long one among short ones takes several."""
+    parts = triton.cdiv(programs, groups) + 1
+    own = dict(BLOCK_D=COMBINE_D, BLOCK_S=min(COMBINE_S, triton.next_power_of_2(parts)))
+    return {a: x for a, x in (constants | own).items() if a != "BLOCK_G"}, dict(num_warps=2, num_stages=1)
+
+
+def _programs(groups: int, n: int, block: int, device: torch.device) -> int:
+    """How many programs share `groups` heads of up to n slots: what the card holds, if that many have a block."""
+    return min(PROGRAMS * multiprocessors(device), groups * max(1, triton.cdiv(n, block)))
+
+
+def split_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stop: Tensor,
+    start: Tensor | None = None,
+    mean: tuple[Tensor, Tensor, Tensor] | None = None,
+    block: int | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """The Triton version of `decode_attention` and, with mean = (mean_k, mean_v, count), of `packed_attention`.
+
+    block (slots, a power of two >= 16) and programs are chosen from the sizes unless tests give them.
+    """
+    B, Hq, D = q.shape
+    H, T = k.shape[1:3]
+    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
+    constants, options = _config(Hq // H, D, k.element_size(), B)
+    constants["BLOCK_N"] = block = block or constants["BLOCK_N"]
+    programs = programs or _programs(B * H, T, block, q.device)
+    parts = programs + B * H - 1  # a program's share ends, or a head does
+    part = torch.empty(parts, Hq // H, D, dtype=torch.float32, device=q.device)
+    lse = torch.empty(parts, Hq // H, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    mean_k, mean_v, count = (x.contiguous() for x in mean) if mean else (None, None, None)
+    start, stop = None if start is None else start.contiguous(), stop.contiguous()
+    _split_attention[(programs,)](
+        q, k, v, start, stop, mean_k, mean_v, count, part, lse,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], B, H, **constants, **options,
+    )  # fmt: skip
+    constants, options = _combine_config(constants, B * H, programs)
+    grid = (B * Hq, triton.cdiv(D, COMBINE_D))
+    _combine_shares[grid](part, lse, out, start, stop, programs, B, H, **constants, **options)
+    return out
+
+
+AOT_BATCH = 8  # rows: only the tile of lengths depends on them
+
+
+def split_aot(
+    name: str, n_head: int, n_kv_head: int, head_dim: int, dtype: str = "bf16", absent: tuple[str, ...] = ()
+) -> Aot:
+    """An entry of `aot`: the kernel with some of its pointers absent."""
+    strides = ("q_row", "q_head", "k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot")
+    constants, options = _config(n_head // n_kv_head, head_dim, 4 if dtype == "fp32" else 2, AOT_BATCH)
+    types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("start", "stop", "count"), "*i64")
+    types |= dict.fromkeys(("mean_k", "mean_v", "part", "lse"), "*fp32") | dict.fromkeys(strides, "i64:16")
+    types |= dict(B="i32", H="i32") | dict.fromkeys((*constants, *absent), "constexpr")
+    signature = {a: types[a] for a in _split_attention.arg_names}
+    return name, _split_attention, signature, constants | dict.fromkeys(absent), options
+
+
+def _combine_aot(name: str, n_head: int, n_kv_head: int, head_dim: int, batch: int) -> Aot:
+    tile, _ = _config(n_head // n_kv_head, head_dim, 2, batch)
+    constants, options = _combine_config(tile, batch * n_kv_head, PROGRAMS * ASSUMED_SMS)
+    types = dict.fromkeys(("part", "lse"), "*fp32") | dict.fromkeys(("start", "stop"), "*i64") | dict(out="*bf16")
+    types |= dict.fromkeys(("P", "B", "H"), "i32") | dict.fromkeys(constants, "constexpr")
+    return name, _combine_shares, {a: types[a] for a in _combine_shares.arg_names}, constants, options
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    shape, extra = (n_head, n_kv_head, head_dim), ("mean_k", "mean_v", "count")
+    return [
+        split_aot("decode", *shape, absent=extra),
+        split_aot("decode fp32", *shape, dtype="fp32", absent=extra),
+        _combine_aot("combine shares", *shape, batch=AOT_BATCH),
+        _combine_aot("combine shares, batch 1", *shape, batch=1),
+    ]
+
+
+def split_bytes(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int, itemsize: int = 2) -> int:
+    """Bytes that both kernels read and write: K and V once, the queries, the parts twice, the result."""
+    constants, _ = _config(n_head // n_kv_head, head_dim, itemsize, batch)
+    groups = batch * n_kv_head
+    programs = min(PROGRAMS * ASSUMED_SMS, groups * triton.cdiv(length, constants["BLOCK_N"]))
+    parts = (programs + groups - 1) * constants["G"] * (head_dim + 1) * 4
+    return 2 * groups * length * head_dim * itemsize + 2 * parts + 2 * batch * n_head * head_dim * itemsize
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Of one decode step of a layer: the operation, bytes read and written in bf16, launches."""
+    shape = (n_head, n_kv_head, head_dim, batch, length)
+    return [dict(op="decode_attention", bytes=split_bytes(*shape), launches=2)]
+
+
+# ---- the operator ----
+
 _lib = torch.library.Library("kv_fast", "DEF")
 _lib.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop) -> Tensor")
 
@@ -74,12 +326,18 @@ def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: 
 
 
 def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """On other devices no length may reach the host: every slot is read and masked."""
+    """On a GPU no length may reach the host: every slot is read and masked."""
     t = torch.arange(k.shape[2], device=q.device)
     mask = (t >= start[:, None]) & (t < stop[:, None])
     return masked_attention(q, k[: len(q)], v[: len(q)], mask[:, None])
 
 
-_lib.impl("decode_attention", _decode_attention_cpu, "CPU")
-_lib.impl("decode_attention", _decode_attention_masked, "CUDA")
-torch.library.register_fake("kv_fast::decode_attention", lambda q, k, v, start, stop: torch.empty_like(q), lib=_lib)
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    if use_triton(q):
+        return split_attention(q, k, v, stop, start)
+    return (_decode_attention_masked if q.is_cuda else _decode_attention_cpu)(q, k, v, start, stop)
+
+
+_lib.impl("decode_attention", _decode_attention, "CPU")
+_lib.impl("decode_attention", _decode_attention, "CUDA")
+torch.library.register_fake("kv_fast::decode_attention", lambda q, k, v, start, stop: q.new_empty(q.shape), lib=_lib)

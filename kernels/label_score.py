@@ -1,11 +1,21 @@
-"""Labels of Double Sparsity: a few channels of every key, quantized together per token, and the scores they give."""
+"""Labels of Double Sparsity: a few channels of every key, quantized together per token, and the scores they give.
+
+The kernels read and write each byte of the labels once. In scoring, a thread loads whole tokens, 16 bytes at a time.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.quantize import FP16_MAX, pack, unpack
+from kernels.backend import Aot, tl, triton, use_triton
+from kernels.latent_score import empty_scores, filled
+from kernels.quantize import half_params, pack
+
+SCORED, WARPS = 512, 4  # tokens of a program: 10 KB at 32 channels of 4 bits, and as many programs as fit hide latency
+STORED = 16  # tokens of a program that stores a prompt
 
 
 def quantize_labels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -15,22 +25,205 @@ def quantize_labels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     are taken against the scale and zero as stored in fp16.
     """
     levels, x = 2**bits - 1, x.float()
-    zero = x.amin(-1).clamp(-FP16_MAX, FP16_MAX).half()
-    scale = ((x.amax(-1) - zero.float()) / levels).clamp(0, FP16_MAX).half()
+    scale, zero = half_params(x.amin(-1), x.amax(-1), levels)
     step = scale.float().clamp(min=1e-8)  # a constant token has scale 0: every code is 0
     codes = ((x - zero.float()[..., None]) / step[..., None]).round_().clamp_(0, levels).to(torch.uint8)
     return pack(codes, bits), torch.stack((scale, zero), -1)
 
 
-def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int) -> Tensor:
+def store_labels(
+    k: Tensor, channels: Tensor, start: Tensor | None, labels: Tensor, params: Tensor | None, bits: int
+) -> None:
+    """Write `channels` of S keys a row as labels into slots start, start + 1, ... of the row; None: from slot 0 on.
+
+    k [B, H, S, D], channels [H, r] int64, start [B]; labels and params, [>= B, H, T, ...], as in `label_score`.
+    """
+    if params is not None and use_triton(k):
+        return torch.ops.kv_fast.store_labels(k, channels, start, labels, params, bits)
+    B, _, S, _ = k.shape
+    x = k.gather(3, channels[None, :, None].expand(B, -1, S, -1))
+    parts = ((labels, x),) if params is None else zip((labels, params), quantize_labels(x, bits), strict=True)
+    row = torch.arange(B, device=k.device)[:, None]
+    for buffer, part in parts:
+        if start is None:
+            buffer[:B, :, :S] = part
+        else:  # advanced indices around a slice put the head behind
+            buffer[row, :, start[:, None] + torch.arange(S, device=k.device)] = part.transpose(1, 2).to(buffer.dtype)
+
+
+def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos: Tensor | None = None) -> Tensor:
     """Approximate q . k of every token from its labels, without softmax and scale (Algorithm 1), in fp32.
 
     q [B, H, r] fp32, the group's queries summed; labels [B, H, T, r * bits / 8] uint8 and params [B, H, T, 2], or
-    labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything.
+    labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
+    if given, is the last slot that matters: later ones need not be read, and give anything, too.
     """
+    if use_triton(q):
+        if params is None:
+            return torch.ops.kv_fast.latent_score(q[:, :, None], labels, pos)[:, :, 0]
+        return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
     if params is None:
         return (labels.float() @ q[..., None])[..., 0]
-    # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized
-    codes = unpack(labels, bits).float()
+    # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
+    # order: the i-th codes of all bytes are a matrix of their own
+    codes = sum((labels >> i * bits & 2**bits - 1).float() @ q[..., i :: 8 // bits, None] for i in range(8 // bits))
     scale, zero = params.float().unbind(-1)
-    return scale * (codes @ q[..., None])[..., 0] + zero * q.sum(-1, keepdim=True)
+    return scale * codes[..., 0] + zero * q.sum(-1, keepdim=True)
+
+
+# ---- scoring ----
+
+
+@triton.jit
+def _label_score(
+    q, labels, params, pos, out,
+    label_row, label_head, param_row, param_head, out_row, out_head, H, T,
+    R: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, block of tokens). A token's labels are W integers of 4 bytes, or of 1 if that is odd.
+
+    Codes need no conversion: the float whose bits are an integer n < 2^24 is n * 2^-149, subnormal or just above. So a
+    code is masked where it stands, one instruction, and multiplied; the power of two that is missing goes into q.
+    """
+    row, b, h = tl.program_id(0), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
+    if first >= n:
+        return
+    t, w = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
+    slot = t.to(tl.int64)
+    at = labels + b * label_row + h * label_head + slot[:, None] * W + w
+    words = tl.load(at, mask=(t[:, None] < n) & (w < W), other=0).to(tl.int32)
+    both = tl.load(params + b * param_row + h * param_head + slot, mask=t < n, other=0)  # fp16 scale, then zero
+    upper = words >> 24
+    score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
+    for i in tl.static_range(R // W):
+        query = tl.load(q + row * R + w * (R // W) + i, mask=w < W, other=0.0)
+        total += query
+        if i * BITS < 24:
+            code = words & ((2**BITS - 1) << (i * BITS))
+            score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (104 - i * BITS))
+        else:
+            code = upper & ((2**BITS - 1) << (i * BITS - 24))
+            score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (128 - i * BITS))
+    scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    y = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
+    tl.store(out + b * out_row + h * out_head + t, y, mask=t < tl.cdiv(T, 16) * 16)
+
+
+def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
+    B, H, T, W = labels.shape
+    out = empty_scores(B, H, T, device=q.device)
+    if W % 4 == 0:
+        labels, W = labels.view(torch.int32), W // 4
+    params = params.view(torch.int32)[..., 0]
+    _label_score[(B * H, triton.cdiv(T, SCORED))](
+        q.contiguous(), labels, params, None if pos is None else pos.contiguous(), out,
+        *labels.stride()[:2], *params.stride()[:2], *out.stride()[:2], H, T,
+        R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+# ---- storing ----
+
+
+@triton.jit
+def _store_labels(
+    k, channels, start, labels, params,
+    k_row, k_head, k_slot, label_row, label_head, param_row, param_head, H, S,
+    R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, block of tokens)."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    PER: tl.constexpr = 8 // BITS
+    s, w, i = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W), tl.arange(0, PER)
+    channel = w[:, None] * PER + i
+    real = (s[:, None, None] < S) & (channel < R)
+    at = tl.load(channels + h * R + channel, mask=channel < R, other=0)
+    x = tl.load(k + b * k_row + h * k_head + s.to(tl.int64)[:, None, None] * k_slot + at, mask=real, other=0.0)
+    x = x.to(tl.float32)  # [BLOCK_S, BLOCK_W, PER]: a byte holds PER channels
+    low = tl.min(tl.min(tl.where(real, x, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(real, x, float("-inf")), 2), 1)
+    zero = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
+    scale = tl.div_rn(high - zero.to(tl.float32), tl.full([BLOCK_S], 2**BITS - 1, tl.float32))
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)[:, None, None] + tl.zeros_like(x)
+    code = tl.div_rn(x - zero.to(tl.float32)[:, None, None], step)
+    # clamped before it is rounded, which changes nothing; adding 1.5 * 2^23 rounds to integers, halves to even
+    code = tl.minimum(tl.maximum(code, 0.0), 2**BITS - 1) + 12582912.0 - 12582912.0
+    packed = tl.sum(tl.where(channel < R, code.to(tl.int32) << (i * BITS), 0), 2)
+    slot = s.to(tl.int64)
+    if start is not None:
+        slot += tl.load(start + b)
+    W: tl.constexpr = R // PER
+    to = labels + b * label_row + h * label_head + slot[:, None] * W + w
+    tl.store(to, packed.to(tl.uint8), mask=(s[:, None] < S) & (w < W))
+    to = params + b * param_row + h * param_head + slot * 2
+    tl.store(to, scale, mask=s < S)
+    tl.store(to + 1, zero, mask=s < S)
+
+
+def _store_labels_triton(
+    k: Tensor, channels: Tensor, start: Tensor | None, labels: Tensor, params: Tensor, bits: int
+) -> None:
+    B, H, S, _ = k.shape
+    W = labels.shape[3]
+    k = k if k.stride(3) == 1 else k.contiguous()
+    block = min(STORED, triton.next_power_of_2(S))
+    _store_labels[(B * H, triton.cdiv(S, block))](
+        k, channels, None if start is None else start.contiguous(), labels, params,
+        *k.stride()[:3], *labels.stride()[:2], *params.stride()[:2], H, S,
+        R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), BLOCK_S=block, num_warps=1,
+    )  # fmt: skip
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("label_score(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor")
+_lib.define(
+    "store_labels(Tensor k, Tensor channels, Tensor? start, Tensor(a!) labels, Tensor(b!) params, int bits) -> ()"
+)
+for _device in ("CPU", "CUDA"):
+    _lib.impl("label_score", _label_score_triton, _device)
+    _lib.impl("store_labels", _store_labels_triton, _device)
+torch.library.register_fake(
+    "kv_fast::label_score",
+    lambda q, labels, params, bits, pos: empty_scores(*labels.shape[:3], device=q.device),
+    lib=_lib,
+)
+torch.library.register_fake("kv_fast::store_labels", lambda k, channels, start, labels, params, bits: None, lib=_lib)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    """Scores from a quarter of the channels; labels of a prompt and of one token."""
+    R, score = head_dim // 4, ("label_row", "label_head", "param_row", "param_head", "out_row", "out_head")
+    types = dict(q="*fp32", labels="*i32", params="*i32", pos="*i64", out="*fp32", H="i32", T="i32:16")
+    types |= dict.fromkeys(score, "i64:16")
+    out: list[Aot] = []
+    for bits in (4, 2):
+        W = R * bits // 32
+        sizes = dict(R=R, BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED)
+        signature = types | dict.fromkeys(sizes, "constexpr")
+        out.append((f"label score, {bits} bits", _label_score, signature, sizes, dict(num_warps=WARPS, num_stages=1)))
+    types = dict(k="*bf16", channels="*i64", start="*i64", labels="*u8", params="*fp16", H="i32", S="i32")
+    types |= dict.fromkeys(
+        ("k_row", "k_head", "k_slot", "label_row", "label_head", "param_row", "param_head"), "i64:16"
+    )
+    for name, block in (("prompt", STORED), ("token", 1)):
+        sizes = dict(R=R, BITS=4, BLOCK_W=triton.next_power_of_2(R // 2), BLOCK_S=block)
+        signature = types | dict.fromkeys(sizes, "constexpr")
+        out.append((f"labels of a {name}", _store_labels, signature, sizes, dict(num_warps=1, num_stages=1)))
+    return out
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes and launches of scoring `length` tokens by a quarter of the channels, of storing a token and a prompt."""
+    rows, r, out = batch * n_kv_head, head_dim // 4, []
+    for bits in (4, 2):
+        label = r * bits // 8 + 4  # of a token, with scale and zero
+        out.append(dict(op=f"label_score, {bits} bits", bytes=rows * (length * (label + 4) + 4 * r), launches=1))
+    label = r // 2 + 4
+    # of a key that has left the L2 whole lines are read, and channels are spread over all of them
+    out.append(dict(op="store_labels, token", bytes=rows * (2 * head_dim + label) + 8 * n_kv_head * r, launches=1))
+    size = rows * length * (2 * head_dim + label) + 8 * n_kv_head * r
+    return [*out, dict(op="store_labels, prompt", bytes=size, launches=1)]

@@ -1,21 +1,27 @@
-"""Keys in a latent space that all KV heads of a layer share: scores there, and attention over tokens expanded from it.
+"""Keys in a latent space that all KV heads of a layer share: how tokens are stored, of a prompt and one by one.
 
-A GPU kernel has two passes to fuse: `latent_score`, and all of `latent_attention`, which never needs the expanded keys
-in memory. A head's slice of the basis is [r, D], and a rotation in halves is two products, with its first and second
-D / 2 columns, combined in registers.
+A token's coordinates lie in one buffer, or in two: those that score first, the rest apart, so that a pass over the
+scores reads whole rows and nothing else. Values are quantized as in kernels/quantize.py.
+
+Of a prompt, one kernel multiplies the keys with the basis and writes each tile of coordinates to the buffer it belongs
+to: it reads 2 n*D bytes a token and writes 2 r. A product into a temporary and a split would write and read 2 r more,
+two products would read the keys twice. Its 2 n*D r operations a token are what prefill pays for: at Llama-2-7B's shapes
+(n*D = 4096, r = 1024) 8.4 MFLOP beside 405 MFLOP of a layer's weights and, at 32K, 268 of its attention: 1.2 %.
+
+In decode, one kernel moves the token that leaves the ring, at the target ratio, and puts the new one in its place.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.dense_attention import masked_attention
+from kernels.backend import Aot, dot, tl, triton, use_triton
 from kernels.gather_attention import gather_rows
-from kernels.quantize import dequantize, quantize
-from model import apply_rope
+from kernels.packed_gather_attention import _scale_zero
+from kernels.quantize import GROUP, dequantize, quantize
 
 
 class LatentTokens(NamedTuple):
@@ -24,6 +30,10 @@ class LatentTokens(NamedTuple):
     latents: tuple[Tensor, ...]  # [>= B, T, r_i]: the coordinates of a key in order, in buffers that are read apart
     values: tuple[Tensor, ...]  # uint8 [>= B, T, n*D*bits/8] and fp16 [>= B, T, n*D/32, 2]; at 16 bits [>= B, T, n*D]
     bits: int
+
+    def coded(self) -> tuple[Tensor, Tensor | None]:
+        """The values, and their scales and zeros if they have some."""
+        return self.values[0], self.values[1] if self.bits < 16 else None
 
 
 def write_tokens(tokens: LatentTokens, row: Tensor, slot: Tensor, latents: Tensor, values: Tensor) -> None:
@@ -52,34 +62,248 @@ def read_tokens(tokens: LatentTokens, slot: Tensor) -> tuple[Tensor, Tensor]:
     return latents, dequantize(packed, params.unflatten(-1, (-1, 2)), tokens.bits)
 
 
-def latent_score(q: Tensor, latents: Tensor) -> Tensor:
-    """Inner products of C queries a row with every token: q [B, C, r], latents [B, T, r] -> fp32 [B, C, T]."""
-    return q.float() @ latents.float().transpose(1, 2)
+def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """Write the tokens of prompts to slots 0, 1, ... of the store; past their lengths [B], slots may get anything.
 
-
-def latent_attention(
-    q: Tensor,
-    basis: Tensor,
-    ring: LatentTokens,
-    store: LatentTokens,
-    idx: Tensor,
-    count: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    """Gather, expand, rotate at the tokens' own positions, attend to the first `count` tokens of each row.
-
-    q [B, Hq, D] rotated; basis [>= r, n*D] with the basis vectors in rows, of which latents of r coordinates use the
-    first r; idx [B, K] positions, K >= R: the first R are in the ring of R slots (slot = position mod R), the others in
-    the store (slot = position); entries past count [B] may point anywhere; cos and sin [B, K, D/2] at the positions
-    -> [B, Hq, D].
+    k, v [B, n, S, D] before rotation; basis [>= r, n*D] with the basis vectors in rows, of which r are used.
     """
-    B, K, D, R = *idx.shape, q.shape[2], ring.latents[0].shape[1]
-    keys, values = [], []
-    for tokens, slot in ((ring, idx[:, :R] % R), (store, idx[:, R:])):
-        latents, v = read_tokens(tokens, slot)
-        keys.append(latents @ basis[: latents.shape[2]])
-        values.append(v.to(q.dtype))
-    k, v = (torch.cat(x, 1).view(B, K, -1, D).transpose(1, 2) for x in (keys, values))  # [B, n, K, D]
-    chosen = torch.arange(K, device=q.device) < count[:, None]
-    return masked_attention(q, apply_rope(k, cos[:, None], sin[:, None]), v, chosen[:, None])
+    keys, values = k.transpose(1, 2).flatten(2), v.transpose(1, 2)
+    B, S, _ = keys.shape
+    if use_triton(k):
+        torch.ops.kv_fast.project(keys, basis, lengths, *store.latents)
+    else:
+        widths = [part.shape[2] for part in store.latents]
+        latents = keys @ basis[: sum(widths)].T  # eq. 1
+        for part, x in zip(store.latents, latents.split(widths, -1), strict=True):
+            part[:B, :S] = x
+    coded = (values,) if store.bits == 16 else quantize(values, store.bits)
+    for part, x in zip(store.values, coded, strict=True):
+        part[:B, :S] = x.reshape(B, S, *part.shape[2:])
+
+
+def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor) -> None:
+    """Put a token a row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
+
+    The token at pos - R leaves it for the store, at the target ratio. Where there is none yet, what its slot holds goes
+    to one of the store's last slots: their tokens can never leave the ring.
+    """
+    if use_triton(values):
+        torch.ops.kv_fast.append_token(
+            latents, values, pos, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), store.bits
+        )
+        return
+    R, T = ring.latents[0].shape[1], store.latents[0].shape[1]
+    row, slot = torch.arange(len(pos), device=pos.device), pos % R
+    old_latents, old_values = read_tokens(ring, slot[:, None])
+    write_tokens(store, row, (pos - R) % T, old_latents[:, 0], old_values[:, 0])
+    write_tokens(ring, row, slot, latents, values)
+
+
+# ---- a prompt's keys into the latent space ----
+
+TILE, BLOCK_K = 128, 64  # 128 tokens by 128 coordinates: 64 accumulators a thread in 8 warps, 32 KB a stage
+NUM_WARPS, NUM_STAGES = 8, 3
+
+
+@triton.jit
+def _project(
+    x, basis, lengths, lead, rest, x_row, x_token, lead_row, rest_row, S, tiles,
+    WIDTH: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of coordinates, within a tile of tokens; row). The tiles of the same tokens run side by side."""
+    b = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) // tiles * BLOCK_T
+    n = tl.minimum(tl.load(lengths + b), S).to(tl.int32)
+    if first >= n:
+        return
+    lo = tl.program_id(0) % tiles * BLOCK_R
+    t, r, c = first + tl.arange(0, BLOCK_T), lo + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    token = t.to(tl.int64)
+    acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for at in range(0, WIDTH, BLOCK_K):
+        keys = tl.load(
+            x + b * x_row + token[:, None] * x_token + at + c, mask=(t[:, None] < n) & (at + c < WIDTH), other=0.0
+        )
+        part = tl.load(
+            basis + r[:, None] * WIDTH + at + c, mask=(r[:, None] < LEAD + REST) & (at + c < WIDTH), other=0.0
+        )
+        acc = dot(keys, tl.trans(part), acc)
+    y, some = acc.to(lead.dtype.element_ty), t[:, None] < n
+    if lo < LEAD:
+        tl.store(lead + b * lead_row + token[:, None] * LEAD + r, y, mask=some & (r < LEAD))
+    if lo + BLOCK_R > LEAD:
+        to = rest + b * rest_row + token[:, None] * REST + r - LEAD
+        tl.store(to, y, mask=some & (r >= LEAD) & (r < LEAD + REST))
+
+
+def _project_launch(
+    x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tensor, tile: int | None = None
+) -> None:
+    """x [B, S, n*D]; tests give the size of a tile (a power of two >= 16)."""
+    B, S, width = x.shape
+    x = x if x.stride(2) == 1 else x.contiguous()
+    assert lead.is_contiguous() and rest.is_contiguous() and basis.is_contiguous()
+    ranks, block_k = dict(LEAD=lead.shape[2], REST=rest.shape[2]), BLOCK_K * 2 // x.element_size()
+    tile = tile or TILE
+    tiles = triton.cdiv(sum(ranks.values()), tile)
+    _project[(triton.cdiv(S, tile) * tiles, B)](
+        x, basis, lengths.contiguous(), lead, rest, *x.stride()[:2], lead.stride(0), rest.stride(0), S, tiles,
+        WIDTH=width, **ranks, BLOCK_T=tile, BLOCK_R=tile, BLOCK_K=min(block_k, tile),
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+
+
+# ---- one token ----
+
+PART = 1024  # coordinates or channels of a program
+APPEND_WARPS = 4
+
+
+@triton.jit
+def _encode(x, BITS: tl.constexpr):
+    """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero: the bytes of
+    kernels/quantize.py, whose divisions are rounded and whose ties go to the even code."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    zero = tl.minimum(tl.maximum(tl.min(x, 1), -65504.0), 65504.0).to(tl.float16)
+    scale = tl.div_rn(tl.max(x, 1) - zero.to(tl.float32), LEVELS * 1.0)
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)
+    code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
+    code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
+    words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return words, pair | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _move(new, ring, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
+    """Numbers i [PART] of a slot of `ring`: what leaves goes to lead and then rest, and makes room for what comes."""
+    come = tl.load(new + i, mask=i < RING, other=0.0)
+    leave = tl.load(ring + i, mask=i < LEAD + REST, other=0.0)
+    tl.debug_barrier()  # all is read before any is written
+    tl.store(lead + i, leave, mask=i < LEAD)
+    tl.store(rest + i - LEAD, leave, mask=(i >= LEAD) & (i < LEAD + REST))
+    tl.store(ring + i, come.to(ring.dtype.element_ty), mask=i < RING)
+
+
+@triton.jit
+def _move_coded(new, ring, ring_params, v, params, first, GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr):
+    """The same of groups of 32 channels, from `first` on: 8 words of 8-bit codes in the ring, BITS words in v."""
+    g, w, bits, c = first + tl.arange(0, PART), tl.arange(0, 8), tl.arange(0, BITS), tl.arange(0, 32)
+    real = g[:, None] < GROUPS
+    come = tl.load(new + g[:, None] * 32 + c, mask=real, other=0.0).to(tl.float32)
+    words = tl.load(ring + g[:, None] * 8 + w, mask=real, other=0)
+    scale, zero = _scale_zero(tl.load(ring_params + g, mask=g < GROUPS, other=0))
+    tl.debug_barrier()
+    codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
+    # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one
+    words, pair = _encode(codes * scale[:, None] + zero[:, None], BITS)
+    tl.store(v + g[:, None] * BITS + bits, words, mask=real)
+    tl.store(params + g, pair, mask=g < GROUPS)
+    words, pair = _encode(come, 8)
+    tl.store(ring + g[:, None] * 8 + w, words, mask=real)
+    tl.store(ring_params + g, pair, mask=g < GROUPS)
+
+
+@triton.jit
+def _append(
+    latents, values, pos, ring_k, ring_v, ring_params, lead, rest, v, params, value_row, R, T,
+    RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): PART coordinates, or PART channels of the values."""
+    b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.load(pos + b)
+    slot, left = b * R + at % R, b * T + (at - R + T) % T
+    LATENT_PARTS: tl.constexpr = (RING_RANK + PART - 1) // PART
+    GROUPS: tl.constexpr = WIDTH // 32
+    values += b * value_row
+    if part < LATENT_PARTS:
+        to = ring_k + slot * RING_RANK
+        _move(latents + b * RING_RANK, to, lead + left * LEAD, rest + left * REST, part * PART + tl.arange(0, PART),
+              RING_RANK, LEAD, REST)  # fmt: skip
+    elif BITS == 16:
+        to, i = v + left * WIDTH, (part - LATENT_PARTS) * PART + tl.arange(0, PART)
+        _move(values, ring_v + slot * WIDTH, to, to, i, WIDTH, WIDTH, 0)
+    else:
+        first = (part - LATENT_PARTS) * (PART // 32)
+        _move_coded(values, ring_v + slot * GROUPS * 8, ring_params + slot * GROUPS, v + left * GROUPS * BITS,
+                    params + left * GROUPS, first, GROUPS, BITS, PART // 32)  # fmt: skip
+
+
+def _append_launch(
+    latents: Tensor, values: Tensor, pos: Tensor,
+    ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
+    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int,
+    part: int = PART,
+) -> None:  # fmt: skip
+    """The Triton version of `append_token`; tests give the size of a part (a power of two >= 32)."""
+    rank, width = ring_k.shape[2], values.shape[1]
+    tensors = (ring_k, ring_v, ring_params, lead, rest, v, params)
+    assert all(x is None or x.is_contiguous() for x in tensors) and values.stride(1) == 1
+    if ring_params is not None and params is not None:
+        ring_v, ring_params, v, params = (x.view(torch.int32) for x in (ring_v, ring_params, v, params))
+    _append[(len(pos), triton.cdiv(rank, part) + triton.cdiv(width, part))](
+        latents.contiguous(), values, pos.contiguous(), ring_k, ring_v, ring_params, lead, rest, v, params,
+        values.stride(0), ring_k.shape[1], lead.shape[1],
+        RING_RANK=rank, LEAD=lead.shape[2], REST=rest.shape[2], WIDTH=width, BITS=bits, PART=part,
+        num_warps=APPEND_WARPS,
+    )  # fmt: skip
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("project(Tensor x, Tensor basis, Tensor lengths, Tensor(a!) lead, Tensor(b!) rest) -> ()")
+_lib.define(
+    "append_token(Tensor latents, Tensor values, Tensor pos, Tensor(a!) ring_k, Tensor(b!) ring_v, "
+    "Tensor(c!)? ring_params, Tensor(d!) lead, Tensor(e!) rest, Tensor(f!) v, Tensor(g!)? params, int bits) -> ()"
+)
+for _device in ("CPU", "CUDA"):
+    _lib.impl("project", lambda *args: _project_launch(*args), _device)
+    _lib.impl("append_token", lambda *args: _append_launch(*args), _device)
+torch.library.register_fake("kv_fast::project", lambda *args: None, lib=_lib)
+torch.library.register_fake("kv_fast::append_token", lambda *args: None, lib=_lib)
+
+
+PRESETS = (("sals-25", 4, 4), ("sals-12.5", 8, 2), ("16 bits", 4, 16))  # name, n*D / r, bits of values
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    width, out = n_kv_head * head_dim, []
+    entries: list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    for name, share, bits in PRESETS:
+        ranks = dict(LEAD=width // share // 2, REST=width // share // 2)
+        types = dict.fromkeys(_append.arg_names, "*bf16") | dict(pos="*i64", value_row="i64:16", R="i32:16", T="i32:16")
+        types |= dict.fromkeys(() if bits == 16 else ("ring_v", "ring_params", "v", "params"), "*i32")
+        sizes: dict[str, Any] = ranks | dict(RING_RANK=width // 2, WIDTH=width, BITS=bits, PART=PART)
+        sizes |= dict.fromkeys(("ring_params", "params") if bits == 16 else ())
+        entries.append((f"append, {name}", _append, types, sizes, dict(num_warps=APPEND_WARPS, num_stages=1)))
+    for name, share, dtype in (("sals-25", 4, "bf16"), ("sals-12.5", 8, "bf16"), ("sals-25 fp32", 4, "fp32")):
+        types = dict.fromkeys(_project.arg_names, "i64:16") | dict(S="i32", tiles="i32", lengths="*i64")
+        types |= dict.fromkeys(("x", "basis", "lead", "rest"), f"*{dtype}")
+        block_k = BLOCK_K // 2 if dtype == "fp32" else BLOCK_K
+        sizes = dict(WIDTH=width, LEAD=width // share // 2, REST=width // share // 2, BLOCK_T=TILE, BLOCK_R=TILE)
+        sizes |= dict(BLOCK_K=block_k)
+        options = dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+        entries.append((f"project, {name}", _project, types, sizes, options))
+    for name, fn, types, sizes, options in entries:
+        out.append((name, fn, types | dict.fromkeys(sizes, "constexpr"), sizes, options))
+    return out
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Of one call in bf16: a token appended to each row, and the projection of prompts of `length` tokens."""
+    width, out = n_kv_head * head_dim, []
+    for name, share, bits in PRESETS[:2]:
+        rank, ring_rank, params = width // share, width // 2, width // GROUP * 4
+        ring, stored, new = (
+            ring_rank * 2 + width + params,
+            rank * 2 + width * bits // 8 + params,
+            (ring_rank + width) * 2,
+        )
+        moved = 2 * ring - (ring_rank - rank) * 2 + stored + new  # of the one that leaves, r coordinates are read
+        out.append(dict(op=f"append {name}", bytes=batch * moved, flops=0, launches=1))
+        read = batch * length * (width + rank) * 2 + rank * width * 2
+        out.append(dict(op=f"project {name}", bytes=read, flops=2 * batch * length * width * rank, launches=1))
+    return out

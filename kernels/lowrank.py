@@ -2,18 +2,36 @@
 
 A basis is [B or 1, Hkv, D, r] in fp32, orthonormal columns: one per row and KV head, or shared by all rows (1).
 Latents [B, Hkv, n, r] are the coordinates of tokens [B, Hkv, n, D] in it, in the cache's dtype.
+
+The Triton kernels attend in the latent space, whatever `latent` says: the two forms are equal (App. A.3), and this one
+reads 2 r elements a token and never forms its D channels. Three launches, because the bases are read once for a head
+and not once for every part of its tokens: `_fold` turns the queries into the key basis, `_attend` splits latents and
+full-rank tokens over programs, and `_expand` adds up the parts, those of latents through the value basis.
+
+A rank is seldom a multiple of 8 (77 of 128), and rows of 77 bf16 begin at any even address: a thread could read 2
+bytes at once. So the cache lays latents out with tokens side by side, [B, Hkv, r, C], and hands out the transposed
+view: 16 bytes a thread are 8 tokens of one coordinate, for any r and with nothing stored beside the r coordinates of
+the paper; the slots C are to be a multiple of SLOTS. The kernels take either layout.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kernels.backend import Aot, dot, split_count, tl, triton, use_triton
 from kernels.dense_attention import masked_attention
+from kernels.gather_attention import LOG2_E, blocks_of, softmax_step
 
-# Least share of the energy in a column: a coordinate of 1e-6 of a token is fp32 noise, and no direction to follow.
-COLUMN_FLOOR = 1e-12
+# Of rule "column": a column that holds less than this many tokens would, were they spread over all D channels, is
+# divided by what they would hold. Otherwise the few tokens of a short prompt, or of one step, turn columns towards
+# themselves by the full eta where they have next to nothing in them: on the shipped model, updates by 256 tokens one by
+# one multiply the residual energy of the text behind them by 3.2, and with the floor by 0.98. Ours, not the paper's.
+COLUMN_TOKENS = 32
 TINY = 1e-30  # divides what is all zeros
+SLOTS = 16  # Triton reads 16 bytes at once where a stride is a multiple of 16
 
 
 def project(x: Tensor, basis: Tensor) -> Tensor:
@@ -45,6 +63,8 @@ def lowrank_attention(
     latent: fold the key basis into the queries and expand the output with the value basis, so that the work per token
     is of width r (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding (App. A.3).
     """
+    if use_triton(q):
+        return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     B, Hq, D = q.shape
     C = k_lat.shape[2]
     held = torch.cat((torch.arange(C, device=q.device) < stored[:, None], filled), 1)[:, None]  # [B, 1, C + F]
@@ -55,9 +75,9 @@ def lowrank_attention(
     groups = q.view(B, k_lat.shape[1], -1, D).float()
     logits = torch.cat(((groups @ k_basis) @ k_lat.float().mT, groups @ k_full.float().mT), -1)  # [B, Hkv, g, C + F]
     p = torch.where(held[:, :, None], logits * D**-0.5, float("-inf")).softmax(-1)
-    hole = ~held[..., None]  # 0 * NaN is NaN: values of empty slots must not reach the products
-    y = (p[..., :C] @ v_lat.float().masked_fill(hole[:, :, :C], 0)) @ v_basis.mT
-    y = y + p[..., C:] @ v_full.float().masked_fill(hole[:, :, C:], 0)
+    held = held[..., None]  # 0 * NaN is NaN: values of empty slots must not reach the products
+    y = (p[..., :C] @ torch.where(held[:, :, :C], v_lat.float(), 0)) @ v_basis.mT
+    y = y + p[..., C:] @ torch.where(held[:, :, C:], v_full.float(), 0)
     return y.to(q.dtype).view(B, Hq, D)
 
 
@@ -66,7 +86,8 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tens
 
     A token of zeros changes nothing. The result's columns are not orthonormal: see `orthonormalize`.
     raw: U + eta (X - Y U^T)^T Y with Y = X U, Algorithm 1 to the letter: it diverges once eta |X|^2 is large.
-    batch: that sum divided by sum |x|^2. column: column c of it divided by its own energy, sum_t y_tc^2.
+    batch: that sum divided by sum |x|^2. column: column c of it divided by its own energy, sum_t y_tc^2, or if that is
+    more by COLUMN_TOKENS / D of a token's mean |x|^2.
     sequential: one token at a time in the order of x, each step divided by |x|^2.
     """
     if rule == "sequential":
@@ -80,7 +101,8 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tens
         step = step / total.clamp(min=TINY)
     elif rule == "column":
         energy = y.square().sum(2, keepdim=True)  # [B, Hkv, 1, r]
-        step = step / energy.maximum(COLUMN_FLOOR * total).clamp(min=TINY)
+        tokens = (x != 0).any(3, keepdim=True).sum(2, keepdim=True).clamp(min=1)  # zeros are padding
+        step = step / energy.maximum(total / tokens * (COLUMN_TOKENS / x.shape[3])).clamp(min=TINY)
     return basis + eta * step
 
 
@@ -93,7 +115,239 @@ def orthonormalize(basis: Tensor) -> Tensor:
 def change_basis(latents: Tensor, old: Tensor, new: Tensor) -> None:
     """In place: latents [B, Hkv, n, r] stored under `old` become those of their reconstruction under `new`.
 
-    Row by row, because a whole layer in fp32 is large.
+    Row by row, because a whole layer in fp32 is large; transposed, because so the cache holds them.
     """
-    for row, turn in zip(latents, old.mT @ new, strict=True):
-        row.copy_(row.float() @ turn)
+    for row, turn in zip(latents.mT, new.mT @ old, strict=True):
+        row.copy_(turn @ row.float())
+
+
+# ---- Triton ----
+
+TILE_BYTES = 16384  # of K or V of a block: three stages take 64 to 96 KB a program, and two programs fit
+NUM_WARPS, NUM_STAGES = 4, 3
+FOLD_R = 32  # coordinates of a program of `_fold`
+EXPAND_D = 32  # channels of a program of `_expand`
+
+
+@triton.jit
+def _fold(
+    q, basis, q_lat, q_row, q_head, basis_row, H,
+    G: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, block of coordinates): the group's queries in the key basis, q_lat [B, Hq, R]."""
+    group = tl.program_id(0).to(tl.int64)
+    b, h = group // H, group % H
+    g, d, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    u = basis + b * basis_row + h * (D * R) + d[:, None] * R + c
+    y = dot(x.to(tl.float32), tl.load(u, mask=(d[:, None] < D) & (c < R), other=0.0))
+    to = q_lat + (group * G + g[:, None]) * R + c
+    tl.store(to, y.to(q_lat.dtype.element_ty), mask=(g[:, None] < G) & (c < R))
+
+
+@triton.jit
+def _store(
+    part, lse, top, total, y, head, split, parts, first_split, S, g, c, G: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Normalized, what a program has seen is row `split` of part [.., parts, WIDTH] and has a weight in lse [.., S]."""
+    some, total = total > 0, tl.maximum(total, 1e-30)
+    real = (g[:, None] < G) & (c < WIDTH)
+    tl.store(part + (head[:, None] * parts + split) * WIDTH + c, y / total[:, None], mask=real)
+    weight = tl.where(some, top + tl.log2(total), float("-inf"))  # no token, no weight
+    tl.store(lse + head * S + first_split + split, weight, mask=g < G)
+
+
+@triton.jit
+def _attend(
+    q, q_lat, k_lat, v_lat, stored, k_full, v_full, filled, part_lat, part_full, lse,
+    q_row, q_head, lat_row, lat_head, lat_slot, lat_chan, H, C, F, S, S_LAT,
+    G: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): the first S_LAT splits share the row's latents, the others its whole tokens."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = group // H, group % H
+    g, n, c, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
+    head = group * G + g
+    top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold no token, and -inf less -inf is NaN
+    total = tl.zeros([BLOCK_G], tl.float32)
+    if split < S_LAT:
+        x = tl.load(q_lat + head[:, None] * R + c, mask=(g[:, None] < G) & (c < R), other=0.0)
+        y = tl.zeros([BLOCK_G, BLOCK_R], tl.float32)
+        # what is split is the row's own number, not the buffer: all programs have work at any length
+        many = tl.minimum(tl.load(stored + b), C).to(tl.int32)
+        step = tl.cdiv(tl.cdiv(many, S_LAT), BLOCK_N) * BLOCK_N
+        lo = split * step
+        hi = tl.minimum(many, lo + step)
+        whole = lo + tl.maximum(hi - lo, 0) // BLOCK_N * BLOCK_N
+        at = b * lat_row + h * lat_head + (c[:, None] * lat_chan + n * lat_slot)  # [R, N]
+        for first in range(lo, whole, BLOCK_N):  # all of it is stored: no mask along the tokens narrows the loads
+            keys = tl.load(k_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
+            values = tl.load(v_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
+            top, total, y = softmax_step(dot(x, keys) * SCALE, n >= 0, tl.trans(values), top, total, y)
+        for first in tl.range(whole, hi, BLOCK_N, num_stages=1):  # the rest, less than a block; other slots may be NaN
+            inside = first + n < hi
+            keys = tl.load(k_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)
+            values = tl.load(v_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)
+            top, total, y = softmax_step(dot(x, keys) * SCALE, inside, tl.trans(values), top, total, y)
+        _store(part_lat, lse, top, total, y, head, split, S_LAT, 0, S, g, c, G, R)
+    else:
+        x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+        x = x.to(k_full.dtype.element_ty)
+        y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        step = tl.cdiv(tl.cdiv(F, S - S_LAT), BLOCK_N) * BLOCK_N
+        lo = (split - S_LAT) * step
+        hi = tl.minimum(F, lo + step)
+        for first in range(lo, hi, BLOCK_N):
+            slot = first + n
+            held = tl.load(filled + b * F + slot, mask=slot < hi, other=0) != 0
+            at, real = (group * F + slot[:, None]) * D + d, held[:, None] & (d < D)
+            keys, values = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
+            top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, held, values, top, total, y)
+        _store(part_full, lse, top, total, y, head, split - S_LAT, S - S_LAT, S_LAT, S, g, d, G, D)
+
+
+@triton.jit
+def _expand(
+    part_lat, part_full, lse, basis, out, basis_row, Hq, H, S, S_LAT, D: tl.constexpr, R: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (row and query head, block of channels): the parts by their weights, latent ones through the basis."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // Hq, row % Hq // (Hq // H)
+    s, f, c = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # everything that is read is asked for before any of it is used
+    u = basis + b * basis_row + h * (D * R) + d[:, None] * R + c
+    u = tl.load(u, mask=(d[:, None] < D) & (c < R), other=0.0)
+    latent = tl.load(part_lat + (row * S_LAT + s[:, None]) * R + c, mask=(s[:, None] < S_LAT) & (c < R), other=0.0)
+    full = part_full + (row * (S - S_LAT) + f[:, None]) * D + d
+    full = tl.load(full, mask=(f[:, None] < S - S_LAT) & (d < D), other=0.0)
+    w_lat = tl.load(lse + row * S + s, mask=s < S_LAT, other=float("-inf"))
+    w_full = tl.load(lse + row * S + S_LAT + f, mask=f < S - S_LAT, other=float("-inf"))
+    top = tl.maximum(tl.maximum(tl.max(w_lat), tl.max(w_full)), -1e30)
+    w_lat, w_full = tl.exp2(w_lat - top), tl.exp2(w_full - top)
+    latent = tl.sum(latent * w_lat[:, None], 0)
+    y = tl.sum(u * latent[None, :], 1) + tl.sum(full * w_full[:, None], 0)
+    y /= tl.maximum(tl.sum(w_lat) + tl.sum(w_full), 1e-30)
+    tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=d < D)
+
+
+def block_size(D: int, r: int, itemsize: int) -> int:
+    """Tokens per block: tiles of TILE_BYTES at the wider of the two widths."""
+    return min(128, max(16, TILE_BYTES // (triton.next_power_of_2(max(D, r, 16)) * itemsize)))
+
+
+def expand_warps(parts: int) -> int:
+    """A thread of `_expand` holds its share of all parts: 64 numbers of 64 parts at a rank of 128."""
+    return 8 if parts > 16 else 4
+
+
+def split_counts(groups: int, C: int, r: int, F: int, D: int, block: int, device: torch.device) -> tuple[int, int]:
+    """Parts of the latents, which fill the card, and of the full-rank tokens: of about as many bytes, at least one."""
+    parts = split_count(groups, C, block, device)
+    return parts, max(1, min(round(parts * F * D / (C * r)), triton.cdiv(F, block)))
+
+
+def launch(
+    q: Tensor,
+    k_lat: Tensor,
+    v_lat: Tensor,
+    k_basis: Tensor,
+    v_basis: Tensor,
+    stored: Tensor,
+    k_full: Tensor,
+    v_full: Tensor,
+    filled: Tensor,
+    block: int | None = None,
+    splits: tuple[int, int] | None = None,
+) -> Tensor:
+    """The Triton version of `lowrank_attention`; tests give block (a power of two >= 16) and splits."""
+    B, Hq, D = q.shape
+    H, C, r = k_lat.shape[1:]
+    F = k_full.shape[2]
+    assert q.stride(2) == 1 and k_lat.stride() == v_lat.stride(), "latents of K and V lie alike"
+    assert all(x.is_contiguous() for x in (k_basis, v_basis, k_full, v_full)), "bases and full-rank tokens: rows of D"
+    block = block or block_size(D, r, k_lat.element_size())
+    s_lat, s_full = splits or split_counts(B * H, C, r, F, D, block, q.device)
+    S, R = s_lat + s_full, max(16, triton.next_power_of_2(r))
+    basis_row = 0 if k_basis.shape[0] == 1 else H * D * r
+    sizes = blocks_of(Hq, H, D)
+    q_lat = torch.empty(B, Hq, r, dtype=k_lat.dtype, device=q.device)
+    part_lat = torch.empty(B, Hq, s_lat, r, dtype=torch.float32, device=q.device)
+    part_full = torch.empty(B, Hq, s_full, D, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, Hq, S, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    _fold[(B * H, triton.cdiv(r, FOLD_R))](
+        q, k_basis, q_lat, *q.stride()[:2], basis_row, H, **sizes, R=r, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
+    )
+    _attend[(B * H, S)](
+        q, q_lat, k_lat, v_lat, stored.contiguous(), k_full, v_full, filled.contiguous(), part_lat, part_full, lse,
+        *q.stride()[:2], *k_lat.stride(), H, C, F, S, s_lat,
+        **sizes, R=r, BLOCK_R=R, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    _expand[(B * Hq, triton.cdiv(D, EXPAND_D))](
+        part_lat, part_full, lse, v_basis, out, basis_row, Hq, H, S, s_lat, D=D, R=r,
+        BLOCK_S=triton.next_power_of_2(s_lat), BLOCK_F=triton.next_power_of_2(s_full), BLOCK_R=R, BLOCK_D=EXPAND_D,
+        num_warps=expand_warps(s_lat), num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "lowrank_attention(Tensor q, Tensor k_lat, Tensor v_lat, Tensor k_basis, Tensor v_basis, Tensor stored, "
+    "Tensor k_full, Tensor v_full, Tensor filled) -> Tensor"
+)
+_lib.impl("lowrank_attention", lambda *args: launch(*args), "CPU")
+_lib.impl("lowrank_attention", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake("kv_fast::lowrank_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
+
+RANKS = (0.6, 0.8)  # of D: ojakv's presets
+HELD = 96  # full-rank tokens of ojakv: 32 first, 32 last, 32 decoded
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    """At ojakv's ranks, by the layout of its cache; the expansion at its largest and at a usual number of parts."""
+    shape, entries = blocks_of(n_head, n_kv_head, head_dim), []
+
+    def entry(name: str, fn: Any, types: dict[str, str], sizes: dict[str, Any], warps: int, stages: int) -> None:
+        types = dict.fromkeys(fn.arg_names, "i32") | types | dict.fromkeys(sizes, "constexpr")
+        entries.append((name, fn, types, sizes, dict(num_warps=warps, num_stages=stages)))
+
+    for rank, dtype, itemsize in ((RANKS[0], "bf16", 2), (RANKS[1], "bf16", 2), (RANKS[0], "fp32", 4)):
+        r = round(rank * head_dim)
+        R, name = max(16, triton.next_power_of_2(r)), f"r = {r} {dtype}"
+        stored = dict.fromkeys(("q", "q_lat", "k_lat", "v_lat", "k_full", "v_full", "out"), f"*{dtype}")
+        stored |= dict.fromkeys(("part_lat", "part_full", "lse", "basis"), "*fp32")
+        stored |= dict(stored="*i64", filled="*i1", q_row="i64:16", q_head="i64:16", C="i32:16")
+        stored |= dict.fromkeys(("lat_row", "lat_head", "lat_chan"), "i64:16")
+
+        def of(fn: Any, types: dict[str, str] = stored) -> dict[str, str]:
+            return {k: t for k, t in types.items() if k in fn.arg_names}
+
+        sizes = shape | dict(R=r, BLOCK_R=R, BLOCK_N=block_size(head_dim, r, itemsize), lat_slot=1)
+        entry(f"attend {name}", _attend, of(_attend), sizes, NUM_WARPS, NUM_STAGES)
+        entry(f"fold {name}", _fold, of(_fold), shape | dict(R=r, BLOCK_C=FOLD_R), 4, 1)
+        for parts in (8, 64):
+            sizes = dict(D=head_dim, R=r, BLOCK_S=parts, BLOCK_F=4, BLOCK_R=R, BLOCK_D=EXPAND_D)
+            entry(f"expand {name}, {parts} parts", _expand, of(_expand), sizes, expand_warps(parts), 1)
+    return entries
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes that one call reads and writes with `length` tokens in each row of ojakv-0.6 in bf16, and its launches."""
+    groups, heads, r = batch * n_kv_head, batch * n_head, round(RANKS[0] * head_dim)
+    held = min(length, HELD)
+    block, device = block_size(head_dim, r, 2), torch.device("cpu")
+    s_lat, s_full = split_counts(groups, length, r, HELD, head_dim, block, device)
+    parts = 4 * heads * (s_lat * (r + 1) + s_full * (head_dim + 1))
+    tokens = 2 * 2 * groups * ((length - held) * r + held * head_dim)
+    basis, q, q_lat = 4 * groups * head_dim * r, 2 * heads * head_dim, 2 * heads * r
+    return [
+        dict(op="lowrank: fold", bytes=basis + q + q_lat, launches=1),
+        dict(op="lowrank: attend", bytes=tokens + q + q_lat + parts, launches=1),
+        dict(op="lowrank: expand", bytes=basis + parts + q, launches=1),
+    ]

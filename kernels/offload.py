@@ -4,14 +4,31 @@ On a GPU the host's K and V are pinned and mapped: under unified addressing the 
 address, over the bus. `host_buffer` hands them out as device tensors, so that a prompt is stored with plain copies, a
 step is one static graph that a CUDA graph can capture, and `fetch_rows` gathers the chosen rows without a staging copy.
 On a CPU, host and device are one memory and the same code copies rows.
+
+The Triton kernel of `fetch_rows` loads rows of pinned memory as it would any others; what it must do is keep the bus
+full beside the layer that computes. PCIe 5 x16 moves 64 GB/s and answers a read in 1 to 2 us, later when it is busy:
+128 KB must be on the way at any time. A program has ROWS rows of both K and V on the way, 16 KB at D = 128 in bf16 in
+loads of 16 bytes, before it stores any, and so waits for the bus most of the time: PROGRAMS = 32 of them ask for four
+times what a quiet bus needs, 512 KB. They take 4 warps each on a quarter of an H100's multiprocessors; more of them
+would fetch no faster, and take issue slots and registers from the compute stream.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kernels.backend import Aot, split_count, tl, triton, use_triton
+from kernels.dense_attention import masked_attention
+from kernels.gather_attention import block_size
+from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
+
+PROGRAMS = 32  # of a fetch, whatever its size
+TILE_BYTES, MAX_ROWS = 8192, 64  # of K or V that a program has on the way
+BUS, RING = 64e9, 16  # of `account`: bytes a second of PCIe 5 x16, and double_sparsity_offload's newest tokens
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
@@ -37,6 +54,74 @@ def await_rows(idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     torch.ops.kv_fast.await_rows(idx, out_k, out_v)
 
 
+def fetched_attention(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor, ring_k: Tensor, ring_v: Tensor, pos: Tensor
+) -> Tensor:
+    """One query per row over the tokens that were fetched and the newest ones, under one softmax.
+
+    q [B, Hq, D]; k and v [>= B, H, K, D] of which the first count [B, H] are there, idx [B, H, K] and -1 behind them;
+    ring_k and ring_v [>= B, H, R, D] with the token at position p in slot p % R, up to pos [B] -> [B, Hq, D]. Other
+    slots may hold anything.
+    """
+    B, H, K = idx.shape
+    R = ring_k.shape[2]
+    if use_triton(q):
+        # both are read where they are: the list is 0, 1, ..., and a ring of decoded tokens is one of a prompt of none
+        none, slots = torch.zeros_like(pos), torch.arange(K, device=q.device).expand(B, H, K)
+        whole = WholeTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
+        return packed_gather_attention(q, slots, count, PackedTokens(k, v, 16), whole, pos, none, none[:1])
+    newest = pos[:, None]
+    held = newest - (newest - torch.arange(R, device=q.device)) % R >= 0
+    keys, values = torch.cat((k[:B], ring_k[:B]), 2), torch.cat((v[:B], ring_v[:B]), 2)
+    return masked_attention(q, keys, values, torch.cat((idx >= 0, held[:, None].expand(B, H, -1)), 2))
+
+
+# ---- the copy in Triton ----
+
+
+@triton.jit
+def _fetch(
+    host_k, host_v, idx, out_k, out_v, n, K, T, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Rows of one shape out of host memory, a tile of them by turns of the programs; n = B * H * K entries of idx."""
+    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        entry = first + i
+        slot = tl.load(idx + entry, mask=entry < n, other=-1)
+        real = (slot >= 0)[:, None] & (d < D)
+        source = ((entry // K).to(tl.int64) * T + slot)[:, None] * D + d
+        to = entry.to(tl.int64)[:, None] * D + d
+        # past L1, where nothing comes to be read again; both before the first store, so that both are on the way
+        keys = tl.load(host_k + source, mask=real, other=0.0, cache_modifier=".cg")
+        values = tl.load(host_v + source, mask=real, other=0.0, cache_modifier=".cg")
+        tl.store(out_k + to, keys, mask=real)
+        tl.store(out_v + to, values, mask=real)
+
+
+def rows_of(D: int, itemsize: int) -> int:
+    """Rows of K and of V that a program has on the way."""
+    return max(1, min(MAX_ROWS, TILE_BYTES // (triton.next_power_of_2(D) * itemsize)))
+
+
+def launch(
+    host_k: Tensor,
+    host_v: Tensor,
+    idx: Tensor,
+    out_k: Tensor,
+    out_v: Tensor,
+    programs: int = PROGRAMS,
+    rows: int | None = None,
+) -> None:
+    """The Triton version of the copy, on the current stream; tests give the number of programs and their rows."""
+    T, D = host_k.shape[2:]
+    assert all(x.is_contiguous() for x in (host_k, host_v, idx, out_k, out_v)), "rows are numbered through all heads"
+    rows = rows or rows_of(D, host_k.element_size())
+    _fetch[(min(programs, triton.cdiv(idx.numel(), rows)),)](
+        host_k, host_v, idx, out_k, out_v, idx.numel(), idx.shape[2], T,
+        D=D, BLOCK_D=triton.next_power_of_2(D), ROWS=rows, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
 # ---- CPU: plain copies ----
 
 
@@ -47,6 +132,8 @@ def _flat_rows(idx: Tensor, T: int) -> Tensor:
 
 
 def _fetch_rows_cpu(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    if use_triton(idx):
+        return launch(host_k, host_v, idx, out_k, out_v)
     rows, into = _flat_rows(idx, host_k.shape[2]), (idx >= 0).flatten().nonzero()[:, 0]
     for host, out in ((host_k, out_k), (host_v, out_v)):
         D = host.shape[-1]
@@ -78,10 +165,13 @@ def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor,
     side.wait_stream(torch.cuda.current_stream(idx.device))
     with torch.cuda.stream(side):
         # temporaries belong to the side stream's pool; all else is alive until `await_rows`: no record_stream is needed
-        rows = _flat_rows(idx, host_k.shape[2])
-        for host, out in ((host_k, out_k), (host_v, out_v)):
-            D = host.shape[-1]
-            torch.index_select(host.view(-1, D), 0, rows, out=out[:B].view(-1, D))
+        if use_triton(idx):
+            launch(host_k, host_v, idx, out_k, out_v)
+        else:
+            rows = _flat_rows(idx, host_k.shape[2])
+            for host, out in ((host_k, out_k), (host_v, out_v)):
+                D = host.shape[-1]
+                torch.index_select(host.view(-1, D), 0, rows, out=out[:B].view(-1, D))
         _arrival(idx.device, out_k.data_ptr()).record(side)
 
 
@@ -133,3 +223,29 @@ def hit_rate(predicted: Tensor, true: Tensor, count: Tensor) -> Tensor:
     head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # a number of its own for each head's slots
     found = torch.isin((true + head), (predicted + head)[meant]) & meant
     return torch.where(count > 0, found.sum(-1) / count.clamp(min=1), 1.0)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    entries: list[Aot] = []
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        types = dict.fromkeys(("host_k", "host_v", "out_k", "out_v"), f"*{dtype}") | dict(idx="*i64")
+        sizes = dict(D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), ROWS=rows_of(head_dim, itemsize))
+        types = types | dict.fromkeys(("n", "K", "T"), "i32") | dict.fromkeys(sizes, "constexpr")
+        entries.append((f"fetch {dtype}", _fetch, types, sizes, dict(num_warps=4, num_stages=1)))
+    return entries
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes that one call moves on the device with `length` tokens in each row, 1/16 of them chosen, K and V in bf16.
+
+    What a fetch reads comes over the bus, while the layer before computes.
+    """
+    groups, heads, device = batch * n_kv_head, batch * n_head, torch.device("cpu")
+    n, width = max(1, -(-length // 16) - RING), 2 * 2 * head_dim
+    rows, listed = groups * n * width, 8 * groups * n
+    splits = split_count(groups, n + RING, block_size(groups, n + RING, width // 2, device), device)
+    whole = 2 * 2 * heads * head_dim + groups * RING * width + 2 * 4 * heads * splits * (head_dim + 1)
+    return [
+        dict(op="fetch_rows over the bus", bytes=rows + listed, launches=1, bandwidth=BUS),
+        dict(op="fetched_attention", bytes=rows + listed + whole, launches=2),
+    ]

@@ -2,13 +2,19 @@
 
 The torch versions here are the reference for every kernel that computes the same thing. `packed_attention` is a
 registered operator, as `decode_attention` is: a compiled graph calls it with fixed shapes while it reads filled slots
-alone.
+alone. Its Triton kernels are those of `decode_attention`: rows, and heads that differ, get programs by their real
+lengths. Whoever reads a head's first slots takes the extra token.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from kernels.backend import Aot, use_triton
+from kernels.dense_attention import split_aot, split_attention, split_bytes
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define(
@@ -28,11 +34,19 @@ def packed_attention(
 ) -> Tensor:
     """Softmax attention over slots t < stop of each row and, with weight `count`, over one more token (RazorAttention).
 
-    q [B, Hq, D], k and v [>= B, Hkv, C, D] (rotated), stop [B] int64 >= 1; mean_k and mean_v [>= B, Hkv, D] fp32 and
-    count [B] int64, together or not at all -> [B, Hq, D]. Scale 1/sqrt(D). The extra token counts as `count` tokens of
-    the same key and value (Eq. 5): log(count) is added to its scaled logit. Where count is 0 there is none, and what
-    mean_k and mean_v hold does not matter; slots from stop on may hold anything, too.
+    q [B, Hq, D], k and v [>= B, Hkv, C, D] (rotated), stop [B] or, where heads differ, [B, Hkv] int64 >= 1; mean_k and
+    mean_v [>= B, Hkv, D] fp32 and count of stop's shape int64, together or not at all -> [B, Hq, D]. Scale 1/sqrt(D).
+    The extra token counts as `count` tokens of the same key and value (Eq. 5): log(count) is added to its scaled logit.
+    Where count is 0 there is none, and what mean_k and mean_v hold does not matter; slots from stop on may hold
+    anything, too.
     """
+    if stop.dim() == 2:  # every head becomes a row of its own
+        B, H = stop.shape
+        k, v = (x[:B].flatten(0, 1)[:, None] for x in (k, v))
+        mean_k, mean_v = (None if x is None else x[:B].flatten(0, 1)[:, None] for x in (mean_k, mean_v))
+        count = None if count is None else count.flatten()
+        rows = q.reshape(B * H, -1, q.shape[2])
+        return packed_attention(rows, k, v, stop.flatten(), mean_k, mean_v, count).view(q.shape)
     return torch.ops.kv_fast.packed_attention(q, k, v, stop, mean_k, mean_v, count)
 
 
@@ -74,13 +88,36 @@ def _packed_attention_cpu(
 def _packed_attention_masked(
     q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
 ) -> Tensor:
-    """On other devices no length may reach the host: every slot is read and masked."""
+    """On a GPU no length may reach the host: every slot is read and masked."""
     mask = torch.arange(k.shape[2], device=q.device) < stop[:, None]
     return _attend(q, k[: len(q)], v[: len(q)], mean_k, mean_v, count, mask)
 
 
-_lib.impl("packed_attention", _packed_attention_cpu, "CPU")
-_lib.impl("packed_attention", _packed_attention_masked, "CUDA")
+def _packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
+) -> Tensor:
+    if use_triton(q):
+        mean = None if mean_k is None or mean_v is None or count is None else (mean_k, mean_v, count)
+        return split_attention(q, k, v, stop, mean=mean)
+    return (_packed_attention_masked if q.is_cuda else _packed_attention_cpu)(q, k, v, stop, mean_k, mean_v, count)
+
+
+_lib.impl("packed_attention", _packed_attention, "CPU")
+_lib.impl("packed_attention", _packed_attention, "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_attention", lambda q, k, v, stop, mean_k, mean_v, count: q.new_empty(q.shape), lib=_lib
 )
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    shape, extra = (n_head, n_kv_head, head_dim), ("mean_k", "mean_v", "count")
+    return [
+        split_aot("packed with extra token", *shape, absent=("start",)),
+        split_aot("packed", *shape, absent=("start", *extra)),
+    ]
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Of one decode step of a layer, all of whose heads keep a fifth: bytes read and written in bf16, launches."""
+    size = split_bytes(n_head, n_kv_head, head_dim, batch, length // 5) + 2 * batch * n_kv_head * head_dim * 4
+    return [dict(op="packed_attention, 1/5 of the tokens", bytes=size, launches=2)]

@@ -1,28 +1,56 @@
-"""Group quantization per token: asymmetric, fp16 scale and zero for every group of 32 channels, packed into bytes."""
+"""Group quantization per token: asymmetric, fp16 scale and zero for every group of 32 channels, packed into bytes.
+
+The Triton kernel of `quantize` reads x once and writes what it packs. `dequantize` has none: the attention kernels
+dequantize in registers.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from kernels.backend import Aot, tl, triton, use_triton
 
 GROUP = 32  # channels that share a scale and a zero
 FP16_MAX = 65504.0
 
 
-def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [..., D], D a multiple of 32, bits 2, 4 or 8 -> packed uint8 [..., D * bits / 8], params fp16 [..., D / 32, 2].
+def quantize(
+    x: Tensor, bits: int, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x [..., D], D % 32 == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., D / 32, 2] (scale, zero).
 
-    zero = min, scale = (max - min) / (2^bits - 1), code = round((x - zero) / scale), as in Self-Indexing KVCache
+    Asymmetric per token and group of 32 channels: zero = min, scale = (max - min) / (2^bits - 1); Self-Indexing KVCache
     eq. 9-10. The codes are taken against the scale and zero *as stored in fp16*. The first channel of a byte is in its
-    lowest bits.
+    lowest bits. With mean and alpha, fp32 [B, H, D], (x - mean) / alpha of x [B, H, S, D] is quantized, or its
+    magnitude; either may be left out.
     """
-    levels = 2**bits - 1
-    g = x.float().unflatten(-1, (-1, GROUP))
-    zero = g.amin(-1).clamp(-FP16_MAX, FP16_MAX).half()  # bf16 outliers saturate: an infinite zero would give NaN
-    scale = ((g.amax(-1) - zero.float()) / levels).clamp(0, FP16_MAX).half()
-    step = scale.float().clamp(min=1e-8)  # a constant group has scale 0: every code is 0 and dequantizes to zero
-    q = ((g - zero.float()[..., None]) / step[..., None]).round_().clamp_(0, levels).to(torch.uint8)
-    return pack(q.flatten(-2), bits), torch.stack((scale, zero), -1)
+    if use_triton(x):
+        return torch.ops.kv_fast.quantize(x, bits, mean, alpha, magnitude)
+    levels, x = 2**bits - 1, x.float()
+    x = x if mean is None else x - mean[:, :, None]
+    x = x if alpha is None else x / alpha[:, :, None]
+    g = (x.abs() if magnitude else x).unflatten(-1, (-1, GROUP))
+    scale, zero = half_params(g.amin(-1), g.amax(-1), levels)
+    step = scale.float().clamp(min=1e-8)  # a constant group has scale 0: every code is 0
+    codes = ((g - zero.float()[..., None]) / step[..., None]).round_().clamp_(0, levels).to(torch.uint8)
+    return pack(codes.flatten(-2), bits), torch.stack((scale, zero), -1)
+
+
+def half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """fp16 scale and zero of codes 0..levels from lo to hi, fp32 of any shape. Outliers of bf16 saturate: an infinite
+    zero would give NaN.
+
+    An operator, so that inductor, which keeps what it fuses in fp32, takes codes against the rounded numbers, too.
+    """
+    return torch.ops.kv_fast.half_params(lo, hi, levels)
+
+
+def _half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    zero = lo.clamp(-FP16_MAX, FP16_MAX).half()
+    return ((hi - zero.float()) / levels).clamp(0, FP16_MAX).half(), zero
 
 
 def dequantize(packed: Tensor, params: Tensor, bits: int) -> Tensor:
@@ -46,3 +74,113 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """bytes [..., m] -> uint8 codes [..., m * 8 / bits]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+# ---- Triton ----
+
+BLOCK = 64  # groups per program
+NUM_WARPS = 4
+
+
+@triton.jit
+def _quantize(
+    x, mean, alpha, packed, params, n, heads, tokens, x_row, x_head, x_token,
+    D: tl.constexpr, BITS: tl.constexpr, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK of the n groups of 32 channels, in the order of x [rows, heads, tokens, D]: one int32 each of scale and
+    zero, and BITS int32 of codes."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    group, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
+    token = group // (D // 32)
+    inside = (group < n)[:, None]
+    at = (token // tokens // heads).to(tl.int64) * x_row + (token // tokens % heads).to(tl.int64) * x_head
+    at += (token % tokens).to(tl.int64) * x_token + group % (D // 32) * 32
+    v = tl.load(x + at[:, None] + c, mask=inside, other=0.0).to(tl.float32)
+    at = (token // tokens).to(tl.int64) * D + group % (D // 32) * 32
+    if mean is not None:
+        v -= tl.load(mean + at[:, None] + c, mask=inside, other=0.0)
+    if alpha is not None:
+        v = tl.div_rn(v, tl.load(alpha + at[:, None] + c, mask=inside, other=1.0))
+    if MAGNITUDE:
+        v = tl.abs(v)
+    # divisions are rounded as torch does, and ties go to the even code, so that both versions give the same bytes
+    zero = tl.minimum(tl.maximum(tl.min(v, 1), -65504.0), 65504.0).to(tl.float16)
+    scale = tl.div_rn(tl.max(v, 1) - zero.to(tl.float32), LEVELS * 1.0)
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)
+    code = tl.div_rn(v - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], [BLOCK, 32]))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
+    code = tl.reshape(code.to(tl.int32), [BLOCK, BITS, 32 // BITS])
+    word = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)  # int32 [BLOCK, BITS]
+    w, group = tl.arange(0, BITS), group.to(tl.int64)
+    tl.store(packed + group[:, None] * BITS + w, word, mask=inside)
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    pair |= zero.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    tl.store(params + group, pair, mask=group < n)
+
+
+def launch(
+    x: Tensor, bits: int, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The Triton version of `quantize`."""
+    D, n = x.shape[-1], x.numel() // GROUP
+    packed, params = _outputs(x, bits)
+    if n == 0:
+        return packed, params
+    x = x if x.dim() == 4 else x.reshape(1, 1, -1, D)  # keys and values [B, H, S, D] come as views of a projection
+    x = x if x.stride(3) == 1 else x.contiguous()
+    mean, alpha = (None if y is None else y.contiguous() for y in (mean, alpha))
+    _quantize[(triton.cdiv(n, BLOCK),)](
+        x, mean, alpha, packed.view(torch.int32), params.view(torch.int32), n, *x.shape[1:3], *x.stride()[:3],
+        D=D, BITS=bits, MAGNITUDE=magnitude, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return packed, params
+
+
+def _outputs(x: Tensor, bits: int, *rest: object) -> tuple[Tensor, Tensor]:
+    *lead, D = x.shape
+    packed = torch.empty(*lead, D * bits // 8, dtype=torch.uint8, device=x.device)
+    return packed, torch.empty(*lead, D // GROUP, 2, dtype=torch.float16, device=x.device)
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "quantize(Tensor x, int bits, Tensor? mean=None, Tensor? alpha=None, bool magnitude=False) -> (Tensor, Tensor)"
+)
+_lib.impl("quantize", lambda *args: launch(*args), "CPU")
+_lib.impl("quantize", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake("kv_fast::quantize", _outputs, lib=_lib)
+_lib.define("half_params(Tensor lo, Tensor hi, int levels) -> (Tensor, Tensor)")
+for _device in ("CPU", "CUDA"):
+    _lib.impl("half_params", _half_params, _device)
+torch.library.register_fake(
+    "kv_fast::half_params",
+    lambda lo, hi, levels: (torch.empty_like(lo, dtype=torch.float16), torch.empty_like(lo, dtype=torch.float16)),
+    lib=_lib,
+)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    """Values at each number of bits; keys and their centring; keys of the ring, which are centred."""
+    entries: list[Aot] = []
+    for name, bits, dtype, mean, alpha in (
+        ("values", 2, "bf16", False, False), ("values", 4, "bf16", False, False), ("values", 8, "bf16", False, False),
+        ("values", 2, "fp32", False, False), ("keys", 2, "bf16", True, True), ("flushed keys", 2, "bf16", False, True),
+    ):  # fmt: skip
+        types = dict(x=f"*{dtype}", mean="*fp32", alpha="*fp32", packed="*i32", params="*i32", n="i32:16")
+        types |= dict(heads="i32", tokens="i32") | dict.fromkeys(("x_row", "x_head", "x_token"), "i64:16")
+        constexprs: dict[str, Any] = dict(D=head_dim, BITS=bits, MAGNITUDE=alpha, BLOCK=BLOCK)
+        constexprs |= {x: None for x, given in (("mean", mean), ("alpha", alpha)) if not given}
+        types |= dict.fromkeys(constexprs, "constexpr")
+        options = dict(num_warps=NUM_WARPS)
+        entries.append((f"{name}, {bits} bits of {dtype}", _quantize, types, constexprs, options))
+    return entries
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes and launches of compressing a prompt's keys and values in bf16 to 2 bits, one layer."""
+    groups = batch * n_kv_head * length * head_dim // GROUP
+    return [
+        dict(op=f"quantize {x}", bytes=groups * (2 * GROUP + 2 * GROUP // 8 + 4), launches=1)
+        for x in ("keys", "values")
+    ]

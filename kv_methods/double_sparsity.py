@@ -16,7 +16,7 @@ from torch import Tensor
 
 from errors import InputError
 from kernels.gather_attention import gather_attention
-from kernels.label_score import label_score, quantize_labels
+from kernels.label_score import label_score, store_labels
 from kernels.select import budget_select
 from kv_methods.base import (
     CacheShape,
@@ -68,26 +68,20 @@ class LabelCache(nn.Module):
 
     def put_prompt(self, k: Tensor) -> None:
         """k [B, Hkv, S, D] rotated."""
-        B, _, S, _ = k.shape
-        at = self.channels[None, :, None].expand(B, -1, S, -1)
-        self._put((slice(B), slice(None), slice(S)), k.gather(3, at))
+        store_labels(k, self.channels, None, self.labels, self.params, self.bits)
 
     def put(self, k: Tensor, pos: Tensor) -> None:
         """k [B, Hkv, D] rotated, one token per row, at pos [B]."""
-        row = torch.arange(len(pos), device=pos.device)
-        self._put((row, slice(None), pos), k.gather(2, self.channels.expand(len(pos), -1, -1)))
+        store_labels(k[:, :, None], self.channels, pos, self.labels, self.params, self.bits)
 
-    def _put(self, where: tuple, x: Tensor) -> None:
-        if self.params is None:
-            self.labels[where] = x
-        else:
-            self.labels[where], self.params[where] = quantize_labels(x, self.bits)
+    def scores(self, q: Tensor, pos: Tensor) -> Tensor:
+        """q [B, Hq, D] rotated -> fp32 [B, Hkv, T] of the tokens up to pos [B]; others score anything.
 
-    def scores(self, q: Tensor) -> Tensor:
-        """q [B, Hq, D] rotated -> fp32 [B, Hkv, T]. The group's sum: sum over its q of q . k = (sum of q) . k."""
+        The group's sum: sum over its q of q . k = (sum of q) . k.
+        """
         B, H = len(q), len(self.channels)
         q = q.view(B, H, -1, q.shape[2]).float().sum(2).gather(2, self.channels.expand(B, -1, -1))
-        return label_score(q, self.labels[:B], None if self.params is None else self.params[:B], self.bits)
+        return label_score(q, self.labels[:B], None if self.params is None else self.params[:B], self.bits, pos)
 
 
 def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
@@ -149,7 +143,7 @@ class DoubleSparsity(KVMethod):
     def select(self, q, pos):
         """Algorithm 1: approximate attention on the label channels, top-k per KV head."""
         wanted = budget_tokens(self.args.budget, pos + 1)
-        return budget_select(self.label.scores(q), pos, wanted, self.k_static, self.args.sinks, self.args.recent)
+        return budget_select(self.label.scores(q, pos), pos, wanted, self.k_static, self.args.sinks, self.args.recent)
 
     def attend(self, q, idx, count, pos):
         return gather_attention(q, self.k, self.v, idx, count)

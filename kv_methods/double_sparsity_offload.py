@@ -15,8 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.dense_attention import masked_attention
-from kernels.offload import await_rows, fetch_rows, host_buffer
+from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
 from kernels.select import budget_select
 from kv_methods.base import CacheShape, KVMethod, budget_tokens, selection_cap, selection_size
 from kv_methods.double_sparsity import DoubleSparsity, LabelCache
@@ -133,7 +132,7 @@ class DoubleSparsityOffload(KVMethod):
         if self.label is None:
             return torch.where(slot <= oldest[:, None], slot, -1)[:, None].expand(B, H, -1)
         wanted = (budget_tokens(self.args.budget, pos + 1) - self.recent).clamp(min=0)
-        idx, count = budget_select(self.label.scores(q), oldest, wanted, self.n_fetch, self.args.sinks)
+        idx, count = budget_select(self.label.scores(q, oldest), oldest, wanted, self.n_fetch, self.args.sinks)
         return torch.where(slot < count[..., None], idx, -1)
 
     def fetch(self, q, pos):
@@ -153,11 +152,9 @@ class DoubleSparsityOffload(KVMethod):
 
     def attend(self, q, idx, count, pos):
         """Exact attention over the fetched tokens and the ring, which holds the current one."""
-        B, H, half = len(pos), self.shape.n_kv_head, self.fetched
+        half = self.fetched
         await_rows(idx, half.k, half.v)
-        ring = (self.held(pos) >= 0)[:, None].expand(B, H, -1)
-        keys, values = torch.cat((half.k[:B], self.ring_k[:B]), 2), torch.cat((half.v[:B], self.ring_v[:B]), 2)
-        return masked_attention(q, keys, values, torch.cat((idx >= 0, ring), 2))
+        return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
     # ---- accounting ----
 

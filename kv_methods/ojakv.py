@@ -18,7 +18,7 @@ from torch import Tensor
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from kernels.gather_attention import gather_rows
-from kernels.lowrank import change_basis, lowrank_attention, oja_step, orthonormalize, project, reconstruct
+from kernels.lowrank import SLOTS, change_basis, lowrank_attention, oja_step, orthonormalize, project, reconstruct
 from kernels.select import snapkv_scores
 from kv_methods.base import KVMethod, budget_cap, budget_tokens
 
@@ -84,13 +84,15 @@ class OjaKV(KVMethod):
         self.n_exempt, self.block = min(2 * args.exempt, T), min(args.update_every, T)
         # Without `keep` a slot for every token. With it a short prompt would need nearly as many, if all of T were then
         # decoded: the store is made for what is kept of the longest prompt and `room` decoded tokens; see `maintain`.
-        self.cap = T if args.keep is None else min(T, budget_cap(args.keep, T) + args.room)
+        cap = T if args.keep is None else min(T, budget_cap(args.keep, T) + args.room)
+        self.cap = -(-cap // SLOTS) * SLOTS
         u_k, u_v = (calib and calib.get(layer, f"oja.{x}_basis")[..., : self.r] for x in "kv")
         self.k_calibrated = self.constant("k_calibrated", (H, D, self.r), u_k, torch.float32)
         self.v_calibrated = self.constant("v_calibrated", (H, D, self.r), u_v, torch.float32)
         if args.adapt:
             self.k_basis, self.v_basis = (self.buffer(f"{x}_basis", (B, H, D, self.r), torch.float32) for x in "kv")
-        self.k_lat, self.v_lat = (self.buffer(f"{x}_lat", (B, H, self.cap, self.r)) for x in "kv")
+        # tokens side by side: see kernels/lowrank.py
+        self.k_lat, self.v_lat = (self.buffer(f"{x}_lat", (B, H, self.r, self.cap)) for x in "kv")
         # the exempt tokens of the prompt, then the tokens decoded since the last update
         self.k_full, self.v_full = (self.buffer(f"{x}_full", (B, H, self.n_exempt + self.block, D)) for x in "kv")
         self.prompt_len = self.buffer("prompt_len", (B,), torch.int64)
@@ -146,9 +148,11 @@ class OjaKV(KVMethod):
             k, v = k[:, :, E : S - E], v[:, :, E : S - E]
         else:
             chosen, self.stored[:B] = self._snapkv(q, k, lengths, middle)
+            # of the longest prompt, known without asking the device
+            self._kept = max(0, min(budget_cap(self.args.keep, S) - min(S, 2 * E), S - 2 * E))
             k, v = gather_rows(k, chosen), gather_rows(v, chosen)
         n = k.shape[2]
-        self.k_lat[:B, :, :n], self.v_lat[:B, :, :n] = project(k, k_basis), project(v, v_basis)
+        self.k_lat[:B, ..., :n], self.v_lat[:B, ..., :n] = project(k, k_basis).mT, project(v, v_basis).mT
 
     def _adapt_to_prompt(self, q, k, v, lengths):
         """One step on the tokens that the last queries attend to most, one set per row for all heads (lines 2-6)."""
@@ -187,7 +191,7 @@ class OjaKV(KVMethod):
         filled = exempt | (slot >= self.n_exempt) & (slot <= newest[:, None])
         k_basis, v_basis = self.bases(B)
         return lowrank_attention(
-            q, self.k_lat[:B], self.v_lat[:B], k_basis, v_basis, self.stored[:B],
+            q, self.k_lat[:B].mT, self.v_lat[:B].mT, k_basis, v_basis, self.stored[:B],
             self.k_full[:B], self.v_full[:B], filled, self.args.latent)  # fmt: skip
 
     # ---- between steps: Algorithm 1, lines 12-18 ----
@@ -197,7 +201,7 @@ class OjaKV(KVMethod):
         if step - self._flushed < self.block:
             return
         B, n = self._rows, self.block
-        if self.args.keep is not None and int(self.stored[:B].max()) + n > self.cap:
+        if self.args.keep is not None and self._kept + self._flushed + n > self.cap:
             raise InputError(
                 f"ojakv: after {step} decoded tokens the store made for keep={self.args.keep} is full: use a room of "
                 f"more than {self.args.room}"
@@ -210,15 +214,15 @@ class OjaKV(KVMethod):
             if self.args.adapt:
                 new = orthonormalize(oja_step(basis, tokens.float(), self.args.eta_decode, self.args.rule))
                 if self.args.stale == "rotate":  # the paper leaves them: coordinates of a basis that is gone
-                    change_basis(lat[:B], basis, new)
+                    change_basis(lat[:B].mT, basis, new)
                 basis.copy_(new)
-            # advanced indices around a slice put the head behind: [B, n, H, r]
-            lat[row, :, slots] = project(tokens, basis).transpose(1, 2)
+            # advanced indices around slices put what is between behind: [B, n, H, r]
+            lat[row, :, :, slots] = project(tokens, basis).transpose(1, 2)
         self.stored[:B] += n
         self._flushed += n
 
     def reset(self):
-        self._flushed, self._rows = 0, self.shape.max_batch
+        self._flushed, self._kept, self._rows = 0, 0, self.shape.max_batch
         self.prompt_len.zero_()
         self.stored.zero_()
         if self.args.adapt:

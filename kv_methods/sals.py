@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 
 from errors import InputError
-from kernels.latent import LatentTokens, latent_attention, latent_score, read_tokens, write_tokens
+from kernels.latent import LatentTokens, append_token, store_prompt, write_tokens
+from kernels.latent_attention import latent_attention
+from kernels.latent_score import latent_score
 from kernels.quantize import GROUP
 from kernels.select import budget_select
 from kv_methods.base import KVMethod, budget_tokens, check_budget, check_forced, selection_cap, selection_size
@@ -105,55 +107,45 @@ class Sals(KVMethod):
     # ---- the prompt ----
 
     def compress(self, q, k, v, lengths):
-        B, _, S, _ = k.shape
-        row = torch.arange(B, device=k.device)[:, None]
-        latents = k.transpose(1, 2).flatten(2) @ self.basis.T  # eq. 1, [B, S, ring_rank]
-        values = v.transpose(1, 2).flatten(2)
-        write_tokens(self.store, row, torch.arange(S, device=k.device), latents, values)
+        store_prompt(self.store, self.basis, k, v, lengths)  # eq. 1
         # in a prompt shorter than the ring, the slots of negative positions hold what is not attended to
         newest = lengths[:, None] - 1 - torch.arange(self.ring_slots, device=k.device)
-        at = newest.clamp(min=0)
-        write_tokens(self.ring, row, newest % self.ring_slots, latents[row, at], values[row, at])
+        row, at = torch.arange(len(k), device=k.device)[:, None], newest.clamp(min=0)
+        k, v = (x.transpose(1, 2)[row, at].flatten(2) for x in (k, v))
+        write_tokens(self.ring, row, newest % self.ring_slots, k @ self.basis.T, v)
 
     # ---- one token per row: Algorithm 1 ----
 
     def append(self, k, v, pos):
-        row, slot = torch.arange(len(pos), device=pos.device), pos % self.ring_slots
-        # The token in this slot leaves the ring for the store, at the target ratio. Where there is none yet, what the
-        # slot holds goes to one of the store's last slots: their tokens can never leave the ring.
-        latents, values = read_tokens(self.ring, slot[:, None])
-        left = (pos - self.ring_slots) % self.shape.max_seq_len
-        write_tokens(self.store, row, left, latents[:, 0], values[:, 0])
-        write_tokens(self.ring, row, slot, k.flatten(1) @ self.basis.T, v.flatten(1))  # lines 2-3
+        append_token(self.ring, self.store, k.flatten(1) @ self.basis.T, v.flatten(1), pos)  # lines 2-3
 
     def select(self, q, pos):
-        """Positions: those in the ring, newest first, then the chosen ones of the store. One set for all heads."""
-        B, n = len(pos), self.ring_slots
-        recent = (pos[:, None] - torch.arange(n, device=q.device)).clamp(min=0)
+        """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
         if self.dense:
-            chosen = torch.arange(self.k_static - n, device=q.device).expand(B, -1)
-            return torch.cat((recent, chosen), 1)[:, None], pos[:, None] + 1
+            return None, None
+        n = self.ring_slots
         wanted = (budget_tokens(self.args.budget, pos + 1) - n).clamp(min=0)
-        chosen, count = budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)
-        return torch.cat((recent[:, None], chosen), 2), count + (pos[:, None] + 1).clamp(max=n)  # line 5
+        return budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
     def _scores(self, q, pos):
         """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
         B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
         if self.args.score == "sum":  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
-            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.k_lead[:B])
+            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.k_lead, pos - self.ring_slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
         T, t = self.shape.max_seq_len, torch.arange(self.shape.max_seq_len + self.ring_slots, device=q.device)
-        keys = torch.cat((self.k_lead[:B], self.ring_k[:B, :, : self.score_rank]), 1)
+        stored = latent_score(latent_q, self.k_lead, pos - self.ring_slots)
+        products = torch.cat((stored, latent_score(latent_q, self.ring_k[..., : self.score_rank])), -1)
         held = torch.where(t < T, t <= pos[:, None] - self.ring_slots, t - T <= pos[:, None])[:, None]
-        logits = torch.where(held, latent_score(latent_q, keys) * D**-0.5, float("-inf"))
+        logits = torch.where(held, products * D**-0.5, float("-inf"))
         return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
 
     def attend(self, q, idx, count, pos):
-        cos, sin = self.rope.at(idx[:, 0])
-        q = self.rope.rotate(q, pos)
-        return latent_attention(q, self.basis, self.ring, self.store, idx[:, 0], count[:, 0], cos, sin)  # lines 6-9
+        if idx is not None:
+            idx, count = idx[:, 0], count[:, 0]
+        q, cos, sin = self.rope.rotate(q, pos), self.rope.cos, self.rope.sin
+        return latent_attention(q, self.basis, self.ring, self.store, pos, idx, count, cos, sin)  # lines 6-9
 
     # ---- accounting ----
 

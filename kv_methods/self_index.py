@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from kernels.dense_attention import masked_attention
-from kernels.quantize import GROUP, dequantize, quantize
-from kernels.select import snapkv_scores, topk_select
-from kernels.sign_codes import SUB, codebook, lut_score, pack_codes, sign_codes, sign_patterns, unpack_signs
+from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
+from kernels.quantize import GROUP, quantize
+from kernels.select import budget_select, snapkv_scores
+from kernels.sign_codes import SUB, lut_score, pack_codes, sign_codes, sign_patterns
+from kernels.sign_encode import encode_keys, key_range
 from kv_methods.base import KVMethod, budget_cap, budget_tokens, check_budget
 
 PRESETS = {
@@ -102,45 +103,29 @@ class SelfIndex(KVMethod):
     # ---- the prompt ----
 
     def compress(self, q, k, v, lengths):
-        B, H, S, D = k.shape
+        B, S = len(k), k.shape[2]
         self.reset()
         self.prompt_len[:B] = lengths
-        valid = torch.arange(S, device=k.device) < lengths[:, None]
-        keep = valid[:, None, :, None]
-        # Eq. 5: centring balances the signs; softmax does not see it as long as every key of the row is centred.
-        self.mean[:B] = torch.where(keep, k, 0).sum(2, dtype=torch.float32) / lengths.view(B, 1, 1)
-        x = torch.where(keep, k.float() - self.mean[:B, :, None], 0)
-        # Eq. 12. The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded
-        # later, which a tiny alpha would send out of fp16's range.
-        largest = torch.where(keep, k, 0).abs().amax((2, 3), keepdim=True)[..., 0].float()
-        self.alpha[:B] = x.abs().amax(2).maximum(1e-3 * largest).clamp(min=1e-8)
-        codes = sign_codes(x)
-        if self.args.retrieval == "codebook":
-            self.book[:B] = codebook(x, codes, valid)
-        else:
-            self.book[:B] = sign_patterns(k.device)
-        row = torch.arange(B, device=k.device)[:, None]
-        slots = torch.arange(S, device=k.device).expand(B, S)
-        self._store(row, slots, x, codes, v)
-        self._choose_sinks(q, k, x, v, lengths)
+        # Eq. 5 and 12. Centring balances the signs; softmax does not see it if every key of the row is centred.
+        mean, self.alpha[:B] = key_range(k, lengths)
+        codes, book = encode_keys(k, mean, lengths)
+        self.mean[:B] = mean
+        self.book[:B] = book if self.args.retrieval == "codebook" else sign_patterns(k.device)
+        self._store((slice(B), slice(None), slice(S)), k, mean, codes, v)
+        self._choose_sinks(q, k, v, lengths)
 
-    def _store(self, row, slots, x, codes, v):
-        """Write centred keys x and values v [B, H, n, D] to slots [B, n] of the compressed store."""
-
-        def put(buffer, value):  # advanced indices around a slice put the head behind: [B, n, H, ...]
-            buffer[row, :, slots] = value.transpose(1, 2).to(buffer.dtype)
-
-        put(self.codes, pack_codes(codes))
+    def _store(self, at, k, mean, codes, v):
+        """Write keys k less their mean, their codes and values v [B, H, n, D] into the compressed store at an index."""
+        self.codes[at] = codes
         if self.bits == 16:
-            put(self.k16, x), put(self.v16, v)
+            self.k16[at], self.v16[at] = k if mean is None else (k.float() - mean[:, :, None]).to(k.dtype), v
             return
-        scaled = x / self.alpha[: len(x), :, None]
-        k_packed, k_params = quantize(scaled.abs() if self.args.sign_in_quant else scaled, self.bits)
-        v_packed, v_params = quantize(v, self.bits)
-        put(self.k_packed, k_packed), put(self.k_params, k_params)
-        put(self.v_packed, v_packed), put(self.v_params, v_params)
+        self.k_packed[at], self.k_params[at] = quantize(
+            k, self.bits, mean, self.alpha[: len(k)], magnitude=self.args.sign_in_quant
+        )
+        self.v_packed[at], self.v_params[at] = quantize(v, self.bits)
 
-    def _choose_sinks(self, q, k, x, v, lengths):
+    def _choose_sinks(self, q, k, v, lengths):
         """Full Precision Sink Tokens: SnapKV's choice per KV head. A prompt shorter than the sinks is all sinks."""
         B, H, S, D = k.shape
         n = min(self.n_sink, S)
@@ -151,7 +136,8 @@ class SelfIndex(KVMethod):
         idx = snapkv_scores(q, k, lengths).sort(dim=-1, descending=True, stable=True).indices[..., :n]
         self.sink_idx[:B, :, :n] = idx.minimum(lengths.view(B, 1, 1) - 1)
         at = idx[..., None].expand(B, H, n, D)
-        self.sink_k[:B, :, :n], self.sink_v[:B, :, :n] = x.gather(2, at).to(k.dtype), v.gather(2, at)
+        self.sink_k[:B, :, :n] = (k.gather(2, at).float() - self.mean[:B, :, None]).to(k.dtype)
+        self.sink_v[:B, :, :n] = v.gather(2, at)
         self.sink_idx[:B, :, n:] = 0
 
     # ---- one token per row ----
@@ -163,49 +149,31 @@ class SelfIndex(KVMethod):
         self.tail_v[row, :, slot] = v
 
     def select(self, q, pos):
-        B, H, T, D = len(pos), *self.shape.kv[1:]
+        """The best of the compressed store, by the mean of a group's queries; sinks are attended anyway."""
+        B = len(pos)
         stored = self.prompt_len[:B] + self.flushed  # tokens in the compressed store
         sinks = self.prompt_len[:B].clamp(max=self.n_sink)
-        scores = lut_score(q.view(B, H, -1, D).mean(2), self.book[:B], self.codes[:B])
-        mask = (torch.arange(T, device=q.device) < stored[:, None])[:, None].expand(B, H, T)
-        if self.n_sink:
-            mask = mask.scatter(2, self.sink_idx[:B], False)  # sinks are attended anyway
         if isinstance(self.args.budget, float):
             wanted = (budget_tokens(self.args.budget, pos + 1) - sinks).clamp(min=0)
         else:
             wanted = torch.full_like(pos, self.args.budget - self.n_sink)
-        return topk_select(scores, mask, self.k_static, wanted.minimum(stored - sinks)[:, None].expand(B, H))
+        return budget_select(self.scores(q, pos), stored - 1, wanted.minimum(stored - sinks), self.k_static)
+
+    def scores(self, q, pos):
+        """Eq. 8, of every token of the store; -inf of the sinks."""
+        B = len(pos)
+        last = self.prompt_len[:B] + self.flushed - 1
+        return lut_score(q, self.book[:B], self.codes[:B], last, self.sink_idx[:B])
 
     def attend(self, q, idx, count, pos):
-        B, H = len(pos), self.shape.n_kv_head
-        k, v = self._fetch(idx)
-        chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
-        sinks = torch.arange(self.n_sink, device=q.device) < self.prompt_len[:B, None]
-        # the newest decoded token that each ring slot holds
-        newest = (pos - self.prompt_len[:B])[:, None]
-        held = newest - (newest - torch.arange(self.tail, device=q.device)) % self.tail
-        tail = held >= self.flushed
-        keys = torch.cat((self.sink_k[:B], k.to(q.dtype), self.tail_k[:B]), 2)
-        values = torch.cat((self.sink_v[:B], v.to(q.dtype), self.tail_v[:B]), 2)
-        mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
-        return masked_attention(q, keys, values, mask)
-
-    def _fetch(self, idx):
-        """Dequantized centred keys and values of slots idx [B, H, K] -> two [B, H, K, D], eq. 13."""
-
-        def take(buffer):
-            flat = buffer[: len(idx)].flatten(3)
-            return flat.gather(2, idx[..., None].expand(*idx.shape, flat.shape[3]))
-
-        if self.bits == 16:
-            return take(self.k16), take(self.v16)
-        params = (*idx.shape, -1, 2)
-        k = dequantize(take(self.k_packed), take(self.k_params).view(params), self.bits)
-        if self.args.sign_in_quant:
-            k = k * unpack_signs(take(self.codes))
-        return k * self.alpha[: len(idx), :, None], dequantize(
-            take(self.v_packed), take(self.v_params).view(params), self.bits
-        )
+        store = (
+            PackedTokens(self.k16, self.v16, 16)
+            if self.bits == 16
+            else PackedTokens(self.k_packed, self.v_packed, self.bits, self.k_params, self.v_params, self.alpha,
+                              self.codes if self.args.sign_in_quant else None)
+        )  # fmt: skip
+        whole = WholeTokens(self.sink_k, self.sink_v, self.tail_k, self.tail_v)
+        return packed_gather_attention(q, idx, count, store, whole, pos, self.prompt_len, self.flushed)
 
     # ---- between steps ----
 
@@ -213,12 +181,13 @@ class SelfIndex(KVMethod):
         """Compress the oldest decoded tokens once the tail is full: the next one would overwrite the oldest."""
         if step - self._flushed < self.tail:
             return
-        B, n = self.shape.max_batch, self.args.flush
+        n = self.args.flush
         ring = (torch.arange(n, device=self.tail_k.device) + self._flushed) % self.tail
-        x, v = self.tail_k[:, :, ring].float(), self.tail_v[:, :, ring]
-        row = torch.arange(B, device=ring.device)[:, None]
+        x, v = self.tail_k[:, :, ring], self.tail_v[:, :, ring]  # centred already
         slots = self.prompt_len[:, None] + self._flushed + torch.arange(n, device=ring.device)
-        self._store(row, slots.clamp(max=self.shape.max_seq_len - 1), x, sign_codes(x), v)
+        row, head = (torch.arange(x, device=ring.device) for x in self.shape.kv[:2])
+        at = row[:, None, None], head[:, None], slots.clamp(max=self.shape.max_seq_len - 1)[:, None]
+        self._store(at, x, None, pack_codes(sign_codes(x)), v)
         self._flushed += n
         self.flushed.fill_(self._flushed)
 
@@ -226,6 +195,8 @@ class SelfIndex(KVMethod):
         self._flushed = 0
         self.flushed.zero_()
         self.prompt_len.zero_()
+        # slots that hold no token weigh 0, but 0 * NaN is NaN; sinks and ring are small
+        self.sink_v.zero_(), self.tail_v.zero_()
 
     # ---- accounting ----
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from errors import InputError
-from kernels.dense_attention import decode_attention, masked_attention
+from kernels.dense_attention import decode_attention
 from kv_methods.base import KVMethod
 from model import apply_rope
 
@@ -68,16 +68,15 @@ class Streaming(KVMethod):
 
     def attend(self, q, idx, count, pos):
         cap = self.k.shape[2]
-        if not self.pre_rope:  # slots fill in order, and their order does not matter to attention
-            return decode_attention(q, self.k, self.v, torch.zeros_like(pos), (pos + 1).clamp(max=cap))
+        none, filled = torch.zeros_like(pos), (pos + 1).clamp(max=cap)  # slots fill in order
+        if not self.pre_rope:  # in which order they are read does not matter to attention
+            return decode_attention(q, self.k, self.v, none, filled)
         slots = torch.arange(cap, device=pos.device)
         age = (self.slot(pos)[:, None] - slots) % max(self.window, 1)  # of ring slots, 0 = this token
         place = torch.where(slots < self.sinks, slots, (pos.clamp(max=cap - 1)[:, None] - age))
         place = torch.where((pos < self.sinks)[:, None], slots, place)
-        filled = slots <= pos[:, None]
-        B = len(pos)
-        k = apply_rope(self.k[:B], *(t[:, None] for t in self.rope.at(place.clamp(min=0))))
-        return masked_attention(self.rope.rotate(q, pos.clamp(max=cap - 1)), k, self.v[:B], filled[:, None])
+        k = apply_rope(self.k[: len(pos)], *(t[:, None] for t in self.rope.at(place.clamp(min=0))))
+        return decode_attention(self.rope.rotate(q, filled - 1), k, self.v, none, filled)
 
     def card_nbytes(self):
         s = self.shape

@@ -38,8 +38,9 @@ def oja(u: np.ndarray, xs: list[np.ndarray], eta: float, rule: str) -> np.ndarra
         y = u.T @ x
         step += np.outer(x - u @ y, y)
         energy += y**2
-    if rule == "column":
-        return u + eta * step / energy
+    if rule == "column":  # no column counts for less than 32 tokens of average energy, spread evenly, would bring
+        average = sum(x @ x for x in xs) / len(xs)
+        return u + eta * step / np.maximum(energy, 32 * average / len(u))
     if rule == "batch":
         return u + eta * step / sum(x @ x for x in xs)
     assert rule == "raw"

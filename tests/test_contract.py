@@ -46,16 +46,18 @@ shapes = pytest.mark.parametrize("shape", matrix(SAMPLE, SHAPES), ids=lambda s: 
 
 
 @functools.lru_cache(4)
-def tiny(g: int = 2, head_dim: int = 32, n_kv_head: int = 2, windows: tuple = (), dtype=torch.float32) -> Transformer:
+def tiny(
+    g: int = 2, head_dim: int = 32, n_kv_head: int = 2, windows: tuple = (), dtype=torch.float32, device="cpu"
+) -> Transformer:
     """Two layers of random weights, large enough that attention is far from uniform."""
     args = ModelArgs(dim=64, n_layer=2, n_head=g * n_kv_head, n_kv_head=n_kv_head, head_dim=head_dim, ffn_dim=96,
                      vocab_size=VOCAB, max_seq_len=1024, windows=windows)  # fmt: skip
-    model = random_transformer(args, "cpu", dtype, seed=1)
+    model = random_transformer(args, "cpu", dtype, seed=1).to(device)  # the same weights everywhere
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
                 p *= 1.3 / (0.02 * p.shape[1] ** 0.5)
-    sequences = [prompt(200, seed) for seed in (11, 12)]
+    sequences = [prompt(200, seed).to(device) for seed in (11, 12)]
     model.calibration = calibrate(model, sequences, 40)
     return model
 
@@ -81,9 +83,9 @@ def settings(name: str) -> list[dict]:
 @torch.inference_mode()
 def run(model, prompts, steps=40, feed=None, decode=None):
     """Prefill right-padded prompts, decode `feed` [B, steps] or greedily -> logits [B, steps + 1, V], tokens fed."""
-    lengths = torch.tensor([len(p) for p in prompts])
+    lengths = torch.tensor([len(p) for p in prompts], device=prompts[0].device)
     # padding is no token 0 but anything: it must not matter
-    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())))
+    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max())), device=prompts[0].device)
     for row, p in enumerate(prompts):
         tokens[row, : len(p)] = p
     logits, fed = [model.prefill(tokens, lengths)], []
@@ -148,10 +150,15 @@ def check_lossless(name, shape=(4, 64), lengths=EDGES, steps=40):
 
 def check_compiled(name, knobs, backend, steps=200):
     torch._dynamo.reset()
-    model, prompts = tiny(), [prompt(n) for n in (5, 40)]
+    model, prompts, feed = tiny(), [prompt(n) for n in (5, 40)], None
+    if backend == "inductor":
+        # The first layer gives a repeated token the score of its copy. Which of the two is taken then hangs on the last
+        # bit: inductor sums in another order. So no token comes twice.
+        tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+        prompts, feed, steps = [tokens[:5], tokens[-40:]], torch.stack((tokens[5:45], tokens[:40])), 40
     counter = CompileCounterWithBackend(backend)
     model.setup_cache(name, 2, 40 + steps, **knobs)
-    want, fed = run(model, prompts, steps)
+    want, fed = run(model, prompts, steps, feed)
     model.reset_cache()
     at = {k: b.data_ptr() for k, b in cache_buffers(model).items()}
     decode = torch.compile(model.decode, fullgraph=True, backend=counter)
@@ -333,7 +340,7 @@ def test_compiled_is_eager_with_one_graph(name):
 # One method by inductor in every run, the one with most in its graph; the rest when asked for.
 @pytest.mark.parametrize("name", matrix(["self_index"], METHODS))
 def test_compiled_by_inductor_is_eager(name):
-    check_compiled(name, small(name), "inductor", 40 if name == "self_index" else 200)
+    check_compiled(name, small(name), "inductor")
 
 
 @every_method

@@ -10,6 +10,7 @@ import torch
 from oracles import SelfIndexHead, check_top, rotate
 
 from errors import InputError
+from kernels import packed_gather_attention, sign_encode
 from kernels.sign_codes import codebook, sign_codes
 from kv_methods import make_args, self_index
 from kv_methods.base import CacheShape, budget_cap, budget_tokens
@@ -148,40 +149,37 @@ def test_equals_the_oracle_full_matrix(i):
     pytest.fail("every seed is ambiguous")
 
 
-def _swapped(packed):
-    return self_index_unpack((packed >> 4) | (packed << 4))
+def _swapped(f):
+    return lambda x, params, bits, signs=None: f(x, params, bits, None if signs is None else signs >> 4 | signs << 4)
 
 
-self_index_unpack = self_index.unpack_signs
+def _nibbles(f):
+    return lambda codes: (f(codes) >> 4) | (f(codes) << 4)
+
+
 # name -> (object, attribute, faulty stand-in made from the real one)
 MUTANTS = {
-    "nibbles swapped in the signs": (self_index, "unpack_signs", lambda f: _swapped),
-    "nibbles swapped in the codes": (self_index, "pack_codes", lambda f: lambda c: (f(c) >> 4) | (f(c) << 4)),
-    "no alpha": (SelfIndex, "_fetch", lambda f: lambda m, idx: _without_alpha(f, m, idx)),
-    "sinks not excluded": (SelfIndex, "select", lambda f: lambda m, q, pos: _with_sinks(f, m, q, pos)),
-    "query a little off": (self_index, "lut_score", lambda f: lambda q, b, c: f(q + 0.05, b, c)),
+    "nibbles swapped in the signs": (packed_gather_attention, "unpack_units", _swapped),
+    "nibbles swapped in the codes": (sign_encode, "pack_codes", _nibbles),
+    "nibbles swapped in the flush": (self_index, "pack_codes", _nibbles),
+    "no alpha": (self_index, "PackedTokens", lambda f: lambda k, v, n, kp, vp, a, c: f(k, v, n, kp, vp, a * 0 + 1, c)),
+    "sinks not excluded": (self_index, "lut_score", lambda f: lambda q, b, c, pos, sinks: f(q, b, c, pos)),
+    "query a little off": (self_index, "lut_score", lambda f: lambda q, *rest: f(q + 0.05, *rest)),
+    "first query of the group": (self_index, "lut_score", lambda f: lambda q, *rest: f(q[:, ::2], *rest)),
     "sinks without pooling": (self_index, "snapkv_scores", lambda f: lambda q, k, n: f(q, k, n, pool=1)),
     "sinks by 16 queries": (self_index, "snapkv_scores", lambda f: lambda q, k, n: f(q, k, n, window=16)),
-    "empty cells are zero": (self_index, "codebook", lambda f: lambda x, c, ok: _no_empty(f, x, c, ok)),
-    "mean over the padding": (self_index, "codebook", lambda f: lambda x, c, ok: f(x, c, torch.ones_like(ok))),
-    "bits off by one level": (self_index, "dequantize", lambda f: lambda p, s, b: f(p, s * 1.02, b)),
-    "flush shifts by one": (SelfIndex, "_store", lambda f: lambda m, r, s, *xcv: f(m, r, s + (m._flushed > 0), *xcv)),
+    "empty cells are zero": (sign_encode, "codebook", lambda f: lambda x, c, ok: _no_empty(f, x, c, ok)),
+    "mean over the padding": (sign_encode, "codebook", lambda f: lambda x, c, ok: f(x, c, torch.ones_like(ok))),
+    "range over the padding": (self_index, "key_range", lambda f: lambda k, n: f(k, n * 0 + k.shape[2])),
+    "steps too long": (packed_gather_attention, "unpack_units", lambda f: lambda p, s, *rest: f(p, s * 1.02, *rest)),
+    "flush shifts by one": (
+        SelfIndex, "_store",
+        lambda f: lambda m, at, *kv: f(m, (*at[:2], at[2] + 1) if m._flushed else at, *kv),
+    ),
     "flush one step late": (SelfIndex, "maintain", lambda f: lambda m, step: f(m, step - 1)),
     "tail forgets the newest": (SelfIndex, "attend", lambda f: lambda m, q, i, c, pos: f(m, q, i, c, pos - 1)),
-    "a token fewer": (self_index, "topk_select", lambda f: lambda s, m, k, c: f(s, m, k, c - 1)),
+    "a token fewer": (self_index, "budget_select", lambda f: lambda s, pos, n, k: f(s, pos, n - 1, k)),
 }  # fmt: skip
-
-
-def _without_alpha(f, m, idx):
-    k, v = f(m, idx)
-    return k / m.alpha[:, :, None], v
-
-
-def _with_sinks(f, m, q, pos):
-    n, m.n_sink = m.n_sink, 0  # select() masks the sinks only if there are any
-    out = f(m, q, pos)
-    m.n_sink = n
-    return out
 
 
 def _no_empty(f, x, codes, valid):

@@ -1,0 +1,359 @@
+"""Attention over tokens whose keys lie in a latent space: expanded, rotated at their own positions, attended to.
+
+The rotation keeps the query from being folded into the basis: (R_t K_t) . q = latent_t . (U^T R_t^T q), and R_t^T q is
+another vector for every token t. Folding it would cost 2 r D operations a token and query head, expanding the key costs
+them once a token and KV head, and on tensor cores. So keys are expanded, but only into registers: a rotation in halves
+(x1, x2) pairs channels c and c + D / 2, and the product of a tile of latents with a head's columns of the basis leaves
+both channels of a pair in registers of the same thread. Nothing moves between threads before the logits' product.
+
+What bounds it: K tokens of r coordinates cost 2 K r D operations per row and KV head, while device memory gives
+K (2 r + bytes of the values) per row, once for all heads. At Llama-3.1-8B's shapes (8 KV heads, D = 128), sals-25
+(r = 256, 4 bits) and K = 4096 chosen of 32K, that is 2.2 GFLOP and 4.5 MB a row: 480 operations a byte, where an H100
+balances at 295 (989 TFLOP/s, 3.35 TB/s). Llama-2-7B (32 heads, r = 1024), 512 of 4K: 4.3 GFLOP and 2.3 MB, 1900 a byte.
+Unlike other decode attention this is a matrix product with a softmax behind it, and is tiled as one. A program reads,
+for N tokens and one head, N r latents and r D numbers of the basis, both out of L2, where the latents stay for all
+heads and the basis for all rows: 2 r (N + D) bytes for 2 N r D operations. N = D = 128 are 64 operations a byte: if L2
+gives 5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (`account` counts its bytes); N = 64 would reach 43 a byte,
+N = 256 or two heads a program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes a
+token and head: at r = 256 as much as the latents.
+
+128 x 128 accumulators are 64 a thread in 8 warps, and the rotation, what is loaded ahead and the values' tile bring it
+to 245 registers: one program a multiprocessor on an H100, two at tiles of 64 tokens in 4 warps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Aot, combine, dot, multiprocessors, split_count, tl, triton, use_triton
+from kernels.dense_attention import masked_attention
+from kernels.gather_attention import LOG2_E, parts_of
+from kernels.latent import LatentTokens, read_tokens
+from kernels.packed_gather_attention import _unpack
+from kernels.quantize import GROUP
+from model import apply_rope
+
+MAX_BLOCK = 128  # tokens of a tile
+BLOCK_R = 64  # coordinates of a tile of latents (N x 64) or of the basis (64 x D): 32 KB both, three stages
+NUM_STAGES = 3
+
+
+def latent_attention(
+    q: Tensor,
+    basis: Tensor,
+    ring: LatentTokens,
+    store: LatentTokens,
+    pos: Tensor,
+    idx: Tensor | None,
+    count: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Softmax attention over the tokens in the ring and the first `count` slots idx of the store. Scale 1/sqrt(D).
+
+    q [B, Hq, D] rotated; basis [>= r, n*D] with the basis vectors in rows, of which latents of r coordinates use the
+    first r; pos [B] of the newest token: the ring of R slots holds it and those before it, slot = position mod R, and
+    the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
+    None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
+    """
+    if use_triton(q):
+        return torch.ops.kv_fast.latent_attention(
+            q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), pos, idx, count, cos, sin,
+            ring.bits, store.bits,
+        )  # fmt: skip
+    B, Hq, D = q.shape
+    R, row = ring.latents[0].shape[1], torch.arange(B, device=q.device)[:, None]
+    newest = pos[:, None] - torch.arange(R, device=q.device)
+    if idx is None or count is None:  # the last R slots of a store never hold anything
+        idx = torch.arange(store.latents[0].shape[1] - R, device=q.device).expand(B, -1)
+        count = pos + 1 - R
+    keys, values = [], []
+    for tokens, slot in ((ring, newest % R), (store, idx)):
+        latents, v = read_tokens(tokens, slot)
+        keys.append(latents @ basis[: latents.shape[2]])
+        values.append(v.to(q.dtype))
+    k, v = (torch.cat(x, 1).view(B, -1, basis.shape[1] // D, D).transpose(1, 2) for x in (keys, values))  # [B, n, K, D]
+    at = torch.cat((newest.clamp(min=0), idx), 1)
+    table = (cos[0][at], sin[0][at]) if len(cos) == 1 else (cos[row, at], sin[row, at])
+    chosen = torch.arange(idx.shape[1], device=q.device) < count[:, None]
+    mask = torch.cat((newest >= 0, chosen), 1)[:, None]
+    return masked_attention(q, apply_rope(k, *(x[:, None] for x in table)), v, mask)
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _expand(
+    keys, x, row, inside, basis, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Add to the keys [N, BLOCK_D] of a head what R coordinates from `first` on give, in rows `row` [N] of x. A half of
+    the channels is a half of the columns."""
+    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    channel = c // (BLOCK_D // 2) * (D // 2) + c % (BLOCK_D // 2)
+    real = c % (BLOCK_D // 2) < D // 2
+    for lo in range(0, R, BLOCK_R):
+        part = tl.load(x + row[:, None] * R + lo + r, mask=inside[:, None] & (lo + r < R), other=0.0)
+        at = basis + (first + lo + r)[:, None] * WIDTH + channel
+        keys = dot(part, tl.load(at, mask=(lo + r[:, None] < R) & real, other=0.0), keys)
+    return keys
+
+
+@triton.jit
+def _halves(x):
+    """x [N, C] -> its columns before and after C / 2. Both are in the same registers of the same thread."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def _rotated_logits(
+    k1, k2, q, q_head, cos, sin, inside, g, first: tl.constexpr, logits, G: tl.constexpr, D: tl.constexpr
+):
+    """Add to logits [N, G] what pairs of channels (k1, k2) [N, C] from `first` on give, rotated; q [G, D]."""
+    c = first + tl.arange(0, k1.shape[1])
+    real = inside[:, None] & (c < D // 2)
+    a, b = tl.load(cos + c, mask=real, other=0.0), tl.load(sin + c, mask=real, other=0.0)
+    at, some = q + g * q_head + c[:, None], (g < G) & (c[:, None] < D // 2)
+    x = tl.load(at, mask=some, other=0.0)
+    logits = dot((k1 * a - k2 * b).to(x.dtype), x, logits)
+    return dot((k2 * a + k1 * b).to(x.dtype), tl.load(at + D // 2, mask=some, other=0.0), logits)
+
+
+@triton.jit
+def _attend(
+    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, params, cos, sin, h,
+    WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A block of N tokens at positions `token`, in rows `slot` of k [.., R0] and rest [.., R1]: a step of the online
+    softmax. Everything is by token first: keys [N, D] and logits [N, G] stay in the registers of the product that made
+    them. y [D, G]."""
+    d = tl.arange(0, BLOCK_D)
+    # codes are loaded first, to be there when the product is done; 16 bits would take the registers it needs
+    if BITS < 16:
+        u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
+        unit = slot[:, None] * (WIDTH // 8) + h * (D // 8) + u
+        pair = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
+        words = tl.load(v + unit, mask=inside[:, None] & (u < D // 8), other=0)
+        pairs = tl.load(params + pair, mask=inside[:, None] & (e < D // 32), other=0)
+
+    keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    keys = _expand(keys, k, slot, inside, basis, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
+    if R1 > 0:
+        keys = _expand(keys, rest, slot, inside, basis, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
+    k1, k2 = _halves(keys)
+    cos += token.to(tl.int64)[:, None] * (D // 2)
+    sin += token.to(tl.int64)[:, None] * (D // 2)
+    logits = tl.zeros([BLOCK_N, g.shape[0]], tl.float32)
+    if BLOCK_D >= 64:  # by quarters: angles take half of the registers
+        k1, k3 = _halves(k1)
+        k2, k4 = _halves(k2)
+        logits = _rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
+        logits = _rotated_logits(k3, k4, q, q_head, cos, sin, inside, g, BLOCK_D // 4, logits, G, D)
+    else:
+        logits = _rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
+    logits = tl.where(inside[:, None], logits * (D**-0.5 * LOG2_E), float("-inf"))
+    new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
+    p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)
+    if BITS < 16:
+        values = _unpack(words, pairs, None, BITS, q.dtype.element_ty)
+    else:
+        values = tl.load(v + slot[:, None] * WIDTH + h * D + d, mask=inside[:, None] & (d < D), other=0.0)
+    y = dot(tl.trans(values), p.to(values.dtype), y * shrink[None, :])
+    return new, total * shrink + tl.sum(p, 0), y
+
+
+@triton.jit
+def _latent_attention(
+    q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos, idx, count, cos, sin, part, lse,
+    q_row, q_head, idx_row, table_row, R, T, K, S,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
+    RING_BITS: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): attention of the group's G query heads over its blocks of tokens."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = group // H, group % H
+    g, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    q += b * q_row + h * G * q_head
+
+    # Blocks of the ring and then of the store are dealt out in order. A block of the ring, of more coordinates than one
+    # of the store, counts as so many more.
+    WEIGHT: tl.constexpr = (RING_RANK + LEAD + REST - 1) // (LEAD + REST)
+    newest = tl.load(pos + b).to(tl.int32)
+    in_ring = tl.minimum(newest + 1, R)
+    in_store = tl.maximum(newest + 1 - R, 0)
+    if count is not None:
+        in_store = tl.maximum(tl.minimum(tl.load(count + b), K), 0).to(tl.int32)
+    ring_blocks, store_blocks = tl.cdiv(in_ring, BLOCK_N), tl.cdiv(in_store, BLOCK_N)
+    step = tl.cdiv(ring_blocks * WEIGHT + store_blocks, S)
+    lo, hi = split * step, (split + 1) * step
+
+    basis += h * D
+    cos += b * table_row
+    sin += b * table_row
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+    # what does not change between blocks is computed again: hoisted out of both loops it would take 50 registers
+    first, last = tl.minimum(tl.cdiv(lo, WEIGHT), ring_blocks), tl.minimum(tl.cdiv(hi, WEIGHT), ring_blocks)
+    for block in tl.range(first, last, num_stages=1, disable_licm=True):
+        token = newest - block * BLOCK_N - n
+        inside = block * BLOCK_N + n < in_ring
+        slot = b * R + tl.where(inside, token, 0) % R
+        top, total, y = _attend(
+            q, q_head, g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_params,
+            cos, sin, h, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+        )  # fmt: skip
+    lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
+    for block in tl.range(lo, hi, num_stages=1, disable_licm=True):
+        token = block * BLOCK_N + n
+        inside = token < in_store
+        if idx is not None:
+            token = tl.load(idx + b * idx_row + token, mask=inside, other=0).to(tl.int32)
+        slot = b * T + token
+        top, total, y = _attend(
+            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, params, cos, sin, h, H * D,
+            LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+        )  # fmt: skip
+
+    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
+    d, at = tl.arange(0, BLOCK_D), (group * G + g) * S + split
+    y = (y / total[None, :]).to(part.dtype.element_ty)
+    tl.store(part + at[None, :] * D + d[:, None], y, mask=(g < G) & (d[:, None] < D))
+    if lse is not None:
+        tl.store(lse + at, top + tl.log2(total), mask=g < G)
+
+
+def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options for tiles of `block` tokens."""
+    width, block_r = triton.next_power_of_2(D), BLOCK_R * 2 // itemsize
+    constants = dict(G=G, D=D, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_D=width, BLOCK_N=block)
+    # a product of one step would not be pipelined
+    constants |= dict(BLOCK_R=block_r if lead > block_r else max(16, block_r // 2))
+    many = block * width * (2 if _large(itemsize, bits) else 1) > 8192
+    return constants, dict(num_warps=8 if many else 4, num_stages=NUM_STAGES)
+
+
+def _large(itemsize: int, bits: int) -> bool:
+    """Whether keys or values take twice the registers, so that a tile has half the tokens."""
+    return itemsize == 4 or bits == 16
+
+
+def block_size(programs: int, n: int, D: int, itemsize: int, bits: int, device: torch.device) -> int:
+    """Tokens of a tile: MAX_BLOCK, fewer for wide heads and where that many would leave multiprocessors idle."""
+    block = MAX_BLOCK // (2 if _large(itemsize, bits) else 1)
+    block = max(32, min(block, block * 128 // triton.next_power_of_2(D)))
+    while block > 32 and programs * triton.cdiv(n, block) < multiprocessors(device):
+        block //= 2
+    return block
+
+
+def _launch(
+    q: Tensor, basis: Tensor,
+    ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
+    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None,
+    pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor, ring_bits: int, bits: int,
+    block: int | None = None, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The Triton version of `latent_attention`; tests give block (a power of two >= 16) and splits."""
+    (B, Hq, D), (T, R) = q.shape, (lead.shape[1], ring_k.shape[1])
+    H, K = basis.shape[1] // D, T - R if idx is None else idx.shape[1]
+    tensors = (basis, ring_k, ring_v, ring_params, lead, rest, v, params)
+    assert all(x is None or x.is_contiguous() for x in tensors) and q.stride(2) == 1
+    assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
+    ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
+    n = K + R * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
+    block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
+    splits = splits or split_count(B * H, n, block, q.device)
+    constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels
+    if ring_params is not None:
+        ring_v, ring_params = ring_v.view(word[ring_bits]), ring_params.view(torch.int32)
+    if params is not None:
+        v, params = v.view(word[bits]), params.view(torch.int32)
+    idx, count = (None if x is None else x.contiguous() for x in (idx, count))
+    part, lse = parts_of(q, splits)
+    _latent_attention[(B * H, splits)](
+        q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos.contiguous(), idx, count, cos, sin, part, lse,
+        *q.stride()[:2], 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
+        H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
+    )  # fmt: skip
+    return part if lse is None else combine(part, lse, q.dtype)
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Tensor? ring_params, "
+    "Tensor lead, Tensor rest, Tensor v, Tensor? params, Tensor pos, Tensor? idx, Tensor? count, Tensor cos, "
+    "Tensor sin, int ring_bits, int bits) -> Tensor"
+)
+for _device in ("CPU", "CUDA"):
+    _lib.impl("latent_attention", lambda *args: _launch(*args), _device)
+torch.library.register_fake("kv_fast::latent_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
+
+
+PRESETS = (("sals-25", 4, 4), ("sals-12.5", 8, 2))  # name, n*D / r, bits of values
+RECENT, BUDGET = 64, 8  # tokens of the ring; of 8 tokens one is attended to
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    """The presets, chosen tokens and all; smaller tiles as small batches take them; whole values; fp32."""
+    width, names = n_kv_head * head_dim, _latent_attention.arg_names
+    out: list[Aot] = []
+    for name, share, bits, dtype, block, listed in (
+        *((name, share, bits, "bf16", MAX_BLOCK, True) for name, share, bits in PRESETS),
+        ("sals-25 dense", 4, 4, "bf16", MAX_BLOCK, False), ("sals-25", 4, 4, "bf16", 64, True),
+        ("sals-25", 4, 4, "bf16", 32, True), ("8 bits", 4, 8, "bf16", MAX_BLOCK, True),
+        ("16 bits", 4, 16, "bf16", 64, True), ("sals-25 fp32", 4, 4, "fp32", 64, True),
+    ):  # fmt: skip
+        constants, options = _config(
+            n_head // n_kv_head, head_dim, width // share // 2, block, 4 if dtype == "fp32" else 2, bits
+        )
+        constexprs: dict[str, Any] = constants | dict(H=n_kv_head, RING_RANK=width // 2, LEAD=width // share // 2)
+        constexprs |= dict(REST=width // share // 2, RING_BITS=max(8, bits), BITS=bits)
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "basis", "ring_k", "lead", "rest"), f"*{dtype}")
+        types |= dict.fromkeys(("pos", "idx", "count"), "*i64") | dict.fromkeys(("cos", "sin", "part", "lse"), "*fp32")
+        types |= dict(ring_params="*i32", params="*i32", v=f"*{dtype}" if bits == 16 else f"*i{8 * bits}")
+        types |= dict(
+            ring_v=f"*{dtype}" if bits == 16 else "*i64",
+            idx_row="i64:16",
+            q_row="i64:16",
+            q_head="i64:16",
+            table_row="i64:16",
+        )
+        absent = (() if listed else ("idx", "count")) + (("ring_params", "params") if bits == 16 else ())
+        constexprs |= dict.fromkeys(absent)
+        types |= dict.fromkeys(constexprs, "constexpr")
+        out.append((f"{name}, tiles of {block}", _latent_attention, types, constexprs, options))
+    return out
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Of one call in bf16, for an eighth of the tokens and for all; in `bytes`, latents are read once a row.
+
+    `l2_bytes` is what programs read in all: latents and angles once a head, the basis once a tile of tokens.
+    """
+    width, device = n_kv_head * head_dim, torch.device("cpu")
+    out: list[dict[str, Any]] = []
+    for name, share, bits in PRESETS:
+        for what, attended in (("an eighth", length // BUDGET), ("all", length)):
+            rank, ring_rank, recent = width // share, width // 2, min(RECENT, attended)
+            chosen, r_bytes = attended - recent, width * 2 // GROUP * 2
+            block = block_size(batch * n_kv_head, chosen, head_dim, 2, bits, device)
+            splits = split_count(batch * n_kv_head, chosen + recent * (ring_rank // rank), block, device)
+            partial = 0 if splits == 1 else batch * n_head * splits * (head_dim + 1) * 4
+            tokens = chosen * (rank * 2 + width * bits // 8 + r_bytes) + recent * (ring_rank * 2 + width + r_bytes)
+            listed = chosen * 8 if attended < length else 0
+            angles, coordinates = attended * head_dim * 4, chosen * rank + recent * ring_rank
+            small = ring_rank * width * 2 + batch * n_head * head_dim * 4 + 2 * partial
+            tiles = triton.cdiv(chosen, block) * rank + triton.cdiv(recent, block) * ring_rank
+            l2 = batch * (n_kv_head * (coordinates * 2 + angles + listed + tiles * head_dim * 2) + tokens)
+            flops = 2 * batch * (coordinates * width + 2 * attended * n_head * head_dim)
+            out.append(dict(op=f"latent attention {name}, {what}", bytes=batch * (tokens + listed) + angles + small,
+                            flops=flops, launches=1 + (splits > 1), l2_bytes=l2))  # fmt: skip
+    return out

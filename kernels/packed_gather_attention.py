@@ -1,0 +1,338 @@
+"""Attention of one query per row over three kinds of tokens: kept whole at the start, chosen and packed, and newest.
+
+Self-Indexing KVCache attends to sinks in full precision, to the chosen tokens of the compressed store, and to a ring
+of decoded tokens in full precision, under one softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Aot, combine, dot, split_count, tl, triton, use_triton
+from kernels.gather_attention import LOG2_E, block_size, blocks_of, gather_rows, parts_of, softmax_step, write_part
+from kernels.quantize import GROUP
+from kernels.sign_codes import SUB
+
+UNIT = 8  # channels that are one word of `bits` bytes, beside one byte of sign codes
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PackedTokens(NamedTuple):
+    """T slots of each row and KV head, [>= B, Hkv, T, ...], of which a list chooses some."""
+
+    k: Tensor  # uint8 [..., D * bits / 8]: key magnitudes, or signed keys if there are no codes; at 16 bits [..., D]
+    v: Tensor
+    bits: int
+    k_params: Tensor | None = None  # fp16 [..., D / 32, 2] scales and zeros; none at 16 bits, nor the following
+    v_params: Tensor | None = None
+    alpha: Tensor | None = None  # fp32 [>= B, Hkv, D]: keys are stored divided by it
+    codes: Tensor | None = None  # uint8 [..., D / 8]: signs of the keys, 4 channels to 4 bits
+
+
+class WholeTokens(NamedTuple):
+    """Tokens in full precision. Empty slots weigh 0: keys may be anything, values must be finite."""
+
+    sink_k: Tensor  # [>= B, Hkv, n, D]: the first min(n, prompt_len) slots are attended to
+    sink_v: Tensor
+    tail_k: Tensor  # [>= B, Hkv, R, D]: the token at position p in slot (p - prompt_len) % R
+    tail_v: Tensor
+
+
+def packed_gather_attention(
+    q: Tensor,
+    idx: Tensor,
+    count: Tensor,
+    packed: PackedTokens,
+    whole: WholeTokens,
+    pos: Tensor,
+    prompt_len: Tensor,
+    flushed: Tensor,
+) -> Tensor:
+    """Softmax attention over the sinks, the first `count` of the packed slots idx, and the newest tokens.
+
+    q [B, Hq, D] (rotated), idx [B, Hkv, K] int64, count [B, Hkv], pos [B] of the newest token, prompt_len [>= B],
+    flushed [1]: decoded tokens that are packed already, so that the ring holds positions prompt_len + flushed to pos
+    -> [B, Hq, D]. Scale 1/sqrt(D). Entries of idx past the count point anywhere.
+    """
+    if use_triton(q):
+        return torch.ops.kv_fast.packed_gather_attention(
+            q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
+            *whole, pos, prompt_len, flushed, packed.bits,
+        )  # fmt: skip
+    B, Hq, D = q.shape
+    H = idx.shape[1]
+    grouped = q.view(B, H, -1, D)
+    k, v = fetch(packed, idx)
+    chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
+    sinks = torch.arange(whole.sink_k.shape[2], device=q.device) < prompt_len[:B, None]
+    # the newest decoded token that each ring slot holds
+    newest, ring = (pos - prompt_len[:B])[:, None], whole.tail_k.shape[2]
+    tail = newest - (newest - torch.arange(ring, device=q.device)) % ring >= flushed
+    mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
+
+    scaled = grouped if packed.alpha is None else (grouped * packed.alpha[:B, :, None]).to(q.dtype)
+    scaled = scaled if packed.k_params is None else unit_order(scaled)
+    # one softmax over three parts: joining their logits copies a number a token, joining the keys would copy D
+    parts = ((grouped, whole.sink_k[:B]), (scaled, k.to(q.dtype)), (grouped, whole.tail_k[:B]))
+    logits = torch.cat([x @ keys.transpose(2, 3) for x, keys in parts], 3).float() * D**-0.5
+    p = torch.where(mask[:, :, None], logits, float("-inf")).softmax(-1).to(q.dtype)
+    values = (whole.sink_v[:B], v.to(q.dtype).masked_fill(~chosen[..., None], 0), whole.tail_v[:B])
+    split = p.split([x.shape[2] for x in values], 3)
+    y = [(part @ x).float() for part, x in zip(split, values, strict=True)]
+    y[1] = y[1] if packed.v_params is None else y[1].unflatten(-1, (UNIT, -1)).mT.flatten(-2)
+    return (y[0] + y[1] + y[2]).to(q.dtype).view(B, Hq, D)
+
+
+def fetch(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys, still divided by alpha, and values of slots idx [B, Hkv, K] -> two [B, Hkv, K, D], eq. 13.
+
+    Below 16 bits the channels come in `unit_order`.
+    """
+
+    def take(buffer: Tensor) -> Tensor:
+        return gather_rows(buffer.flatten(3), idx)
+
+    if packed.k_params is None or packed.v_params is None:
+        return take(packed.k), take(packed.v)
+    signs = None if packed.codes is None else take(packed.codes)
+    k = unpack_units(take(packed.k), take(packed.k_params.flatten(3)), packed.bits, signs)
+    return k, unpack_units(take(packed.v), take(packed.v_params.flatten(3)), packed.bits)
+
+
+def unit_order(x: Tensor) -> Tensor:
+    """[..., D] -> [..., D]: the first channels of all units of 8, then their second channels, and so on."""
+    return x.unflatten(-1, (-1, UNIT)).mT.flatten(-2)
+
+
+def unpack_units(packed: Tensor, params: Tensor, bits: int, signs: Tensor | None = None) -> Tensor:
+    """Bytes [..., D * bits / 8], params [..., D / 16] and sign codes [..., D / 8] -> fp32 [..., D] in `unit_order`.
+
+    A unit of 8 channels is one word of `bits` bytes and one byte of signs. Neighbours in this order are the same bits
+    of neighbouring words: a compiled loop over them is all vectors, where the order of the channels would need a
+    shuffle for every number.
+    """
+    words = packed.view(WORDS[bits])
+    words = (words.int() if bits < 8 else words).unflatten(-1, (-1, GROUP // UNIT))
+    scale, zero = (x[..., None] for x in params.float().unflatten(-1, (-1, 2)).unbind(-1))
+    out = []
+    for r in range(UNIT):
+        x = (words >> (bits * r) & (2**bits - 1)).float() * scale + zero
+        if signs is not None:
+            # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
+            bit = signs.int().unflatten(-1, (-1, GROUP // UNIT)) >> (3 - r if r < SUB else 11 - r) & 1
+            x = x * (bit * 2 - 1).float()
+        out.append(x)
+    return torch.stack(out, -3).flatten(-3)
+
+
+# ---- Triton ----
+
+UNPACKED = 32  # most tokens of a block that is unpacked in registers: 64 take 170 and hold two programs, not four
+NUM_WARPS, NUM_STAGES = 4, 3
+
+
+@triton.jit
+def _scale_zero(params):
+    """int32 that hold two fp16 numbers -> scale, zero in fp32."""
+    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None."""
+    x = ((word >> (BITS * r)) & (2**BITS - 1)).to(tl.float32) * scale + zero
+    if codes is not None:
+        # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
+        bit: tl.constexpr = 3 - r if r < 4 else 11 - r
+        x = tl.where((codes >> bit) & 1 != 0, x, -x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _unpack(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order.
+
+    All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
+    """
+    N: tl.constexpr = word.shape[0]
+    U: tl.constexpr = word.shape[1]
+    s, z = _scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
+    c = codes
+    x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
+    x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
+    x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE), _channel(word, s, z, c, 6, BITS, DTYPE))
+    x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE), _channel(word, s, z, c, 7, BITS, DTYPE))
+    x = tl.join(tl.join(x04, x26), tl.join(x15, x37))
+    return tl.reshape(x, [N, 8 * U])
+
+
+@triton.jit
+def _packed_gather_attention(
+    q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v, pos, prompt_len, flushed,
+    part, lse, q_row, q_head, idx_row, idx_head, count_row, count_head, H, T, K, sinks, ring, S, S_PACKED,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): the first S_PACKED splits share the list, the others sinks and tail."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = group // H, group % H
+    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
+    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+
+    # the list; a split beyond S_PACKED starts behind its end
+    chosen = tl.minimum(tl.load(count + b * count_row + h * count_head), K).to(tl.int32)
+    step = tl.cdiv(tl.cdiv(chosen, S_PACKED), BLOCK_N) * BLOCK_N
+    lo = split * step
+    hi = tl.minimum(chosen, lo + step)
+    idx += b * idx_row + h * idx_head
+    if BITS == 16:
+        for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
+            inside = first + n < hi
+            slot = group * T + tl.load(idx + first + n, mask=inside, other=0)
+            real = inside[:, None] & (d < D)
+            keys = tl.load(k + slot[:, None] * D + d, mask=real, other=0.0)
+            values = tl.load(v + slot[:, None] * D + d, mask=real, other=0.0)
+            top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
+    else:
+        xa = (x * tl.load(alpha + group * D + d, mask=d < D, other=0.0)).to(x.dtype)
+        u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
+        for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
+            inside = first + n < hi
+            slot = group * T + tl.load(idx + first + n, mask=inside, other=0)
+            unit, real = slot[:, None] * (D // 8) + u, inside[:, None] & (u < D // 8)
+            pair, some = slot[:, None] * (D // 32) + e, inside[:, None] & (e < D // 32)
+            k_words, k_pairs = tl.load(k + unit, mask=real, other=0), tl.load(k_params + pair, mask=some, other=0)
+            v_words, v_pairs = tl.load(v + unit, mask=real, other=0), tl.load(v_params + pair, mask=some, other=0)
+            signs = codes
+            if codes is not None:
+                signs = tl.load(codes + unit, mask=real, other=0)
+            keys = _unpack(k_words, k_pairs, signs, BITS, x.dtype)
+            logits = dot(xa, tl.trans(keys)) * SCALE
+            values = _unpack(v_words, v_pairs, None, BITS, x.dtype)
+            top, total, y = softmax_step(logits, inside, values, top, total, y)
+
+    # sinks and then tail as one list of whole rows; of the splits before, none has a part of it
+    n_prompt = tl.load(prompt_len + b).to(tl.int32)
+    newest = tl.load(pos + b).to(tl.int32) - n_prompt
+    oldest = tl.maximum(tl.load(flushed).to(tl.int32), newest - ring + 1)
+    n_sinks = tl.minimum(n_prompt, sinks)
+    n_whole = n_sinks + tl.maximum(newest - oldest + 1, 0)
+    step = tl.cdiv(tl.cdiv(n_whole, S - S_PACKED), BLOCK_N) * BLOCK_N
+    lo = (split - S_PACKED) * step
+    hi = tl.minimum(n_whole, lo + step)
+    for first in range(tl.maximum(lo, 0), hi, BLOCK_N):
+        i = first + n
+        inside = i < hi
+        real = inside[:, None] & (d < D)
+        sink, tail = (group * sinks + i) * D, (group * ring + (oldest + i - n_sinks) % ring) * D
+        key = tl.multiple_of(tl.where(i < n_sinks, sink_k + sink, tail_k + tail), 16)
+        value = tl.multiple_of(tl.where(i < n_sinks, sink_v + sink, tail_v + tail), 16)
+        keys = tl.load(key[:, None] + d, mask=real, other=0.0)
+        values = tl.load(value[:, None] + d, mask=real, other=0.0)
+        top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
+    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+
+
+def launch(
+    q: Tensor,
+    idx: Tensor,
+    count: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_params: Tensor | None,
+    v_params: Tensor | None,
+    alpha: Tensor | None,
+    codes: Tensor | None,
+    sink_k: Tensor,
+    sink_v: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+    pos: Tensor,
+    prompt_len: Tensor,
+    flushed: Tensor,
+    bits: int,
+    block: int | None = None,
+    splits: tuple[int, int] | None = None,
+) -> Tensor:
+    """The Triton version; tests give block (a power of two >= 16) and splits (of the list, of the whole tokens)."""
+    B, Hq, D = q.shape
+    H, K = idx.shape[1:]
+    T, sinks, ring = k.shape[2], sink_k.shape[2], tail_k.shape[2]
+    buffers = (k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v)
+    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == idx.stride(2) == 1
+    if block is None:
+        block = block_size(B * H, K + sinks + ring, triton.next_power_of_2(D) * q.element_size(), q.device)
+        block = block if bits == 16 else min(block, UNPACKED)
+    if splits is None:
+        S = split_count(B * H, K + sinks + ring, block, q.device)
+        share = round(S * K / (K + sinks + ring))
+        splits = (max(1, min(share, triton.cdiv(K, block))), max(1, S - share))
+    part, lse = parts_of(q, sum(splits))
+    if bits < 16:  # as words of 8 channels, and pairs of scale and zero
+        k, v = k.view(WORDS[bits]), v.view(WORDS[bits])
+        k_params, v_params = (None if x is None else x.view(torch.int32) for x in (k_params, v_params))
+    _packed_gather_attention[(B * H, sum(splits))](
+        q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
+        pos.contiguous(), prompt_len, flushed, part, lse,
+        *q.stride()[:2], *idx.stride()[:2], *count.stride(), H, T, K, sinks, ring, sum(splits), splits[0],
+        **blocks_of(Hq, H, D), BITS=bits, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    return part if lse is None else combine(part, lse, q.dtype)
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Tensor v, Tensor? k_params, "
+    "Tensor? v_params, Tensor? alpha, Tensor? codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v, "
+    "Tensor pos, Tensor prompt_len, Tensor flushed, int bits) -> Tensor"
+)
+_lib.impl("packed_gather_attention", lambda *args: launch(*args), "CPU")
+_lib.impl("packed_gather_attention", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake("kv_fast::packed_gather_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    names = _packed_gather_attention.arg_names
+    entries: list[Aot] = []
+    for bits, signed, dtype, block in (
+        (2, True, "bf16", UNPACKED), (2, True, "bf16", 16), (2, False, "bf16", UNPACKED), (4, True, "bf16", UNPACKED),
+        (8, True, "bf16", UNPACKED), (16, False, "bf16", 64), (2, True, "fp32", UNPACKED),
+    ):  # fmt: skip
+        stored = f"*{dtype}" if bits == 16 else f"*i{8 * bits}"
+        constexprs: dict[str, Any] = blocks_of(n_head, n_kv_head, head_dim) | dict(BITS=bits, BLOCK_N=block)
+        types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "sink_k", "sink_v", "tail_k", "tail_v"), f"*{dtype}")
+        types |= dict.fromkeys(("idx", "count", "pos", "prompt_len", "flushed"), "*i64")
+        types |= dict(k=stored, v=stored, k_params="*i32", v_params="*i32", alpha="*fp32", codes="*u8")
+        types |= dict.fromkeys(("part", "lse"), "*fp32") | dict.fromkeys(("q_row", "q_head"), "i64:16")
+        absent = ("k_params", "v_params", "alpha", "codes") if bits == 16 else () if signed else ("codes",)
+        constexprs |= dict.fromkeys(absent)
+        types |= dict.fromkeys(constexprs, "constexpr")
+        name = f"{bits} bits{' signed' if signed else ''} {dtype}, blocks of {block}"
+        entries.append(
+            (name, _packed_gather_attention, types, constexprs, dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES))
+        )
+    return entries
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes and launches of one layer and step at 2 bits: 7.5 % of the tokens, 64 of them sinks; nothing decoded yet.
+
+    Each decoded token in the ring adds 4 * head_dim bytes a KV head. The list is of int64. Parts are written and read.
+    """
+    chosen, rows, D = max(0, int(0.075 * length) - 64), batch * n_kv_head, head_dim
+    each = D // 8 + 2 * (D // 4 + D // 32 * 4) + 8
+    block = min(UNPACKED, block_size(rows, chosen + 64, triton.next_power_of_2(D) * 2, torch.device("cpu")))
+    parts = split_count(rows, chosen + 64, block, torch.device("cpu")) * batch * n_head * (D + 1) * 4
+    fixed = 64 * 2 * D * 2 + 4 * D  # sinks and alpha
+    read = rows * (chosen * each + fixed) + 2 * batch * n_head * D * 2
+    return [dict(op="packed_gather_attention", bytes=read + parts, launches=1),
+            dict(op="combine of packed_gather_attention", bytes=parts, launches=1)]  # fmt: skip

@@ -1,0 +1,207 @@
+"""A prompt's keys into sign codes and their codebook: the index that Self-Indexing KVCache builds.
+
+Keys are read twice, first for the mean and the largest magnitude of every channel, then for their codes, D / 8 bytes a
+token, and the centroids of the cells. Sums and counts stay in registers and are written once per program, to be added
+up after: in a fixed order, where atomic additions would make the same prompt give other centroids every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Aot, split_count, tl, triton, use_triton
+from kernels.sign_codes import SUB, codebook, pack_codes, sign_codes, sign_patterns
+
+
+def key_range(k: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of every channel over a prompt's keys (eq. 5), and the largest magnitude of the centred channel (eq. 12).
+
+    k [B, H, S, D], of which the first lengths [B] >= 1 count -> two fp32 [B, H, D].
+    """
+    if use_triton(k):
+        mean, low, high = torch.ops.kv_fast.key_range(k, lengths)
+        largest, alpha = torch.maximum(-low, high).amax(2, keepdim=True), torch.maximum(high - mean, mean - low)
+    else:
+        keep = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, :, None]
+        inside = torch.where(keep, k, 0)
+        mean = inside.sum(2, dtype=torch.float32) / lengths.view(-1, 1, 1)
+        largest = inside.abs().amax((2, 3)).float()[..., None]
+        alpha = torch.where(keep, k.float() - mean[:, :, None], 0).abs().amax(2)
+    # The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded later, which
+    # a tiny alpha would send out of fp16's range.
+    return mean, alpha.maximum(1e-3 * largest).clamp(min=1e-8)
+
+
+def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys less their mean -> packed sign codes (eq. 2-3) and the centroids of their cells (eq. 4); see `codebook`.
+
+    k [B, H, S, D], of which the first lengths [B] count for the centroids, mean fp32 [B, H, D]
+    -> uint8 [B, H, S, D / 8], fp32 [B, H, D / 4, 16, 4].
+    """
+    if use_triton(k):
+        return torch.ops.kv_fast.encode_keys(k, mean, lengths)
+    x, valid = k.float() - mean[:, :, None], torch.arange(k.shape[2], device=k.device) < lengths[:, None]
+    codes = sign_codes(x)
+    return pack_codes(codes), codebook(x, codes, valid)
+
+
+# ---- Triton ----
+
+# 16 tokens of 32 subvectors against 16 cells are 64 compares and selects a thread and channel; more would spill
+BLOCK_T, BLOCK_G = 16, 32
+NUM_WARPS, NUM_STAGES = 4, 3
+RANGE_T = 64  # tokens at a time in `_key_range`: 16 KB of bf16
+
+
+@triton.jit
+def _key_range(
+    k, lengths, part, k_row, k_head, k_token, H, S, parts,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, part of the tokens): sum, lowest and highest of every channel."""
+    row, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.minimum(tl.load(lengths + row // H), S).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    k += row // H * k_row + row % H * k_head
+    total = tl.zeros([BLOCK_D], tl.float32)
+    low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
+    step = tl.cdiv(tl.cdiv(n, parts), BLOCK_T) * BLOCK_T
+    for first in tl.range(p * step, tl.minimum(n, (p + 1) * step), BLOCK_T, num_stages=3):
+        t = first + tl.arange(0, BLOCK_T)
+        real = (t < n)[:, None] & (d < D)
+        x = tl.load(k + t.to(tl.int64)[:, None] * k_token + d, mask=real, other=0.0).to(tl.float32)
+        total += tl.sum(x, 0)
+        low = tl.minimum(low, tl.min(tl.where(real, x, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(real, x, float("-inf")), 0))
+    to = part + (row * parts + p) * 3 * D + d
+    tl.store(to, total, mask=d < D)
+    tl.store(to + D, low, mask=d < D)
+    tl.store(to + 2 * D, high, mask=d < D)
+
+
+@triton.jit
+def _encode_keys(
+    k, mean, lengths, packed, part, k_row, k_head, k_token, H, S, G, parts,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, part of the tokens, block of subvectors)."""
+    head, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, pair = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_G // 2)
+    channel = tl.program_id(2) * BLOCK_G * 4 + tl.arange(0, BLOCK_G * 4)
+    pair += tl.program_id(2) * (BLOCK_G // 2)
+    cell = tl.arange(0, 16)
+    n = tl.load(lengths + head // H)
+    k += head // H * k_row + head % H * k_head
+    centre = tl.load(mean + head * (G * 4) + channel, mask=channel < G * 4, other=0.0)
+    sum0, sum1 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
+    sum2, sum3 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
+    count = tl.zeros([BLOCK_G, 16], tl.float32)
+    step = tl.cdiv(tl.cdiv(S, parts), BLOCK_T) * BLOCK_T
+    for first in range(p * step, tl.minimum(S, (p + 1) * step), BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        some = (t < S)[:, None] & (channel < G * 4)
+        keys = tl.load(k + t.to(tl.int64)[:, None] * k_token + channel, mask=some, other=0.0).to(tl.float32) - centre
+        even, odd = tl.split(tl.reshape(keys, [BLOCK_T, BLOCK_G, 2, 2]))  # the channels of a subvector, (0, 2), (1, 3)
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        code = (x0 >= 0).to(tl.int32) * 8 + (x1 >= 0).to(tl.int32) * 4 + (x2 >= 0).to(tl.int32) * 2
+        code += (x3 >= 0).to(tl.int32)
+        low, high = tl.split(tl.reshape(code, [BLOCK_T, BLOCK_G // 2, 2]))
+        byte = (low | (high << 4)).to(tl.uint8)
+        to = packed + (head * S + t)[:, None] * (G // 2) + pair
+        tl.store(to, byte, mask=(t < S)[:, None] & (pair < G // 2))
+
+        hit = (code[:, :, None] == cell) & (t < n)[:, None, None]
+        sum0 += tl.sum(tl.where(hit, x0[:, :, None], 0.0), 0)
+        sum1 += tl.sum(tl.where(hit, x1[:, :, None], 0.0), 0)
+        sum2 += tl.sum(tl.where(hit, x2[:, :, None], 0.0), 0)
+        sum3 += tl.sum(tl.where(hit, x3[:, :, None], 0.0), 0)
+        count += tl.sum(tl.where(hit, 1.0, 0.0), 0)
+    at, real = ((head * parts + p) * 5 * G + g[:, None]) * 16 + cell, (g < G)[:, None]
+    tl.store(part + at, sum0, mask=real)
+    tl.store(part + at + G * 16, sum1, mask=real)
+    tl.store(part + at + G * 32, sum2, mask=real)
+    tl.store(part + at + G * 48, sum3, mask=real)
+    tl.store(part + at + G * 64, count, mask=real)
+
+
+def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> Tensor:
+    """Mean, lowest and highest of every channel -> fp32 [3, B, H, D]. Tests give the number of parts."""
+    B, H, S, D = k.shape
+    k = k if k.stride(3) == 1 else k.contiguous()
+    parts = parts or split_count(B * H, S, RANGE_T, k.device)
+    part = torch.empty(B, H, parts, 3, D, dtype=torch.float32, device=k.device)
+    _key_range[(B * H, parts)](
+        k, lengths.contiguous(), part, *k.stride()[:3], H, S, parts,
+        D=D, BLOCK_T=RANGE_T, BLOCK_D=triton.next_power_of_2(D), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    total, low, high = part.unbind(3)
+    return torch.stack((total.sum(2) / lengths.view(B, 1, 1), low.amin(2), high.amax(2)))
+
+
+def launch(k: Tensor, mean: Tensor, lengths: Tensor, parts: int | None = None) -> tuple[Tensor, Tensor]:
+    """The Triton version of `encode_keys`; tests give the number of parts."""
+    B, H, S, D = k.shape
+    G, k = D // SUB, k if k.stride(3) == 1 else k.contiguous()
+    block = min(BLOCK_G, triton.next_power_of_2(G))
+    chunks = triton.cdiv(G, block)
+    parts = parts or split_count(B * H * chunks, S, BLOCK_T, k.device)
+    packed = torch.empty(B, H, S, G // 2, dtype=torch.uint8, device=k.device)
+    part = torch.empty(B, H, parts, 5, G, 16, dtype=torch.float32, device=k.device)
+    _encode_keys[(B * H, parts, chunks)](
+        k, mean.contiguous(), lengths.contiguous(), packed, part, *k.stride()[:3], H, S, G, parts,
+        BLOCK_T=BLOCK_T, BLOCK_G=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    # [B, H, G, 16, 4 and 1]; contiguous, as what follows takes on this layout, and a traced graph counts on it
+    sums, counts = part.sum(2).permute(0, 1, 3, 4, 2).contiguous().split((SUB, 1), -1)
+    # all numbers of a cell have the sign of its pattern, so that sums of magnitudes are magnitudes of sums
+    magnitude = sums.abs().sum(3, keepdim=True) / lengths.clamp(min=1).view(B, 1, 1, 1, 1)
+    return packed, torch.where(counts > 0, sums / counts.clamp(min=1), sign_patterns(k.device) * magnitude)
+
+
+def _fake(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    B, H, S, D = k.shape
+    return k.new_empty(B, H, S, D // 8, dtype=torch.uint8), mean.new_empty(B, H, D // SUB, 16, SUB)
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("key_range(Tensor k, Tensor lengths) -> Tensor")
+_lib.define("encode_keys(Tensor k, Tensor mean, Tensor lengths) -> (Tensor, Tensor)")
+for _device in ("CPU", "CUDA"):
+    _lib.impl("key_range", lambda *args: _key_range_triton(*args), _device)
+    _lib.impl("encode_keys", lambda *args: launch(*args), _device)
+torch.library.register_fake("kv_fast::encode_keys", _fake, lib=_lib)
+torch.library.register_fake(
+    "kv_fast::key_range",
+    lambda k, lengths: k.new_empty(3, *k.shape[:2], k.shape[3], dtype=torch.float32),
+    lib=_lib,
+)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    types = dict(k="*bf16", mean="*fp32", lengths="*i64", packed="*u8", part="*fp32", H="i32", S="i32:16", parts="i32")
+    types |= dict.fromkeys(("k_row", "k_head", "k_token"), "i64:16") | dict(G="i32:16")
+    options, out = dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES), []
+    for name, fn, sizes in (
+        ("range of channels", _key_range,
+         dict(D=head_dim, BLOCK_T=RANGE_T, BLOCK_D=triton.next_power_of_2(head_dim))),
+        ("sign codes and codebook", _encode_keys,
+         dict(BLOCK_T=BLOCK_T, BLOCK_G=min(BLOCK_G, triton.next_power_of_2(head_dim // SUB)))),
+    ):  # fmt: skip
+        signature = types | dict.fromkeys(sizes, "constexpr")
+        out.append((name, fn, {a: signature[a] for a in fn.arg_names}, sizes, options))
+    return out
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Bytes and launches of a prompt in bf16, one layer. The reductions of parts are launches of torch."""
+    rows, keys = batch * n_kv_head, batch * n_kv_head * length * head_dim
+    cells = 2 * 4 * 5 * head_dim // SUB * 16 * split_count(rows, length, BLOCK_T, torch.device("cpu"))
+    ends = 2 * 4 * 3 * head_dim * split_count(rows, length, RANGE_T, torch.device("cpu"))
+    return [
+        dict(op="key_range", bytes=2 * keys + rows * ends, launches=10),
+        dict(op="encode_keys", bytes=2 * keys + keys // 8 + rows * cells, launches=12),
+    ]

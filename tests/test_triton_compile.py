@@ -1,0 +1,143 @@
+"""Every Triton kernel compiles for GPUs that are not there: no register spills, shared memory that there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.kernel_report import BANDWIDTH, LAUNCH, MODELS, accounts, kernel_files, load_widths, occupancy, problem
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [name for name, _ in kernel_files([])]
+SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, shared=1024, programs=8, limit="threads")
+
+
+def compiled(*args):
+    """Rows of scripts/kernel_report.py, which needs a process of its own: in this one kernels may be interpreted."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "scripts/kernel_report.py", "--json", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    rows = json.loads(done.stdout)
+    assert done.returncode == any(map(problem, rows)), done.stderr
+    return rows
+
+
+def sound(rows):
+    """Fails with the name of each kernel that has a problem."""
+    wrong = [f"{r['kernel']} ({r['model']}, cc {r['cc']}): {problem(r)}" for r in rows if problem(r)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def main_kernels():
+    return compiled("--cc", "90", "--first", "1")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_main_kernel_compiles_for_an_h100(main_kernels, file):
+    """At the shapes of Llama-2-7B and Llama-3.1-8B."""
+    rows = [r for r in main_kernels if r["file"] == file]
+    assert {r["model"] for r in rows} == set(MODELS), f"{file}: aot lists no kernel"
+    sound(rows)
+    for r in rows:
+        assert max(map(int, r["loads"]), default=0) >= 4, (
+            f"{r['kernel']} ({r['model']}) loads single bytes: {r['loads']}"
+        )
+
+
+def test_attention_reads_whole_vectors_with_two_programs_a_multiprocessor(main_kernels):
+    """What dense_attention.PROGRAMS and backend.split_count count on."""
+    for r in main_kernels:
+        if r["file"] in ("dense_attention", "packed_attention", "gather_attention"):
+            assert r["programs"] >= 2 and r["loads"]["16"] >= 16, r
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_every_kernel_compiles_for_every_card(file):
+    sound(compiled("--cc", "80,89,90,100", "--files", file))
+
+
+# ---- what the report calls a problem ----
+
+
+def test_problems_are_told():
+    assert problem(SOUND) is None
+    assert problem(SOUND | dict(spills=48)) == "spills 48 bytes a thread"
+    assert problem(SOUND | occupancy(64, 228 * 1024, 4, 90)) == "does not fit: shared"
+    assert problem(SOUND | occupancy(255, 1024, 16, 90)) == "does not fit: registers"
+    assert problem(SOUND | dict(error="CompilationError: at 3:4")) == "CompilationError: at 3:4"
+    with pytest.raises(AssertionError, match=r"k \(m, cc 90\): spills 48 bytes a thread"):
+        sound([SOUND, SOUND | dict(spills=48)])
+
+
+SPILLING = """
+import triton
+import triton.language as tl
+from scripts import kernel_report
+
+
+@triton.jit
+def many(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    i = i[:, None] * N + i
+    a, b, c = tl.load(x + i), tl.load(x + N * N + i), tl.load(x + 2 * N * N + i)
+    s = tl.sum(a, 1)[:, None] + tl.sum(b, 0)[None, :] + tl.sum(c)
+    tl.store(out + i, (a + s) * (b + s) * (c + s))
+
+
+signature = dict(x="*fp32", out="*fp32", N="constexpr")
+row = kernel_report.compile_kernel(many, signature, dict(N=128), dict(num_warps=4), 90)
+print(kernel_report.problem(row))
+"""
+
+
+def test_a_kernel_that_spills_is_found(tmp_path):
+    """Three times 128 x 128 numbers in 4 warps until their sums are known: 384 registers a thread, where 255 are."""
+    (tmp_path / "spilling.py").write_text(SPILLING)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, tmp_path / "spilling.py"], env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("spills ") and done.stdout.endswith(" bytes a thread\n"), done.stdout + done.stderr
+
+
+def test_programs_of_a_multiprocessor():
+    """65536 registers, 228 KB less one a program, 2048 threads on an H100."""
+    assert occupancy(32, 0, 4, 90) == dict(programs=16, limit="registers")
+    assert occupancy(129, 0, 4, 90) == dict(programs=3, limit="registers"), "136 registers a thread are taken"
+    assert occupancy(64, 71680, 4, 90) == dict(programs=3, limit="shared")
+    assert occupancy(64, 71680, 4, 89) == dict(programs=1, limit="shared")
+    assert occupancy(16, 0, 8, 90) == dict(programs=8, limit="threads")
+
+
+def test_load_widths_are_read_from_ptx():
+    ptx = """
+    ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    @%p1 ld.global.L1::evict_last.b64 { %rd2 }, [ %rd3 + 0 ];
+    ld.global.b8 %rs1, [ %rd4 ];
+    cp.async.cg.shared.global [ %r5 + 0 ], [ %rd5 + 0 ], 0x10, %r6;
+    ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r7 ];
+    """
+    assert load_widths(ptx) == {16: 2, 8: 1, 1: 1}
+
+
+# ---- the static account ----
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_account(model):
+    """Bytes do not fall with batch and length, the time is that of the bytes and the launches."""
+    small, large = (accounts([], [model], *size) for size in ((1, 4096), (8, 32768)))
+    assert [r["op"] for r in small] == [r["op"] for r in large]
+    for a, b in zip(small, large, strict=True):
+        assert 0 < a["bytes"] <= b["bytes"] and a["launches"] >= 0, a
+        limit = b["bytes"] / b.get("bandwidth", BANDWIDTH)
+        assert b["seconds"] == pytest.approx(limit + b["launches"] * LAUNCH)
+    dense = next(r for r in large if r["op"] == "decode_attention")
+    kv = 2 * 8 * 32768 * 128 * 2 * (8 if model == "llama-3.1-8b" else 32)
+    assert kv < dense["bytes"] < 1.01 * kv, "what is not K and V is small"

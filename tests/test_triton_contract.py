@@ -1,0 +1,116 @@
+"""Every method's contract with its Triton kernels: natively on a GPU, in Triton's interpreter without one.
+
+The contexts are short, because a program takes milliseconds to interpret; the kernels' own tests have the odd shapes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_methods import method_class
+from tests.test_contract import VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
+
+LENGTHS, STEPS = (3, 21), 4
+SHAPE = (3, 32)  # query heads a KV head, head dimension
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+
+
+def model_and_prompts(device, shape=SHAPE):
+    return tiny(*shape, device=device), [prompt(n).to(device) for n in LENGTHS]
+
+
+def check_lossless(name, device, shape=SHAPE):
+    model, prompts = model_and_prompts(device, shape)
+    model.setup_cache(name, len(prompts), 32, **method_class(name).lossless)
+    got, fed = run(model, prompts, STEPS)
+    same(got, teacher(model, prompts, fed), f"{name}, lossless, by its kernels")
+
+
+def check_torch(name, knobs, device, monkeypatch, lengths=LENGTHS, steps=STEPS):
+    """What the kernels give is what torch gives, in a cache larger than the batch, with NaN in what is not filled."""
+    model, prompts = tiny(*SHAPE, device=device), [prompt(n).to(device) for n in lengths]
+    with monkeypatch.context() as m:
+        m.setenv("KV_FAST_BACKEND", "torch")
+        model.setup_cache(name, len(prompts) + 1, 64, **knobs)
+        want, fed = run(model, prompts, steps)
+    model.setup_cache(name, len(prompts) + 1, 64, **knobs)
+    poison(model)
+    model.reset_cache()
+    got = run(model, prompts, steps, fed)[0]
+    assert not got.isnan().any(), f"{name} {knobs}: NaN, a kernel reads slots that were not filled"
+    # sums are taken in another order, so a value on a rounding border may fall to its other side
+    same(got, want, f"{name} {knobs}: kernels against torch", 2e-2 if rounds(model) else 1e-4)
+
+
+@every_method
+def test_lossless_limit_is_dense_attention(name, kernel_device):
+    check_lossless(name, kernel_device)
+
+
+@every_method
+def test_kernels_are_torch(name, kernel_device, monkeypatch):
+    check_torch(name, settings(name)[-1], kernel_device, monkeypatch)
+
+
+@every_method
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 64), (4, 96), (8, 128)], ids=str)
+def test_lossless_at_other_shapes(name, shape, kernel_device):
+    check_lossless(name, kernel_device, shape)
+
+
+@every_method
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(3))
+def test_kernels_are_torch_at_every_setting(name, i, kernel_device, monkeypatch):
+    if i >= len(settings(name)):
+        pytest.skip("the method has no such setting")
+    check_torch(name, settings(name)[i], kernel_device, monkeypatch, (1, 17, 40), 20)
+
+
+@every_method
+def test_a_step_is_one_graph(name, kernel_device):
+    """Every kernel has a fake version: a step traces whole, and gives what it gives without."""
+    torch._dynamo.reset()
+    model, prompts = model_and_prompts(kernel_device)
+    model.setup_cache(name, len(prompts), 32, **settings(name)[-1])
+    want, fed = run(model, prompts, 2)
+    model.reset_cache()
+    step = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
+    same(run(model, prompts, 2, fed, step)[0], want, f"{name}, traced")
+
+
+@every_method
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_is_one_cuda_graph(name, kernel_device):
+    """Captured once and replayed: no kernel waits for the host or allocates."""
+    torch._dynamo.reset()
+    model, prompts = model_and_prompts(kernel_device)
+    model.setup_cache(name, len(prompts), 64, **settings(name)[-1])
+    want, fed = run(model, prompts, 20)
+    model.reset_cache()
+    step = torch.compile(model.decode, fullgraph=True, mode="reduce-overhead")
+    tokens = [torch.zeros(len(prompts), dtype=torch.int64, device=kernel_device) for _ in range(2)]
+    with torch.inference_mode():
+        for _ in range(3):  # compiles, records, replays
+            step(*tokens)
+    model.reset_cache()
+    same(run(model, prompts, 20, fed, step)[0], want, f"{name}, as a CUDA graph", 2e-2 if rounds(model) else 1e-4)
+
+
+def test_the_kernels_run(kernel_device, monkeypatch):
+    """A broken kernel breaks the method: what the tests above compare is not torch with itself."""
+    import kernels.gather_attention as op
+
+    model, prompts = model_and_prompts(kernel_device)
+    model.setup_cache("oracle", len(prompts), 32)
+    monkeypatch.setattr(op, "combine", lambda *a: pytest.fail("reached"))
+    monkeypatch.setattr(op, "parts_of", lambda *a: pytest.fail("reached"))
+    with pytest.raises(pytest.fail.Exception, match="reached"):
+        run(model, prompts, 1)
+    assert int(torch.cat(prompts).max()) < VOCAB

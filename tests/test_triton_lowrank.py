@@ -1,0 +1,265 @@
+"""The low-rank attention kernels against float64, interpreted without a GPU, and compiled for an H100."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import TOL, check_poison, check_second_turn, method_class, prompt, run, same, teacher, tiny
+
+from kernels import lowrank
+from kernels.lowrank import change_basis, launch, lowrank_attention, oja_step, orthonormalize, split_counts
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+NAN = float("nan")
+
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def want(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled):
+    """In float64, head by head: reconstruct what is stored, put the full-rank tokens beside it, attend."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    g = q.shape[1] // k_lat.shape[1]
+    for b, h in ((b, h) for b in range(len(q)) for h in range(q.shape[1])):
+        n, row, both = int(stored[b]), b if len(k_basis) > 1 else 0, []
+        for lat, basis, full in ((k_lat, k_basis, k_full), (v_lat, v_basis, v_full)):
+            back = lat[b, h // g, :n].double().cpu() @ basis[row, h // g].double().cpu().T
+            both.append(torch.cat((back, full[b, h // g][filled[b]].double().cpu())))
+        if len(both[0]):
+            out[b, h] = (both[0] @ q[b, h].double().cpu() * q.shape[2] ** -0.5).softmax(0) @ both[1]
+    return out
+
+
+def problem(seed, stored, C, F, held, g, D, r, dtype, shared, side_by_side, heads=2, spare=1):
+    """Arguments of `launch`. NaN in every slot that holds nothing, and in `spare` rows more than the batch has.
+
+    held: share of the full-rank slots that are filled; side_by_side: the layout of ojakv's cache, or rows of r.
+    """
+    B = len(stored)
+    lat = [rand(seed + i, B + spare, heads, r, C, dtype=dtype).mT for i in (1, 2)]
+    lat = lat if side_by_side else [x.contiguous() for x in lat]
+    bases = [torch.linalg.qr(rand(seed + i, 1 if shared else B, heads, D, r)).Q.contiguous() for i in (3, 4)]
+    full = [rand(seed + i, B + spare, heads, F, D, dtype=dtype) for i in (5, 6)]
+    filled = torch.rand(B, F, generator=torch.Generator().manual_seed(seed)).to(DEVICE) < held
+    stored = torch.tensor([min(n, C) for n in stored], device=DEVICE)
+    for x in lat:
+        x[:B].masked_fill_((torch.arange(C, device=DEVICE) >= stored[:, None])[:, None, :, None], NAN)
+    for x in full:
+        x[:B].masked_fill_(~filled[:, None, :, None], NAN)
+    for x in (*lat, *full):
+        x[B:] = NAN
+    q = rand(seed, B, heads * g, D, dtype=dtype)
+    return q, *(x[:B] for x in lat), *bases, stored, *(x[:B] for x in full), filled
+
+
+def check(got, expected, dtype):
+    assert got.dtype == dtype and got.is_contiguous()
+    error = (got.double().cpu() - expected).abs().max().item()
+    assert error <= TOLERANCE[dtype], error
+
+
+@st.composite
+def cases(draw, most=70):
+    D = draw(st.sampled_from((32, 64, 96, 128)))
+    return dict(
+        seed=draw(st.integers(0, 2**31 - 8)),
+        stored=draw(st.lists(st.integers(0, most), min_size=1, max_size=3)),
+        C=draw(st.integers(1, most)),
+        F=draw(st.integers(1, 40)),
+        held=draw(st.sampled_from((0.0, 0.1, 0.6, 1.0))),
+        g=draw(st.sampled_from((1, 3, 4, 5, 8, 17))),
+        D=D,
+        r=draw(st.one_of(st.sampled_from((round(0.6 * D), round(0.8 * D), D)), st.integers(1, D))),
+        dtype=draw(st.sampled_from(tuple(TOLERANCE))),
+        shared=draw(st.booleans()),
+        side_by_side=draw(st.booleans()),
+        heads=draw(st.integers(1, 2)),
+    )
+
+
+splits = st.tuples(st.integers(1, 4), st.integers(1, 3))
+
+
+def is_float64(case, block, parts):
+    args = problem(**case)
+    check(launch(*args, block=block, splits=parts), want(*args), case["dtype"])
+
+
+@settings(max_examples=8, deadline=None)
+@given(cases(40), st.just(16), splits)
+def test_attention(case, block, parts):
+    """Any rank, any number of latents and of full-rank tokens, none of either included; more splits than blocks."""
+    is_float64(case, block, parts)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.sampled_from((16, 32, 64)), splits)
+def test_attention_matrix(case, block, parts):
+    is_float64(case, block, parts)
+
+
+# whole blocks and a rest in both layouts, blocks and splits as in launches, at a rank of 0.6 D of each dtype
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_each_dtype_as_it_is_launched(dtype):
+    side_by_side = dtype != torch.float16
+    args = problem(5, [130, 0, 128], 144, 20, 0.7, 4, 64, 38, dtype, False, side_by_side, heads=1)
+    check(launch(*args), want(*args), dtype)
+
+
+def test_equals_both_torch_forms(monkeypatch):
+    args = problem(7, [33, 5], 48, 12, 0.5, 3, 32, 19, torch.float32, False, True)
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    got = lowrank_attention(*args)
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    for latent in (False, True):
+        assert torch.allclose(got, lowrank_attention(*args, latent=latent), atol=2e-6)
+
+
+def test_large_logits():
+    """Latents in the hundreds: the weights of parts differ by thousands of powers of two."""
+    args = list(problem(9, [40, 17], 48, 9, 0.8, 2, 32, 20, torch.float32, True, True))
+    args[0] *= 50
+    args[1] *= 20
+    got, expected = launch(*args, block=16, splits=(3, 1)), want(*args)
+    assert (got.double().cpu() - expected).abs().max() < 1e-3
+
+
+def test_split_counts():
+    """The latents fill the card; the full-rank tokens are one part beside them, or more where the latents are few."""
+    cpu = torch.device("cpu")
+    for groups, C, parts in ((8, 32768, (32, 1)), (64, 32768, (4, 1)), (256, 131072, (1, 1)), (8, 256, (4, 2))):
+        assert split_counts(groups, C, 77, 96, 128, 64, cpu) == parts
+    assert split_counts(8, 4096, 77, 512, 128, 64, cpu)[1] == 7, "parts of about the same size"
+
+
+def test_registered():
+    """Schema and fake tensors, with a q whose layout the output must not take over."""
+    args = list(problem(0, [9, 4], 16, 6, 0.6, 2, 32, 20, torch.float32, False, True))
+    args[0] = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+    os.environ["KV_FAST_BACKEND"] = "triton"
+    try:
+        torch.library.opcheck(
+            torch.ops.kv_fast.lowrank_attention, tuple(args), test_utils=("test_schema", "test_faketensor")
+        )
+    finally:
+        del os.environ["KV_FAST_BACKEND"]
+
+
+# ---- what stays torch ----
+
+
+@pytest.mark.parametrize("side_by_side", (True, False))
+def test_change_basis(side_by_side):
+    """In either layout, in place, and slots that hold nothing cost nothing."""
+    old, new = (torch.linalg.qr(rand(i, 2, 3, 32, 20)).Q for i in (1, 2))
+    lat = rand(3, 2, 3, 20, 11).mT if side_by_side else rand(3, 2, 3, 11, 20)
+    lat[1, :, 7:] = NAN
+    expected = (lat.double() @ old.double().mT) @ new.double()
+    change_basis(lat, old, new)
+    assert torch.allclose(lat.double(), expected, atol=1e-5, equal_nan=True)
+
+
+def test_one_token_does_not_take_the_basis_over():
+    """What a token has next to nothing of is not turned towards it by the full eta, and fp32 does as float64."""
+    basis, x = torch.linalg.qr(rand(1, 1, 1, 64, 38)).Q, rand(2, 1, 1, 1, 64)
+    got, exact = (orthonormalize(oja_step(basis.to(t), x.to(t), 0.1)).double() for t in (torch.float32, torch.float64))
+    assert (got @ got.mT - exact @ exact.mT).abs().max() < 1e-6
+    kept = (basis.mT @ got.to(basis.dtype)).square().sum() / 38
+    assert kept > 1 - 0.1 / 38, f"a token of 64 channels moved {38 * (1 - kept):.2f} of 38 dimensions"
+
+
+def test_padding_is_no_token():
+    """`column` counts tokens: a row with fewer than the batch's has zeros behind them."""
+    basis, x = torch.linalg.qr(rand(1, 1, 2, 32, 19)).Q, rand(2, 1, 2, 3, 32)
+    padded = torch.cat((x, torch.zeros(1, 2, 5, 32, device=DEVICE)), 2)
+    assert torch.allclose(oja_step(basis, x, 0.1), oja_step(basis, padded, 0.1), atol=1e-7)
+    assert torch.equal(oja_step(basis, 0 * x, 0.1), basis)
+
+
+# ---- the method, with every operation in Triton ----
+
+
+@pytest.fixture
+def triton_backend(monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+
+
+KNOBS = dict(exempt=2, update_every=4, query_window=4)
+
+
+def test_ojakv_loses_nothing_at_full_rank(triton_backend):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (1, 20)]
+    model.setup_cache("ojakv", 3, 40, **KNOBS | method_class("ojakv").lossless)
+    got, fed = run(model, prompts, 6)
+    same(got, teacher(model, prompts, fed), "ojakv in Triton")
+
+
+def test_ojakv_is_what_it_is_in_torch(triton_backend, monkeypatch):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 21)]
+    model.setup_cache("ojakv", 2, 33, **KNOBS)
+    got, fed = run(model, prompts, 6)
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    model.reset_cache()
+    same(got, run(model, prompts, 6, fed)[0], "Triton and torch", TOL)
+
+
+@pytest.mark.slow
+def test_ojakv_keeps_the_contract(triton_backend):
+    check_poison("ojakv", KNOBS, (1, 7, 20))
+    check_second_turn("ojakv", KNOBS, False)
+
+
+@pytest.mark.slow
+def test_ojakv_traces_to_one_graph(triton_backend):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 12)]
+    model.setup_cache("ojakv", 2, 33, **KNOBS)
+    eager, fed = run(model, prompts, 6)
+    model.reset_cache()
+    torch._dynamo.reset()
+    decode = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        same(run(model, prompts, 6, fed, decode)[0], eager, "compiled")
+
+
+# ---- compiled without a GPU ----
+
+
+def compiled(*args):
+    """What scripts/kernel_report.py says in a process of its own: here kernels may be interpreted."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
+    command = [sys.executable, "scripts/kernel_report.py", "--json", "--files", "lowrank", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compiles_for_an_h100_without_spills():
+    (row,) = compiled("--cc", "90", "--models", "llama-3.1-8b", "--only", "^attend r = 77 bf16")
+    assert row["spills"] == 0 and row["programs"] >= 2, "split_count counts on two programs a multiprocessor"
+    widths = {int(width): n for width, n in row["loads"].items()}
+    assert widths[16] >= 96, "latents of 77 coordinates must be read 16 bytes a thread"
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_card():
+    rows = compiled("--cc", "80,89,90,100")
+    assert len(rows) == 4 * 2 * 12 and not any(r["problem"] for r in rows)
+
+
+def test_account():
+    """Of long contexts the latents are nearly all: 2 r elements a token against 2 D."""
+    rows = lowrank.account(32, 8, 128, 8, 32768)
+    assert [r["launches"] for r in rows] == [1, 1, 1]
+    assert sum(r["bytes"] for r in rows) == pytest.approx(8 * 8 * 32768 * 2 * 77 * 2, rel=0.03)

@@ -1,0 +1,229 @@
+"""The copy out of host memory and the attention over what it brought, interpreted without a GPU, and compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
+
+from kernels import offload
+from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+NAN = float("nan")
+
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def randint(seed, low, high, *size):
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.fixture
+def triton_backend(monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+
+
+# ---- the copy ----
+
+
+def host(seed, B, H, T, D, dtype):
+    """K and V in host memory, the last of whose rows is none of the batch's."""
+    both = []
+    for i in (0, 1):
+        x = host_buffer((B + 1, H, T, D), dtype, DEVICE)
+        x.copy_(rand(seed + i, B + 1, H, T, D, dtype=dtype))
+        x[B] = NAN
+        both.append(x)
+    return both
+
+
+def check_copy(sources, idx, outs, before):
+    """Every row that was asked for is there, bit by bit, and nothing else was written."""
+    B, H, K = idx.shape
+    for source, out in zip(sources, outs, strict=True):
+        assert out[B:].eq(before).all(), "a row beyond the batch was written"
+        for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(K)):
+            slot = int(idx[b, h, i])
+            wanted = source[b, h, slot] if slot >= 0 else torch.full_like(out[b, h, i], before)
+            assert torch.equal(out[b, h, i], wanted), (b, h, i)
+
+
+def copies(case, programs, rows):
+    B, H, T, K, D = (case[x] for x in "BHTKD")
+    sources = host(case["seed"], B, H, T, D, case["dtype"])
+    idx = randint(case["seed"], -1 if case["missing"] else 0, T, B, H, K)
+    if case["missing"] == "all":
+        idx.fill_(-1)
+    outs = [torch.full((B + 1, H, K, D), 7.0, dtype=case["dtype"], device=DEVICE) for _ in "kv"]
+    launch(*sources, idx, *outs, programs=programs, rows=rows)
+    check_copy(sources, idx, outs, 7.0)
+
+
+cases = st.fixed_dictionaries(dict(
+    seed=st.integers(0, 2**31 - 3), B=st.integers(1, 3), H=st.integers(1, 3), T=st.integers(1, 50),
+    K=st.integers(1, 20), D=st.sampled_from((32, 48, 64, 96, 128, 256)), dtype=st.sampled_from(tuple(TOLERANCE)),
+    missing=st.sampled_from(("none", "some", "all", "")),
+))  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases, st.integers(1, 5), st.sampled_from((1, 4, 16)))
+def test_fetch(case, programs, rows):
+    """Any number of programs and rows of theirs, lists that fill neither; entries of -1 ask for nothing."""
+    copies(case, programs, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(cases, st.integers(1, 40), st.sampled_from((1, 2, 8, 32, 64)))
+def test_fetch_matrix(case, programs, rows):
+    copies(case, programs, rows)
+
+
+def test_fetch_and_await(triton_backend):
+    """Through the registered operators, with the grid of launches."""
+    sources, idx = host(3, 2, 2, 40, 64, torch.float32), randint(3, -1, 40, 2, 2, 9)
+    outs = [torch.full((3, 2, 9, 64), 7.0, device=DEVICE) for _ in "kv"]
+    fetch_rows(*sources, idx, *outs)
+    await_rows(idx, *outs)
+    check_copy(sources, idx, outs, 7.0)
+
+
+def test_bytes_on_the_way():
+    """PCIe 5 x16 at 64 GB/s and 2 us: 128 KB, at any head dimension of 64 and more."""
+    for D, itemsize in ((64, 2), (96, 2), (128, 2), (128, 4), (256, 2)):
+        assert offload.PROGRAMS * rows_of(D, itemsize) * 2 * D * itemsize >= 2 * 128 * 1024
+
+
+# ---- attention over what was fetched and the ring ----
+
+
+def attention_problem(seed, pos, K, R, counts, g, D, dtype, heads=2):
+    B = len(pos)
+    k, v = (rand(seed + i, B + 1, heads, K, D, dtype=dtype) for i in (1, 2))
+    ring_k, ring_v = (rand(seed + i, B + 1, heads, R, D, dtype=dtype) for i in (3, 4))
+    count = torch.tensor([[min(K, counts[(b + h) % len(counts)]) for h in range(heads)] for b in range(B)]).to(DEVICE)
+    behind = torch.arange(K, device=DEVICE) >= count[..., None]
+    idx = randint(seed, 0, 1000, B, heads, K).masked_fill(behind, -1)
+    pos = torch.tensor(pos, device=DEVICE)
+    for x in (k, v):
+        x[:B][behind] = NAN
+        x[B:] = NAN
+    for x in (ring_k, ring_v):
+        x[:B].masked_fill_((torch.arange(R, device=DEVICE) > pos[:, None])[:, None, :, None], NAN)
+        x[B:] = NAN
+    return rand(seed, B, heads * g, D, dtype=dtype), k, v, idx, count, ring_k, ring_v, pos
+
+
+def attention_want(q, k, v, idx, count, ring_k, ring_v, pos):
+    out, g = torch.zeros(q.shape, dtype=torch.float64), q.shape[1] // k.shape[1]
+    for b, h in ((b, h) for b in range(len(q)) for h in range(q.shape[1])):
+        n, held = int(count[b, h // g]), min(int(pos[b]) + 1, ring_k.shape[2])
+        keys, values = (
+            torch.cat((x[b, h // g, :n], ring[b, h // g, :held])).double().cpu()
+            for x, ring in ((k, ring_k), (v, ring_v))
+        )
+        out[b, h] = (keys @ q[b, h].double().cpu() * q.shape[2] ** -0.5).softmax(0) @ values
+    return out
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(0, 2**31 - 6), st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 40),
+    st.integers(1, 20), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.sampled_from((1, 3, 4, 8)),
+    st.sampled_from((32, 64, 96)), st.sampled_from(tuple(TOLERANCE)),
+)  # fmt: skip
+def test_attention(seed, pos, K, R, counts, g, D, dtype):
+    """Nothing fetched, all of it; a ring that is filled in part; both versions. Other slots are NaN."""
+    args = attention_problem(seed, pos, K, R, counts, g, D, dtype)
+    expected = attention_want(*args)
+    for backend in ("triton", "torch"):
+        os.environ["KV_FAST_BACKEND"] = backend
+        try:
+            got = fetched_attention(*args)
+        finally:
+            del os.environ["KV_FAST_BACKEND"]
+        assert got.dtype == dtype and (got.double().cpu() - expected).abs().max() <= TOLERANCE[dtype], backend
+
+
+# ---- the method, with every operation in Triton ----
+
+KNOBS = dict(budget=8, recent=4)
+
+
+def test_offload_loses_nothing_at_full_budget(triton_backend):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (1, 9)]
+    model.setup_cache("double_sparsity_offload", 3, 16, budget=1.0, recent=4)
+    got, fed = run(model, prompts, 3)
+    same(got, teacher(model, prompts, fed), "double_sparsity_offload in Triton")
+
+
+@pytest.mark.parametrize("knobs", (KNOBS, dict(fetch="all", recent=4)), ids=("selected", "all"))
+def test_offload_is_what_it_is_in_torch(triton_backend, monkeypatch, knobs):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 13)]
+    model.setup_cache("double_sparsity_offload", 2, 16, label_bits=16, **knobs)
+    got, fed = run(model, prompts, 3)
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    model.reset_cache()
+    same(got, run(model, prompts, 3, fed)[0], "Triton and torch", TOL)
+
+
+@pytest.mark.slow
+def test_offload_keeps_the_contract(triton_backend):
+    check_poison("double_sparsity_offload", KNOBS, (1, 7, 20))
+
+
+@pytest.mark.slow
+def test_offload_traces_to_one_graph(triton_backend):
+    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 12)]
+    model.setup_cache("double_sparsity_offload", 2, 32, **KNOBS)
+    eager, fed = run(model, prompts, 6)
+    model.reset_cache()
+    torch._dynamo.reset()
+    decode = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        same(run(model, prompts, 6, fed, decode)[0], eager, "compiled")
+
+
+# ---- compiled without a GPU ----
+
+
+def compiled(*args):
+    """What scripts/kernel_report.py says in a process of its own: here kernels may be interpreted."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
+    command = [sys.executable, "scripts/kernel_report.py", "--json", "--files", "offload", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compiles_for_an_h100_without_spills():
+    (row,) = compiled("--cc", "90", "--models", "llama-3.1-8b", "--only", "^fetch bf16")
+    widths = {int(width): n for width, n in row["loads"].items()}
+    assert row["spills"] == 0 and row["registers"] <= 64, "it runs beside the layer that computes"
+    assert widths[16] == 8, "K and V, 16 bytes a thread"
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_card():
+    rows = compiled("--cc", "80,89,90,100")
+    assert len(rows) == 4 * 2 * 2 and not any(r["problem"] for r in rows)
+
+
+def test_account():
+    """1/16 of the tokens but for those of the ring: written by the fetch, read by the attention."""
+    fetch, attend = offload.account(32, 8, 128, 8, 32768)
+    assert fetch["bytes"] == 8 * 8 * (2048 - 16) * (512 + 8) and fetch["bytes"] < attend["bytes"] < 1.1 * fetch["bytes"]

@@ -1,0 +1,286 @@
+"""Selection kernels against brute force and their torch versions, interpreted without a GPU, and compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import select as module
+from kernels.latent_score import empty_scores
+from kernels.select import budget_select, select, topk_select
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# blocks for short rows: above 32 slots a row goes to the three kernels, in chunks of 32
+SMALL = dict(row=32, chunk=32, span=4, slack=2, listed=32)
+NAN = float("nan")
+
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def randint(seed, high, *size):
+    return torch.randint(high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+# ---- selection ----
+
+
+def best(scores, allowed, forced, wanted):
+    """Lists of slots of one row: forced ones, then the highest scores, the first of equal ones."""
+    slots = [t for t, ok in enumerate(allowed) if ok]
+    slots.sort(key=lambda t: (not forced[t], 0.0 if forced[t] else -scores[t], t))
+    return sorted(slots[: max(0, wanted)])
+
+
+def check_selection(got, scores, allowed, forced, wanted, k, ascending):
+    B, H, T = scores.shape
+    idx, count = got
+    assert idx.shape == (B, H, min(k, T)) and count.shape == (B, H) and idx.dtype == count.dtype == torch.int64
+    assert idx.min() >= 0 and idx.max() < T, "entries past the count must be slots, too"
+    allowed, forced, wanted = (x.expand(B, H, -1).tolist() for x in (allowed, forced, wanted[..., None]))
+    for b, h in ((b, h) for b in range(B) for h in range(H)):
+        want = best(scores[b, h].tolist(), allowed[b][h], forced[b][h], min(wanted[b][h][0], k))
+        n = int(count[b, h])
+        taken = idx[b, h, :n].tolist()
+        assert n == len(want) and sorted(taken) == want
+        assert not ascending or taken == want, "a single program writes slots in ascending order"
+
+
+KINDS = {
+    "normal": lambda x: x,
+    "many ties": lambda x: (2 * x).round(),
+    "all equal": lambda x: 0 * x,
+    "tiny": lambda x: 1e-42 * x.exp(),
+    "minus infinity": lambda x: torch.where(x > 0.5, x, float("-inf")),
+}
+
+
+@st.composite
+def problems(draw):
+    T = draw(st.integers(1, 100))
+    return dict(
+        seed=draw(st.integers(0, 2**31 - 3)), B=draw(st.integers(1, 2)), H=draw(st.integers(1, 3)), T=T,
+        k=draw(st.integers(1, T + 3)), kind=draw(st.sampled_from(sorted(KINDS))),
+        sizes=draw(st.sampled_from(({}, SMALL, SMALL | dict(slack=0)))),
+    )  # fmt: skip
+
+
+def check_mask(seed, B, H, T, k, kind, sizes, per_head, wanted=None):
+    scores, mask = KINDS[kind](rand(seed, B, H, T)), randint(seed, 2, B, H if per_head else 1, T).bool()
+    wanted = randint(seed, k + 3, B, H) if wanted is None else torch.full((B, H), wanted, device=DEVICE)
+    poisoned = torch.where(mask, scores, NAN)
+    got = select(poisoned, mask, None, wanted, k, **sizes)
+    check_selection(got, scores, mask, torch.zeros_like(mask), wanted, k, sizes.get("row", T) >= T)
+
+
+def check_budget(seed, B, H, T, k, kind, sizes, sinks=2, recent=3, pos=None, wanted=None):
+    scores, t = KINDS[kind](rand(seed, B, H, T)), torch.arange(T, device=DEVICE)
+    pos = randint(seed, T + 1, B) - 1 if pos is None else torch.tensor(pos, device=DEVICE)
+    wanted = randint(seed, T + 4, B) if wanted is None else torch.full((B,), wanted, device=DEVICE)
+    allowed = (t <= pos[:, None])[:, None]
+    forced = ((t < sinks) | (t > pos[:, None] - recent))[:, None]
+    padded = empty_scores(B, H, T, device=DEVICE).fill_(NAN)
+    padded.copy_(torch.where(allowed, scores, NAN))
+    got = select(padded, None, pos, wanted, k, sinks, recent, **sizes)
+    wanted = torch.maximum(wanted, (pos + 1).clamp(max=sinks + recent))[:, None].expand(B, H)
+    check_selection(got, scores, allowed, forced, wanted, k, sizes.get("row", T) >= T)
+
+
+@settings(max_examples=4, deadline=None)
+@given(problems(), st.booleans())
+def test_topk_is_brute_force(problem, per_head):
+    check_mask(**problem, per_head=per_head)
+
+
+@settings(max_examples=4, deadline=None)
+@given(problems(), st.integers(0, 4), st.integers(0, 8))
+def test_budget_select_is_brute_force(problem, sinks, recent):
+    check_budget(**problem, sinks=sinks, recent=recent)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.integers(0, 4), st.integers(0, 8), st.booleans())
+def test_selection_is_brute_force_many(problem, sinks, recent, by_mask):
+    check_mask(**problem, per_head=bool(sinks % 2)) if by_mask else check_budget(**problem, sinks=sinks, recent=recent)
+
+
+@pytest.mark.parametrize("sizes", ({}, SMALL), ids=("row", "chunks"))
+@pytest.mark.parametrize("kind", ("normal", "all equal"))
+def test_edges_of_a_selection(kind, sizes):
+    """No slot filled, one, all; nothing wanted, everything. Equal scores also overflow what is held in registers."""
+    for pos, wanted in (([-1, 0], 0), ([40, -5], 41), ([40, 30], 17)):
+        check_budget(3, 2, 1, 41, 41, kind, sizes, sinks=0, recent=1, pos=pos, wanted=wanted)
+    if sizes:  # the tightest bracket
+        check_budget(4, 1, 1, 70, 61, kind, sizes | dict(slack=0), sinks=0, recent=1, pos=[69], wanted=31)
+
+
+def test_shares_of_chunks_are_rounded_up():
+    """16 high scores, 8 in each of two chunks, and one more token wanted: it must not fall between the chunks."""
+    scores = -1 - torch.arange(64.0, device=DEVICE)
+    scores[:16] = 5
+    idx, count = select(
+        scores[None, None], None, *torch.tensor([[63], [17]], device=DEVICE), 20, **SMALL | dict(slack=0)
+    )
+    assert count.item() == 17 and sorted(idx[0, 0, :17].tolist()) == list(range(17))
+
+
+@pytest.mark.parametrize("sizes", ({}, SMALL), ids=("row", "chunks"))
+def test_order_of_extreme_scores(sizes):
+    """Every float has its place; NaN, which scores should not have, is the largest, as in torch.topk."""
+    tiny, huge, inf = 1e-45, 3e38, float("inf")
+    order = [NAN, inf, huge, 1.0, 1e-38, tiny, 0.0, -tiny, -1e-38, -1.0, -huge, -inf]
+    shuffled = torch.randperm(len(order)).tolist()
+    row = torch.tensor([order[i] for i in shuffled] + [-inf] * 30, device=DEVICE)
+    for n in (1, 2, 5, 7, 11):
+        idx, _ = select(row[None, None], torch.ones(1, 1, 42, dtype=torch.bool, device=DEVICE), None,
+                        torch.full((1, 1), n, device=DEVICE), n, **sizes)  # fmt: skip
+        assert sorted(shuffled[t] for t in idx.flatten().tolist()) == list(range(n))
+    both_zeros = torch.tensor([-0.0, 0.0] * 21, device=DEVICE)[None, None]  # are equal: the first slots
+    idx, _ = select(both_zeros, torch.ones(1, 1, 42, dtype=torch.bool, device=DEVICE), None,
+                    torch.full((1, 1), 5, device=DEVICE), 5, **sizes)  # fmt: skip
+    assert sorted(idx.flatten().tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_candidates_are_few():
+    """What `_finish` reads again is a small part of a row: chunks are alike even where scores drift along the row."""
+    T, listed = 1024, {}
+    launch = module._finish
+
+    class Spy:
+        def __getitem__(self, grid):
+            def run(scores, mask, pos, wanted, bounds, found, *rest, **sizes):
+                listed["n"] = int(found.max())
+                return launch[grid](scores, mask, pos, wanted, bounds, found, *rest, **sizes)
+
+            return run
+
+    scores = (rand(0, 1, 1, T) + torch.linspace(0, 4, T, device=DEVICE)).contiguous()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_finish", Spy())
+        pos, wanted = torch.tensor([T - 1], device=DEVICE), torch.tensor([128], device=DEVICE)
+        idx, _ = select(scores, None, pos, wanted, 128, row=512, chunk=256, slack=8)
+    assert set(idx.flatten().tolist()) == set(scores.topk(128).indices.flatten().tolist())
+    assert listed["n"] < T // 8
+
+
+@pytest.mark.parametrize("T", [16384, 16385, 33000])
+def test_the_blocks_of_launches(T):
+    """One program at its longest, and chunks of which the last is short; the highest scores are those of torch."""
+    scores, pos = rand(T, 1, 2, T), torch.tensor([T - 3], device=DEVICE)
+    scores[0, 1] = (8 * scores[0, 1]).round()  # many candidates, many ties
+    n, k = 1000, 1200
+    idx, count = select(scores, None, pos, torch.tensor([n], device=DEVICE), k, sinks=5, recent=9)
+    assert idx.shape == (1, 2, k) and (count == n).all()
+    want = scores.clone()
+    want[..., :5], want[..., T - 11 :], want[..., T - 2 :] = NAN, NAN, float("-inf")  # forced in, not yet there
+    want = want.topk(n).values[..., 14:]  # of NaN, which is forced in, torch.topk makes the highest
+    for h in range(2):
+        taken = idx[0, h, :n].tolist()
+        assert len(set(taken)) == n and max(taken) <= T - 3
+        forced = {*range(5), *range(T - 11, T - 2)}
+        assert forced <= set(taken)
+        free = torch.tensor([t for t in taken if t not in forced], device=DEVICE)
+        assert torch.equal(scores[0, h, free].sort(descending=True).values, want[0, h])
+
+
+@pytest.mark.parametrize("sizes", ({}, SMALL), ids=("row", "chunks"))
+def test_more_is_forced_or_wanted_than_fits(sizes):
+    """Fewer slots than what is forced in; more wanted than is allowed; more slots than tokens; nothing allowed."""
+    n = dict(device=DEVICE)
+    scores = rand(0, 2, 1, 90)
+    idx, count = select(scores, None, torch.tensor([80, 3], **n), torch.tensor([2, 2], **n), 4, 6, 6, **sizes)
+    assert (count == 4).all()
+    for b, forced in enumerate(({*range(6), *range(75, 81)}, {*range(4)})):
+        assert all(len(set(row)) == 4 and set(row) <= forced for row in idx[b].tolist())
+    mask = torch.zeros(2, 1, 90, dtype=torch.bool, **n)
+    mask[0, :, 7:12] = True
+    idx, count = select(torch.where(mask, scores, NAN), mask, None, torch.full((2, 1), 99, **n), 120, **sizes)
+    assert idx.shape == (2, 1, 90) and idx.min() >= 0 and idx.max() < 90
+    assert (count[0] == 5).all() and (count[1] == 0).all()
+    assert all(sorted(row[:5]) == [7, 8, 9, 10, 11] for row in idx[0].tolist())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_scores_of_16_bits(dtype):
+    scores = rand(3, 1, 1, 70, dtype=dtype)
+    mask, wanted = randint(4, 2, 1, 1, 70).bool(), torch.full((1, 1), 9, device=DEVICE)
+    for sizes in ({}, SMALL):
+        got = select(scores, mask, None, wanted, 9, **sizes)
+        check_selection(got, scores.float(), mask, torch.zeros_like(mask), wanted, 9, not sizes)
+
+
+def test_strided_scores_and_counts():
+    scores, mask = rand(0, 2, 50, 3), randint(1, 2, 2, 50, 1).bool()
+    wanted = torch.tensor([4, 9], device=DEVICE)[:, None].expand(2, 3)
+    got = select(scores.mT, mask.mT, None, wanted, 9)
+    check_selection(got, scores.mT, mask.mT, torch.zeros_like(mask.mT), wanted, 9, True)
+    part = rand(2, 2, 3, 64)[:, :, 1:48]  # rows that end in other memory, and begin where loads cannot be wide
+    got = select(part, None, torch.tensor([46, 20], device=DEVICE), wanted[:, 0], 9)
+    t = torch.arange(47, device=DEVICE)
+    allowed = (t <= torch.tensor([[46], [20]], device=DEVICE))[:, None]
+    check_selection(got, part, allowed, torch.zeros_like(allowed), wanted, 9, True)
+
+
+def test_both_versions_choose_the_same(monkeypatch):
+    """Through the public functions, order apart."""
+    scores, pos, wanted = rand(0, 2, 3, 90), torch.tensor([89, 40], device=DEVICE), torch.tensor([20, 7], device=DEVICE)
+    mask, each = randint(1, 2, 2, 1, 90).bool(), randint(2, 30, 2, 3)
+    results = {}
+    for backend in ("torch", "triton"):
+        monkeypatch.setenv("KV_FAST_BACKEND", backend)
+        results[backend] = (budget_select(scores, pos, wanted, 25, 4, 6), topk_select(scores, mask, 25, each))
+    for (idx, count), (idx2, count2) in zip(results["torch"], results["triton"], strict=True):
+        assert torch.equal(count, count2) and not torch.equal(idx, idx2)
+        for b, h in ((b, h) for b in range(2) for h in range(3)):
+            n = int(count[b, h])
+            assert set(idx[b, h, :n].tolist()) == set(idx2[b, h, :n].tolist())
+
+
+# ---- operators ----
+
+
+def test_operators_are_registered_right():
+    """A compiled graph expects what the kernels return."""
+    scores, pos = rand(0, 2, 2, 40), torch.tensor([39, 20], device=DEVICE)
+    mask, each = torch.ones(2, 1, 40, dtype=torch.bool, device=DEVICE), torch.full((2, 2), 5, device=DEVICE)
+    for op, args in (
+        (torch.ops.kv_fast.topk_select, (scores, mask, 5, each)),
+        (torch.ops.kv_fast.budget_select, (scores, pos, pos, 50, 1, 1)),
+    ):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- ahead of time ----
+
+
+def report(*arguments):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "scripts/kernel_report.py", "--json", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_compiles_for_an_h100_without_spills():
+    some = ("--cc", "90", "--models", "llama-3.1-8b", "--files", "select", "--only", "^select of 16K$|^finish of 128K$")
+    rows = report(*some)
+    assert len(rows) == 2
+    for r in rows:
+        assert r["spills"] == 0 and "16" in r["loads"], r
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_card():
+    rows = report("--files", "select", "--cc", "80,89,90,100")
+    assert rows and not any(r["problem"] for r in rows)

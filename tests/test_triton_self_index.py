@@ -1,0 +1,450 @@
+"""The kernels of Self-Indexing KVCache against float64 loops and their torch versions, interpreted without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.packed_gather_attention import PackedTokens, WholeTokens, launch, packed_gather_attention
+from kernels.quantize import dequantize, half_params, quantize
+from kernels.quantize import launch as quantize_triton
+from kernels.sign_codes import SUB, _lut_score_triton, lut_score, pack_codes, sign_codes
+from kernels.sign_encode import encode_keys, key_range
+from kernels.sign_encode import launch as encode_triton
+from model import ModelArgs
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES, DIMS, GROUPS = tuple(TOLERANCE), (32, 64, 96, 128), (1, 3, 4, 5, 8)
+NAN = float("nan")
+seeds = st.integers(0, 2**31 - 100)
+
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def randint(seed, high, *size, low=0):
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def numbers(x):
+    return x.detach().double().cpu().numpy()
+
+
+@pytest.fixture
+def triton_backend(monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+
+
+# ---- quantize ----
+
+
+def codes_of(packed, bits):
+    """Bytes -> codes one by one: the first of a byte is in its lowest bits."""
+    return np.stack([packed // 2 ** (bits * i) % 2**bits for i in range(8 // bits)], -1).reshape(*packed.shape[:-1], -1)
+
+
+def check_bytes(x, bits, mean=None, alpha=None, magnitude=False):
+    """The kernel's bytes are those of the torch version, and code * scale + zero is x to half a step."""
+    got, want = quantize_triton(x, bits, mean, alpha, magnitude), quantize(x, bits, mean, alpha, magnitude)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1].view(torch.int16), want[1].view(torch.int16))
+    y = numbers(x)
+    y = y if mean is None else y - numbers(mean)[:, :, None]
+    y = y if alpha is None else y / numbers(alpha)[:, :, None]
+    y = (np.abs(y) if magnitude else y).reshape(*y.shape[:-1], -1, 32)
+    codes = codes_of(got[0].cpu().numpy().astype(int), bits).reshape(y.shape)
+    scale, zero = (numbers(got[1])[..., i, None] for i in range(2))
+    assert codes.shape == y.shape and got[1].shape == (*x.shape[:-1], x.shape[-1] // 32, 2)
+    lo, hi = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
+    assert (np.abs(zero - lo) <= 2**-11 * np.abs(lo) + 1e-7).all(), "the zero is the lowest number, in fp16"
+    assert (np.abs(scale - np.maximum(hi - zero, 0) / (2**bits - 1)) <= 2**-11 * scale + 1e-7).all()
+    # of scale and zero in fp16, subnormals included: the ends may lie outside all steps
+    lost = 2**-10 * ((hi - lo) + np.abs(lo)) + 2**bits * 2**-25 + 1e-7
+    assert (np.abs(codes * scale + zero - y) <= 0.5001 * scale + lost).all()
+
+
+quantized = st.fixed_dictionaries(
+    dict(seed=seeds, B=st.integers(1, 2), H=st.integers(1, 3), S=st.integers(1, 40), D=st.sampled_from(DIMS),
+         bits=st.sampled_from((2, 4, 8)), dtype=st.sampled_from(DTYPES), centred=st.booleans(), scaled=st.booleans(),
+         magnitude=st.booleans(), size=st.sampled_from((1e-3, 1.0, 300.0)))
+)  # fmt: skip
+
+
+def check_quantize(seed, B, H, S, D, bits, dtype, centred, scaled, magnitude, size):
+    x = size * (rand(seed, B, S, H, D) + 0.5)
+    x[:, S // 2] = x[:, S // 2, :, :1]  # constant over a token: scale 0
+    mean = size * rand(seed + 1, B, H, D) if centred else None
+    alpha = size * (rand(seed + 2, B, H, D).abs() + 0.1) if scaled else None
+    check_bytes(x.to(dtype).transpose(1, 2), bits, mean, alpha, magnitude)  # tokens before heads, as projected
+
+
+@settings(max_examples=10, deadline=None)
+@given(quantized)
+def test_quantize(case):
+    check_quantize(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(quantized)
+def test_quantize_matrix(case):
+    check_quantize(**case)
+
+
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_quantize_at_borders(bits):
+    """Multiples of half a step, where rounding halves to even decides; outliers beyond fp16; no token; any shape."""
+    x = torch.arange(64, device=DEVICE).float().repeat(3, 1) * torch.tensor([[0.5], [1.0], [2**bits / 6]]).to(DEVICE)
+    x[:, 31] = x[:, 0] + (2**bits - 1)
+    check_bytes(x, bits)
+    check_bytes(x[0], bits)
+    wild = torch.tensor([1e30, -1e30, 65504, 65519, 65520, 0, -0.0, 1e-30] * 8, device=DEVICE)
+    for part in (wild, wild.bfloat16(), wild.abs(), -wild.abs(), wild * 1e-8):
+        for a, b in zip(quantize_triton(part, bits), quantize(part, bits), strict=True):
+            assert torch.equal(a, b) and a.float().isfinite().all()
+    assert quantize_triton(rand(0, 2, 0, 64), bits)[0].shape == (2, 0, 64 * bits // 8)
+
+
+@pytest.mark.slow
+def test_compiled_quantize_is_eager_bit_for_bit():
+    """Inductor drops roundings to fp16 inside what it fuses: the operator of scale and zero keeps them."""
+
+    def both(x, bits):
+        packed, params = quantize(x * 1.0, bits)
+        return packed, params, dequantize(packed, params, bits)
+
+    for bits in (2, 8):
+        torch._dynamo.reset()
+        compiled, x = torch.compile(both, fullgraph=True), 3 * rand(bits, 64, 8, 128) + 1
+        for got, want in zip(compiled(x, bits), both(x, bits), strict=True):
+            assert (got - want).abs().max() < 1e-6 if want.dtype == torch.float32 else torch.equal(got, want)
+
+
+# ---- the index of a prompt ----
+
+prompts = st.fixed_dictionaries(
+    dict(seed=seeds, lengths=st.lists(st.integers(1, 50), min_size=1, max_size=2), extra=st.integers(0, 20),
+         H=st.integers(1, 2), D=st.sampled_from((*DIMS, 256)), dtype=st.sampled_from(DTYPES), parts=st.integers(1, 4))
+)  # fmt: skip
+
+
+def projected(seed, lengths, extra, H, D, dtype):
+    """Keys [B, H, S, D] as views of a fused projection: tokens before heads; channels have a mean and a spread each."""
+    S, B = max(lengths) + extra, len(lengths)
+    k = rand(seed, B, S, H + 3, D) * (0.2 + rand(seed + 1, H + 3, D).abs()) + 2 * rand(seed + 2, H + 3, D)
+    return k.to(dtype)[:, :, 1 : H + 1].transpose(1, 2), torch.tensor(lengths, device=DEVICE)
+
+
+def check_index(seed, lengths, extra, H, D, dtype, parts):
+    from kernels.sign_encode import _key_range_triton
+
+    k, n = projected(seed, lengths, extra, H, D, dtype)
+    want_mean, want_alpha = key_range(k, n)
+    mean, low, high = _key_range_triton(k, n, parts)
+    packed, book = encode_triton(k, want_mean, n, parts)
+    for b, h in np.ndindex(len(lengths), H):
+        x = numbers(k[b, h, : lengths[b]])
+        for got in (mean, want_mean):
+            assert np.allclose(numbers(got[b, h]), x.mean(0), atol=1e-5)
+        assert np.array_equal(numbers(low[b, h]), x.min(0)) and np.array_equal(numbers(high[b, h]), x.max(0))
+        x = numbers(k[b, h]) - numbers(want_mean[b, h])
+        # the mean in fp32 leaves channels that are constant at either side of zero; the sign is that of fp32
+        x = np.where(np.abs(x) < 1e-6, numbers(k[b, h].float() - want_mean[b, h]), x)
+        alpha = np.maximum(np.abs(x[: lengths[b]]).max(0), 1e-3 * np.abs(numbers(k[b, h, : lengths[b]])).max())
+        assert np.allclose(numbers(want_alpha[b, h]), alpha, rtol=1e-5)
+        bits = (x >= 0).reshape(len(x), -1, 4)
+        codes = bits[..., 0] * 8 + bits[..., 1] * 4 + bits[..., 2] * 2 + bits[..., 3]
+        assert np.array_equal(packed[b, h].cpu().numpy(), codes[:, 0::2] + 16 * codes[:, 1::2])
+        x, codes = x[: lengths[b]], codes[: lengths[b]]
+        for g, c in np.ndindex(D // 4, 16):
+            part, signs = x[:, 4 * g : 4 * g + 4], np.array([1 if c >> (3 - i) & 1 else -1 for i in range(4)])
+            cell = part[codes[:, g] == c]
+            want = cell.mean(0) if len(cell) else signs * np.abs(part).mean(0)
+            assert np.allclose(numbers(book[b, h, g, c]), want, atol=1e-5, rtol=1e-5)
+    other = encode_keys(k, want_mean, n)
+    assert torch.equal(other[0], packed) and torch.allclose(other[1], book, atol=1e-5)
+
+
+@settings(max_examples=8, deadline=None)
+@given(prompts)
+def test_index_of_a_prompt(case):
+    check_index(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(prompts)
+def test_index_of_a_prompt_matrix(case):
+    check_index(**case)
+
+
+def test_range_of_the_kernel_is_the_torch_versions(monkeypatch):
+    """Also of channels that are constant, where the floor holds, and whatever the padding holds."""
+    k, n = projected(0, [9, 40, 1], 3, 2, 64, torch.float32)
+    k[..., 5] = 3.0
+    want = key_range(k, n)
+    for b, length in enumerate(n.tolist()):
+        k[b, :, length:] = NAN
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    for got, expected in zip(key_range(k, n), want, strict=True):
+        assert torch.allclose(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_index_is_the_same_every_time():
+    k, n = projected(0, [40], 0, 1, 64, torch.bfloat16)
+    mean = key_range(k, n)[0]
+    a, b = (encode_triton(k, mean, n, 3) for _ in range(2))
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+# ---- scores ----
+
+scored = st.fixed_dictionaries(
+    dict(seed=seeds, B=st.integers(1, 2), H=st.integers(1, 2), g=st.sampled_from(GROUPS),
+         D=st.sampled_from((*DIMS, 256)), T=st.integers(1, 70), skipped=st.sampled_from((None, 0, 1, 5)),
+         dtype=st.sampled_from(DTYPES),
+         with_pos=st.booleans(), block=st.sampled_from((16, 32)), part=st.sampled_from((32, 64, None)))
+)  # fmt: skip
+
+
+def check_lut(seed, B, H, g, D, T, skipped, dtype, with_pos, block, part):
+    q, book = rand(seed, B, H * g, D, dtype=dtype), rand(seed + 1, B, H, D // 4, 16, 4)
+    codes = randint(seed + 2, 256, B + 1, H, T, D // 8).to(torch.uint8)[:B]
+    pos = randint(seed + 3, T, B, low=-1) if with_pos else None
+    skip = None if skipped is None else randint(seed + 4, T, B, H, skipped)
+    got = _lut_score_triton(q, book, codes, pos, skip, block, part)
+    torch_version = lut_score(q, book, codes, pos, skip)
+    for b, h in np.ndindex(B, H):
+        query, table = numbers(q[b, h * g : h * g + g]).mean(0).reshape(-1, 4), numbers(book[b, h])
+        byte = codes[b, h].cpu().numpy().astype(int)
+        nibbles = np.stack((byte % 16, byte // 16), -1).reshape(T, -1)
+        gone = [] if skip is None else skip[b, h].tolist()
+        for t in range(T if pos is None else int(pos[b]) + 1):
+            want = sum(table[i, c] @ query[i] for i, c in enumerate(nibbles[t]))
+            want = -np.inf if t in gone else want
+            for scores in (got, torch_version):
+                assert want == float(scores[b, h, t]) or abs(want - float(scores[b, h, t])) < 1e-4
+
+
+@settings(max_examples=6, deadline=None)
+@given(scored)
+def test_lut_score(case):
+    check_lut(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(scored)
+def test_lut_score_matrix(case):
+    check_lut(**case)
+
+
+# ---- attention ----
+
+attended = st.fixed_dictionaries(
+    dict(seed=seeds, H=st.integers(1, 2), g=st.sampled_from(GROUPS), D=st.sampled_from(DIMS),
+         bits=st.sampled_from((2, 4, 8, 16)), signed=st.booleans(), dtype=st.sampled_from(DTYPES),
+         K=st.integers(1, 40), sinks=st.sampled_from((0, 1, 4, 20)), ring=st.sampled_from((1, 5, 24)),
+         rows=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 60)), min_size=1, max_size=2),
+         flushed=st.integers(0, 30), spare=st.integers(0, 1), full=st.sampled_from((None, 0, 1)))
+)  # fmt: skip
+
+
+def stored(seed, rows, H, T, D, bits, signed, dtype):
+    """A packed store, and what it holds in float64: keys of the size of alpha, with signs apart or in the codes."""
+    k, v = rand(seed, rows, H, T, D), rand(seed + 1, rows, H, T, D)
+    if bits == 16:
+        k, v = k.to(dtype), v.to(dtype)
+        return PackedTokens(k, v, 16), numbers(k), numbers(v)
+    alpha = 0.5 + rand(seed + 2, rows, H, D).abs()
+    k_packed, k_params = quantize(k, bits, None, alpha, signed)
+    v_packed, v_params = quantize(v, bits)
+    codes = pack_codes(sign_codes(k)) if signed else None
+
+    def exact(packed, params):
+        each = codes_of(packed.cpu().numpy().astype(int), bits).reshape(rows, H, T, -1, 32)
+        return (each * numbers(params)[..., :1] + numbers(params)[..., 1:]).reshape(rows, H, T, D)
+
+    keys = exact(k_packed, k_params) * (np.where(numbers(k) >= 0, 1, -1) if signed else 1)
+    packed = PackedTokens(k_packed, v_packed, bits, k_params, v_params, alpha, codes)
+    return packed, keys * numbers(alpha)[:, :, None], exact(v_packed, v_params)
+
+
+def check_attention(
+    seed,
+    H,
+    g,
+    D,
+    bits,
+    signed,
+    dtype,
+    K,
+    sinks,
+    ring,
+    rows,
+    flushed,
+    spare,
+    full,
+    block=16,
+    splits=(2, 2),
+    torch_too=True,
+):
+    """rows: prompt length and decoded tokens of each; full: 0 of the list are chosen, or all of it, or anything."""
+    B, T = len(rows), max(45, K)
+    packed, keys, values = stored(seed, B + spare, H, T, D, bits, signed, dtype)
+    whole = WholeTokens(*(rand(seed + 5 + i, B + spare, H, (sinks, ring)[i // 2], D, dtype=dtype) for i in range(4)))
+    q, idx = rand(seed + 3, B, H * g, D, dtype=dtype), randint(seed + 4, T, B, H, K)
+    count = randint(seed + 9, K + 1, B, H) if full is None else torch.full((B, H), full * K, device=DEVICE)
+    prompt = torch.tensor([n for n, _ in rows] + [7] * spare, device=DEVICE)
+    pos = torch.tensor([n + decoded - 1 for n, decoded in rows], device=DEVICE)
+    want = np.zeros((B, H * g, D))
+    for b, (n, decoded) in enumerate(rows):
+        held = [p for p in range(flushed, decoded) if p >= decoded - ring]  # of decoded tokens
+        for h in range(H):
+            chosen = idx[b, h, : int(count[b, h])].cpu().numpy()
+            some = [(keys[b, h, chosen], values[b, h, chosen])]
+            some += [tuple(numbers(x[b, h, : min(n, sinks)]) for x in whole[:2])]
+            some += [tuple(numbers(x[b, h, [p % ring for p in held]]) for x in whole[2:])]
+            x, y = (np.concatenate(part) for part in zip(*some, strict=True))
+            for i in range(h * g, h * g + g):
+                logits = x @ numbers(q[b, i]) * D**-0.5
+                weight = np.exp(logits - logits.max()) if len(x) else logits
+                want[b, i] = weight / weight.sum() @ y if len(x) else 0
+            # what no row holds may be anything; values of whole tokens are finite by contract, keys are not
+            unused = np.setdiff1d(np.arange(T), chosen)
+            if bits == 16:
+                packed.k[b, h, unused], packed.v[b, h, unused] = NAN, NAN
+            else:
+                packed.k_params[b, h, unused], packed.v_params[b, h, unused] = NAN, NAN
+            whole.sink_k[b, h, min(n, sinks) :] = NAN
+            whole.tail_k[b, h, [s for s in range(ring) if s not in {p % ring for p in held}]] = NAN
+    for x in (*packed, *whole):
+        if torch.is_tensor(x) and x.is_floating_point():
+            x[B:] = NAN
+    got = launch(
+        q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, prompt,
+        torch.tensor([flushed], device=DEVICE), bits, block=block, splits=splits,
+    )  # fmt: skip
+    results = [got]
+    if torch_too and all(
+        min(n, sinks) + d - flushed > 0 or int(c.min()) for (n, d), c in zip(rows, count, strict=True)
+    ):
+        results.append(packed_gather_attention(q, idx, count, packed, whole, pos, prompt, torch.tensor([flushed])))
+    for y in results:
+        assert y.dtype == dtype and y.shape == q.shape
+        error = np.abs(numbers(y) - want).max()
+        assert error <= TOLERANCE[dtype] * max(1, np.abs(want).max()), error
+
+
+@settings(max_examples=8, deadline=None)
+@given(attended)
+def test_attention(case):
+    check_attention(**case)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(attended, st.sampled_from((16, 32)), st.sampled_from(((1, 1), (1, 3), (3, 1), (4, 4))))
+def test_attention_matrix(case, block, splits):
+    check_attention(**case, block=block, splits=splits)
+
+
+@pytest.mark.parametrize("bits", (2, 4, 8, 16))
+@pytest.mark.parametrize("splits", (None, (1, 1)))
+def test_attention_as_launched(bits, splits):
+    """At the block of launches, with every slot chosen once: many blocks, and a ring that has gone round."""
+    check_attention(3, 2, 4, 64, bits, True, torch.float32, 45, 4, 5, [(20, 17), (2, 3)], 2, 1, 1, None, splits)
+
+
+def test_attention_with_nothing_to_attend_to():
+    """The empty cache of a warm-up step: no prompt, the newest token alone, or not even that."""
+    for flushed in (0, 1):
+        check_attention(1, 1, 2, 32, 2, True, torch.float32, 8, 4, 5, [(0, 1)], flushed, 0, 0, torch_too=False)
+
+
+# ---- operators ----
+
+
+def test_operators_dispatch_and_are_registered_right(triton_backend, monkeypatch):
+    """Every public function reaches its kernel, agrees with torch, and its operator's schema and shapes are true."""
+    B, H, g, D, T = 2, 2, 2, 32, 12
+    k, n = projected(1, [5, 12], 0, H, D, torch.float32)
+    mean, alpha = (x.contiguous() for x in key_range(k, n))
+    packed, _, _ = stored(0, B, H, T, D, 2, True, torch.float32)
+    whole = WholeTokens(*(rand(i, B, H, 4, D) for i in range(4)))
+    q, idx, count = rand(3, B, H * g, D), randint(4, T, B, H, 6), torch.full((B, H), 6, device=DEVICE)
+    pos, flushed, skip = n + 1, torch.zeros(1, dtype=torch.int64, device=DEVICE), randint(5, T, B, H, 3)
+    book = rand(6, B, H, D // SUB, 16, SUB)
+    calls = {
+        "quantize": (lambda: quantize(k, 2, mean, alpha, True), (k, 2, mean, alpha, True)),
+        "encode_keys": (lambda: encode_keys(k, mean, n), (k, mean, n)),
+        "key_range": (lambda: key_range(k, n), (k, n)),
+        "lut_score": (lambda: lut_score(q, book, packed.codes, None, skip), (q, book, packed.codes, n - 1, skip)),
+        "half_params": (lambda: half_params(k, k, 3), (k, k, 3)),
+        "packed_gather_attention": (
+            lambda: packed_gather_attention(q, idx, count, packed, whole, pos, n, flushed),
+            (q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, n, flushed, 2),
+        ),
+    }
+    for name, (call, args) in calls.items():
+        op = getattr(torch.ops.kv_fast, name)
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        got = call()
+        monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+        want = call()
+        monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=1e-5), name
+
+
+def test_accounts_are_of_the_papers_setting():
+    """Llama-3.1-8B at 32K: a step reads under a tenth of dense attention's bytes, a prompt's K 3 times, V once."""
+    llama, length = ModelArgs.from_name("llama-3.1-8b"), 32768
+    shape = llama.n_head, llama.n_kv_head, llama.head_dim, 1, length
+    rows = {r["op"]: r for name in ("sign_codes", "packed_gather_attention", "sign_encode", "quantize")
+            for r in importlib.import_module(f"kernels.{name}").account(*shape)}  # fmt: skip
+    dense = 2 * llama.n_kv_head * length * llama.head_dim * 2
+    step = rows["lut_score"]["bytes"] + rows["packed_gather_attention"]["bytes"]
+    assert 0.03 * dense < step < 0.1 * dense
+    prompt = sum(rows[op]["bytes"] for op in ("key_range", "encode_keys", "quantize keys", "quantize values"))
+    assert 2 * dense < prompt < 2.6 * dense
+
+
+# ---- ahead of time ----
+
+
+def compiled(*arguments):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "scripts/kernel_report.py", "--json", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+FILES = ("sign_codes", "sign_encode", "quantize", "packed_gather_attention")
+
+
+def test_compiles_for_an_h100_without_spills():
+    some = "look-up|codebook|^range|^keys|^2 bits signed bf16, blocks of 32$"
+    rows = compiled("--cc", "90", "--models", "llama-3.1-8b", "--files", *FILES, "--only", some)
+    assert len(rows) == 5
+    for r in rows:
+        assert r["spills"] == 0 and r["programs"] >= 2 and {int(width) for width in r["loads"]} >= {16}, r
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_card():
+    rows = compiled("--files", *FILES, "--cc", "80,89,90,100")
+    assert {r["file"] for r in rows} == set(FILES) and not any(r["problem"] for r in rows)
