@@ -39,19 +39,34 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def gpu(device: torch.device) -> dict[str, Any]:
+    """What decides a GPU's speed: the card, and the driver, clocks and power limit as they are now."""
+    p = torch.cuda.get_device_properties(device)
+    out = dict(name=p.name, capability=f"{p.major}.{p.minor}", memory=p.total_memory, l2_cache=p.L2_cache_size,
+               multiprocessors=p.multi_processor_count, cuda=torch.version.cuda)  # fmt: skip
+    fields = "driver_version,power.limit,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id=GPU-{p.uuid}"]
+        line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return out | dict(zip(fields.split(","), line.split(", "), strict=True))
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as e:
+        return out | dict(nvidia_smi=f"{type(e).__name__}: {e}")
+
+
 def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
     """The command, device, versions, commit and date, then the numbers."""
     device = torch.device(device)
     packages = {}
-    for name in ("torch", "triton", "transformers", "numpy"):
+    for name in ("torch", "triton", "transformers", "flash-attn", "flashinfer-python", "numpy"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    cuda = device.type == "cuda"
     return dict(
         command=" ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-        device=gpu or f"{cpu_name()}, {torch.get_num_threads()} threads",
+        device=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
+        **(dict(gpu=gpu(device)) if cuda else {}),
         versions=dict(python=platform.python_version(), **packages),
         commit=commit(),
         date=time.strftime("%Y-%m-%d"),

@@ -1,0 +1,363 @@
+"""The benchmarks run, say what they measured and what they could not, and go on; no time is asserted anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from errors import InputError, run_cli
+from kv_methods import make_args, method_files
+from kv_methods.base import CacheShape
+from kv_methods.razor import Razor
+from model import ModelArgs, Rope
+from scripts import bench_attention, bench_generate, plot_results
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
+              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Nothing large is read between calls, and the compiler's limits are ours for the test alone."""
+    monkeypatch.setattr(bench_attention, "PROBE_BYTES", dict(cpu=1 << 16, cuda=1 << 20))
+    monkeypatch.setattr(bench_attention, "flush_bytes", lambda device: 1 << 16)
+    limits = ("recompile_limit", "accumulated_recompile_limit")
+    with torch._dynamo.config.patch({k: getattr(torch._dynamo.config, k) for k in limits}):
+        yield
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run a script's main in this process -> exit status, standard output, standard error."""
+
+    def call(script, *argv):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, argv)])
+        with pytest.raises(SystemExit) as e:
+            run_cli(script.main)
+        return (e.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def attention(cli, config, *argv):
+    common = ("--device", "cpu", "--dtype", "fp32", "--no-compile", "--rounds", 2, "--json")
+    status, out, err = cli(bench_attention, "--model", config, *common, *argv)
+    assert status == 0, err
+    return json.loads(out)
+
+
+def generated(cli, config, *argv):
+    common = ("--random-init", config, "--device", "cpu", "--dtype", "fp32", "--rounds", 2, "--new", 3, "--json")
+    status, out, err = cli(bench_generate, *common, *argv)
+    assert status == 0, err
+    return json.loads(out)
+
+
+# ---- attention ----
+
+
+def test_attention_rows(cli, config, tmp_path):
+    out = tmp_path / "attention.json"
+    methods = ["full", "double_sparsity", "sals,recent=8,sinks=4", "razor"]
+    data = attention(cli, config, "--method", *methods, "--batch", 2, "--length", 48, "--out", out)
+    assert data == json.loads(out.read_text())
+    assert data["bandwidth"] == max(data["read_bytes_per_s"], data["copy_bytes_per_s"]) and data["matmul_flops"] > 0
+    assert {"command", "device", "versions", "commit", "date", "cache", "floor_ms"} <= set(data)
+    stages = {
+        "full": {"append", "attend"},
+        "double_sparsity": {"append", "score", "select", "attend"},
+        methods[2]: {"append", "score", "select", "attend"},
+        "razor": set(),  # its decode is its own
+    }
+    assert [r["method"] for r in data["rows"]] == methods
+    for r in data["rows"]:
+        assert (r["batch"], r["length"]) == (2, 48) and r["traffic"] > 0 and r["nbytes"] > 0
+        assert set(r) & {"prefetch", "append", "score", "select", "attend"} == stages[r["method"]]
+        for name in {"operator", "dense"} | stages[r["method"]]:
+            assert len(r[name]["each"]) == 2 and r[name]["spread"] >= 0
+        assert r["times_dense"] == r["dense"]["ms"] / r["operator"]["ms"]
+        assert r["limit_share"] == pytest.approx(r["bytes_per_s"] / data["bandwidth"])
+    full = data["rows"][0]
+    assert full["traffic"] == 2 * 2 * 2 * 49 * 32 * 4  # K and V, batch, heads, tokens, channels, fp32
+    assert full["nbytes"] == 2 * 2 * 2 * (48 + bench_attention.SPARE) * 32 * 4
+    assert {r["name"] for r in data["dense"]} == {"matmul", "decode_attention", "sdpa", "sdpa, grouped queries"}
+    assert sum(r["best"] for r in data["dense"]) == 1 and all(r["difference"] < 1e-4 for r in data["dense"])
+
+
+def test_attention_goes_on_where_it_stopped(cli, config, tmp_path):
+    out = tmp_path / "attention.json"
+    argv = ("--length", 16, "--no-stages", "--out", out)
+    first = attention(cli, config, "--method", "full", *argv)
+    both = attention(cli, config, "--method", "full", "streaming", "--resume", *argv)
+    assert both["rows"][0] == first["rows"][0] and both["rows"][1]["method"] == "streaming"
+    out.write_text(out.read_text().replace('"float32"', '"bfloat16"'))
+    status, _, err = cli(bench_attention, "--model", config, "--dtype", "fp32", "--resume", *argv)
+    assert status == 2 and "another dtype" in err
+
+
+def test_every_method_runs_once(cli, config):
+    data = attention(cli, config, "--once", "--method", "all", "--batch", 2, "--length", 40)
+    assert {r["method"] for r in data["rows"]} == set(method_files())
+    assert all(r["finite"] for r in data["rows"]), data["rows"]
+
+
+def test_what_cannot_be_measured_is_a_row(cli, config, monkeypatch):
+    build = bench_attention.build
+
+    def refuse(text, *args):
+        if text == "streaming":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return build(text, *args)
+
+    monkeypatch.setattr(bench_attention, "build", refuse)
+    rows = attention(cli, config, "--method", "streaming", "full", "--length", 16, "--no-stages")["rows"]
+    assert rows[0]["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate" and "operator" in rows[1]
+
+    def no_memory(*args):
+        raise InputError("the dense cache needs 900 GiB")
+
+    monkeypatch.setattr(bench_attention, "require_memory", no_memory)
+    rows = attention(cli, config, "--method", "full", "streaming", "--length", 16)["rows"]
+    assert [r["error"] for r in rows] == ["the dense cache needs 900 GiB"] * 2
+
+
+def test_a_baseline_that_computes_something_else_does_not_count(cli, config, monkeypatch):
+    calls = bench_attention.dense_calls
+
+    def wrong(q, k, v, compile):
+        return dict(nothing=lambda: lambda: torch.zeros_like(q), absent=lambda: __import__("no_such_module")) | calls(
+            q, k, v, compile
+        )
+
+    monkeypatch.setattr(bench_attention, "dense_calls", wrong)
+    dense = {r["name"]: r for r in attention(cli, config, "--method", "full", "--length", 16, "--no-stages")["dense"]}
+    assert "something else" in dense["nothing"]["error"] and dense["absent"]["error"] == "not installed"
+    assert not dense["nothing"]["best"] and "ms" not in dense["nothing"]
+
+
+def test_flush_is_larger_than_the_cache(monkeypatch):
+    monkeypatch.undo()
+    assert bench_attention.flush_bytes(torch.device("cpu")) >= 64 << 20
+
+
+def test_razor_is_filled_as_by_its_own_prefill(monkeypatch):
+    """`fill` sends each kind of head to its own method, as prefill does."""
+    args = ModelArgs.from_hf(CONFIG)
+    shape, rope = CacheShape.of(args, 0, 2, 64, torch.float32, "cpu"), Rope(args, 2, 64, "cpu")
+    own = make_args(Razor, dict(window=8, sinks=2, induction=0.5, retrieval_method="full"))
+    calib = bench_attention.RandomCalibration(args)
+    one, two = (Razor(own, shape, 0, rope, calib) for _ in range(2))
+    q, k, v = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 40, 32), torch.randn(2, 2, 40, 32)
+    bench_attention.fill(one, q, rope.rotate_prompt(k), v)
+    two.prefill(q.expand(-1, -1, 40, -1), k, v, torch.full((2,), 40))
+    assert one.n_protected and one.n_local
+    for (name, a), b in zip(one.named_buffers(), two.buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+# ---- generate ----
+
+
+def test_generate_rows(cli, config, tmp_path):
+    """What update_readme.py reads, and what is new."""
+    out = tmp_path / "generate.json"
+    argv = ("--method", "full", "double_sparsity", "--mode", "eager", "--batch", 2, "--length", 24, "--out", out)
+    data = generated(cli, config, *argv)
+    assert data == json.loads(out.read_text())
+    assert (data["prompt_tokens"], data["new_tokens"], data["dtype"], data["synthetic"]) == (24, 3, "float32", False)
+    assert [r["run"] for r in data["rows"]] == ["full eager", "double_sparsity eager"]
+    for r in data["rows"]:
+        assert {"batch", "run", "tokens_per_s", "seconds_per_step", "spread", "kv_bytes", "prefill_s"} <= set(r)
+        assert len(r["seconds_per_step"]) == len(r["prefill_s"]) == 2 and r["limit_share"] > 0
+        assert r["kv_bytes_full"] == 2 * 2 * 2 * 2 * 27 * 32 * 4  # layers, K and V, batch, heads, tokens, ...
+    full, sparse = data["rows"]
+    assert full["times_full"] == 1 and full["kv_bytes"] == full["kv_bytes_full"] and "prefill_overhead" not in full
+    assert sparse["full_prefill_s"] == full["prefill_s"] and sparse["kv_bytes"] > full["kv_bytes"]
+    again = generated(cli, config, *argv, "--resume")
+    assert again["rows"] == data["rows"]
+
+
+def test_generate_synthetic(cli, config):
+    methods = ["full", "self_index,sinks=4", "razor"]
+    data = generated(cli, config, "--synthetic", "--method", *methods, "--mode", "eager", "--batch", 2, "--length", 24)
+    assert [r["method"] for r in data["rows"]] == methods
+    assert all("prefill_s" not in r and r["tokens_per_s"] > 0 for r in data["rows"])
+    params = 2 * (128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 64 + 2 * 128) + 128 + 64 * 128
+    assert data["weight_bytes"] == 4 * params  # the embedding is not read
+
+
+def test_generate_synthetic_fills_every_layer(config):
+    """After a round the cache of `full` holds the random keys, and then what was decoded."""
+    model = bench_generate.random_transformer(ModelArgs.from_hf(CONFIG), "cpu", torch.float32)
+    work = bench_generate.Work(model, 2, 24, 3, synthetic=True)
+    run = bench_generate.Ours(work, "full", "eager")
+    run.open()
+    run()
+    for method in run.cache:
+        assert torch.equal(method.k[:, :, :24], work.random_kv()[0]) and method.k[:, :, 24:].abs().sum(-1).all()
+
+
+def test_prefill_rows(cli, config):
+    data = generated(
+        cli, config, "--prefill", "--method", "full", "sals,recent=8,sinks=4", "--batch", 1, "--length", 24
+    )
+    full, sals = data["rows"]
+    assert (full["run"], sals["run"]) == ("full prefill", "sals,recent=8,sinks=4 prefill")
+    assert len(sals["prefill_s"]) == 2 and sals["full_prefill_s"] == full["prefill_s"] and "tokens_per_s" not in sals
+
+
+def test_peer_transformers(cli, config):
+    """Beside a random model, with its cache filled."""
+    pytest.importorskip("transformers")
+    argv = ("--peer", "transformers", "--mode", "eager", "--batch", 1, "--length", 24)
+    rows = {r["run"]: r for r in generated(cli, config, "--synthetic", *argv)["rows"]}
+    assert set(rows) == {"full eager", "transformers dynamic", "transformers static"}
+    assert all("error" not in r for r in rows.values()), rows
+    best = max(r["tokens_per_s"] for k, r in rows.items() if k != "full eager")
+    assert rows["full eager"]["times_peer"] == round(rows["full eager"]["tokens_per_s"] / best, 2)
+
+
+PEER_MODEL = """
+import torch
+class ModelArgs:
+    def __init__(self, **shapes): self.__dict__ |= shapes
+class Cache(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k_cache, self.v_cache = torch.zeros(3), torch.zeros(3)
+class Transformer(torch.nn.Linear):
+    def __init__(self, args): super().__init__(args.dim, args.n_local_heads)
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.max_seq_length = max_seq_length
+        block = torch.nn.Module()
+        block.attention = torch.nn.Module()
+        block.attention.kv_cache = Cache()
+        self.layers = [block]
+"""
+PEER_GENERATE = """
+import torch
+causal_mask, create_block_mask = None, lambda *args, **kwargs: None
+def decode_one_token(model, token, pos, mask, temperature):
+    torch._dynamo.graph_break()  # cannot be compiled with fullgraph
+    assert model.max_seq_length == 27 and 24 <= pos.item() < 27 and model.layers[0].attention.kv_cache.k_cache.any()
+    return token, None
+"""
+
+
+def gpt_fast(cli, config, path):
+    argv = ("--synthetic", "--peer", f"gpt-fast:{path}", "--mode", "eager", "--batch", 1, "--length", 24)
+    return generated(cli, config, *argv)["rows"]
+
+
+@pytest.mark.slow
+def test_peer_gpt_fast(cli, config, tmp_path):
+    """The protocol with a stand-in of its API; one that is not compiled is nothing to be held against."""
+    for name, code in (("model.py", PEER_MODEL), ("generate.py", PEER_GENERATE)):
+        (tmp_path / name).write_text(code)
+    ours, peer = gpt_fast(cli, config, tmp_path)
+    assert len(peer["seconds_per_step"]) == 2 and peer["compiled"] is False and "times_gpt_fast" not in ours
+
+
+def test_peer_that_fails(cli, config, tmp_path):
+    (tmp_path / "generate.py").write_text("raise RuntimeError('no luck')")
+    ours, peer = gpt_fast(cli, config, tmp_path)
+    assert peer["error"] == "RuntimeError: gpt-fast ended: RuntimeError: no luck" and "tokens_per_s" in ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "captured", "blocks"])
+def test_modes(cli, config, mode):
+    """Every way to compile a step, methods in turns: what one compiles is not dropped when the next one runs."""
+    methods = ["full", "double_sparsity"]
+    data = generated(cli, config, "--synthetic", "--method", *methods, "--mode", mode, "--batch", 1, "--length", 24)
+    assert all("tokens_per_s" in r for r in data["rows"]), data["rows"]
+
+
+# ---- plots, the suite, wrong use ----
+
+
+def test_plots(cli, config, tmp_path):
+    files = [tmp_path / "attention.json", tmp_path / "generate.json"]
+    attention(cli, config, "--method", "full", "streaming", "--length", 16, 32, "--no-stages", "--out", files[0])
+    generated(cli, config, "--mode", "eager", "--batch", 1, "--length", 16, "--out", files[1])
+    status, out, err = cli(plot_results, *files, "--out", tmp_path, "--json")
+    assert status == 0, err
+    assert [Path(f).name for f in json.loads(out)] == [
+        f"{kind}_shapes.png" for kind in ("attention", "roofline", "generate")
+    ]
+    assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
+
+
+def test_committed_results_can_be_drawn(cli, tmp_path):
+    assert cli(plot_results, ROOT / "results" / "generate_cpu.json", "--out", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        (bench_attention, ["--method", "nothing"]),
+        (bench_attention, ["--method", "sals,nothing=1"]),
+        (bench_attention, ["--method", "sals,budget=x"]),
+        (bench_attention, ["--model", "nothing"]),
+        (bench_attention, ["--model", "nothing.json"]),
+        (bench_attention, ["--length", "0"]),
+        (bench_attention, ["--rounds", "0"]),
+        (bench_attention, ["--resume"]),
+        (bench_attention, ["--out", "/no/such/folder/x.json"]),
+        (bench_attention, ["--device", "nothing"]),
+        (bench_generate, ["--method", "nothing"]),
+        (bench_generate, ["--new", "1"]),
+        (bench_generate, ["--batch", "0"]),
+        (bench_generate, ["--random-init", "nothing"]),
+        (bench_generate, ["--peer", "nothing"]),
+        (bench_generate, ["--peer", "gpt-fast"]),
+        (bench_generate, ["--peer", "gpt-fast:/no/such/folder"]),
+        (bench_generate, ["--peer", "transformers", "--prefill"]),
+        (bench_generate, ["--synthetic", "--prefill"]),
+        (bench_generate, ["--out", "/no/such/folder/x.json"]),
+        (plot_results, []),
+        (plot_results, ["/no/such/file.json"]),
+        (plot_results, [str(ROOT / "models" / "tiny" / "config.json")]),
+        (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
+    ],
+)
+def test_wrong_use(cli, script, argv):
+    status, out, err = cli(script, *argv)
+    assert status == 2 and not out
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_suite_names_its_parts():
+    run = subprocess.run(["bash", "scripts/gpu_suite.sh", "4"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_suite(part, tmp_path, monkeypatch):
+    """Every step of a part runs on the CPU at toy sizes and leaves its JSON."""
+    monkeypatch.setenv("SMALL", "1")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    run = subprocess.run(["bash", "scripts/gpu_suite.sh", str(part), str(tmp_path)], cwd=ROOT, capture_output=True,
+                         text=True)  # fmt: skip
+    assert run.returncode == 0, run.stdout[-2000:]
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    assert all("skipped" in s or s["status"] in (0, 124) for s in steps), steps
+    names = {s["step"] for s in steps}
+    wanted = {1: {"environment", "once", "attention_goals"}, 2: {"attention_llama3", "generate_batch8"},
+              3: {"peers_llama3", "prefill", "prompt_128k", "generate_batch1", "plots"}}[part]  # fmt: skip
+    assert wanted <= names
+    assert all((tmp_path / f"{name}.json").exists() for name in wanted - {"plots"})
