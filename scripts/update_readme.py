@@ -19,6 +19,7 @@ from errors import InputError, Parser, run_cli  # noqa: E402
 from kv_methods import method_class, method_files, presets  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+OPEN = 2048  # the length whose comparison is shown unfolded
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -93,9 +94,33 @@ def comparison() -> str:
             if r["seq_len"] == T
         ]
         header = [f"{T} tokens", "KV bytes", "bytes read", *tasks, *(t.replace("perplexity_", "ppl ") for t in texts)]
-        out.append(table(header, cells))
-    n = found[0][0]["rows"][0]["samples"]
-    return "\n\n".join(out) + f"\n\n{n} samples a needle cell. " + "\n".join(source(*f) for f in found)
+        body = table(header, cells)
+        out.append(body if T == OPEN else f"<details><summary>{T} tokens</summary>\n\n{body}\n\n</details>")
+    n = [f"{T}: {next(r['samples'] for r in rows if r['seq_len'] == T)}" for T in sorted({r["seq_len"] for r in rows})]
+    return "\n\n".join(out) + f"\n\nSamples a needle cell, {', '.join(n)}.\n" + "\n".join(source(*f) for f in found)
+
+
+def losses() -> str:
+    """results/losses*.json beside the cells of the comparison that they explain: the same method, other knobs."""
+    table_rows = {
+        (r["method"], r["seq_len"]): r
+        for f in (ROOT / "results").glob("methods*.json")
+        for r in json.loads(f.read_text())["rows"]
+    }
+    rows, sources = [], []
+    for file in sorted((ROOT / "results").glob("losses*.json")):
+        data = json.loads(file.read_text())
+        sources.append(source(data, file.name))
+        for r in data["rows"]:
+            known = table_rows[r["method"], r["seq_len"]]
+            knobs = [f"{k}={v}" for k, v in r["knobs"].items()] + ["the question is known"] * r["query_in_prompt"]
+            for task in ("needle", "needle4", "key_value", "repeats"):
+                if task in r and task in known:
+                    before, after = (f"{100 * x[task]:.0f} %" for x in (known, r))
+                    rows.append([f"`{r['method']}`", str(r["seq_len"]), task, before, ", ".join(knobs), after])
+    if not rows:
+        return "Not measured yet."
+    return table(["method", "tokens", "task", "as above", "with", ""], rows) + "\n\n" + "\n".join(sources)
 
 
 def speed() -> str:
@@ -134,7 +159,7 @@ def main() -> None:
     p.add_argument("--check", action="store_true")
     opt = p.parse_args()
     sections = {
-        ROOT / "README.md": dict(methods=methods(), comparison=comparison(), retrieval=retrieval(), speed=speed()),
+        ROOT / "README.md": {f.__name__: f() for f in (methods, comparison, losses, retrieval, speed)},
         ROOT / "models" / "tiny" / "README.md": dict(quality=retrieval("full").replace("](results", "](../../results")),
     }
     if opt.demo:
