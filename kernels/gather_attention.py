@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import Aot, combine, dot, multiprocessors, split_count, tl, triton, use_triton
@@ -36,9 +37,9 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
     idx = torch.where(chosen, idx, idx[..., :1])  # in place of what may hold NaN a token that is chosen, at weight 0
-    logits = q.view(B, k.shape[1], -1, D) @ gather_rows(k, idx).transpose(2, 3)  # [B, Hkv, g, K]
-    p = torch.where(chosen[:, :, None], logits.float() * D**-0.5, float("-inf")).softmax(-1)
-    return (p.to(v.dtype) @ gather_rows(v, idx)).view(B, Hq, D)
+    grouped = q.view(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
+    y = F.scaled_dot_product_attention(grouped, gather_rows(k, idx), gather_rows(v, idx), chosen[:, :, None])
+    return y.view(B, Hq, D)
 
 
 # ---- Triton ----

@@ -66,9 +66,13 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
         return (labels.float() @ q[..., None])[..., 0]
     # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
     # order: the i-th codes of all bytes are a matrix of their own
-    codes = sum((labels >> i * bits & 2**bits - 1).float() @ q[..., i :: 8 // bits, None] for i in range(8 // bits))
+    parts = [((labels >> i * bits & 2**bits - 1).float(), q[..., i :: 8 // bits]) for i in range(8 // bits)]
+    if torch.compiler.is_compiling():  # one loop that reads bytes and sums; eager, every operation would be a copy
+        codes = sum(x * y[:, :, None] for x, y in parts).sum(-1)
+    else:
+        codes = sum(x @ y[..., None] for x, y in parts)[..., 0]
     scale, zero = params.float().unbind(-1)
-    return scale * codes[..., 0] + zero * q.sum(-1, keepdim=True)
+    return scale * codes + zero * q.sum(-1, keepdim=True)
 
 
 # ---- scoring ----

@@ -77,7 +77,9 @@ def comparison() -> str:
     if not files:
         return "Not measured yet."
     found = [(data, file.name) for file in files for data in [json.loads(file.read_text())]]
-    rows = [r for data, _ in found for r in data["rows"]]
+    # a cell that was measured again, in a file that comes later by name, replaces the earlier one
+    latest = {(r["seq_len"], r["method"], str(r["knobs"])): r for data, _ in found for r in data["rows"]}
+    rows = list(latest.values())
     tasks = [t for t in ("needle", "needle4", "key_value", "repeats") if any(t in r for r in rows)]
     texts = [t for t in ("perplexity_code", "perplexity_prose") if any(t in r for r in rows)]
     out = []
@@ -104,7 +106,7 @@ def losses() -> str:
     """results/losses*.json beside the cells of the comparison that they explain: the same method, other knobs."""
     table_rows = {
         (r["method"], r["seq_len"]): r
-        for f in (ROOT / "results").glob("methods*.json")
+        for f in sorted((ROOT / "results").glob("methods*.json"))
         for r in json.loads(f.read_text())["rows"]
     }
     rows, sources = [], []
@@ -138,6 +140,53 @@ def speed() -> str:
     return table(header, rows) + note + source(data, "generate_cpu.json")
 
 
+def attention() -> str:
+    """results/attention*.json: one layer's operator beside the best dense attention of the same rounds."""
+    out = []
+    for file in sorted((ROOT / "results").glob("attention*.json")):
+        data = json.loads(file.read_text())
+        done = [r for r in data["rows"] if "operator" in r]
+        for model, batch in dict.fromkeys((r["model"], r["batch"]) for r in done):
+            mine = [r for r in done if (r["model"], r["batch"]) == (model, batch)]
+            lengths = sorted({r["length"] for r in mine})
+            cells = {(r["method"], r["length"]): f"{r['operator']['ms']:.2f} ms, {r['times_dense']:.2f}x" for r in mine}
+            rows = [[f"`{m}`", *(cells.get((m, n), "-") for n in lengths)] for m in dict.fromkeys(m for m, _ in cells)]
+            out.append(table([f"{model}, batch {batch}", *(f"{n} tokens" for n in lengths)], rows))
+        out.append(f"{data['dtype']}. {source(data, file.name)}")
+    return "\n\n".join(out) or "Not measured yet."
+
+
+def kernels() -> str:
+    """results/kernels.json: the main kernel of each file as compiled for an H100, and what an operation moves."""
+    path = ROOT / "results" / "kernels.json"
+    if not path.exists():
+        return "Not compiled yet."
+    data, model = json.loads(path.read_text()), "llama-3.1-8b"
+    first = {r["file"]: r for r in reversed(data["rows"]) if r["model"] == model and r["cc"] == 90}
+    header = ["kernel", "registers", "spills", "shared", "programs a multiprocessor", "limited by"]
+    rows = [
+        [f"{r['file']}: {r['kernel']}", *(str(r[c]) for c in ("registers", "spills", "shared", "programs", "limit"))]
+        for r in sorted(first.values(), key=lambda r: r["file"])
+    ]
+    moved = [r for r in data["account"] if r["model"] == model]
+    ops = [[r["op"], f"{r['bytes'] / 1e6:.1f}", str(r["launches"]), f"{1e6 * r['seconds']:.0f}"] for r in moved]
+    size = f"batch {moved[0]['batch']}, {moved[0]['length']} tokens"
+    assumed = f"{data['assumed']['bandwidth'] / 1e12:g} TB/s and {1e6 * data['assumed']['launch']:g} us a launch"
+    bad = sum(bool(r["problem"]) for r in data["rows"])
+    n = len({(r["file"], r["kernel"]) for r in data["rows"]})
+    cards = ", ".join(f"{cc / 10:g}" for cc in sorted({r["cc"] for r in data["rows"]}))
+    return "\n\n".join([
+        f"{n} kernels, {len(data['rows'])} compilations for compute "
+        f"capabilities {cards}: {bad} with a spill, too much shared memory or an error.",
+        table(header, rows),
+        f"<details><summary>Bytes and launches of every operation, {model}, {size}; us predicted from {assumed}"
+        "</summary>",
+        table([f"{size}", "MB", "launches", "us predicted"], ops),
+        "</details>",
+        source(data, path.name),
+    ])  # fmt: skip
+
+
 def demo() -> str:
     run = subprocess.run(["make", "-s", "demo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if run.returncode:
@@ -153,13 +202,16 @@ def fill(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
+SECTIONS = (methods, comparison, losses, retrieval, attention, speed, kernels)
+
+
 def main() -> None:
     p = Parser(__doc__)
     p.add_argument("--demo", action="store_true")
     p.add_argument("--check", action="store_true")
     opt = p.parse_args()
     sections = {
-        ROOT / "README.md": {f.__name__: f() for f in (methods, comparison, losses, retrieval, speed)},
+        ROOT / "README.md": {f.__name__: f() for f in SECTIONS},
         ROOT / "models" / "tiny" / "README.md": dict(quality=retrieval("full").replace("](results", "](../../results")),
     }
     if opt.demo:
