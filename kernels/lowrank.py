@@ -54,7 +54,7 @@ def lowrank_attention(
     k_full: Tensor,
     v_full: Tensor,
     filled: Tensor,
-    latent: bool = False,
+    latent: bool = True,
 ) -> Tensor:
     """One query per row over latents and full-rank tokens together. Scale 1/sqrt(D), softmax in fp32.
 
@@ -63,22 +63,64 @@ def lowrank_attention(
     latent: fold the key basis into the queries and expand the output with the value basis, so that the work per token
     is of width r (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding (App. A.3).
     """
-    if use_triton(q):
+    if latent or use_triton(q):
         return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
+    keys = torch.cat((reconstruct(k_lat, k_basis), k_full), 2)
+    values = torch.cat((reconstruct(v_lat, v_basis), v_full), 2)
+    held = torch.cat((torch.arange(k_lat.shape[2], device=q.device) < stored[:, None], filled), 1)
+    return masked_attention(q, keys, values, held[:, None])
+
+
+def _latent_space(
+    q: Tensor,
+    k_lat: Tensor,
+    v_lat: Tensor,
+    k_basis: Tensor,
+    v_basis: Tensor,
+    held: Tensor | None,
+    k_full: Tensor,
+    v_full: Tensor,
+    filled: Tensor,
+) -> Tensor:
+    """`lowrank_attention` over all latents, or where held [B, C] is True."""
     B, Hq, D = q.shape
-    C = k_lat.shape[2]
-    held = torch.cat((torch.arange(C, device=q.device) < stored[:, None], filled), 1)[:, None]  # [B, 1, C + F]
-    if not latent:
-        keys = torch.cat((reconstruct(k_lat, k_basis), k_full), 2)
-        values = torch.cat((reconstruct(v_lat, v_basis), v_full), 2)
-        return masked_attention(q, keys, values, held)
-    groups = q.view(B, k_lat.shape[1], -1, D).float()
-    logits = torch.cat(((groups @ k_basis) @ k_lat.float().mT, groups @ k_full.float().mT), -1)  # [B, Hkv, g, C + F]
-    p = torch.where(held[:, :, None], logits * D**-0.5, float("-inf")).softmax(-1)
-    held = held[..., None]  # 0 * NaN is NaN: values of empty slots must not reach the products
-    y = (p[..., :C] @ torch.where(held[:, :, :C], v_lat.float(), 0)) @ v_basis.mT
-    y = y + p[..., C:] @ torch.where(held[:, :, C:], v_full.float(), 0)
+    C, groups = k_lat.shape[2], q.reshape(B, k_lat.shape[1], -1, D).float()
+    lat, full = (groups @ k_basis) @ k_lat.float().mT, groups @ k_full.float().mT  # [B, Hkv, g, C], [B, Hkv, g, F]
+    full = full.masked_fill(~filled[:, None, None], float("-inf"))
+    v_full = v_full.float().masked_fill(~filled[:, None, :, None], 0)  # 0 * NaN is NaN
+    if held is not None:
+        lat = lat.masked_fill(~held[:, None, None], float("-inf"))
+        v_lat = v_lat.masked_fill(~held[:, None, :, None], 0)
+    p = (torch.cat((lat, full), -1) * D**-0.5).softmax(-1)
+    y = (p[..., :C] @ v_lat.float()) @ v_basis.mT + p[..., C:] @ v_full
     return y.to(q.dtype).view(B, Hq, D)
+
+
+def _lowrank_attention_cpu(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
+) -> Tensor:
+    """Reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
+    if use_triton(q):
+        return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
+    counts = stored.tolist()
+    if len(set(counts)) == 1:
+        n = counts[0]
+        return _latent_space(q, k_lat[:, :, :n], v_lat[:, :, :n], k_basis, v_basis, None, *rest)
+    out = []
+    for b, n in enumerate(counts):
+        k_turn, v_turn, *own = (x if len(x) == 1 else x[b : b + 1] for x in (k_basis, v_basis, q, *rest))
+        latents = (x[b : b + 1, :, :n] for x in (k_lat, v_lat))
+        out.append(_latent_space(own[0], *latents, k_turn, v_turn, None, *own[1:]))
+    return torch.cat(out)
+
+
+def _lowrank_attention_cuda(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
+) -> Tensor:
+    if use_triton(q):
+        return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
+    held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]  # no length may reach the host
+    return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held, *rest)
 
 
 def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tensor:
@@ -301,8 +343,8 @@ _lib.define(
     "lowrank_attention(Tensor q, Tensor k_lat, Tensor v_lat, Tensor k_basis, Tensor v_basis, Tensor stored, "
     "Tensor k_full, Tensor v_full, Tensor filled) -> Tensor"
 )
-_lib.impl("lowrank_attention", lambda *args: launch(*args), "CPU")
-_lib.impl("lowrank_attention", lambda *args: launch(*args), "CUDA")
+_lib.impl("lowrank_attention", _lowrank_attention_cpu, "CPU")
+_lib.impl("lowrank_attention", _lowrank_attention_cuda, "CUDA")
 torch.library.register_fake("kv_fast::lowrank_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
 
 RANKS = (0.6, 0.8)  # of D: ojakv's presets

@@ -26,8 +26,8 @@ PRESETS = {
     "ojakv-0.8": dict(rank=0.8),  # OjaKV 0.8x, Tables 2-4
     "ojakv-0.6": dict(rank=0.6),  # OjaKV 0.6x, Tables 2-4
     "static_pca_h": dict(adapt=False),  # StaticPCA-H 0.6x, Tables 2-4
-    "static_pca": dict(adapt=False, exempt=0),  # StaticPCA 0.6x, Tables 2-4
-    "eigen": dict(adapt=False, exempt=0, latent=True),  # Eigen-N 0.6x, Tables 2-4
+    "static_pca": dict(adapt=False, exempt=0, latent=False),  # StaticPCA 0.6x, Tables 2-4
+    "eigen": dict(adapt=False, exempt=0),  # Eigen-N 0.6x, Tables 2-4
     "ojakv-snapkv": dict(rank=0.6, keep=0.5),  # OjaKV + SnapKV, Table 6
 }
 
@@ -56,7 +56,9 @@ class OjaKV(KVMethod):
         stale: Literal["rotate", "keep"] = field(
             default="rotate", metadata=dict(help="latents of an older basis: carried over to the new one, or left")
         )
-        latent: bool = field(default=False, metadata=dict(help="attend in the latent space (Sec. 3.2)"))
+        latent: bool = field(
+            default=True, metadata=dict(help="attend in the latent space (Sec. 3.2); False: reconstruct (Sec. 3.3)")
+        )
         keep: int | float | None = field(
             default=None,
             metadata=dict(
