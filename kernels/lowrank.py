@@ -108,9 +108,9 @@ def _lowrank_attention_cpu(
         return _latent_space(q, k_lat[:, :, :n], v_lat[:, :, :n], k_basis, v_basis, None, *rest)
     out = []
     for b, n in enumerate(counts):
-        k_turn, v_turn, *own = (x if len(x) == 1 else x[b : b + 1] for x in (k_basis, v_basis, q, *rest))
-        latents = (x[b : b + 1, :, :n] for x in (k_lat, v_lat))
-        out.append(_latent_space(own[0], *latents, k_turn, v_turn, None, *own[1:]))
+        k_turn, v_turn = (x if len(x) == 1 else x[b : b + 1] for x in (k_basis, v_basis))
+        k, v, row = k_lat[b : b + 1, :, :n], v_lat[b : b + 1, :, :n], slice(b, b + 1)
+        out.append(_latent_space(q[row], k, v, k_turn, v_turn, None, *(x[row] for x in rest)))
     return torch.cat(out)
 
 
