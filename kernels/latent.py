@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.backend import Aot, dot, tl, triton, use_triton
 from kernels.gather_attention import gather_rows
-from kernels.packed_gather_attention import _scale_zero
+from kernels.packed_gather_attention import scale_zero
 from kernels.quantize import GROUP, dequantize, quantize
 
 
@@ -195,7 +195,7 @@ def _move_coded(new, ring, ring_params, v, params, first, GROUPS: tl.constexpr, 
     real = g[:, None] < GROUPS
     come = tl.load(new + g[:, None] * 32 + c, mask=real, other=0.0).to(tl.float32)
     words = tl.load(ring + g[:, None] * 8 + w, mask=real, other=0)
-    scale, zero = _scale_zero(tl.load(ring_params + g, mask=g < GROUPS, other=0))
+    scale, zero = scale_zero(tl.load(ring_params + g, mask=g < GROUPS, other=0))
     tl.debug_barrier()
     codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
     # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one

@@ -32,7 +32,7 @@ from kernels.backend import Aot, combine, dot, multiprocessors, split_count, tl,
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import LOG2_E, parts_of
 from kernels.latent import LatentTokens, read_tokens
-from kernels.packed_gather_attention import _unpack
+from kernels.packed_gather_attention import unpack_tile
 from kernels.quantize import GROUP
 from model import apply_rope
 
@@ -160,7 +160,7 @@ def _attend(
     new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
     p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)
     if BITS < 16:
-        values = _unpack(words, pairs, None, BITS, q.dtype.element_ty)
+        values = unpack_tile(words, pairs, None, BITS, q.dtype.element_ty)
     else:
         values = tl.load(v + slot[:, None] * WIDTH + h * D + d, mask=inside[:, None] & (d < D), other=0.0)
     y = dot(tl.trans(values), p.to(values.dtype), y * shrink[None, :])

@@ -135,7 +135,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
-def _scale_zero(params):
+def scale_zero(params):
     """int32 that hold two fp16 numbers -> scale, zero in fp32."""
     scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -154,14 +154,14 @@ def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYP
 
 
 @triton.jit
-def _unpack(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def unpack_tile(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order.
 
     All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
     """
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
-    s, z = _scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
+    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
     c = codes
     x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
     x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
@@ -215,9 +215,9 @@ def _packed_gather_attention(
             signs = codes
             if codes is not None:
                 signs = tl.load(codes + unit, mask=real, other=0)
-            keys = _unpack(k_words, k_pairs, signs, BITS, x.dtype)
+            keys = unpack_tile(k_words, k_pairs, signs, BITS, x.dtype)
             logits = dot(xa, tl.trans(keys)) * SCALE
-            values = _unpack(v_words, v_pairs, None, BITS, x.dtype)
+            values = unpack_tile(v_words, v_pairs, None, BITS, x.dtype)
             top, total, y = softmax_step(logits, inside, values, top, total, y)
 
     # sinks and then tail as one list of whole rows; of the splits before, none has a part of it

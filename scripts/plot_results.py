@@ -22,6 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import InputError, Parser, run_cli  # noqa: E402
@@ -55,6 +56,14 @@ def looks(names: list[str]) -> dict[str, dict[str, Any]]:
 
 def tokens(n: float) -> str:
     return f"{n / 1024:g}K" if n >= 1024 else f"{n:g}"
+
+
+def log_scale(ax: Any) -> None:
+    """With numbers at 1, 2 and 5 of each decade: a few lengths seldom span one."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def decorate(ax: Any, lengths: list[int], ylabel: str, title: str, one: bool = False) -> None:
@@ -109,7 +118,7 @@ def latency(rows: list[Row], title: str) -> Any:
             paired = [r for r in mine if "dense" in r]
             if paired:
                 spread_bars(right, paired, lambda r: r["times_dense"], ratios, **look[m])
-        left.set_yscale("log")
+        log_scale(left)
         decorate(left, lengths, "ms", f"batch {batch}: one layer's attention of a decode step")
         decorate(right, lengths, "times the best dense", f"batch {batch}: speed-up", one=True)
     finish(fig, axes, title)
@@ -165,7 +174,7 @@ def throughput(rows: list[Row], title: str) -> Any:
             mine = sorted((r for r in mine if "times_full" in r), key=lambda r: r["length"])
             if mine:
                 right.plot([r["length"] for r in mine], [r["times_full"] for r in mine], markersize=5, **look[run])
-        left.set_yscale("log")
+        log_scale(left)
         decorate(left, lengths, "tokens/s", f"batch {batch}: decode, end to end")
         decorate(right, lengths, "times full", f"batch {batch}: against full, same mode", one=True)
     finish(fig, axes, title)
