@@ -1,0 +1,123 @@
+"""Scores of pages of tokens from the least and the greatest of each channel of their keys (Quest, Tang et al. 2024).
+
+No key of a page has an inner product with q above sum_d max(q_d low_d, q_d high_d): pages are ranked by that bound. The
+kernel reads both bounds of a page once for all query heads of the group: 2 D elements for `page` tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Aot, tl, triton, use_triton
+from kernels.latent_score import empty_scores, filled
+
+TILE = 4096  # elements of a tile of bounds: 16 KB of both in bf16, as many programs as fit hide the latency
+NUM_WARPS = 4
+
+
+def page_bounds(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest of every channel in each page of a prompt's keys.
+
+    k [B, H, S, D] rotated, lengths [B] -> low, high [B, H, ceil(S / page), D] in the dtype of k. Tokens past a prompt's
+    end do not count; a page without a token is +inf, -inf, to which the first token that joins it can be compared.
+    """
+    B, H, S, D = k.shape
+    pages = -(-S // page)
+    real = (torch.arange(pages * page, device=k.device) < lengths[:, None]).view(B, 1, pages, page, 1)
+    k = torch.nn.functional.pad(k, (0, 0, 0, pages * page - S)).view(B, H, pages, page, D)
+    return torch.where(real, k, float("inf")).amin(3), torch.where(real, k, float("-inf")).amax(3)
+
+
+def join_page(low: Tensor, high: Tensor, k: Tensor, pos: Tensor, page: int) -> None:
+    """In place, one token a row: k [B, H, D] at pos [B] widens its page in low and high [>= B, H, P, D].
+
+    The first token of a page replaces what its bounds held.
+    """
+    row, at = torch.arange(len(pos), device=pos.device), pos // page
+    first = (pos % page == 0)[:, None, None]
+    low[row, :, at] = torch.where(first, k, low[row, :, at].minimum(k))
+    high[row, :, at] = torch.where(first, k, high[row, :, at].maximum(k))
+
+
+def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None) -> Tensor:
+    """Upper bounds of q . k over the keys of every page, summed over the query heads of a group.
+
+    q [B, Hq, D], low and high [>= B, Hkv, P, D] -> fp32 [B, Hkv, P]. last [B], if given, is the last page that matters:
+    later ones need not be read, and their scores may be anything.
+    """
+    if use_triton(q):
+        return torch.ops.kv_fast.page_score(q, low, high, last)
+    B, H = len(q), low.shape[1]
+    groups = q.float().view(B, H, -1, 1, q.shape[2])
+    low, high = low[:B, :, None].float(), high[:B, :, None].float()  # [B, Hkv, 1, P, D]
+    return (groups * low).maximum(groups * high).sum((2, 4))
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _page_score(
+    q, low, high, last, out, q_row, q_head, row, head, out_row, out_head, H, P,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, block of pages)."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, n = tl.program_id(1) * BLOCK_P, filled(last, b, P)
+    if first >= n:
+        return
+    p, d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    at, inside = b * row + h * head + p.to(tl.int64)[:, None] * D + d, (p[:, None] < n) & (d < D)
+    lo = tl.load(low + at, mask=inside, other=0.0).to(tl.float32)
+    hi = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
+    score = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # summed over the lanes once, at the end
+    for g in tl.static_range(G):
+        x = tl.load(q + b * q_row + (h * G + g) * q_head + d, mask=d < D, other=0.0).to(tl.float32)
+        score += tl.maximum(x * lo, x * hi)
+    tl.store(out + b * out_row + h * out_head + p, tl.sum(score, 1), mask=p < tl.cdiv(P, 16) * 16)
+
+
+def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None, block: int | None = None) -> Tensor:
+    """The Triton version of `page_score`; tests give pages per program."""
+    (B, Hq, D), (H, P) = q.shape, low.shape[1:3]
+    assert q.stride(2) == 1 and low.stride() == high.stride() and low.stride()[2:] == (D, 1), "pages are rows of D"
+    out, width = empty_scores(B, H, P, device=q.device), triton.next_power_of_2(D)
+    block = block or TILE // width
+    _page_score[(B * H, triton.cdiv(P, block))](
+        q, low, high, None if last is None else last.contiguous(), out,
+        *q.stride()[:2], *low.stride()[:2], *out.stride()[:2], H, P,
+        G=Hq // H, D=D, BLOCK_D=width, BLOCK_P=block, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("page_score(Tensor q, Tensor low, Tensor high, Tensor? last) -> Tensor")
+_lib.impl("page_score", lambda *args: _page_score_triton(*args), "CPU")
+_lib.impl("page_score", lambda *args: _page_score_triton(*args), "CUDA")
+torch.library.register_fake(
+    "kv_fast::page_score",
+    lambda q, low, high, last: empty_scores(len(q), *low.shape[1:3], device=q.device),
+    lib=_lib,
+)
+
+
+def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
+    width = triton.next_power_of_2(head_dim)
+    sizes = dict(G=n_head // n_kv_head, D=head_dim, BLOCK_D=width, BLOCK_P=TILE // width)
+    types = dict.fromkeys(("q_row", "q_head", "row", "head", "out_row", "out_head"), "i64:16")
+    types |= dict(last="*i64", out="*fp32", H="i32", P="i32:16") | dict.fromkeys(sizes, "constexpr")
+    out: list[Aot] = []
+    for dtype in ("bf16", "fp32"):
+        signature = types | dict.fromkeys(("q", "low", "high"), f"*{dtype}")
+        signature = {a: signature[a] for a in _page_score.arg_names}
+        out.append((f"page score {dtype}", _page_score, signature, sizes, dict(num_warps=NUM_WARPS, num_stages=1)))
+    return out
+
+
+def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict]:
+    """Pages of 16 tokens: both bounds read, a score written."""
+    pages = batch * n_kv_head * -(-length // 16)
+    size = pages * (2 * 2 * head_dim + 4) + 2 * batch * n_head * head_dim
+    return [dict(op="page_score, pages of 16", bytes=size, launches=1)]
