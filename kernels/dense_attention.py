@@ -115,7 +115,8 @@ def _split_attention(
             extra_v = tl.load(mean_v + group * D + d, mask=d < D, other=0.0)
             many = tl.load(count + b).to(tl.float32)
 
-        k_base, v_base = k + row * k_row + h * k_head, v + row * v_row + h * v_head
+        far = group - row * H  # the head in 64 bits
+        k_base, v_base = k + row * k_row + far * k_head, v + row * v_row + far * v_head
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_G], tl.float32)
         y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)

@@ -137,6 +137,11 @@ def _project(
         tl.store(to, y, mask=some & (r >= LEAD) & (r < LEAD + REST))
 
 
+def tiles_of(itemsize: int) -> tuple[int, int]:
+    """Tokens and coordinates of a tile; of fp32, whose products are three each, 128 by 128 would spill below cc 9."""
+    return TILE, TILE // 2 if itemsize == 4 else TILE
+
+
 def _project_launch(
     x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tensor, tile: int | None = None
 ) -> None:
@@ -145,11 +150,11 @@ def _project_launch(
     x = x if x.stride(2) == 1 else x.contiguous()
     assert lead.is_contiguous() and rest.is_contiguous() and basis.is_contiguous()
     ranks, block_k = dict(LEAD=lead.shape[2], REST=rest.shape[2]), BLOCK_K * 2 // x.element_size()
-    tile = tile or TILE
-    tiles = triton.cdiv(sum(ranks.values()), tile)
-    _project[(triton.cdiv(S, tile) * tiles, B)](
+    block_t, block_r = (tile, tile) if tile else tiles_of(x.element_size())
+    tiles = triton.cdiv(sum(ranks.values()), block_r)
+    _project[(triton.cdiv(S, block_t) * tiles, B)](
         x, basis, lengths.contiguous(), lead, rest, *x.stride()[:2], lead.stride(0), rest.stride(0), S, tiles,
-        WIDTH=width, **ranks, BLOCK_T=tile, BLOCK_R=tile, BLOCK_K=min(block_k, tile),
+        WIDTH=width, **ranks, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=min(block_k, block_r),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
 
@@ -283,7 +288,8 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         types = dict.fromkeys(_project.arg_names, "i64:16") | dict(S="i32", tiles="i32", lengths="*i64")
         types |= dict.fromkeys(("x", "basis", "lead", "rest"), f"*{dtype}")
         block_k = BLOCK_K // 2 if dtype == "fp32" else BLOCK_K
-        sizes = dict(WIDTH=width, LEAD=width // share // 2, REST=width // share // 2, BLOCK_T=TILE, BLOCK_R=TILE)
+        block_t, block_r = tiles_of(4 if dtype == "fp32" else 2)
+        sizes = dict(WIDTH=width, LEAD=width // share // 2, REST=width // share // 2, BLOCK_T=block_t, BLOCK_R=block_r)
         sizes |= dict(BLOCK_K=block_k)
         options = dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES)
         entries.append((f"project, {name}", _project, types, sizes, options))

@@ -37,8 +37,9 @@ from kernels.quantize import GROUP
 from model import apply_rope
 
 MAX_BLOCK = 128  # tokens of a tile
-BLOCK_R = 64  # coordinates of a tile of latents (N x 64) or of the basis (64 x D): 32 KB both, three stages
-NUM_STAGES = 3
+# coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
+BLOCK_R = 32
+NUM_STAGES = 4
 
 
 def latent_attention(
@@ -88,15 +89,16 @@ def latent_attention(
 
 @triton.jit
 def _expand(
-    keys, x, row, inside, basis, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    keys, x, row, inside, basis, rank, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Add to the keys [N, BLOCK_D] of a head what R coordinates from `first` on give, in rows `row` [N] of x. A half of
-    the channels is a half of the columns."""
+    the channels is a half of the columns. rank is R, but not known to the compiler, which else would unroll a loop of 8
+    steps and spill the addresses of all."""
     r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     channel = c // (BLOCK_D // 2) * (D // 2) + c % (BLOCK_D // 2)
     real = c % (BLOCK_D // 2) < D // 2
-    for lo in range(0, R, BLOCK_R):
+    for lo in range(0, rank, BLOCK_R):
         part = tl.load(x + row[:, None] * R + lo + r, mask=inside[:, None] & (lo + r < R), other=0.0)
         at = basis + (first + lo + r)[:, None] * WIDTH + channel
         keys = dot(part, tl.load(at, mask=(lo + r[:, None] < R) & real, other=0.0), keys)
@@ -125,7 +127,7 @@ def _rotated_logits(
 
 @triton.jit
 def _attend(
-    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, params, cos, sin, h,
+    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, params, cos, sin, h, rank0, rank1,
     WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -142,9 +144,9 @@ def _attend(
         pairs = tl.load(params + pair, mask=inside[:, None] & (e < D // 32), other=0)
 
     keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    keys = _expand(keys, k, slot, inside, basis, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
+    keys = _expand(keys, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
     if R1 > 0:
-        keys = _expand(keys, rest, slot, inside, basis, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
+        keys = _expand(keys, rest, slot, inside, basis, rank1, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
     k1, k2 = _halves(keys)
     cos += token.to(tl.int64)[:, None] * (D // 2)
     sin += token.to(tl.int64)[:, None] * (D // 2)
@@ -170,7 +172,7 @@ def _attend(
 @triton.jit
 def _latent_attention(
     q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos, idx, count, cos, sin, part, lse,
-    q_row, q_head, idx_row, table_row, R, T, K, S,
+    q_row, q_head, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     RING_BITS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -207,7 +209,7 @@ def _latent_attention(
         slot = b * R + tl.where(inside, token, 0) % R
         top, total, y = _attend(
             q, q_head, g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_params,
-            cos, sin, h, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+            cos, sin, h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
     for block in tl.range(lo, hi, num_stages=1, disable_licm=True):
@@ -217,8 +219,8 @@ def _latent_attention(
             token = tl.load(idx + b * idx_row + token, mask=inside, other=0).to(tl.int32)
         slot = b * T + token
         top, total, y = _attend(
-            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, params, cos, sin, h, H * D,
-            LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, params, cos, sin, h,
+            lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
     total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
@@ -281,7 +283,7 @@ def _launch(
     _latent_attention[(B * H, splits)](
         q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos.contiguous(), idx, count, cos, sin, part, lse,
         *q.stride()[:2], 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
-        H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
+        *ranks.values(),         H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)
 
@@ -318,6 +320,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         constexprs |= dict(REST=width // share // 2, RING_BITS=max(8, bits), BITS=bits)
         types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "basis", "ring_k", "lead", "rest"), f"*{dtype}")
         types |= dict.fromkeys(("pos", "idx", "count"), "*i64") | dict.fromkeys(("cos", "sin", "part", "lse"), "*fp32")
+        types |= dict.fromkeys(("ring_rank", "lead_rank", "rest_rank"), "i32:16")
         types |= dict(ring_params="*i32", params="*i32", v=f"*{dtype}" if bits == 16 else f"*i{8 * bits}")
         types |= dict(
             ring_v=f"*{dtype}" if bits == 16 else "*i64",
