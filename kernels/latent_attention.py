@@ -18,7 +18,7 @@ N = 256 or two heads a program 85, with twice the accumulators. Angles come from
 token and head: at r = 256 as much as the latents.
 
 128 x 128 accumulators are 64 a thread in 8 warps, and the rotation, what is loaded ahead and the values' tile bring it
-to 245 registers: one program a multiprocessor on an H100, two at tiles of 64 tokens in 4 warps.
+to some 230 registers: one program a multiprocessor on an H100, two at tiles of 64 tokens in 4 warps.
 """
 
 from __future__ import annotations

@@ -50,17 +50,39 @@ def packed_attention(
     return torch.ops.kv_fast.packed_attention(q, k, v, stop, mean_k, mean_v, count)
 
 
+_lib.define("replace_token(Tensor(a!) cache, Tensor slot, Tensor x) -> Tensor")
+
+
+def replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
+    """In place, x [B, H, D] into slot [B] of cache [>= B, H, C, D] -> what was there, [B, H, D].
+
+    An operator, because a compiled graph that reads a slot before it writes it copies the whole cache, at every step.
+    """
+    return torch.ops.kv_fast.replace_token(cache, slot, x)
+
+
+def _replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
+    row = torch.arange(len(slot), device=slot.device)
+    old = cache[row, :, slot]
+    cache[row, :, slot] = x
+    return old
+
+
+_lib.impl("replace_token", _replace_token, "CPU")
+_lib.impl("replace_token", _replace_token, "CUDA")
+torch.library.register_fake("kv_fast::replace_token", lambda cache, slot, x: cache.new_empty(x.shape), lib=_lib)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None, mask=None
+    q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """All of k and v [B, Hkv, n, D], or where mask [B, n] is True; the rest as in `packed_attention`."""
+    """k and v [B, Hkv, n, D] where mask [B, n] is True; the rest as in `packed_attention`."""
     B, Hq, D = q.shape
     n, scale = k.shape[2], D**-0.5
     grouped = q.reshape(B, k.shape[1], -1, D)
     logits = (grouped @ k.transpose(2, 3)).float() * scale  # [B, Hkv, g, n]
-    if mask is not None:
-        logits = torch.where(mask[:, None, None], logits, float("-inf"))
-        v = v.masked_fill(~mask[:, None, :, None], 0)  # 0 * NaN is NaN
+    logits = torch.where(mask[:, None, None], logits, float("-inf"))
+    v = v.masked_fill(~mask[:, None, :, None], 0)  # 0 * NaN is NaN
     if mean_k is None or mean_v is None or count is None:
         return (logits.softmax(-1).to(v.dtype) @ v).reshape(B, Hq, D)
     some = (count > 0).view(B, 1, 1, 1)
@@ -71,17 +93,33 @@ def _attend(
     return y.to(q.dtype).reshape(B, Hq, D)
 
 
+def _attend_filled(
+    q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
+) -> Tensor:
+    """`_attend` without a mask, by the kernel behind SDPA on a CPU, which also says what its softmax summed up to."""
+    B, Hq, D = q.shape
+    grouped = q.reshape(B, k.shape[1], -1, D)
+    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, k, v)
+    if mean_k is None or mean_v is None or count is None:
+        return y.reshape(B, Hq, D)
+    some = (count > 0).view(B, 1, 1)
+    extra = (grouped.float() * mean_k[:B, :, None]).sum(-1) * D**-0.5 + count.log().view(B, 1, 1)  # [B, Hkv, g]
+    weight = torch.where(some, (extra - lse).sigmoid(), 0)[..., None]  # of the extra token, e^extra / (e^extra + e^lse)
+    y = y.float() * (1 - weight) + torch.where(some[..., None], mean_v[:B, :, None], 0) * weight
+    return y.to(q.dtype).reshape(B, Hq, D)
+
+
 def _packed_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
 ) -> Tensor:
     """Reads filled slots only: rows that agree on them in one call, others row by row."""
     ends = stop.tolist()
     if len(set(ends)) == 1:
-        return _attend(q, k[: len(q), :, : ends[0]], v[: len(q), :, : ends[0]], mean_k, mean_v, count)
+        return _attend_filled(q, k[: len(q), :, : ends[0]], v[: len(q), :, : ends[0]], mean_k, mean_v, count)
     out = []
     for b, n in enumerate(ends):
         extra = (None if t is None else t[b : b + 1] for t in (mean_k, mean_v, count))
-        out.append(_attend(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], *extra))
+        out.append(_attend_filled(q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], *extra))
     return torch.cat(out)
 
 

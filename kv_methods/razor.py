@@ -19,7 +19,7 @@ from torch import Tensor
 
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.packed_attention import packed_attention
+from kernels.packed_attention import packed_attention, replace_token
 from kv_methods import make_args, resolve
 from kv_methods.base import KVMethod, budget_cap, budget_tokens
 
@@ -193,15 +193,15 @@ class Razor(KVMethod):
         return pos + 1 - self.sinks - self.scope[: len(pos)]
 
     def append(self, k, v, pos):
-        B, row = len(pos), torch.arange(len(pos), device=pos.device)
+        B = len(pos)
         # a row's ring is its first L_h slots: the new token takes the slot of the one that leaves the window
         slot = torch.where(pos < self.sinks, pos, self.sinks + (pos - self.sinks) % self.scope[:B])
+        left_k, left_v = replace_token(self.k, slot, k), replace_token(self.v, slot, v)
         if self.args.compensation:
             n = self.dropped(pos)[:, None, None]
-            for mean, x in ((self.mean_k, self.k), (self.mean_v, self.v)):
-                moved = mean[:B] + (x[row, :, slot].float() - mean[:B]) / n.clamp(min=1)  # Eq. 4, one token more
+            for mean, left in ((self.mean_k, left_k), (self.mean_v, left_v)):
+                moved = mean[:B] + (left.float() - mean[:B]) / n.clamp(min=1)  # Eq. 4, one token more
                 mean[:B] = torch.where(n > 0, moved, mean[:B])
-        self.k[row, :, slot], self.v[row, :, slot] = k, v
 
     def attend(self, q, idx, count, pos):
         filled = (pos + 1).minimum(self.sinks + self.scope[: len(pos)])
