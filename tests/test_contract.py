@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
 from calibrate import calibrate
 from errors import InputError
@@ -175,6 +177,22 @@ def check_compiled(name, knobs, backend, steps=200):
     same(again, run(model, [prompt(9), prompt(3)], 5)[0], f"{name} compiled, second prompt", tol)
 
 
+def check_no_copies(name, knobs, T=333):
+    """The code that inductor makes of a step allocates nothing of the shape of a cache: it writes in place."""
+    torch._dynamo.reset()
+    model = tiny()
+    model.setup_cache(name, 2, T, **knobs)
+    run(model, [prompt(n) for n in (50, 9)], 1)
+    method, a = model.cache[-1], model.args
+    q, k, v = (torch.randn(2, n, a.head_dim) for n in (a.n_head, a.n_kv_head, a.n_kv_head))
+    with torch.inference_mode():
+        step = torch.compile(method.decode, fullgraph=True, dynamic=False)
+        code = "".join(run_and_get_code(step, q, k, v, torch.tensor([51, 10]))[1])
+    made = {tuple(map(int, x.split(", "))) for x in re.findall(r"empty_strided_cpu\(\((\d+(?:, \d+)+)\)", code)}
+    caches = {tuple(b.shape) for b in method.buffers() if b.dim() > 2 and max(b.shape[1:]) > 100}
+    assert caches and not made & caches, f"{name}: a step copies buffers of {made & caches}"
+
+
 def poison(model):
     """Fill every buffer that prompts write with what must not be read."""
     constants = {id(b) for m in model.cache.modules() for b in [getattr(m, c) for c in getattr(m, "constants", ())]}
@@ -317,6 +335,12 @@ def checks(name):
 @shapes
 def test_lossless_limit_is_dense_attention(name, shape):
     check_lossless(name, shape)
+
+
+@pytest.mark.parametrize("name", matrix(["razor"], METHODS))
+def test_a_compiled_step_copies_no_cache(name):
+    """Found in razor: a slot that is read before it is written was a copy of the whole cache, at every step."""
+    check_no_copies(name, dict(window=120) if name == "razor" else {})
 
 
 @every_method
