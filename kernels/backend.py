@@ -53,9 +53,13 @@ Aot = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 def use_triton(x: Tensor) -> bool:
     """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
     backend = os.environ.get("KV_FAST_BACKEND", "")
+    if backend not in ("", "torch", "triton"):
+        raise InputError(f"KV_FAST_BACKEND={backend}: use torch or triton, or leave it unset")
     wanted = backend == "triton" if x.device.type != "cuda" else backend != "torch"
     if wanted and isinstance(triton, _Absent):
         raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
+    if wanted and x.device.type == "cpu" and not INTERPRETED:
+        raise InputError("KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too")
     return wanted
 
 

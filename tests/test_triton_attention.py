@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import prompt, run, same, tiny
 
+import kernels.backend as backend_module
+from errors import InputError
 from kernels import dense_attention
 from kernels.backend import ASSUMED_SMS, MAX_SPLITS, combine, split_count, use_triton
 from kernels.dense_attention import _decode_attention_masked, decode_attention, split_attention
@@ -387,6 +389,15 @@ def test_which_version_runs(monkeypatch):
     for backend, expected in (("", (True, False)), ("torch", (False, False)), ("triton", (True, True))):
         monkeypatch.setenv("KV_FAST_BACKEND", backend)
         assert (use_triton(gpu), use_triton(cpu)) == expected
+    monkeypatch.setattr(backend_module, "INTERPRETED", False)
+    with pytest.raises(InputError, match="TRITON_INTERPRET=1"):
+        use_triton(cpu)
+    monkeypatch.setattr(backend_module, "triton", backend_module._Absent())
+    with pytest.raises(InputError, match="need triton"):
+        use_triton(gpu)
+    monkeypatch.setenv("KV_FAST_BACKEND", "cuda")
+    with pytest.raises(InputError, match="use torch or triton"):
+        use_triton(cpu)
 
 
 METHODS = {
