@@ -5,7 +5,6 @@ python scripts/plot_methods.py                                      # -> results
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import matplotlib.pyplot as plt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from kv_methods import resolve  # noqa: E402
+from scripts.results import method_rows  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKERS = "osD^vP*Xhd<>"
@@ -27,8 +27,7 @@ def main() -> None:
     p.add_argument("--task", default="needle", help="needle, needle4, key_value or repeats")
     p.add_argument("--out", default=str(ROOT / "results" / "methods.png"))
     opt = p.parse_args()
-    rows = [r for f in sorted((ROOT / "results").glob("methods*.json")) for r in json.loads(f.read_text())["rows"]]
-    rows = [r for r in rows if opt.task in r]
+    rows = [r for r in method_rows() if opt.task in r]
     if not rows:
         raise InputError(f"no results/methods*.json has {opt.task}: run scripts/eval_retrieval.py --method all first")
     lengths = sorted({r["seq_len"] for r in rows})

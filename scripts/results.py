@@ -82,3 +82,10 @@ def write_json(path: str | Path, data: Any) -> None:
     tmp = path.with_name(path.name + ".tmp")
     tmp.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(tmp, path)
+
+
+def method_rows() -> list[dict[str, Any]]:
+    """Rows of results/methods*.json; what was measured again, in a file that comes later by name, replaces the first."""
+    files = sorted((ROOT / "results").glob("methods*.json"))
+    rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
+    return list({(r["seq_len"], r["method"], str(r["knobs"])): r for r in rows}.values())

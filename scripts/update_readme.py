@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from kv_methods import method_class, method_files, presets  # noqa: E402
+from scripts.results import method_rows  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 OPEN = 2048  # the length whose comparison is shown unfolded
@@ -77,9 +78,7 @@ def comparison() -> str:
     if not files:
         return "Not measured yet."
     found = [(data, file.name) for file in files for data in [json.loads(file.read_text())]]
-    # a cell that was measured again, in a file that comes later by name, replaces the earlier one
-    latest = {(r["seq_len"], r["method"], str(r["knobs"])): r for data, _ in found for r in data["rows"]}
-    rows = list(latest.values())
+    rows = method_rows()
     tasks = [t for t in ("needle", "needle4", "key_value", "repeats") if any(t in r for r in rows)]
     texts = [t for t in ("perplexity_code", "perplexity_prose") if any(t in r for r in rows)]
     out = []
@@ -104,11 +103,7 @@ def comparison() -> str:
 
 def losses() -> str:
     """results/losses*.json beside the cells of the comparison that they explain: the same method, other knobs."""
-    table_rows = {
-        (r["method"], r["seq_len"]): r
-        for f in sorted((ROOT / "results").glob("methods*.json"))
-        for r in json.loads(f.read_text())["rows"]
-    }
+    table_rows = {(r["method"], r["seq_len"]): r for r in method_rows()}
     rows, sources = [], []
     for file in sorted((ROOT / "results").glob("losses*.json")):
         data = json.loads(file.read_text())
