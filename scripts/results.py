@@ -85,7 +85,7 @@ def write_json(path: str | Path, data: Any) -> None:
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """Rows of results/methods*.json; what was measured again, in a file that comes later by name, replaces the first."""
+    """Rows of results/methods*.json; what was measured again, in a file later by name, replaces the first."""
     files = sorted((ROOT / "results").glob("methods*.json"))
     rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
     return list({(r["seq_len"], r["method"], str(r["knobs"])): r for r in rows}.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.kernel_report import BANDWIDTH, LAUNCH, MODELS, accounts, kernel_files, load_widths, occupancy, problem
+from tests.compiling import report
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [name for name, _ in kernel_files([])]
@@ -18,12 +18,8 @@ SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, sha
 
 
 def compiled(*args):
-    """Rows of scripts/kernel_report.py, which needs a process of its own: in this one kernels may be interpreted."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout, done.stderr
-    rows = json.loads(done.stdout)
+    """Rows with problems or without; the script exits with 1 if there are any."""
+    rows, done = report(*args)
     assert done.returncode == any(map(problem, rows)), done.stderr
     return rows
 

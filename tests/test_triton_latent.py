@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +15,7 @@ from kernels.latent import LatentTokens, append_token, store_prompt
 from kernels.latent_attention import _launch as attention_launch
 from kernels.latent_attention import account, block_size, latent_attention
 from kernels.quantize import dequantize, quantize
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -375,15 +372,6 @@ def test_offsets_beyond_32_bits():
     store = LatentTokens((lead, lead.new_empty(1, T, 0)), (values,), 16)
     args = (q, basis, ring, store, slots[-1:], slots[None, :4], torch.tensor([4], device=DEVICE), cos, sin)
     close(launch(args, 16, 1), attention_oracle(args, [slots.tolist()]), torch.float16)
-
-
-def compiled(*args):
-    """What scripts/kernel_report.py says in a process of its own: here kernels may be interpreted."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_compiles_for_an_h100_without_spills():

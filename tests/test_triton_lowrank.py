@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from test_contract import TOL, check_poison, check_second_turn, method_class, pr
 
 from kernels import lowrank
 from kernels.lowrank import change_basis, launch, lowrank_attention, oja_step, orthonormalize, split_counts
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -236,17 +234,8 @@ def test_ojakv_traces_to_one_graph(triton_backend):
 # ---- compiled without a GPU ----
 
 
-def compiled(*args):
-    """What scripts/kernel_report.py says in a process of its own: here kernels may be interpreted."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", "--files", "lowrank", *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_compiles_for_an_h100_without_spills():
-    (row,) = compiled("--cc", "90", "--models", "llama-3.1-8b", "--only", "^attend r = 77 bf16")
+    (row,) = compiled("--files", "lowrank", "--cc", "90", "--models", "llama-3.1-8b", "--only", "^attend r = 77 bf16")
     assert row["spills"] == 0 and row["programs"] >= 2, "split_count counts on two programs a multiprocessor"
     widths = {int(width): n for width, n in row["loads"].items()}
     assert widths[16] >= 96, "latents of 77 coordinates must be read 16 bytes a thread"
@@ -254,7 +243,7 @@ def test_compiles_for_an_h100_without_spills():
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_card():
-    rows = compiled("--cc", "80,89,90,100")
+    rows = compiled("--files", "lowrank", "--cc", "80,89,90,100")
     assert len(rows) == 4 * 2 * 12 and not any(r["problem"] for r in rows)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
 
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,17 +199,8 @@ def test_offload_traces_to_one_graph(triton_backend):
 # ---- compiled without a GPU ----
 
 
-def compiled(*args):
-    """What scripts/kernel_report.py says in a process of its own: here kernels may be interpreted."""
-    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", "--files", "offload", *args]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_compiles_for_an_h100_without_spills():
-    (row,) = compiled("--cc", "90", "--models", "llama-3.1-8b", "--only", "^fetch bf16")
+    (row,) = compiled("--files", "offload", "--cc", "90", "--models", "llama-3.1-8b", "--only", "^fetch bf16")
     widths = {int(width): n for width, n in row["loads"].items()}
     assert row["spills"] == 0 and row["registers"] <= 64, "it runs beside the layer that computes"
     assert widths[16] == 8, "K and V, 16 bytes a thread"
@@ -219,7 +208,7 @@ def test_compiles_for_an_h100_without_spills():
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_card():
-    rows = compiled("--cc", "80,89,90,100")
+    rows = compiled("--files", "offload", "--cc", "80,89,90,100")
     assert len(rows) == 4 * 2 * 2 and not any(r["problem"] for r in rows)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +13,7 @@ from hypothesis import strategies as st
 from kernels import label_score as module
 from kernels.label_score import label_score, quantize_labels, store_labels
 from kernels.latent_score import _latent_score_triton, latent_score
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -269,17 +266,12 @@ def test_operators_are_registered_right():
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def report(*arguments):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", "--files", "label_score", "latent_score"]
-    run = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+FILES = ("--files", "label_score", "latent_score")
 
 
 def test_compiles_for_an_h100_without_spills():
     some = "score, 4 bits|one query, 25%|of a token"
-    rows = report("--cc", "90", "--models", "llama-3.1-8b", "--only", some)
+    rows = compiled(*FILES, "--cc", "90", "--models", "llama-3.1-8b", "--only", some)
     assert len(rows) == 3
     for r in rows:
         assert r["spills"] == 0 and ("16" in r["loads"] or "token" in r["kernel"]), r
@@ -287,5 +279,5 @@ def test_compiles_for_an_h100_without_spills():
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_card():
-    rows = report("--cc", "80,89,90,100")
+    rows = compiled(*FILES, "--cc", "80,89,90,100")
     assert {r["file"] for r in rows} == {"label_score", "latent_score"} and not any(r["problem"] for r in rows)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from hypothesis import strategies as st
 from kernels import select as module
 from kernels.latent_score import empty_scores
 from kernels.select import budget_select, select, topk_select
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,17 +261,9 @@ def test_operators_are_registered_right():
 # ---- ahead of time ----
 
 
-def report(*arguments):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
-
-
 def test_compiles_for_an_h100_without_spills():
     some = ("--cc", "90", "--models", "llama-3.1-8b", "--files", "select", "--only", "^select of 16K$|^finish of 128K$")
-    rows = report(*some)
+    rows = compiled(*some)
     assert len(rows) == 2
     for r in rows:
         assert r["spills"] == 0 and "16" in r["loads"], r
@@ -282,5 +271,5 @@ def test_compiles_for_an_h100_without_spills():
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_card():
-    rows = report("--files", "select", "--cc", "80,89,90,100")
+    rows = compiled("--files", "select", "--cc", "80,89,90,100")
     assert rows and not any(r["problem"] for r in rows)

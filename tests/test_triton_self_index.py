@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +18,7 @@ from kernels.sign_codes import SUB, _lut_score_triton, lut_score, pack_codes, si
 from kernels.sign_encode import encode_keys, key_range
 from kernels.sign_encode import launch as encode_triton
 from model import ModelArgs
+from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -423,14 +420,6 @@ def test_accounts_are_of_the_papers_setting():
 
 
 # ---- ahead of time ----
-
-
-def compiled(*arguments):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "scripts/kernel_report.py", "--json", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
 
 
 FILES = ("sign_codes", "sign_encode", "quantize", "packed_gather_attention")
