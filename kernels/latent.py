@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.backend import Aot, dot, tl, triton, use_triton
 from kernels.gather_attention import gather_rows
 from kernels.packed_gather_attention import scale_zero
-from kernels.quantize import GROUP, dequantize, quantize
+from kernels.quantize import GROUP, dequantize, encode_groups, quantize
 
 
 class LatentTokens(NamedTuple):
@@ -166,23 +166,6 @@ APPEND_WARPS = 4
 
 
 @triton.jit
-def _encode(x, BITS: tl.constexpr):
-    """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero: the bytes of
-    kernels/quantize.py, whose divisions are rounded and whose ties go to the even code."""
-    LEVELS: tl.constexpr = 2**BITS - 1
-    zero = tl.minimum(tl.maximum(tl.min(x, 1), -65504.0), 65504.0).to(tl.float16)
-    scale = tl.div_rn(tl.max(x, 1) - zero.to(tl.float32), LEVELS * 1.0)
-    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
-    step = tl.maximum(scale.to(tl.float32), 1e-8)
-    code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
-    code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
-    words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
-    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return words, pair | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
 def _move(new, ring, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
     """Numbers i [PART] of a slot of `ring`: what leaves goes to lead and then rest, and makes room for what comes."""
     come = tl.load(new + i, mask=i < RING, other=0.0)
@@ -204,10 +187,10 @@ def _move_coded(new, ring, ring_params, v, params, first, GROUPS: tl.constexpr, 
     tl.debug_barrier()
     codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
     # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one
-    words, pair = _encode(codes * scale[:, None] + zero[:, None], BITS)
+    words, pair = encode_groups(codes * scale[:, None] + zero[:, None], BITS)
     tl.store(v + g[:, None] * BITS + bits, words, mask=real)
     tl.store(params + g, pair, mask=g < GROUPS)
-    words, pair = _encode(come, 8)
+    words, pair = encode_groups(come, 8)
     tl.store(ring + g[:, None] * 8 + w, words, mask=real)
     tl.store(ring_params + g, pair, mask=g < GROUPS)
 

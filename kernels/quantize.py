@@ -83,13 +83,31 @@ NUM_WARPS = 4
 
 
 @triton.jit
+def encode_groups(x, BITS: tl.constexpr):
+    """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero.
+
+    Divisions are rounded as torch does, and ties go to the even code, so that both versions give the same bytes.
+    """
+    LEVELS: tl.constexpr = 2**BITS - 1
+    zero = tl.minimum(tl.maximum(tl.min(x, 1), -65504.0), 65504.0).to(tl.float16)
+    scale = tl.div_rn(tl.max(x, 1) - zero.to(tl.float32), LEVELS * 1.0)
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)
+    code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
+    code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
+    words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return words, pair | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
 def _quantize(
     x, mean, alpha, packed, params, n, heads, tokens, x_row, x_head, x_token,
     D: tl.constexpr, BITS: tl.constexpr, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK of the n groups of 32 channels, in the order of x [rows, heads, tokens, D]: one int32 each of scale and
     zero, and BITS int32 of codes."""
-    LEVELS: tl.constexpr = 2**BITS - 1
     group, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
     token = group // (D // 32)
     inside = (group < n)[:, None]
@@ -103,19 +121,9 @@ def _quantize(
         v = tl.div_rn(v, tl.load(alpha + at[:, None] + c, mask=inside, other=1.0))
     if MAGNITUDE:
         v = tl.abs(v)
-    # divisions are rounded as torch does, and ties go to the even code, so that both versions give the same bytes
-    zero = tl.minimum(tl.maximum(tl.min(v, 1), -65504.0), 65504.0).to(tl.float16)
-    scale = tl.div_rn(tl.max(v, 1) - zero.to(tl.float32), LEVELS * 1.0)
-    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
-    step = tl.maximum(scale.to(tl.float32), 1e-8)
-    code = tl.div_rn(v - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], [BLOCK, 32]))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
-    code = tl.reshape(code.to(tl.int32), [BLOCK, BITS, 32 // BITS])
-    word = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)  # int32 [BLOCK, BITS]
+    word, pair = encode_groups(v, BITS)
     w, group = tl.arange(0, BITS), group.to(tl.int64)
     tl.store(packed + group[:, None] * BITS + w, word, mask=inside)
-    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    pair |= zero.to(tl.int16, bitcast=True).to(tl.int32) << 16
     tl.store(params + group, pair, mask=group < n)
 
 

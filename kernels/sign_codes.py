@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.backend import Aot, multiprocessors, tl, triton, use_triton
 from kernels.latent_score import empty_scores, filled
-from kernels.quantize import pack, unpack
+from kernels.quantize import pack
 
 SUB = 4  # channels of a subvector (the paper's d = 4: 16 cells fit in shared memory)
 TOKENS = 4096  # tokens per pass over the prompt: bounds the int64 cell indices
@@ -34,11 +34,6 @@ def sign_codes(x: Tensor) -> Tensor:
 def pack_codes(codes: Tensor) -> Tensor:
     """[..., G] codes -> bytes [..., G / 2], the even subvector in the low half."""
     return pack(codes, 4)
-
-
-def unpack_signs(packed: Tensor) -> Tensor:
-    """Bytes [..., D / 8] -> signs fp32 [..., D]."""
-    return sign_patterns(packed.device)[unpack(packed, 4).long()].flatten(-2)
 
 
 def codebook(x: Tensor, codes: Tensor, valid: Tensor) -> Tensor:
