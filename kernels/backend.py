@@ -1,8 +1,9 @@
 """Which version of an operation runs, and what all Triton kernels share: matmul, number of splits, their reduction.
 
-Every operation of this folder is a function that calls its Triton kernel for CUDA tensors and its torch version for
-others. KV_FAST_BACKEND=torch turns the kernels off; KV_FAST_BACKEND=triton asks for them everywhere: on CPU tensors
-they then run in Triton's interpreter, which needs TRITON_INTERPRET=1 before the first import.
+Every operation of this folder is a function that calls its Triton kernel for CUDA tensors. For CPU tensors it calls
+C++ (native.py) where torch is slow at it, else, and without a C++ compiler, its torch version. KV_FAST_BACKEND=torch
+turns all kernels off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its
+interpreter, which needs TRITON_INTERPRET=1 before the first import.
 
 A file with kernels has a function `aot(n_head, n_kv_head, head_dim)`: its kernels as a model of that shape launches
 them, the main one first, each (name, function, signature, constexprs, options), for scripts/kernel_report.py to compile
@@ -15,15 +16,19 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from errors import InputError
+from kernels import native
 
 # the kernels are written for fused multiply-adds, which Triton 3.10 turns off by default
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# large CPU tensors in huge pages: every row of a list is in another page, and to look these up took a third of the time
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class _Absent:
@@ -50,17 +55,33 @@ MAX_SPLITS = 64
 Aot = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
-def use_triton(x: Tensor) -> bool:
-    """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
+def chosen_backend() -> str:
     backend = os.environ.get("KV_FAST_BACKEND", "")
     if backend not in ("", "torch", "triton"):
         raise InputError(f"KV_FAST_BACKEND={backend}: use torch or triton, or leave it unset")
+    return backend
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
+    backend = chosen_backend()
     wanted = backend == "triton" if x.device.type != "cuda" else backend != "torch"
     if wanted and isinstance(triton, _Absent):
         raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
     if wanted and x.device.type == "cpu" and not INTERPRETED:
         raise InputError("KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too")
     return wanted
+
+
+def use_native(x: Tensor, channels: int = native.VECTOR) -> bool:
+    """Whether operations on tensors like x, with rows of `channels` numbers, run in C++; the others do not take it."""
+    fits = x.device.type == "cpu" and x.dtype in native.DTYPES and channels % native.VECTOR == 0
+    return fits and chosen_backend() == "" and native.available()
+
+
+def on_cpu(in_triton: Callable[..., Any], in_cpp: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operator is on a CPU, of tensors of which the first says which version is taken."""
+    return lambda *args: (in_cpp if use_native(args[0]) else in_triton)(*args)
 
 
 @functools.cache

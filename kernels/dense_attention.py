@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import ASSUMED_SMS, Aot, dot, multiprocessors, tl, triton, use_triton
+from kernels import native
+from kernels.backend import ASSUMED_SMS, Aot, dot, multiprocessors, tl, triton, use_native, use_triton
 
 QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask to QUERY_BLOCK x (QUERY_BLOCK + window)
 
@@ -336,6 +337,8 @@ def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, sto
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     if use_triton(q):
         return split_attention(q, k, v, stop, start)
+    if use_native(q, q.shape[2]):
+        return native.decode_attention(q, k, v, start, stop)
     return (_decode_attention_masked if q.is_cuda else _decode_attention_cpu)(q, k, v, start, stop)
 
 

@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import Aot, combine, dot, multiprocessors, split_count, tl, triton, use_triton
+from kernels import native
+from kernels.backend import (
+    Aot,
+    combine,
+    dot,
+    multiprocessors,
+    on_cpu,
+    split_count,
+    tl,
+    triton,
+    use_native,
+    use_triton,
+)
 
 
 def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
@@ -32,7 +44,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor
 
     q [B, Hq, D], k and v [>= B, Hkv, T, D] (rotated), idx [B, Hkv or 1, K] int64, count [B, Hkv or 1] -> [B, Hq, D].
     """
-    if use_triton(q):
+    if use_triton(q) or use_native(q, q.shape[2]):
         return torch.ops.kv_fast.gather_attention(q, k, v, idx, count)
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
@@ -159,7 +171,7 @@ def launch(
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) -> Tensor")
-_lib.impl("gather_attention", lambda *args: launch(*args), "CPU")
+_lib.impl("gather_attention", on_cpu(launch, native.gather_attention), "CPU")
 _lib.impl("gather_attention", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake("kv_fast::gather_attention", lambda q, k, v, idx, count: q.new_empty(q.shape), lib=_lib)
 

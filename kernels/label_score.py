@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, tl, triton, use_triton
+from kernels import native
+from kernels.backend import Aot, on_cpu, tl, triton, use_native, use_triton
 from kernels.latent_score import empty_scores, filled
 from kernels.quantize import half_params, pack
 
@@ -58,6 +59,8 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
     if given, is the last slot that matters: later ones need not be read, and give anything, too.
     """
+    if params is not None and use_native(q):
+        return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
     if use_triton(q):
         if params is None:
             return torch.ops.kv_fast.latent_score(q[:, :, None], labels, pos)[:, :, 0]
@@ -76,6 +79,13 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
 
 
 # ---- scoring ----
+
+
+def _label_score_native(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
+    """A label of 4 bits looks up its product with the query, one of 2 bits together with its neighbour's."""
+    code = torch.arange(16)
+    table = q[..., None] * code if bits == 4 else q[..., 0::2, None] * (code & 3) + q[..., 1::2, None] * (code >> 2)
+    return native.look_up(table, labels, params, q.sum(-1), pos, None)
 
 
 @triton.jit
@@ -187,9 +197,10 @@ _lib.define("label_score(Tensor q, Tensor labels, Tensor params, int bits, Tenso
 _lib.define(
     "store_labels(Tensor k, Tensor channels, Tensor? start, Tensor(a!) labels, Tensor(b!) params, int bits) -> ()"
 )
-for _device in ("CPU", "CUDA"):
-    _lib.impl("label_score", _label_score_triton, _device)
-    _lib.impl("store_labels", _store_labels_triton, _device)
+_lib.impl("label_score", on_cpu(_label_score_triton, _label_score_native), "CPU")
+_lib.impl("store_labels", _store_labels_triton, "CPU")
+_lib.impl("label_score", _label_score_triton, "CUDA")
+_lib.impl("store_labels", _store_labels_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::label_score",
     lambda q, labels, params, bits, pos: empty_scores(*labels.shape[:3], device=q.device),

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, combine, dot, multiprocessors, split_count, tl, triton, use_triton
+from kernels import native
+from kernels.backend import Aot, combine, dot, multiprocessors, on_cpu, split_count, tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import LOG2_E, parts_of
 from kernels.latent import LatentTokens, read_tokens
@@ -60,7 +61,7 @@ def latent_attention(
     the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
     None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
     """
-    if use_triton(q):
+    if use_triton(q) or use_native(q, q.shape[2] // 2):  # halves are rotated
         return torch.ops.kv_fast.latent_attention(
             q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), pos, idx, count, cos, sin,
             ring.bits, store.bits,
@@ -294,8 +295,8 @@ _lib.define(
     "Tensor lead, Tensor rest, Tensor v, Tensor? params, Tensor pos, Tensor? idx, Tensor? count, Tensor cos, "
     "Tensor sin, int ring_bits, int bits) -> Tensor"
 )
-for _device in ("CPU", "CUDA"):
-    _lib.impl("latent_attention", lambda *args: _launch(*args), _device)
+_lib.impl("latent_attention", on_cpu(_launch, native.latent_attention), "CPU")
+_lib.impl("latent_attention", _launch, "CUDA")
 torch.library.register_fake("kv_fast::latent_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
 
 

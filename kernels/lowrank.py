@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, dot, split_count, tl, triton, use_triton
+from kernels import native
+from kernels.backend import Aot, dot, split_count, tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import LOG2_E, blocks_of, softmax_step
 
@@ -96,12 +97,29 @@ def _latent_space(
     return y.to(q.dtype).view(B, Hq, D)
 
 
+def _latent_space_native(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
+    v_full: Tensor, filled: Tensor,
+) -> Tensor:  # fmt: skip
+    """All latents of a row are as one token beside the full-rank ones: its value is what C++ has attended to."""
+    B, Hq, D = q.shape
+    groups = q.reshape(B, k_lat.shape[1], -1, D).float()
+    y, lse = native.latent_space_attention((groups @ k_basis).flatten(1, 2), k_lat, v_lat, stored, D)
+    y, lse = y.view(*groups.shape[:3], -1), lse.view(*groups.shape[:3], 1)
+    full = (groups @ k_full.float().mT * D**-0.5).masked_fill(~filled[:, None, None], float("-inf"))
+    p = torch.cat((lse, full), -1).softmax(-1)
+    y = (p[..., :1] * y) @ v_basis.mT + p[..., 1:] @ v_full.float().masked_fill(~filled[:, None, :, None], 0)
+    return y.to(q.dtype).view(B, Hq, D)
+
+
 def _lowrank_attention_cpu(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
 ) -> Tensor:
     """Reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
     if use_triton(q):
         return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
+    if use_native(k_lat) and k_lat.stride(2) == v_lat.stride(2) == 1:
+        return _latent_space_native(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
     counts = stored.tolist()
     if len(set(counts)) == 1:
         n = counts[0]
@@ -229,7 +247,8 @@ def _attend(
             keys = tl.load(k_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
             values = tl.load(v_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
             top, total, y = softmax_step(dot(x, keys) * SCALE, n >= 0, tl.trans(values), top, total, y)
-        for first in tl.range(whole, hi, BLOCK_N, num_stages=1):  # the rest, less than a block; other slots may be NaN
+        # the rest, less than a block; other slots may be NaN. Its addresses are not to take registers of the loop above
+        for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
             inside = first + n < hi
             keys = tl.load(k_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)
             values = tl.load(v_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, split_count, tl, triton, use_triton
+from kernels.backend import Aot, split_count, tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import block_size
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
@@ -65,7 +65,7 @@ def fetched_attention(
     """
     B, H, K = idx.shape
     R = ring_k.shape[2]
-    if use_triton(q):
+    if use_triton(q) or use_native(q, q.shape[2]):
         # both are read where they are: the list is 0, 1, ..., and a ring of decoded tokens is one of a prompt of none
         none, slots = torch.zeros_like(pos), torch.arange(K, device=q.device).expand(B, H, K)
         whole = WholeTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)

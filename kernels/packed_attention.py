@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, use_triton
+from kernels import native
+from kernels.backend import Aot, use_native, use_triton
 from kernels.dense_attention import split_aot, split_attention, split_bytes
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
@@ -137,6 +138,8 @@ def _packed_attention(
     if use_triton(q):
         mean = None if mean_k is None or mean_v is None or count is None else (mean_k, mean_v, count)
         return split_attention(q, k, v, stop, mean=mean)
+    if use_native(q, q.shape[2]):
+        return native.decode_attention(q, k, v, None, stop, (mean_k, mean_v, count))
     return (_packed_attention_masked if q.is_cuda else _packed_attention_cpu)(q, k, v, stop, mean_k, mean_v, count)
 
 

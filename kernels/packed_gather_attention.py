@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, combine, dot, split_count, tl, triton, use_triton
+from kernels import native
+from kernels.backend import Aot, combine, dot, on_cpu, split_count, tl, triton, use_native, use_triton
 from kernels.gather_attention import LOG2_E, block_size, blocks_of, gather_rows, parts_of, softmax_step, write_part
 from kernels.quantize import GROUP
 from kernels.sign_codes import SUB
@@ -57,7 +58,7 @@ def packed_gather_attention(
     flushed [1]: decoded tokens that are packed already, so that the ring holds positions prompt_len + flushed to pos
     -> [B, Hq, D]. Scale 1/sqrt(D). Entries of idx past the count point anywhere.
     """
-    if use_triton(q):
+    if use_triton(q) or use_native(q, q.shape[2]):
         return torch.ops.kv_fast.packed_gather_attention(
             q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
             *whole, pos, prompt_len, flushed, packed.bits,
@@ -295,7 +296,7 @@ _lib.define(
     "Tensor? v_params, Tensor? alpha, Tensor? codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v, "
     "Tensor pos, Tensor prompt_len, Tensor flushed, int bits) -> Tensor"
 )
-_lib.impl("packed_gather_attention", lambda *args: launch(*args), "CPU")
+_lib.impl("packed_gather_attention", on_cpu(launch, native.packed_gather_attention), "CPU")
 _lib.impl("packed_gather_attention", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake("kv_fast::packed_gather_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import Aot, multiprocessors, tl, triton, use_triton
+from kernels import native
+from kernels.backend import Aot, multiprocessors, on_cpu, tl, triton, use_native, use_triton
 from kernels.latent_score import empty_scores, filled
 from kernels.quantize import pack
 
@@ -27,7 +28,7 @@ def sign_patterns(device: torch.device | None = None) -> Tensor:
 
 def sign_codes(x: Tensor) -> Tensor:
     """Centred keys [..., D] -> codes uint8 [..., D / 4] in 0..15, eq. 2-3; zero counts as positive."""
-    weights = torch.tensor([8, 4, 2, 1], dtype=torch.uint8, device=x.device)
+    weights = (8 >> torch.arange(SUB, device=x.device)).to(torch.uint8)
     return ((x >= 0).unflatten(-1, (-1, SUB)).to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
 
 
@@ -66,18 +67,29 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None
     is the last slot that matters: later ones need not be read, and their scores may be anything. skip [B, H, n] int64,
     if given, are slots that get -inf.
     """
-    if use_triton(q):
+    if use_triton(q) or use_native(q):
         return torch.ops.kv_fast.lut_score(q, book, packed, pos, skip)
     B, H, _, D = packed.shape
-    query = q.float().view(B, H, -1, D * 8).mean(2)
     # a byte holds two codes, so the table is taken over pairs of subvectors: 256 entries, half the look-ups
-    table = (book @ query.unflatten(-1, (-1, SUB))[..., None]).squeeze(-1)  # [B, H, G, 16]
+    table = code_table(q, book)
     low, high = table[:, :, 0::2], table[:, :, 1::2]
     pairs = (high[..., :, None] + low[..., None, :]).view(-1, 1)  # [B * H * G / 2 * 256, 1], the last part by the byte
     # bags of D / 8 bytes: on a CPU the fastest sum of looked-up numbers that torch has
     base = torch.arange(B * H * D, dtype=torch.int32, device=q.device).view(B, H, 1, D) * 256
     scores = F.embedding_bag((packed + base).view(-1, D), pairs, mode="sum").view(packed.shape[:3])
     return scores if skip is None else scores.scatter_(2, skip, float("-inf"))
+
+
+def code_table(q: Tensor, book: Tensor) -> Tensor:
+    """What each code of each subvector scores: q and book as in `lut_score` -> fp32 [B, H, D / 4, 16]."""
+    query = q.float().view(*book.shape[:2], -1, book.shape[2] * SUB).mean(2)
+    return (book @ query.unflatten(-1, (-1, SUB))[..., None]).squeeze(-1)
+
+
+def _lut_score_native(
+    q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip: Tensor | None = None
+) -> Tensor:
+    return native.look_up(code_table(q, book), packed, None, None, pos, skip)
 
 
 @triton.jit
@@ -147,8 +159,8 @@ def _lut_score_triton(
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("lut_score(Tensor q, Tensor book, Tensor packed, Tensor? pos, Tensor? skip=None) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _lib.impl("lut_score", _lut_score_triton, _device)
+_lib.impl("lut_score", on_cpu(_lut_score_triton, _lut_score_native), "CPU")
+_lib.impl("lut_score", _lut_score_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::lut_score",
     lambda q, book, packed, pos, skip=None: empty_scores(*packed.shape[:3], device=q.device),

@@ -111,6 +111,13 @@ def test_equals_the_oracle(case):
     assert (sparse > 0) == (case != "budget-over-the-context"), "the case does not test what its name says"
 
 
+@pytest.mark.parametrize("case", ["default", "sinks-and-recent", "2-bits"])
+def test_equals_the_oracle_in_torch(case, monkeypatch):
+    """On a CPU the default is C++."""
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    compare(*CASES[case])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):

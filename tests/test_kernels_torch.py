@@ -20,6 +20,11 @@ seeds = st.integers(0, 2**31 - 1)
 bits_ = st.sampled_from((2, 4, 8))
 
 
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+
+
 def rand(seed, *size):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 

@@ -117,6 +117,13 @@ def test_equals_the_oracle(case):
     assert (dropped > 0) == (case not in ("all-protected", "window-over-the-context"))
 
 
+@pytest.mark.parametrize("case", ["window", "borders", "no-compensation"])
+def test_equals_the_oracle_in_torch(case, monkeypatch):
+    """On a CPU the default is C++."""
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    compare(*CASES[case])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
