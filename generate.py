@@ -83,7 +83,8 @@ def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     if not compile:
         return step
     cuda = model.tok_embeddings.weight.device.type == "cuda"
-    return torch.compile(step, fullgraph=True, mode="reduce-overhead" if cuda else None)
+    # a cache of another size, as the last batch of a run may have, is another static graph, not one of any size
+    return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead" if cuda else None)
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -113,9 +114,10 @@ class Session:
     def warm_up(self, batch: int) -> float:
         """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
         start = time.perf_counter()
-        zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        # two tensors: the code for one that is both would be compiled again at the first real step
+        tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
         for _ in range(3):
-            self.step(zeros, zeros)
+            self.step(tokens, pos)
         self.sync()
         self.model.reset_cache()
         return time.perf_counter() - start

@@ -50,8 +50,9 @@ def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tenso
 
 # ---- Triton ----
 
-# 16 tokens of 32 subvectors against 16 cells are 64 compares and selects a thread and channel; more would spill
-BLOCK_T, BLOCK_G = 16, 32
+# 16 tokens of 16 subvectors against 16 cells are 32 compares and selects a thread and channel; twice as many are 116
+# registers in Triton 3.9, but spill in 3.6
+BLOCK_T, BLOCK_G = 16, 16
 NUM_WARPS, NUM_STAGES = 4, 3
 RANGE_T = 64  # tokens at a time in `_key_range`: 16 KB of bf16
 

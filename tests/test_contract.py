@@ -205,9 +205,9 @@ def poison(model):
             b.fill_(255)
 
 
-def check_poison(name, knobs, lengths=(1, 7, 40)):
+def check_poison(name, knobs, lengths=(1, 7, 40), device="cpu"):
     """A cache larger than the batch, too: the rows that are not used stay poisoned."""
-    model, prompts = tiny(), [prompt(n) for n in lengths]
+    model, prompts = tiny(device=device), [prompt(n).to(device) for n in lengths]
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     want, fed = run(model, prompts)
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
@@ -278,12 +278,13 @@ def check_reset(name, knobs):
     assert torch.equal(run(model, prompts, feed=fed)[0], want), f"{name} {knobs}: warm-up leaks"
 
 
-def check_second_turn(name, knobs, lossless):
+def check_second_turn(name, knobs, lossless, device="cpu"):
     """A turn that comes later through decode continues the cache: what was decoded before it, greedily, stays."""
-    model, prompts, turn = tiny(), [prompt(12), prompt(45)], torch.stack((prompt(25), prompt(25, seed=2)))
+    model, prompts = tiny(device=device), [prompt(n).to(device) for n in (12, 45)]
+    turn = torch.stack((prompt(25), prompt(25, seed=2))).to(device)
     model.setup_cache(name, 2, 128, **knobs)
     first, answer = run(model, prompts, 20)
-    lengths, got = torch.tensor([12, 45]) + 20, []
+    lengths, got = torch.tensor([12, 45], device=device) + 20, []
     with torch.inference_mode():
         for i in range(25):
             got.append(model.decode(turn[:, i], lengths + i))

@@ -53,6 +53,27 @@ def test_greedy_is_teacher_forced_argmax(tiny):
     assert result.tokens[0] == expected and result.steps == 23
 
 
+def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
+    """Neither the first real step nor the last batch of a run, which may be smaller, adds to a static graph."""
+    static, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        static.append(all(isinstance(x, torch.Tensor) for x in inputs))  # a size that may change would be a number
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=backend, **options))
+    torch._dynamo.reset()
+    args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
+    model, sampling = random_transformer(args, "cpu", torch.float32), G.Sampling()
+    for graphs, batch in ((1, 3), (2, 2)):
+        model.setup_cache("full", batch, 16)
+        s = G.Session(model, G.make_step(model, sampling, compile=True), sampling)
+        s.warm_up(batch)
+        assert static == [True] * graphs
+        G.generate(s, [[1, 2]] * batch, 4)
+        assert static == [True] * graphs
+
+
 @pytest.mark.parametrize("method", sorted(method_files()))
 def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
     model, tk = tiny

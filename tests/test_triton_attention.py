@@ -411,7 +411,7 @@ METHODS = {
 
 def logits_of(monkeypatch, backend, name, shape, steps, feed=None, **model):
     monkeypatch.setenv("KV_FAST_BACKEND", backend)
-    model, prompts = tiny(*shape, **model), [prompt(n) for n in (1, 19)]
+    model, prompts = tiny(*shape, device=DEVICE, **model), [prompt(n).to(DEVICE) for n in (1, 19)]
     model.setup_cache(name, 3, 32, **METHODS[name])
     return run(model, prompts, steps, feed)
 

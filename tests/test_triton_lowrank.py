@@ -198,14 +198,14 @@ KNOBS = dict(exempt=2, update_every=4, query_window=4)
 
 
 def test_ojakv_loses_nothing_at_full_rank(triton_backend):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (1, 20)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (1, 20)]
     model.setup_cache("ojakv", 3, 40, **KNOBS | method_class("ojakv").lossless)
     got, fed = run(model, prompts, 6)
     same(got, teacher(model, prompts, fed), "ojakv in Triton")
 
 
 def test_ojakv_is_what_it_is_in_torch(triton_backend, monkeypatch):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 21)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (3, 21)]
     model.setup_cache("ojakv", 2, 33, **KNOBS)
     got, fed = run(model, prompts, 6)
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
@@ -215,13 +215,13 @@ def test_ojakv_is_what_it_is_in_torch(triton_backend, monkeypatch):
 
 @pytest.mark.slow
 def test_ojakv_keeps_the_contract(triton_backend):
-    check_poison("ojakv", KNOBS, (1, 7, 20))
-    check_second_turn("ojakv", KNOBS, False)
+    check_poison("ojakv", KNOBS, (1, 7, 20), device=DEVICE)
+    check_second_turn("ojakv", KNOBS, False, device=DEVICE)
 
 
 @pytest.mark.slow
 def test_ojakv_traces_to_one_graph(triton_backend):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 12)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (3, 12)]
     model.setup_cache("ojakv", 2, 33, **KNOBS)
     eager, fed = run(model, prompts, 6)
     model.reset_cache()

@@ -163,7 +163,7 @@ KNOBS = dict(budget=8, recent=4)
 
 
 def test_offload_loses_nothing_at_full_budget(triton_backend):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (1, 9)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (1, 9)]
     model.setup_cache("double_sparsity_offload", 3, 16, budget=1.0, recent=4)
     got, fed = run(model, prompts, 3)
     same(got, teacher(model, prompts, fed), "double_sparsity_offload in Triton")
@@ -171,7 +171,7 @@ def test_offload_loses_nothing_at_full_budget(triton_backend):
 
 @pytest.mark.parametrize("knobs", (KNOBS, dict(fetch="all", recent=4)), ids=("selected", "all"))
 def test_offload_is_what_it_is_in_torch(triton_backend, monkeypatch, knobs):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 13)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (3, 13)]
     model.setup_cache("double_sparsity_offload", 2, 16, label_bits=16, **knobs)
     got, fed = run(model, prompts, 3)
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
@@ -181,12 +181,12 @@ def test_offload_is_what_it_is_in_torch(triton_backend, monkeypatch, knobs):
 
 @pytest.mark.slow
 def test_offload_keeps_the_contract(triton_backend):
-    check_poison("double_sparsity_offload", KNOBS, (1, 7, 20))
+    check_poison("double_sparsity_offload", KNOBS, (1, 7, 20), device=DEVICE)
 
 
 @pytest.mark.slow
 def test_offload_traces_to_one_graph(triton_backend):
-    model, prompts = tiny(2, 32), [prompt(n) for n in (3, 12)]
+    model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (3, 12)]
     model.setup_cache("double_sparsity_offload", 2, 32, **KNOBS)
     eager, fed = run(model, prompts, 6)
     model.reset_cache()
