@@ -8,7 +8,9 @@ Caches are filled with random keys through the methods' own `compress`, at littl
 weights are needed. A method may carry knobs: `sals-12.5,budget=512`. Every method is compiled with fullgraph at fixed
 shapes, and on a GPU each call is one CUDA graph.
 
-operator    the whole of `decode`: rotate, append, select, attend. It writes the same slot again and again.
+operator    the whole of `decode`: rotate, append, select, attend. It writes the same slot again and again. On a CPU,
+            --layers layers with caches of their own in one graph, and the time of one: a real step runs all layers at
+            one call, and calling from Python costs as much as a short layer. (A CUDA graph has no such cost.)
 append, select, attend    the stages apart, each compiled by itself; `score` is the part of `select` before top-k,
             `prefetch` what an offloading method does a layer ahead (part of `operator` too).
 dense       attention alone over the same number of tokens, without rotation and append: the baseline has less to do.
@@ -317,13 +319,16 @@ def make_method(text: str, args: ModelArgs) -> tuple[type[KVMethod], Any]:
     return cls, make_args(cls, preset | knobs)
 
 
-def build(text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype, device: torch.device) -> KVMethod:
-    """One layer's method with all its buffers, after checking that they fit."""
+def build(
+    text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype, device: torch.device, layers: int = 1
+) -> KVMethod:
+    """One layer's method with all its buffers, after checking that those of as many layers fit."""
     cls, own = make_method(text, args)
     layer = min(LAYER, args.n_layer // 2)
     shape = CacheShape.of(args, layer, batch, T, dtype, device)
     meta = cls(own, shape.on("meta"), layer, Rope(args, batch, 1, "meta"))
-    require_memory(sum(meta.nbytes().values()), device, f"one layer of {text}", "lower --batch or --length")
+    lower = "lower --batch, --length or --layers"
+    require_memory(layers * sum(meta.nbytes().values()), device, f"{layers} layers of {text}", lower)
     calib = RandomCalibration(args) if cls.calibrated else None
     return cls(own, shape, layer, Rope(args, batch, T, device), calib)
 
@@ -353,34 +358,44 @@ def score_function(method: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     return None
 
 
-def stages(method: KVMethod, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, opt: argparse.Namespace) -> dict[str, Call]:
-    """The operator and its stages as calls. q [B, Hq, D], k and v [B, Hkv, D] before rotation, pos [B]."""
+def stages(
+    methods: list[KVMethod], q: Tensor, k: Tensor, v: Tensor, pos: Tensor, opt: argparse.Namespace
+) -> dict[str, Call]:
+    """The operator and its stages as calls, of all layers one after the other. q [B, Hq, D], k and v [B, Hkv, D] before
+    rotation, pos [B]."""
     wrap: Any = torch.compile(fullgraph=True, dynamic=False) if opt.compile else lambda f: f
+    method, raw = methods[0], (q, k, v)
+
+    def all_layers(f: Callable[..., Any], *args: Any, each: list[Any] | None = None) -> Call:
+        """f(layer, *args), and with `each` what belongs to that layer besides."""
+        run = wrap(lambda *args: [f(m, *args, *x) for m, x in zip(methods, each or [()] * len(methods), strict=True)])
+        return lambda: run(*args)
 
     def operator(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        if method.predicts:  # what the layer before calls belongs to this layer's work
-            method.prefetch(q, pos)
-        return method.decode(q, k, v, pos)
+        for m in methods:
+            if m.predicts:  # what the layer before calls belongs to this layer's work
+                m.prefetch(q, pos)
+            q = m.decode(q, k, v, pos)
+        return q
 
-    step, raw = wrap(operator), (q, k, v)
+    step = wrap(operator)
     calls: dict[str, Call] = dict(operator=lambda: step(*raw, pos))
-    # a method with a decode of its own (razor) has no stages that add up to it
-    if not opt.stages or type(method).decode is not KVMethod.decode:
+    # a method with a decode of its own (razor) has no stages that add up to it; and where one stage starts a copy that
+    # another waits for (offload), a CUDA graph must hold both: apart they cannot be captured
+    copies = q.is_cuda and hasattr(method, "fetched")
+    if not opt.stages or type(method).decode is not KVMethod.decode or copies:
         return calls
     if not method.pre_rope:
         q, k = method.rope.rotate(q, pos), method.rope.rotate(k, pos)
     if method.predicts:
-        prefetch = wrap(method.prefetch)
-        calls["prefetch"] = lambda: prefetch(raw[0], pos)
-    append, select, attend = wrap(method.append), wrap(method.select), wrap(method.attend)
-    calls["append"] = lambda: append(k, v, pos)
-    idx, count = method.select(q, pos)
-    if idx is not None:
-        if (f := score_function(method)) is not None:
-            score = wrap(f)
-            calls["score"] = lambda: score(q, pos)
-        calls["select"] = lambda: select(q, pos)
-    calls["attend"] = lambda: attend(q, idx, count, pos)
+        calls["prefetch"] = all_layers(lambda m, *args: m.prefetch(*args), raw[0], pos)
+    calls["append"] = all_layers(lambda m, *args: m.append(*args), k, v, pos)
+    chosen = [m.select(q, pos) for m in methods]
+    if chosen[0][0] is not None:
+        if score_function(method) is not None:
+            calls["score"] = all_layers(lambda m, *args: score_function(m)(*args), q, pos)  # type: ignore[misc]
+        calls["select"] = all_layers(lambda m, *args: m.select(*args), q, pos)
+    calls["attend"] = all_layers(lambda m, q, pos, idx, count: m.attend(q, idx, count, pos), q, pos, each=chosen)
     return calls
 
 
@@ -392,17 +407,21 @@ def measure(text: str, args: ModelArgs, kv: tuple[Tensor, Tensor], dense: Call |
     gen = torch.Generator(device).manual_seed(1)
     q, k, v = (torch.randn(batch, n, D, generator=gen, device=device, dtype=dtype)
                for n in (args.n_head, args.n_kv_head, args.n_kv_head))  # fmt: skip
-    method = build(text, args, batch, length + SPARE, dtype, device)
-    fill(method, q[:, :, None], *kv)
+    methods = [build(text, args, batch, length + SPARE, dtype, device, opt.layers) for _ in range(opt.layers)]
+    for method in methods:
+        fill(method, q[:, :, None], *kv)
     pos = torch.full((batch,), length, device=device)
     row: dict[str, Any] = dict(nbytes=sum(method.nbytes().values()), traffic=method.traffic(length))
     if opt.once:
-        for _ in range(2):
-            y = method.decode(q, k, v, pos)
+        for step in range(SPARE):  # with settings that are due by then, `maintain` has its kernels to run
+            y = method.decode(q, k, v, pos + step)
+            method.maintain(step + 1)
         return row | dict(finite=bool(y.isfinite().all()))
-    calls = {name: clock.prepare(call) for name, call in stages(method, q, k, v, pos, opt).items()}
-    times = clock.rounds(({"dense": dense} if dense else {}) | calls, opt.rounds)
-    row |= {name: summary(t) for name, t in times.items()}
+    calls = {name: clock.prepare(call) for name, call in stages(methods, q, k, v, pos, opt).items()}
+    if dense is not None:
+        calls["dense"] = dense if opt.layers == 1 else lambda: [dense() for _ in methods]
+    times = clock.rounds(calls, opt.rounds)
+    row |= {name: summary([ms / opt.layers for ms in t]) for name, t in times.items()}
     ms = row["operator"]["ms"]
     if dense:
         row["times_dense"] = row["dense"]["ms"] / ms
@@ -432,6 +451,23 @@ def line(row: dict[str, Any]) -> str:
             f" {row['bytes_per_s'] / 1e9:.0f} GB/s, {100 * row['limit_share']:.0f} % of the byte limit)")  # fmt: skip
 
 
+def check_run(opt: argparse.Namespace) -> None:
+    """What both benchmarks take: --size becomes [(batch, length), ...], and what cannot be is an InputError."""
+    if opt.size is None:
+        opt.size = [(b, n) for b in opt.batch for n in opt.length]
+    else:
+        for text in opt.size:
+            if not re.fullmatch(r"\d+x\d+", text):
+                raise InputError(f"--size {text} is no batch x tokens: write 8x4096")
+        opt.size = [(int(b), int(n)) for b, n in (text.split("x") for text in opt.size)]
+    if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
+        raise InputError("--batch, --length, --size and --rounds must be at least 1")
+    if opt.resume and not opt.out:
+        raise InputError("--resume needs --out, the file to go on with")
+    if opt.out and not Path(opt.out).parent.is_dir():
+        raise InputError(f"cannot write {opt.out}: the folder {Path(opt.out).parent} does not exist")
+
+
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
@@ -444,6 +480,8 @@ def parse_args() -> argparse.Namespace:
     )
     a("--batch", type=int, nargs="+", default=[1])
     a("--length", type=int, nargs="+", default=[8192, 32768], help="tokens in the cache")
+    a("--size", nargs="+", metavar="BxT", help="batch x tokens, in this order, instead of --batch and --length")
+    a("--layers", type=int, help="layers in one graph, default: 4 on a CPU, 1 on a GPU")
     a("--rounds", type=int, default=15)
     a("--cache", choices=["cold", "warm"], default="cold", help="warm: do not flush the last-level cache between calls")
     a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages too")
@@ -458,12 +496,7 @@ def parse_args() -> argparse.Namespace:
     a("--out", help="result file, e.g. results/attention_cpu.json; written after every row")
     a("--json", action="store_true", help="print the result file's content and nothing else")
     opt = p.parse_args()
-    if min([*opt.batch, *opt.length, opt.rounds]) < 1:
-        raise InputError("--batch, --length and --rounds must be at least 1")
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to go on with")
-    if opt.out and not Path(opt.out).parent.is_dir():
-        raise InputError(f"cannot write {opt.out}: the folder {Path(opt.out).parent} does not exist")
+    check_run(opt)
     opt.method = [m for name in opt.method for m in (sorted(method_files()) if name == "all" else [name])]
     for name in opt.model:
         for text in opt.method:
@@ -477,7 +510,7 @@ def earlier(out: str, data: dict[str, Any]) -> dict[str, Any]:
         return data
     try:
         old = json.loads(Path(out).read_text())
-        changed = [k for k in ("device", "commit", "dtype", "cache") if old[k] != data[k]]
+        changed = [k for k in ("device", "commit", "dtype", "cache", "layers") if old[k] != data[k]]
         rows = dict(rows=[r for r in old["rows"] if "error" not in r], dense=old["dense"])
     except (ValueError, KeyError, TypeError, OSError) as e:
         raise InputError(f"--resume: {out} is no result of this script ({reason(e)})") from None
@@ -491,11 +524,13 @@ def main() -> None:
     if opt.threads:
         torch.set_num_threads(opt.threads)
     device = pick_device(opt.device)
+    opt.layers = opt.layers or (4 if device.type == "cpu" and not opt.once else 1)
     dtype = pick_dtype(opt.dtype, device)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000  # one a size
     limits = {} if opt.once else ceilings(device, dtype)
     clock = Clock(device, opt.cache == "cold" and not opt.once)
-    data = record(device, dtype=str(dtype).removeprefix("torch."), cache=opt.cache, flush_bytes=flush_bytes(device),
+    data = record(device, dtype=str(dtype).removeprefix("torch."), cache=opt.cache, layers=opt.layers,
+                  flush_bytes=flush_bytes(device),
                   **limits, rows=[], dense=[])  # fmt: skip
     if opt.resume:
         data = earlier(opt.out, data)
@@ -506,7 +541,7 @@ def main() -> None:
             write_json(opt.out, data)
 
     save()
-    grid = [(m, b, n) for m in opt.model for b in opt.batch for n in opt.length if not opt.ceilings]
+    grid = [(m, b, n) for m in opt.model for b, n in opt.size if not opt.ceilings]
     bar = tqdm(total=len(grid) * len(opt.method), desc="attention", unit="row")
     for name, batch, length in grid:
         where = dict(model=name, batch=batch, length=length)

@@ -3,7 +3,7 @@
     python scripts/bench_generate.py --peer transformers
     python scripts/bench_generate.py --method full self_index --batch 1 8 --length 2048 --out results/generate.json
     python scripts/bench_generate.py --random-init llama-3.1-8b --synthetic --length 32768 --peer gpt-fast:../gpt-fast
-    python scripts/bench_generate.py --prefill --method full self_index --length 4096 --batch 1
+    python scripts/bench_generate.py --prefill --method full self_index --size 1x4096 2x2048
 
 Prompts are random tokens. `--synthetic` leaves the prefill out: every layer's cache is filled with random keys and
 values through its method's own `compress`. A method may carry knobs: `sals-12.5,budget=512`.
@@ -18,10 +18,12 @@ takes turns with `full`. Medians and ratios of medians are reported, the raw tim
 Compilation and prefill are not counted.
 `limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, as a share of the step's time.
 
+`second_token_s`: the prompt and the first decode step, where there is a prefill.
+
 Peers decode greedily at the same batch, length and number of tokens. `transformers`: its generate(), dynamic and
 static cache, a run of one token subtracted; with --synthetic its forward in a loop.
-`gpt-fast:PATH`: a checkout of gpt-fast, in a process of its own, its cache filled with random keys, see
-peer_gpt_fast.py.
+`gpt-fast:PATH`, `double-sparse:PATH`: a checkout of gpt-fast, or of the published Double Sparsity that builds on it, in
+a process of its own, its cache filled with random keys, see peer_decode.py.
 """
 
 from __future__ import annotations
@@ -29,11 +31,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,54 +52,29 @@ from generate import (  # noqa: E402
     Session,
     Step,
     continue_rows,
-    generate,
     kv_bytes,
     kv_bytes_full,
     make_step,
     pick_device,
     pick_dtype,
 )
-from model import ModelArgs, Transformer, load_checkpoint, random_transformer  # noqa: E402
-from scripts.bench_attention import ceilings, fill, make_method, reason, recover, shapes, split_knobs  # noqa: E402
+from model import Transformer, load_checkpoint, random_transformer  # noqa: E402
+from scripts.bench_attention import (  # noqa: E402
+    ceilings,
+    check_run,
+    fill,
+    make_method,
+    reason,
+    recover,
+    shapes,
+    split_knobs,
+)
+from scripts.peer_runs import Run, Work, check_peer, peer_runs  # noqa: E402
 from scripts.results import record, write_json  # noqa: E402
 
 MODES = ("eager", "compiled", "captured", "blocks")
-
-
-class Work:
-    """What every run of a row group does: batch rows of length tokens in the cache, new tokens decoded."""
-
-    def __init__(self, model: Transformer, batch: int, length: int, new: int, synthetic: bool):
-        self.model, self.batch, self.length, self.new, self.synthetic = model, batch, length, new, synthetic
-        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
-        gen = torch.Generator().manual_seed(batch)
-        self.tokens = torch.randint(3, model.args.vocab_size, (batch, length), generator=gen)
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def random_kv(self) -> tuple[Tensor, Tensor]:
-        """k and v [B, Hkv, length, D], the same for all layers: a step cannot tell."""
-        a, gen = self.model.args, torch.Generator(self.device).manual_seed(self.batch)
-        size = (self.batch, a.n_kv_head, self.length, a.head_dim)
-        k, v = (torch.randn(size, generator=gen, device=self.device, dtype=self.dtype) for _ in range(2))
-        return k, v
-
-
-class Run:
-    """One side of a comparison: `open` allocates and compiles, a call is one round, `close` frees."""
-
-    name: str
-    info: dict[str, Any]  # what else its row says
-
-    def open(self) -> None: ...
-
-    def __call__(self) -> dict[str, float]:
-        """One round: `step` seconds per decode step, `prefill` seconds."""
-        raise NotImplementedError
-
-    def close(self) -> None: ...
+# what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
+PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_double_sparse": "double-sparse"}
 
 
 # ---- ours ----
@@ -160,7 +134,7 @@ class Ours(Run):
         else:
             self.step = lambda tokens, pos: sampling.draw(model.decode(tokens, pos))
             if self.mode == "captured":
-                self.step = torch.compile(self.step, fullgraph=True)
+                self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
             if w.device.type == "cuda":
                 with self._blocks():
                     self.step = capture(self.step, w.batch, w.device)
@@ -172,40 +146,55 @@ class Ours(Run):
     def _blocks(self) -> Any:
         return compiled_blocks(self.work.model) if self.mode == "blocks" else contextlib.nullcontext()
 
-    def __call__(self) -> dict[str, float]:
-        w = self.work
-        w.model.cache = self.cache
-        session = Session(w.model, self.step, self.sampling)
-        with self._blocks():
-            result = self._synthetic(session) if w.synthetic else generate(session, w.tokens.tolist(), w.new)
-        if w.device.type == "cuda":
-            self.info["peak_memory_bytes"] = torch.cuda.max_memory_allocated(w.device)
-        out = dict(step=result.decode_s / max(1, result.steps))
-        return out if w.synthetic else out | dict(prefill=result.prefill_s)
-
     @torch.inference_mode()
-    def _synthetic(self, session: Session) -> Result:
-        """Fill, then decode: new steps."""
+    def __call__(self) -> dict[str, float]:
+        """Fill the cache or run the prompt, then decode: new steps, the first of them apart where there is a prompt."""
+        w = self.work
+        with self._blocks():
+            session = self._session()
+            times = {} if w.synthetic else self._prompt(session)
+            if w.synthetic:
+                self._fill(session)
+            result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
+            session.sync()
+            # one token is there before the first step
+            continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
+        if result.steps < w.new + w.synthetic - 1:
+            raise KeyboardInterrupt  # which the loop takes for the wish to end it
+        return times | dict(step=result.decode_s / max(1, result.steps))
+
+    def _session(self) -> Session:
+        self.work.model.cache = self.cache
+        self.work.model.reset_cache()
+        return Session(self.work.model, self.step, self.sampling)
+
+    def _prompt(self, session: Session) -> dict[str, float]:
+        session.sync()
+        start = time.perf_counter()
+        session.prefill(self.work.tokens.tolist())
+        session.sync()
+        prefill = time.perf_counter() - start
+        session.advance(session.next)
+        session.sync()
+        return dict(prefill=prefill, second_token=time.perf_counter() - start)
+
+    def _fill(self, session: Session) -> None:
         w, a = self.work, self.work.model.args
-        w.model.reset_cache()
         k, v = w.random_kv()
         q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.dtype)
         for method in self.cache:
             fill(method, q, k, v)
-        del k, v
         session.pos = torch.full((w.batch,), w.length, device=w.device)
         session.next = w.tokens[:, -1].to(w.device)
-        result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
-        session.sync()
-        continue_rows(session, result, w.new + 1, frozenset(), None)  # one token is there before the first step
-        return result
 
     def close(self) -> None:
+        if self.work.device.type == "cuda":
+            self.info["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.work.device)
         self.cache = self.work.model.cache = self.step = None  # type: ignore[assignment]
 
 
 class Prefill(Ours):
-    """The prompt alone."""
+    """The prompt and one step."""
 
     def __init__(self, work: Work, method: str):
         super().__init__(work, method, "eager")
@@ -213,158 +202,7 @@ class Prefill(Ours):
 
     @torch.inference_mode()
     def __call__(self) -> dict[str, float]:
-        w = self.work
-        w.model.cache = self.cache
-        w.model.reset_cache()
-        session = Session(w.model, self.step, self.sampling)
-        session.sync()
-        start = time.perf_counter()
-        session.prefill(w.tokens.tolist())
-        session.sync()
-        if w.device.type == "cuda":
-            self.info["peak_memory_bytes"] = torch.cuda.max_memory_allocated(w.device)
-        return dict(prefill=time.perf_counter() - start)
-
-
-# ---- peers ----
-
-
-def hf_config(a: ModelArgs) -> Any:
-    """transformers' configuration of the same shapes."""
-    import transformers as t
-
-    kind: Any = t.Qwen3Config if a.qk_norm else t.Qwen2Config if a.qkv_bias else t.LlamaConfig
-    return kind(
-        hidden_size=a.dim,
-        num_hidden_layers=a.n_layer,
-        num_attention_heads=a.n_head,
-        num_key_value_heads=a.n_kv_head,
-        head_dim=a.head_dim,
-        intermediate_size=a.ffn_dim,
-        vocab_size=a.vocab_size,
-        max_position_embeddings=a.max_seq_len,
-        tie_word_embeddings=a.tie_embeddings,
-        # the angles cost the same whatever they are
-        rope_parameters=dict(rope_type="default", rope_theta=a.rope.theta),
-    )
-
-
-class Transformers(Run):
-    def __init__(self, work: Work, folder: str | None, cache: str):
-        self.work, self.folder, self.cache, self.name = work, folder, cache, f"transformers {cache}"
-        self.info = {}
-
-    def open(self) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import is_flash_attn_2_available
-
-        w, gpu = self.work, self.work.device.type == "cuda"
-        flash = gpu and self.cache == "dynamic" and is_flash_attn_2_available()
-        how: dict[str, Any] = dict(dtype=w.dtype, attn_implementation="flash_attention_2" if flash else "sdpa")
-        if self.folder:
-            self.hf: Any = AutoModelForCausalLM.from_pretrained(self.folder, **how)
-        else:
-            with torch.device(w.device):
-                self.hf = AutoModelForCausalLM.from_config(hf_config(w.model.args), **how)
-        self.hf = self.hf.to(w.device).eval()
-        self.hf.generation_config.eos_token_id = None
-        self.kv: Any = None
-        self.forward: Any = self.hf.forward
-        if w.synthetic:
-            if gpu and self.cache == "static":  # as its generate() does
-                self.forward = torch.compile(self.hf.forward, mode="reduce-overhead")
-            self._loop(min(4, w.new))
-
-    @torch.inference_mode()
-    def _loop(self, n: int) -> float:
-        """Seconds for n steps from the filled length on."""
-        from transformers import DynamicCache, StaticCache
-
-        w = self.work
-        if self.cache == "dynamic":
-            self.kv = DynamicCache()
-        elif self.kv is None:
-            self.kv = StaticCache(config=self.hf.config, max_cache_len=w.length + w.new)
-        else:
-            self.kv.reset()  # the same buffers: a compiled step keeps them
-        kv = w.random_kv()
-        for layer in range(self.hf.config.num_hidden_layers):
-            self.kv.update(*kv, layer)
-        token = w.tokens[:, -1:].to(w.device)
-        w.sync()
-        start = time.perf_counter()
-        for _ in range(n):
-            logits = self.forward(input_ids=token, past_key_values=self.kv, use_cache=True).logits
-            token = logits[:, -1:].argmax(-1).clone()
-        w.sync()
-        return time.perf_counter() - start
-
-    def _generate(self, new: int) -> float:
-        w, ids = self.work, self.work.tokens.to(self.work.device)
-        w.sync()
-        start = time.perf_counter()
-        with torch.inference_mode():
-            self.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                             do_sample=False, pad_token_id=0,
-                             cache_implementation=None if self.cache == "dynamic" else self.cache)  # fmt: skip
-        w.sync()
-        return time.perf_counter() - start
-
-    def __call__(self) -> dict[str, float]:
-        n = self.work.new
-        if self.work.synthetic:
-            return dict(step=self._loop(n) / n)
-        first = self._generate(1)
-        return dict(step=(self._generate(n) - first) / (n - 1), prefill=first)
-
-    def close(self) -> None:
-        self.hf = self.kv = self.forward = None
-
-
-class GptFast(Run):
-    name = "gpt-fast"
-
-    def __init__(self, work: Work, path: str, threads: int):
-        self.work, self.path, self.threads, self.info = work, path, threads, {}
-        self.process: subprocess.Popen | None = None
-
-    def open(self) -> None:
-        w, a = self.work, self.work.model.args
-        if a.head_dim * a.n_head != a.dim or a.qk_norm or a.qkv_bias:
-            raise InputError("gpt-fast has no q/k norm, no biases, and head_dim = dim / n_head")
-        model = dict(block_size=max(a.max_seq_len, w.length + w.new + 8), vocab_size=a.vocab_size, n_layer=a.n_layer,
-                     n_head=a.n_head, dim=a.dim, intermediate_size=a.ffn_dim, n_local_heads=a.n_kv_head,
-                     rope_base=a.rope.theta, norm_eps=a.norm_eps)  # fmt: skip
-        setup = dict(model=model, batch=w.batch, length=w.length, new=w.new, device=str(w.device),
-                     dtype=str(w.dtype).removeprefix("torch."), threads=self.threads)  # fmt: skip
-        worker = Path(__file__).with_name("peer_gpt_fast.py")
-        pipe = subprocess.PIPE
-        command = [sys.executable, str(worker), self.path, json.dumps(setup)]
-        # a pipe that nobody reads would fill up and stop it
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the process
-        self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=self.log)
-        self.info = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process is not None and self.process.stdout is not None
-        for text in self.process.stdout:
-            if text.startswith("{"):
-                return json.loads(text)
-        self.log.seek(0)
-        said = self.log.read().strip().splitlines() or ["without a word"]
-        raised = [x for x in said if re.match(r"[\w.]*(Error|Exception|Unsupported|Interrupt)\b", x)]
-        raise RuntimeError(f"gpt-fast ended: {(raised or said)[-1]}")
-
-    def __call__(self) -> dict[str, float]:
-        assert self.process is not None and self.process.stdin is not None
-        self.process.stdin.write("run\n")
-        self.process.stdin.flush()
-        return dict(step=self._read()["seconds_per_step"])
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.communicate()  # its input ends, and so does it
-            self.process = None
+        return self._prompt(self._session())
 
 
 # ---- rows ----
@@ -422,6 +260,8 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
                 row["limit_share"] = (weight_bytes(work.model) + run.info["traffic"]) / bandwidth / step
         if "prefill" in t:
             row |= dict(prefill_s=t["prefill"], prefill_spread=spread(t["prefill"]))
+        if "second_token" in t:
+            row["second_token_s"] = t["second_token"]
     return rows
 
 
@@ -432,12 +272,13 @@ def compare(rows: list[dict[str, Any]]) -> None:
         timed = all("prefill_s" in r and "prefill_overhead" not in r for r in (row, *same))
         if same and timed and row["method"] != "full":
             mine, full = statistics.median(row["prefill_s"]), statistics.median(same[0]["prefill_s"])
-            row |= dict(prefill_overhead=mine / full - 1, full_prefill_s=same[0]["prefill_s"])
+            row |= dict(prefill_overhead=mine / full - 1, full_prefill_s=same[0]["prefill_s"],
+                        full_second_token_s=same[0]["second_token_s"])  # fmt: skip
         if "tokens_per_s" not in row:
             continue
         if same:
             row["times_full"] = round(row["tokens_per_s"] / same[0]["tokens_per_s"], 3)
-        for key, peer in (("times_peer", "transformers "), ("times_gpt_fast", "gpt-fast")):
+        for key, peer in PEERS.items():
             theirs = [r for r in rows if r["run"].startswith(peer) and "tokens_per_s" in r and r.get("compiled", True)]
             if theirs:  # a peer that could not be compiled is shown, but is nothing to be held against
                 row[key] = round(row["tokens_per_s"] / max(r["tokens_per_s"] for r in theirs), 2)
@@ -457,9 +298,9 @@ def line(row: dict[str, Any]) -> str:
         text += f"  prefill {statistics.median(row['prefill_s']):.3f} s"
     if "prefill_overhead" in row:
         text += f" ({100 * row['prefill_overhead']:+.1f} % on full)"
-    for key, what in (("times_full", "full"), ("times_peer", "the best transformers"), ("times_gpt_fast", "gpt-fast")):
+    for key, what in (("times_full", "full"), *PEERS.items()):
         if key in row:
-            text += f"  {row[key]:.2f}x {what}"
+            text += f"  {row[key]:.2f}x {what.strip()}"
     return text
 
 
@@ -471,6 +312,7 @@ def parse_args() -> argparse.Namespace:
     a("--method", nargs="+", default=["full"])
     a("--batch", nargs="+", type=int, default=[1, 8])
     a("--length", nargs="+", type=int, default=[512], help="prompt tokens")
+    a("--size", nargs="+", metavar="BxT", help="batch x prompt tokens, in this order, instead of --batch and --length")
     a("--new", type=int, default=128, help="tokens decoded")
     a("--synthetic", action="store_true", help="fill the caches with random keys and values: no prefill")
     a("--prefill", action="store_true", help="measure the prefill alone, each method in turns with full")
@@ -479,7 +321,7 @@ def parse_args() -> argparse.Namespace:
     a("--rounds", type=int, default=5)
     a("--warm-up", type=int, default=1, metavar="N", help="rounds before those that count")
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
-    a("--peer", nargs="+", default=[], metavar="PEER", help="transformers, gpt-fast:PATH")
+    a("--peer", nargs="*", default=[], metavar="PEER", help="transformers, gpt-fast:PATH, double-sparse:PATH")
     a("--device")
     a("--dtype", choices=DTYPES)
     a("--threads", type=int, default=0)
@@ -490,24 +332,17 @@ def parse_args() -> argparse.Namespace:
     opt = p.parse_args()
     if opt.eager_only:
         opt.mode = ["eager"]
-    if min([*opt.batch, *opt.length, opt.rounds]) < 1 or opt.warm_up < 0:
-        raise InputError("--batch, --length and --rounds must be at least 1, --warm-up at least 0")
+    check_run(opt)
+    if opt.warm_up < 0:
+        raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
         raise InputError(f"--new {opt.new} is below 2: the time of a step is that of the steps after the first token")
     for peer in opt.peer:
-        kind, _, path = peer.partition(":")
-        if kind not in ("transformers", "gpt-fast") or (kind == "gpt-fast") != bool(path):
-            raise InputError(f"--peer {peer} is not known: use transformers or gpt-fast:PATH")
-        if path and not (Path(path) / "generate.py").is_file():
-            raise InputError(f"--peer {peer}: {path} is no checkout of gpt-fast, it has no generate.py")
+        check_peer(peer)
     if opt.peer and opt.prefill:
         raise InputError("--prefill compares methods with full: drop --peer")
     if opt.synthetic and opt.prefill:
         raise InputError("--synthetic leaves out what --prefill measures: drop one of them")
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to go on with")
-    if opt.out and not Path(opt.out).parent.is_dir():
-        raise InputError(f"cannot write {opt.out}: the folder {Path(opt.out).parent} does not exist")
     return opt
 
 
@@ -518,12 +353,7 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
         return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
     for peer in opt.peer:
-        kind, _, path = peer.partition(":")
-        if kind == "gpt-fast":
-            runs.append(GptFast(work, path, opt.threads))
-        else:
-            folder = None if opt.random_init else opt.checkpoint
-            runs += [Transformers(work, folder, cache) for cache in ("dynamic", "static")]
+        runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads)
     return [runs] if opt.interleave else [[run] for run in runs]
 
 
@@ -560,15 +390,15 @@ def main() -> None:
     # every run compiles code of the same functions: none may be dropped while runs take turns
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     limits = ceilings(device, dtype, 3)
-    data = record(device, prompt_tokens=opt.length[0] if len(opt.length) == 1 else opt.length, new_tokens=opt.new,
+    lengths = list(dict.fromkeys(length for _, length in opt.size))
+    data = record(device, prompt_tokens=lengths[0] if len(lengths) == 1 else lengths, new_tokens=opt.new,
                   dtype=str(dtype).removeprefix("torch."), model=opt.random_init or Path(opt.checkpoint).name,
                   synthetic=opt.synthetic, weight_bytes=weight_bytes(model), **limits, rows=[])  # fmt: skip
     if opt.resume:
         data["rows"] = earlier(opt.out, data)
     todo = [
         (work, group)
-        for batch in opt.batch
-        for length in opt.length
+        for batch, length in opt.size
         for work in [Work(model, batch, length, opt.new, opt.synthetic)]
         for group in groups(work, opt)
     ]

@@ -1,37 +1,61 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in three parts of under 10 minutes each.
+# Everything that is measured on a GPU, in three parts of at most 9 minutes each.
 #
 #   scripts/gpu_suite.sh 1|2|3 [OUT]                    # OUT: a folder, default results/h100
-#   GPT_FAST=../gpt-fast scripts/gpu_suite.sh 3         # a checkout of gpt-fast, to be measured in the same run
-#   SMALL=1 scripts/gpu_suite.sh 1 /tmp/out             # the same steps on the CPU at toy sizes, to try the suite itself
+#   GPT_FAST=../gpt-fast DOUBLE_SPARSE=../DoubleSparse scripts/gpu_suite.sh 2      # checkouts, to be measured beside ours
+#   PACK=h100.tar.gz scripts/gpu_suite.sh 3 /tmp/h100   # OUT in one file, too, written after every step
+#   SMALL=1 scripts/gpu_suite.sh 1 /tmp/out             # the same steps on the CPU with toy models, to try the suite
 #
-# 1  environment and ceilings, kernel tests, compute-sanitizer, attention with its stages at the sizes of the goals,
-#    registers and spills of every kernel
-# 2  attention over the grid of models, batches and lengths; decode end to end at batch 8
-# 3  gpt-fast and transformers beside us, decode at batch 1, what compression adds to prefill, a prompt of 128K, plots
+# 1  environment and ceilings, kernel tests, attention with its stages at the sizes of the goals, compute-sanitizer
+# 2  decode end to end at batch 8 beside gpt-fast, attention over the papers' grids and over lengths
+# 3  a prompt of 128K, the published Double Sparsity, what compression adds to prefill, time to the second token,
+#    offloading, decode at batch 1 beside transformers, plots
 #
-# Every step has a time limit of its own, writes its JSON as it goes, and is entered in OUT/steps.json with its command,
-# exit status and seconds: a cut-off run keeps what it has, and a part that is run again goes on where it stopped.
-# Exits with 1 if a step failed; one that could only be skipped, or ran out of its time, is no failure.
+# Every step has a deadline, in seconds since the part began: what a step leaves over is the next one's. Benchmarks
+# measure what is worth most first, write after every row, and stop in time. Each step is entered in OUT/steps.json with
+# its command, exit status and seconds. A part that is run again goes on where it stopped, on the same commit.
+# Exits with 1 if a step failed; one that was skipped, or ran out of its time, is no failure. Then
+# `python scripts/update_readme.py` writes the README's tables from results/h100.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-PART=${1:-} OUT=${2:-results/h100}
-case $PART in 1 | 2 | 3) ;; *) echo "error: give the part, 1, 2 or 3: scripts/gpu_suite.sh 1 [OUT]" >&2; exit 2 ;; esac
+die() { echo "error: $*" >&2; exit 2; }
+case ${1:-} in
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    1 | 2 | 3) PART=$1 ;;
+    *) die "give the part, 1, 2 or 3: scripts/gpu_suite.sh 1 [OUT]" ;;
+esac
+[ $# -le 2 ] || die "too many arguments: scripts/gpu_suite.sh 1|2|3 [OUT]"
+cd "$(dirname "$0")/.." || exit 2
+OUT=${2:-results/h100} PACK=${PACK:-} SMALL=${SMALL:-} FAILED=0
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-mkdir -p "$OUT" || exit 2
-FAILED=0
+export PYTHONUNBUFFERED=1
+[ -z "${GPT_FAST:-}" ] || [ -f "$GPT_FAST/generate.py" ] || die "GPT_FAST=$GPT_FAST is no checkout of gpt-fast"
+[ -z "${DOUBLE_SPARSE:-}" ] || [ -f "$DOUBLE_SPARSE/models/generate.py" ] ||
+    die "DOUBLE_SPARSE=$DOUBLE_SPARSE is no checkout of DoubleSparse"
 
-# note NAME STATUS SECONDS COMMAND: one more entry of steps.json; what is not a number is why it was skipped
+# which of the modules named are not installed
+missing() {
+    "$PYTHON" -c 'import sys; from importlib.util import find_spec as f; print(*[m for m in sys.argv[1:] if not f(m)])' "$@"
+}
+NEEDED=$(missing torch triton numpy tqdm safetensors sentencepiece tiktoken jinja2 regex) || die "$PYTHON does not run"
+[ -z "$NEEDED" ] || die "$PYTHON has no $NEEDED: pip install -r requirements.txt"
+ABSENT=" $(missing pytest hypothesis xdist transformers matplotlib) "
+[ "$ABSENT" = "  " ] || echo "=== not installed, so that steps are skipped or slower:$ABSENT"
+[ -n "$SMALL" ] || "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    die "torch finds no GPU: SMALL=1 tries the suite on a CPU"
+mkdir -p "$OUT" 2>/dev/null || die "cannot make the folder $OUT"
+COMMIT=$(git rev-parse --short HEAD 2>/dev/null)
+
+# note NAME STATUS SECONDS COMMAND: one more entry of steps.json; a STATUS that is no number is why it was skipped
 note() {
-    "$PYTHON" - "$OUT" "$PART" "$@" <<'EOF'
+    "$PYTHON" - "$OUT" "$PART" "$COMMIT" "$@" <<'EOP'
 import json, os, sys
-out, part, name, status, seconds, command = sys.argv[1:]
+out, part, commit, name, status, seconds, command = sys.argv[1:]
 path = os.path.join(out, "steps.json")
 steps = json.load(open(path)) if os.path.exists(path) else []
-entry = dict(part=int(part), step=name, command=command)
+entry = dict(part=int(part), step=name, command=command, commit=commit)
 if status.lstrip("-").isdigit():
     log = open(os.path.join(out, name + ".log"), errors="replace").read().strip().splitlines()
     log = [x for x in log if "%|" not in x]  # progress bars
@@ -42,19 +66,8 @@ steps = [s for s in steps if s["step"] != name] + [entry]
 with open(path + ".tmp", "w") as f:
     json.dump(steps, f, indent=1)
 os.replace(path + ".tmp", path)
-EOF
-}
-
-# step NAME SECONDS COMMAND...: run with a limit; Ctrl-C first, so that scripts keep what they have
-step() {
-    local name=$1 limit=$2 begin status
-    shift 2
-    echo "=== $name (at most $limit s): $*"
-    begin=$SECONDS
-    timeout -s INT -k 15 "$limit" "$@" 2>&1 | tee "$OUT/$name.log"
-    status=${PIPESTATUS[0]}
-    note "$name" "$status" $((SECONDS - begin)) "$*"
-    case $status in 0 | 124 | 130 | 137) ;; *) FAILED=1; echo "=== $name failed with $status" >&2 ;; esac
+EOP
+    [ -z "$PACK" ] || { tar -czf "$PACK.tmp" --exclude "$(basename "$PACK")*" -C "$OUT" . && mv "$PACK.tmp" "$PACK"; }
 }
 
 skip() {
@@ -62,92 +75,143 @@ skip() {
     note "$1" "$2" 0 ""
 }
 
-METHODS=(full sals-12.5 self_index-7.5 double_sparsity razor sals-25)
-if [ -n "${SMALL:-}" ]; then
-    export OMP_NUM_THREADS=1
-    cat >"$OUT/small.json" <<'EOF'
-{"model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
- "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 1024,
- "rms_norm_eps": 1e-5}
-EOF
-    LLAMA2=$OUT/small.json LLAMA3=$OUT/small.json QWEN=$OUT/small.json
-    A=(--device cpu --no-compile --rounds 2) G=(--device cpu --rounds 1 --new 4) MODE=eager
-    GOALS=(128) GRID=(64 128) BATCHES=(1 2) LONG=128 LENGTHS=(64 128) MANY=2 PREFILL=256
-    METHODS=(full "sals-12.5,recent=8,sinks=4" "self_index-7.5,sinks=4" double_sparsity) SALS512="sals-12.5,budget=96"
-    TESTS=(tests/test_kernels_torch.py -k topk)
-else
-    LLAMA2=llama-2-7b LLAMA3=llama-3.1-8b QWEN=qwen3-8b
-    A=(--device cuda --rounds 20) G=(--device cuda --rounds 3 --new 64) MODE=blocks
-    GOALS=(32768 4096) GRID=(32768 4096 131072 8192 16384 65536 1024 2048) BATCHES=(8 1 16 4 32) LONG=131008
-    LENGTHS=(32768 4096 16384 8192 65536) MANY=8 PREFILL=32768 SALS512="sals-12.5,budget=512"
-    TESTS=()
-    for f in tests/test_triton_*.py; do TESTS+=("$f"); done
-fi
-ATTENTION=("$PYTHON" scripts/bench_attention.py --resume "${A[@]}")
-GENERATE=("$PYTHON" scripts/bench_generate.py --resume "${G[@]}")
+# passed NAME: whether an earlier run of this commit has done it
+passed() {
+    "$PYTHON" - "$OUT/steps.json" "$COMMIT" "$1" 2>/dev/null <<'EOP'
+import json, sys
+path, *wanted = sys.argv[1:]
+sys.exit(not any([s["commit"], s["step"]] == wanted and s.get("status") == 0 for s in json.load(open(path))))
+EOP
+}
 
-# Limits of a part add up to less than 600 s; --time-limit ends a grid before its step's limit interrupts it.
+# step NAME DEADLINE COMMAND...: Ctrl-C at the deadline, so that scripts keep what they have
+step() {
+    local name=$1 left=$(($2 - SECONDS)) begin=$SECONDS status
+    shift 2
+    if passed "$name" && [[ " $* " != *" --resume "* ]]; then echo "=== $name was done before"; return; fi
+    if [ $left -lt 10 ]; then skip "$name" "no time is left"; return; fi
+    echo "=== $name (at most $left s): $*"
+    # a shell that was started in the background ignores Ctrl-C, and so would all that it starts
+    env --default-signal=INT timeout -s INT -k 15 "$left" "$@" 2>&1 | tee "$OUT/$name.log"
+    status=${PIPESTATUS[0]}
+    note "$name" "$status" $((SECONDS - begin)) "$*"
+    case $status in 0 | 124 | 130 | 137) ;; *) FAILED=1; echo "=== $name failed with $status" >&2 ;; esac
+}
+
+# attention NAME DEADLINE ARGS... and generate NAME DEADLINE ARGS...: into OUT/NAME.json, no row begun in the last seconds
+attention() {
+    step "$1" "$2" "$PYTHON" scripts/bench_attention.py --resume "${A[@]}" --time-limit $(($2 - SECONDS - 15)) \
+        --out "$OUT/$1.json" "${@:3}"
+}
+generate() {
+    step "$1" "$2" "$PYTHON" scripts/bench_generate.py --resume "${G[@]}" --time-limit $(($2 - SECONDS - 25)) \
+        --out "$OUT/$1.json" "${@:3}"
+}
+
+LLAMA2=llama-2-7b LLAMA3=llama-3.1-8b MODE=blocks
+A=(--device cuda --rounds 20) G=(--device cuda --rounds 3 --new 64)
+SIZES=(8x32768 8x4096 8x16384 4x65536 8x8192) PREFILL=1x32768 SECOND=(1x8192 1x16384 1x65536 1x49152) LONG=1x131008
+TESTS=()
+for f in tests/test_triton_*.py; do [ "$f" = tests/test_triton_compile.py ] || TESTS+=("$f"); done
+if [ -n "$SMALL" ]; then
+    export OMP_NUM_THREADS=1
+    mkdir -p "$OUT/shapes"
+    for f in llama-2-7b:4 llama-3.1-8b:2; do
+        cat >"$OUT/shapes/${f%:*}.json" <<EOP
+{"model_type": "llama", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+ "num_attention_heads": 4, "num_key_value_heads": ${f#*:}, "hidden_act": "silu", "max_position_embeddings": 131072,
+ "rms_norm_eps": 1e-5}
+EOP
+    done
+    LLAMA2=$OUT/shapes/llama-2-7b.json LLAMA3=$OUT/shapes/llama-3.1-8b.json MODE=eager
+    A=(--device cpu --no-compile --rounds 2) G=(--device cpu --rounds 1 --new 4)
+    SIZES=(8x4096 2x64) PREFILL=1x1024 SECOND=(1x8192 1x512) LONG=1x2048
+    TESTS=(tests/test_kernels_torch.py -k topk)
+fi
+# largest value first
+MAIN=(full sals-12.5 self_index-7.5 double_sparsity)
+ALL=("${MAIN[@]}" razor ojakv-0.6 double_sparsity_offload sals-25 streaming)
+PEERS=()
+[ -n "${GPT_FAST:-}" ] && PEERS+=("gpt-fast:$GPT_FAST")
+SALS=(sals-12.5 sals-25 double_sparsity,budget=0.125) # Table 6: 1/8 of the tokens for all methods
+
 if [ "$PART" = 1 ]; then
-    [ -z "${SMALL:-}" ] && step nvidia-smi 10 nvidia-smi -q
-    step environment 40 "$PYTHON" scripts/bench_attention.py "${A[@]}" --ceilings --out "$OUT/environment.json"
-    step kernel_tests 170 "$PYTHON" -m pytest -q --maxfail=20 --durations=5 "${TESTS[@]}"
-    # every method, and the settings that take other kernels or other bit widths
-    ONCE=("$PYTHON" scripts/bench_attention.py "${A[@]}" --no-compile --once --batch 2 --length 300 --model "$LLAMA3"
-          --method all sals-25,recent=16 sals-12.5,recent=16 self_index-7.5 self_index,store_bits=8 self_index-16bit
-          double_sparsity,label_bits=2 double_sparsity,label_bits=16 ojakv,latent=true
-          razor,window=64,retrieval_method=self_index --out "$OUT/once.json")
-    step once 30 "${ONCE[@]}"
-    if command -v compute-sanitizer >/dev/null && [ -z "${SMALL:-}" ]; then
+    [ -n "$SMALL" ] || step nvidia-smi 20 nvidia-smi -q
+    step environment 35 "$PYTHON" scripts/bench_attention.py "${A[@]}" --ceilings --out "$OUT/environment.json"
+    if [[ $ABSENT == *" pytest "* || $ABSENT == *" hypothesis "* ]]; then
+        skip kernel_tests "pytest or hypothesis is not installed here"
+    else
+        [[ -n $SMALL || $ABSENT == *" xdist "* ]] || TESTS+=(-n 8) # most of their time is Triton's compiler
+        step kernel_tests 190 "$PYTHON" -m pytest -q -m "not slow" --maxfail=20 --durations=5 "${TESTS[@]}"
+    fi
+    attention attention_goals 340 --model "$LLAMA3" --size 8x32768 --method "${ALL[@]}" flexgen
+    attention attention_goals_mha 390 --model "$LLAMA2" --size 8x4096 --method "${SALS[@]}" self_index-7.5 full
+    # Self-Indexing KVCache, Table 4
+    attention attention_self_index 425 --model "$LLAMA3" --size 10x16384 --method self_index-7.5
+    # every method, and the settings that take other kernels or other bit widths, or have `maintain` run its own; more
+    # than 16K slots are selected from by other kernels
+    ONCE=("$PYTHON" scripts/bench_attention.py "${A[@]}" --no-compile --once --size 2x300 1x17000 --model "$LLAMA3"
+          --method all sals-25,recent=16 sals-12.5,recent=16 sals,score=softmax,recent=16 self_index-7.5
+          self_index,store_bits=8 self_index-16bit self_index,tail=8,flush=8 double_sparsity,label_bits=2 double_sparsity,label_bits=16 flexgen
+          ojakv,update_every=8 ojakv,latent=False razor,window=64,retrieval_method=self_index --out "$OUT/once.json")
+    step once 455 "${ONCE[@]}"
+    if command -v compute-sanitizer >/dev/null && [ -z "$SMALL" ]; then
         export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor an allocation of its own, so that its end is guarded
-        step sanitizer 110 compute-sanitizer --tool memcheck --error-exitcode 9 "${ONCE[@]}"
+        step sanitizer 540 compute-sanitizer --tool memcheck --error-exitcode 9 "${ONCE[@]}"
         unset PYTORCH_NO_CUDA_MEMORY_CACHING
     else
         skip sanitizer "compute-sanitizer is not installed here"
     fi
-    step attention_goals 170 "${ATTENTION[@]}" --time-limit 130 --model "$LLAMA3" "$LLAMA2" --batch "${MANY}" \
-        --length "${GOALS[@]}" --method "${METHODS[@]}" --out "$OUT/attention_goals.json"
-    step kernel_report 60 "$PYTHON" scripts/kernel_report.py --cc 90 --out "$OUT/kernels.json"
 fi
 
 if [ "$PART" = 2 ]; then
-    step attention_llama3 190 "${ATTENTION[@]}" --no-stages --time-limit 160 --model "$LLAMA3" \
-        --batch "${BATCHES[@]}" --length "${GRID[@]}" --method "${METHODS[@]:0:4}" --out "$OUT/attention_llama3.json"
-    # SALS, Table 6: Llama-2-7B shapes, batch 8 and 16, 512 tokens attended
-    step attention_llama2 100 "${ATTENTION[@]}" --no-stages --time-limit 80 --model "$LLAMA2" \
-        --batch "${BATCHES[0]}" "${BATCHES[-1]}" --length "${GRID[@]:0:2}" \
-        --method full "$SALS512" double_sparsity self_index-7.5 --out "$OUT/attention_llama2.json"
-    step attention_qwen3 60 "${ATTENTION[@]}" --no-stages --time-limit 45 --model "$QWEN" \
-        --batch "${MANY}" --length "${GRID[@]:0:2}" --method "${METHODS[@]:0:4}" --out "$OUT/attention_qwen3.json"
-    step generate_batch8 210 "${GENERATE[@]}" --synthetic --time-limit 170 --random-init "$LLAMA3" --mode $MODE \
-        --batch "${MANY}" --length "${LENGTHS[@]}" --method "${METHODS[@]:0:4}" --out "$OUT/generate_batch8.json"
+    [ ${#PEERS[@]} -gt 0 ] || skip gpt_fast "GPT_FAST is not set to a checkout of gpt-fast"
+    # SALS, Table 7, with its shapes not named: grouped queries, since 64K at batch 4 would not fit otherwise
+    generate generate_batch8 385 --synthetic --random-init "$LLAMA3" --mode $MODE --method "${MAIN[@]}" sals-25 \
+        --peer "${PEERS[@]}" --size "${SIZES[@]}"
+    # SALS, Table 6
+    attention attention_sals 450 --no-stages --model "$LLAMA2" --method "${SALS[@]}" \
+        --size 8x4096 16x4096 16x2048 8x2048 8x1024 16x1024
+    # Double Sparsity, Fig. 5 and Table 4
+    attention attention_double_sparsity 485 --no-stages --model "$LLAMA2" --method double_sparsity \
+        --size 32x4096 4x16384 32x16384 4x4096 32x8192 32x2048 4x8192 4x2048
+    attention attention_lengths 540 --no-stages --model "$LLAMA3" --method "${MAIN[@]}" \
+        --size 8x4096 8x16384 1x131072 8x65536 1x32768 8x8192 1x8192 1x4096 8x2048 8x1024
 fi
 
 if [ "$PART" = 3 ]; then
-    PEERS=()
-    if [ -n "${GPT_FAST:-}" ]; then
-        PEERS=("gpt-fast:$GPT_FAST")
+    generate prompt_128k 240 --rounds 1 --warm-up 0 --random-init "$LLAMA3" --mode $MODE --size $LONG --method "${ALL[@]}"
+    if [ -n "${DOUBLE_SPARSE:-}" ]; then
+        PEERS+=("double-sparse:$DOUBLE_SPARSE")
     else
-        skip gpt_fast "GPT_FAST is not set to a checkout of gpt-fast"
+        skip double_sparse "DOUBLE_SPARSE is not set to a checkout of DoubleSparse"
     fi
-    PEER_RUN=("${GENERATE[@]}" --synthetic --mode $MODE --batch 1 --length "${LENGTHS[1]}" --method full)
-    step peers_llama3 130 "${PEER_RUN[@]}" --random-init "$LLAMA3" --peer "${PEERS[@]}" transformers \
-        --out "$OUT/peers_llama3.json"
-    if [ ${#PEERS[@]} -gt 0 ]; then
-        step peers_llama2 100 "${PEER_RUN[@]}" --random-init "$LLAMA2" --peer "${PEERS[@]}" \
-            --out "$OUT/peers_llama2.json"
+    if [ ${#PEERS[@]} -gt 0 ]; then # Double Sparsity, Fig. 6 (a)(b)
+        generate generate_llama2 330 --synthetic --random-init "$LLAMA2" --mode $MODE --size 8x4096 \
+            --method full double_sparsity --peer "${PEERS[@]}"
     fi
-    step prefill 75 "${GENERATE[@]}" --rounds 2 --prefill --random-init "$LLAMA3" --batch 1 --length "$PREFILL" \
-        --method "${METHODS[@]}" --out "$OUT/prefill.json"
-    step prompt_128k 180 "${GENERATE[@]}" --rounds 1 --warm-up 0 --random-init "$LLAMA3" --mode $MODE --batch 1 \
-        --length "$LONG" --method "${METHODS[@]}" --out "$OUT/prompt_128k.json"
-    step generate_batch1 80 "${GENERATE[@]}" --synthetic --time-limit 60 --random-init "$LLAMA3" --mode $MODE \
-        --batch 1 --length "${LENGTHS[@]}" --method "${METHODS[@]:0:4}" --out "$OUT/generate_batch1.json"
+    generate prefill 395 --rounds 2 --prefill --random-init "$LLAMA3" --size $PREFILL --method "${ALL[@]:1}"
+    # Self-Indexing KVCache, Table 3
+    generate second_token 430 --rounds 2 --prefill --random-init "$LLAMA3" --size "${SECOND[@]}" --method self_index-7.5
+    # Double Sparsity, Fig. 6 (c)(d)
+    generate offload 470 --rounds 2 --new 16 --synthetic --random-init "$LLAMA3" --mode $MODE \
+        --size 1x65536 8x16384 1x32768 --method double_sparsity_offload flexgen double_sparsity_offload-sync
+    if [[ $ABSENT == *" transformers "* ]]; then
+        skip generate_transformers "transformers is not installed here"
+    else
+        generate generate_transformers 505 --synthetic --random-init "$LLAMA3" --mode $MODE --size 8x4096 --method full \
+            --peer transformers
+    fi
+    generate generate_batch1 525 --synthetic --random-init "$LLAMA3" --mode $MODE --method "${MAIN[@]}" \
+        --size 1x32768 1x4096 1x16384 1x65536 1x8192
     FILES=()
-    for f in "$OUT"/attention_*.json "$OUT"/generate_*.json; do [ -e "$f" ] && FILES+=("$f"); done
-    if [ ${#FILES[@]} -gt 0 ]; then
-        step plots 25 "$PYTHON" scripts/plot_results.py "${FILES[@]}" --out "$OUT"
+    for f in "$OUT"/attention_[!s]*.json "$OUT"/attention_sals.json "$OUT"/generate_*.json; do
+        [ -e "$f" ] && FILES+=("$f")
+    done
+    if [[ $ABSENT == *" matplotlib "* || ${#FILES[@]} = 0 ]]; then
+        skip plots "matplotlib is not installed here, or nothing was measured yet"
     else
-        skip plots "nothing was measured yet"
+        step plots 540 "$PYTHON" scripts/plot_results.py "${FILES[@]}" --out "$OUT"
     fi
 fi
 echo "=== part $PART ended after $SECONDS s: $OUT/steps.json"

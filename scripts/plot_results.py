@@ -45,7 +45,9 @@ def load(files: list[str]) -> list[Row]:
         raise InputError("none of the files has a row that was measured")
     for r in rows:
         r["model"] = Path(str(r["model"])).stem if str(r["model"]).endswith(".json") else r["model"]
-    return rows
+    # what two files have measured is drawn once
+    keys = ("device", "model", "batch", "length", "run", "method")
+    return list({tuple(r.get(k) for k in keys): r for r in rows}.values())
 
 
 def looks(names: list[str]) -> dict[str, dict[str, Any]]:

@@ -18,14 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from kv_methods import method_class, method_files, presets  # noqa: E402
 from scripts.results import method_rows  # noqa: E402
+from scripts.speed_tables import section, table  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 OPEN = 2048  # the length whose comparison is shown unfolded
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(r) + " |" for r in [header, ["---"] * len(header), *rows]]
-    return "\n".join(lines)
 
 
 def methods() -> str:
@@ -151,6 +147,11 @@ def attention() -> str:
     return "\n\n".join(out) or "Not measured yet."
 
 
+def gpu() -> str:
+    """results/h100: what gpu_suite.sh measured, beside the papers."""
+    return section(ROOT / "results" / "h100")
+
+
 def kernels() -> str:
     """results/kernels.json: the main kernel of each file as compiled for an H100, and what an operation moves."""
     path = ROOT / "results" / "kernels.json"
@@ -197,7 +198,7 @@ def fill(text: str, name: str, body: str) -> str:
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
-SECTIONS = (methods, comparison, losses, retrieval, attention, speed, kernels)
+SECTIONS = (methods, comparison, losses, retrieval, attention, speed, gpu, kernels)
 
 
 def main() -> None:

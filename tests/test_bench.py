@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from kv_methods import make_args, method_files
 from kv_methods.base import CacheShape
 from kv_methods.razor import Razor
 from model import ModelArgs, Rope
-from scripts import bench_attention, bench_generate, plot_results
+from scripts import bench_attention, bench_generate, plot_results, speed_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
@@ -108,6 +111,11 @@ def test_attention_goes_on_where_it_stopped(cli, config, tmp_path):
     assert status == 2 and "another dtype" in err
 
 
+def test_sizes_are_measured_in_their_order(cli, config):
+    data = attention(cli, config, "--method", "full", "--no-stages", "--size", "2x16", "1x24", "--batch", 4)
+    assert [(r["batch"], r["length"]) for r in data["rows"]] == [(2, 16), (1, 24)]
+
+
 def test_every_method_runs_once(cli, config):
     data = attention(cli, config, "--once", "--method", "all", "--batch", 2, "--length", 40)
     assert {r["method"] for r in data["rows"]} == set(method_files())
@@ -182,12 +190,28 @@ def test_generate_rows(cli, config, tmp_path):
     for r in data["rows"]:
         assert {"batch", "run", "tokens_per_s", "seconds_per_step", "spread", "kv_bytes", "prefill_s"} <= set(r)
         assert len(r["seconds_per_step"]) == len(r["prefill_s"]) == 2 and r["limit_share"] > 0
+        assert all(second > first for first, second in zip(r["prefill_s"], r["second_token_s"], strict=True))
         assert r["kv_bytes_full"] == 2 * 2 * 2 * 2 * 27 * 32 * 4  # layers, K and V, batch, heads, tokens, ...
     full, sparse = data["rows"]
     assert full["times_full"] == 1 and full["kv_bytes"] == full["kv_bytes_full"] and "prefill_overhead" not in full
     assert sparse["full_prefill_s"] == full["prefill_s"] and sparse["kv_bytes"] > full["kv_bytes"]
     again = generated(cli, config, *argv, "--resume")
     assert again["rows"] == data["rows"]
+
+
+def test_interrupted_in_a_round(cli, config, tmp_path, monkeypatch):
+    """Ctrl-C ends the run, not only the loop that decodes; what was measured before it stays."""
+    out, loop = tmp_path / "generate.json", bench_generate.continue_rows
+
+    def interrupted(session, *args):
+        if "streaming" not in str(type(session.model.cache[0])):
+            loop(session, *args)
+
+    monkeypatch.setattr(bench_generate, "continue_rows", interrupted)
+    argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
+            "--length", 16, "--no-interleave", "--method", "full", "streaming", "random", "--out", out)  # fmt: skip
+    assert cli(bench_generate, *argv)[0] == 130
+    assert [r["run"] for r in json.loads(out.read_text())["rows"]] == ["full eager"]
 
 
 def test_generate_synthetic(cli, config):
@@ -217,6 +241,7 @@ def test_prefill_rows(cli, config):
     full, sals = data["rows"]
     assert (full["run"], sals["run"]) == ("full prefill", "sals,recent=8,sinks=4 prefill")
     assert len(sals["prefill_s"]) == 2 and sals["full_prefill_s"] == full["prefill_s"] and "tokens_per_s" not in sals
+    assert sals["full_second_token_s"] == full["second_token_s"] and len(sals["second_token_s"]) == 2
 
 
 def test_peer_transformers(cli, config):
@@ -232,12 +257,14 @@ def test_peer_transformers(cli, config):
 
 PEER_MODEL = """
 import torch
+KEEPS = ("k_cache", "v_cache")
 class ModelArgs:
     def __init__(self, **shapes): self.__dict__ |= shapes
 class Cache(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.k_cache, self.v_cache = torch.zeros(3), torch.zeros(3)
+        for name in KEEPS:
+            self.register_buffer(name, torch.zeros(3))
 class Transformer(torch.nn.Linear):
     def __init__(self, args): super().__init__(args.dim, args.n_local_heads)
     def setup_caches(self, max_batch_size, max_seq_length):
@@ -245,6 +272,7 @@ class Transformer(torch.nn.Linear):
         block = torch.nn.Module()
         block.attention = torch.nn.Module()
         block.attention.kv_cache = Cache()
+        block.attention.n_head, block.attention.head_dim = 4, 32
         self.layers = [block]
 """
 PEER_GENERATE = """
@@ -257,8 +285,18 @@ def decode_one_token(model, token, pos, mask, temperature):
 """
 
 
-def gpt_fast(cli, config, path):
-    argv = ("--synthetic", "--peer", f"gpt-fast:{path}", "--mode", "eager", "--batch", 1, "--length", 24)
+DOUBLE_SPARSE_GENERATE = """
+def sparse_decode_one_token(model, token, pos, temperature):
+    torch._dynamo.graph_break()
+    a = model.layers[0].attention
+    assert a.sorted_channel.shape == (4, 32) and a.kv_cache.k_label.any() and not a.kv_cache.out.any()
+    assert (model.args.heavy_const, model.args.heavy_channel_num) == (16, 32)
+    return token, None
+"""
+
+
+def peer_rows(cli, config, peer):
+    argv = ("--synthetic", "--peer", peer, "--mode", "eager", "--batch", 1, "--length", 24)
     return generated(cli, config, *argv)["rows"]
 
 
@@ -267,13 +305,34 @@ def test_peer_gpt_fast(cli, config, tmp_path):
     """The protocol with a stand-in of its API; one that is not compiled is nothing to be held against."""
     for name, code in (("model.py", PEER_MODEL), ("generate.py", PEER_GENERATE)):
         (tmp_path / name).write_text(code)
-    ours, peer = gpt_fast(cli, config, tmp_path)
+    ours, peer = peer_rows(cli, config, f"gpt-fast:{tmp_path}")
     assert len(peer["seconds_per_step"]) == 2 and peer["compiled"] is False and "times_gpt_fast" not in ours
+
+
+@pytest.mark.slow
+def test_peer_double_sparse(cli, tmp_path):
+    """Labels are filled with the caches, other buffers are not; channels are chosen for every head."""
+    (tmp_path / "models").mkdir()
+    code = PEER_MODEL.replace('"v_cache"', '"v_cache", "k_label", "out"')
+    code = code.replace("args.n_local_heads)", "args.n_local_heads); self.args = args")
+    (tmp_path / "models" / "model.py").write_text(code)
+    (tmp_path / "models" / "generate.py").write_text("import torch\n" + DOUBLE_SPARSE_GENERATE)
+    path = tmp_path / "mha.json"
+    path.write_text(json.dumps(CONFIG | dict(num_key_value_heads=4)))
+    _, peer = peer_rows(cli, str(path), f"double-sparse:{tmp_path}")
+    assert len(peer["seconds_per_step"]) == 2 and peer["compiled"] is False
+
+
+def test_peer_without_grouped_queries(cli, config, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "generate.py").touch()
+    ours, peer = peer_rows(cli, config, f"double-sparse:{tmp_path}")
+    assert "no grouped queries" in peer["error"] and "tokens_per_s" in ours
 
 
 def test_peer_that_fails(cli, config, tmp_path):
     (tmp_path / "generate.py").write_text("raise RuntimeError('no luck')")
-    ours, peer = gpt_fast(cli, config, tmp_path)
+    ours, peer = peer_rows(cli, config, f"gpt-fast:{tmp_path}")
     assert peer["error"] == "RuntimeError: gpt-fast ended: RuntimeError: no luck" and "tokens_per_s" in ours
 
 
@@ -286,7 +345,7 @@ def test_modes(cli, config, mode):
     assert all("tokens_per_s" in r for r in data["rows"]), data["rows"]
 
 
-# ---- plots, the suite, wrong use ----
+# ---- plots, wrong use ----
 
 
 def test_plots(cli, config, tmp_path):
@@ -316,6 +375,8 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (bench_attention, ["--length", "0"]),
         (bench_attention, ["--rounds", "0"]),
         (bench_attention, ["--resume"]),
+        (bench_attention, ["--size", "4096"]),
+        (bench_attention, ["--size", "0x16"]),
         (bench_attention, ["--out", "/no/such/folder/x.json"]),
         (bench_attention, ["--device", "nothing"]),
         (bench_generate, ["--method", "nothing"]),
@@ -325,6 +386,9 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (bench_generate, ["--peer", "nothing"]),
         (bench_generate, ["--peer", "gpt-fast"]),
         (bench_generate, ["--peer", "gpt-fast:/no/such/folder"]),
+        (bench_generate, ["--peer", "double-sparse:/no/such/folder"]),
+        (bench_generate, ["--warm-up", "-1"]),
+        (bench_generate, ["--size", "8x"]),
         (bench_generate, ["--peer", "transformers", "--prefill"]),
         (bench_generate, ["--synthetic", "--prefill"]),
         (bench_generate, ["--out", "/no/such/folder/x.json"]),
@@ -332,6 +396,8 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (plot_results, ["/no/such/file.json"]),
         (plot_results, [str(ROOT / "models" / "tiny" / "config.json")]),
         (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
+        (speed_tables, []),
+        (speed_tables, ["/no/such/folder"]),
     ],
 )
 def test_wrong_use(cli, script, argv):
@@ -340,24 +406,117 @@ def test_wrong_use(cli, script, argv):
     assert err.startswith("error: ") and err.count("\n") == 1, err
 
 
-def test_suite_names_its_parts():
-    run = subprocess.run(["bash", "scripts/gpu_suite.sh", "4"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+# ---- the suite and what becomes of its files ----
+
+
+def suite(*argv, **env):
+    return subprocess.run(["bash", "scripts/gpu_suite.sh", *map(str, argv)], cwd=ROOT, capture_output=True, text=True,
+                          env=dict(os.environ, PYTHON=sys.executable) | env)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        ([], {}),
+        ([4], {}),
+        ([1, "a", "b"], {}),
+        ([1, "/dev/null/x"], dict(SMALL="1")),
+        ([1], dict(GPT_FAST="/no/such/folder")),
+        ([1], dict(DOUBLE_SPARSE="/no/such/folder")),
+        ([1], dict(PYTHON="/bin/false")),
+    ],
+)
+def test_wrong_use_of_the_suite(argv, env):
+    run = suite(*argv, **env)
+    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_suite_says_what_it_does():
+    run = suite("--help")
+    assert run.returncode == 0 and "scripts/gpu_suite.sh 1|2|3" in run.stdout and "#" not in run.stdout.split("\n")[0]
+
+
+def test_suite_ends_within_ten_minutes():
+    """Deadlines of a part rise, and leave a minute for what is around it."""
+    text = (ROOT / "scripts" / "gpu_suite.sh").read_text()
+    parts = re.split(r'if \[ "\$PART" = \d \]; then', text)[1:]
+    for part in parts:
+        found = re.findall(r"^ *(?:.*(?:\|\|) )?(?:step|attention|generate) ([\w-]+) (\d+)", part, re.M)
+        deadlines = [int(seconds) for _, seconds in found]
+        assert deadlines == sorted(deadlines) and 500 <= deadlines[-1] <= 540, found
+    assert len(parts) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 2, 3])
-def test_suite(part, tmp_path, monkeypatch):
-    """Every step of a part runs on the CPU at toy sizes and leaves its JSON."""
-    monkeypatch.setenv("SMALL", "1")
-    monkeypatch.setenv("PYTHON", sys.executable)
-    run = subprocess.run(["bash", "scripts/gpu_suite.sh", str(part), str(tmp_path)], cwd=ROOT, capture_output=True,
-                         text=True)  # fmt: skip
+def test_suite(part, tmp_path):
+    """Every step of a part runs on the CPU with toy models and leaves its JSON, of which the tables can be made."""
+    out, pack = tmp_path / "h100", tmp_path / "h100.tar.gz"
+    run = suite(part, out, SMALL="1", PACK=str(pack))
     assert run.returncode == 0, run.stdout[-2000:]
-    steps = json.loads((tmp_path / "steps.json").read_text())
+    steps = json.loads((out / "steps.json").read_text())
     assert all("skipped" in s or s["status"] in (0, 124) for s in steps), steps
     names = {s["step"] for s in steps}
-    wanted = {1: {"environment", "once", "attention_goals"}, 2: {"attention_llama3", "generate_batch8"},
-              3: {"peers_llama3", "prefill", "prompt_128k", "generate_batch1", "plots"}}[part]  # fmt: skip
+    wanted = {1: {"environment", "once", "attention_goals", "attention_goals_mha", "attention_self_index"},
+              2: {"generate_batch8", "attention_sals", "attention_double_sparsity", "attention_lengths"},
+              3: {"prompt_128k", "prefill", "second_token", "offload", "generate_batch1", "plots"}}[part]  # fmt: skip
     assert wanted <= names
-    assert all((tmp_path / f"{name}.json").exists() for name in wanted - {"plots"})
+    assert all((out / f"{name}.json").exists() for name in wanted - {"plots"})
+    with tarfile.open(pack) as f:
+        assert {f"./{name}.json" for name in wanted - {"plots"}} < set(f.getnames())
+    assert ("SALS, Table" in speed_tables.section(out)) == (part < 3)
+
+
+@pytest.fixture
+def results(cli, tmp_path):
+    """A folder as the suite writes it, at sizes that papers have, with toy models of the names of theirs."""
+    for name, heads in (("llama-2-7b", 4), ("llama-3.1-8b", 2)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(CONFIG | dict(num_key_value_heads=heads)))
+    small, folder = {name: str(tmp_path / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b")}, tmp_path / "h100"
+    folder.mkdir()
+    gqa, both = small["llama-3.1-8b"], ("full", "sals-12.5")
+    attention(cli, small["llama-2-7b"], "--ceilings", "--out", folder / "environment.json")
+    attention(cli, small["llama-2-7b"], "--size", "8x1024", "--method", *both, "--out", folder / "attention_sals.json")
+    generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "8x4096", "--method", *both, "--out",
+              folder / "generate_batch8.json")  # fmt: skip
+    generated(cli, gqa, "--mode", "eager", "--size", "1x128", "--method", *both, "--out", folder / "prompt_128k.json")
+    generated(cli, gqa, "--prefill", "--size", "1x512", "--method", "sals-12.5", "--out", folder / "prefill.json")
+    offload = ("flexgen", "double_sparsity_offload")
+    generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "1x256", "--method", *offload, "--out",
+              folder / "offload.json")  # fmt: skip
+    return folder
+
+
+def test_speed_tables(results, cli):
+    """Every table is there, with the paper's figure beside the shapes that it has, and what was not measured."""
+    file = results / "generate_batch8.json"
+    data = json.loads(file.read_text())
+    data["rows"].append(dict(batch=8, length=4096, run="gpt-fast", kv_bytes=None, error="no luck"))
+    file.write_text(json.dumps(data))
+    (results / "steps.json").write_text(json.dumps([
+        dict(step="a", skipped="no time is left"), dict(step="b", status=124, seconds=9, timed_out=True, last=[]),
+        dict(step="c", status=1, seconds=9, timed_out=False, last=["it broke"])]))  # fmt: skip
+    status, out, err = cli(speed_tables, results)
+    assert status == 0, err
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+
+    def row(*start):
+        return next(r for r in rows if r[: len(start)] == list(start))
+
+    assert row("llama-2-7b", "8", "1024", "`sals-12.5`")[7] == "0.64x (SALS, Table 6)"
+    assert row("llama-2-7b", "8", "1024", "`full`")[7] == "-"
+    decode = row("llama-3.1-8b", "8", "4096", "`sals-12.5`")
+    assert decode[6] == "1.39x (SALS, Table 7)" and decode[5].endswith("x") and decode[-1].endswith(" %")
+    assert row("llama-3.1-8b", "1", "128", "`sals-12.5`")[5].endswith("GiB")
+    assert row("llama-3.1-8b", "1", "512", "`sals-12.5`")[5][0] in "+-"
+    assert row("llama-3.1-8b", "1", "256", "`flexgen`")[5] == "1.00x"
+    for text in ("gpt-fast: no luck", "a was skipped: no time is left", "b ran out of its time after 9 s",
+                 "c failed: it broke", "Not measured: 4"):  # fmt: skip
+        assert text in out
+
+
+def test_speed_tables_without_a_run(tmp_path):
+    assert "scripts/gpu_suite.sh" in speed_tables.section(tmp_path)
+    (tmp_path / "x.json").write_text('{"rows": [1]}')
+    with pytest.raises(InputError, match=r"x\.json"):
+        speed_tables.section(tmp_path)
