@@ -24,9 +24,10 @@ def git(*args: str) -> str:
 
 
 def commit() -> str:
-    """The revision, with +dirty if tracked files differ from it."""
+    """The revision, with +dirty if tracked files other than results differ from it."""
     try:
-        return git("rev-parse", "--short", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
+        changed = git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results")
+        return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

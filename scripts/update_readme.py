@@ -117,22 +117,26 @@ def losses() -> str:
 
 
 def speed() -> str:
-    path = ROOT / "results" / "generate_cpu.json"
-    if not path.exists():
-        return "Not measured yet."
-    data = json.loads(path.read_text())
-    rows = [
-        [str(r["batch"]), r["run"], f"{r['tokens_per_s']:,.0f}", f"{100 * r['spread']:.0f} %",
-         f"{r['times_peer']:.2f}x" if "times_peer" in r else "-"]
-        for r in data["rows"]
-    ]  # fmt: skip
-    note = f"\n\n{data['prompt_tokens']} prompt tokens, {data['new_tokens']} new, {data['dtype']}. "
-    header = ["batch", "run", "tokens/s (median)", "spread", "against the best transformers"]
-    return table(header, rows) + note + source(data, "generate_cpu.json")
+    """results/generate_cpu*.json: a table each, with a column of whatever its runs are compared with."""
+    out = []
+    for path in sorted((ROOT / "results").glob("generate_cpu*.json")):
+        data = json.loads(path.read_text())
+        done = [r for r in data["rows"] if "tokens_per_s" in r]
+        against = {k: name for k, name in dict(times_peer="transformers", times_full="full").items()
+                   if any(r.get(k, 1) != 1 for r in done)}  # fmt: skip
+        rows = [
+            [f"{r['batch']} x {r['length']}", r["run"], f"{r['tokens_per_s']:,.3g}", f"{100 * r['spread']:.0f} %"]
+            + [f"{r[k]:.2f}x" if k in r else "-" for k in against]
+            for r in done
+        ]
+        header = [f"{data['model']}, batch x tokens", "run", "tokens/s (median)", "spread"]
+        out.append(table([*header, *(f"against {name}" for name in against.values())], rows))
+        out.append(f"{data['new_tokens']} new tokens, {data['dtype']}. {source(data, path.name)}")
+    return "\n\n".join(out) or "Not measured yet."
 
 
 def attention() -> str:
-    """results/attention*.json: one layer's operator beside the best dense attention of the same rounds."""
+    """results/attention*.json: one layer's operator, how many times the best dense attention it is, and every dense."""
     out = []
     for file in sorted((ROOT / "results").glob("attention*.json")):
         data = json.loads(file.read_text())
@@ -142,6 +146,10 @@ def attention() -> str:
             lengths = sorted({r["length"] for r in mine})
             cells = {(r["method"], r["length"]): f"{r['operator']['ms']:.2f} ms, {r['times_dense']:.2f}x" for r in mine}
             rows = [[f"`{m}`", *(cells.get((m, n), "-") for n in lengths)] for m in dict.fromkeys(m for m, _ in cells)]
+            dense = {(r["name"], r["length"]): f"{r['ms']:.2f} ms" for r in data["dense"]
+                     if (r["model"], r["batch"]) == (model, batch) and "ms" in r}  # fmt: skip
+            names = dict.fromkeys(name for name, _ in dense)
+            rows += [[f"dense: {name}", *(dense.get((name, n), "-") for n in lengths)] for name in names]
             out.append(table([f"{model}, batch {batch}", *(f"{n} tokens" for n in lengths)], rows))
         out.append(f"{data['dtype']}. {source(data, file.name)}")
     return "\n\n".join(out) or "Not measured yet."
