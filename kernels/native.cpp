@@ -90,7 +90,14 @@ vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
 #endif
 }
 
-void transpose(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] words -> [4, 16]
+void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 2] words -> [2, 16], `row` apart
+    vu x = load_as<vu>(from), y = load_as<vu>(from + 64);
+    vu first = SHUFFLE(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    vu second = SHUFFLE(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    std::memcpy(to, &first, 64), std::memcpy(to + row, &second, 64);
+}
+
+void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] words -> [4, 16]
     vu x[4], y[4];
     for (int i = 0; i < 4; i++) x[i] = load_as<vu>(from + i * 64);  // four tokens each
     for (int i = 0; i < 4; i += 2) {
@@ -646,8 +653,9 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
             for (int64_t first = lo; first < hi; first += BATCH) {
                 int n = (int)std::min<int64_t>(BATCH, hi - first);
                 int t = 0;
-                if (W == 16)
-                    for (; t + L <= n; t += L) transpose(from + (first + t) * W, &turned[t], BATCH);
+                if (W == 16 || W == 8)  // 128 or 64 channels
+                    for (; t + L <= n; t += L)
+                        (W == 16 ? transpose4 : transpose2)(from + (first + t) * W, &turned[t], BATCH);
                 for (; t < n; t++)
                     for (int64_t w = 0; w < words; w++) {
                         uint32_t word = 0;
