@@ -84,6 +84,7 @@ def library() -> ctypes.CDLL:
     key = hashlib.sha256("\0".join((SOURCE.read_text(), target, omp, *FLAGS)).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
     if not path.exists():
+        print(f"compiling {SOURCE.name} with {cxx}, once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
             made, built = f"{folder}/native.o", f"{folder}/native.so"
             run(cxx, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", made)
