@@ -123,6 +123,13 @@ def is_bf16(*tensors: Tensor | None) -> int:
     return int(torch.bfloat16 in some)
 
 
+def expect(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    """What C++ takes for granted: it would read other memory, and not notice."""
+    for x in tensors:
+        if x is not None and (x.dtype != dtype or x.device.type != "cpu"):
+            raise TypeError(f"a tensor of {dtype} on the CPU is needed, not of {x.dtype} on {x.device}")
+
+
 def whole(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -137,6 +144,8 @@ def decode_attention(
     """`decode_attention` and, with mean = (mean_k, mean_v, count), `packed_attention`."""
     (B, Hq, D), H = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
+    expect(torch.int64, start, stop, mean[2])
+    expect(torch.float32, *mean[:2])
     out = q.new_empty(B, Hq, D)
     start, stop, extra = whole(start), stop.contiguous(), [whole(x) for x in mean]
     call("kvf_decode_attention", is_bf16(q, k, v), q, k, v, start, stop, *extra, out, *q.stride()[:2], *k.stride()[:3],
@@ -147,6 +156,7 @@ def decode_attention(
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
     (B, Hq, D), H = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(3) == v.stride(3) == idx.stride(2) == 1, "the last dimension must be contiguous"
+    expect(torch.int64, idx, count)
     out = q.new_empty(B, Hq, D)
     lists = [x.stride()[:2] if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
     call("kvf_gather_attention", is_bf16(q, k, v), q, k, v, idx, count, out, *q.stride()[:2], *k.stride()[:3],
@@ -162,6 +172,10 @@ def packed_gather_attention(
     (B, Hq, D), (H, K) = q.shape, idx.shape[1:]
     buffers = (k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v)
     assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
+    expect(torch.int64, idx, count, pos, prompt_len, flushed)
+    expect(torch.float16, k_params, v_params)
+    expect(torch.float32, alpha)
+    expect(torch.uint8, codes, *((k, v) if bits < 16 else ()))
     out = q.new_empty(B, Hq, D)
     stored = (k, v) if bits == 16 else ()
     idx, count, pos = idx.contiguous(), count.contiguous(), pos.contiguous()
@@ -191,6 +205,9 @@ def latent_attention(
     listed.addmm_(parts[1].flatten(0, 1), basis[r : r + rest.shape[2]])
     buffers = (ring_v, ring_params, v, params)
     assert all(x is None or x.is_contiguous() for x in (lead, rest, cos, sin, *buffers)) and q.stride(2) == 1
+    expect(torch.int64, pos, idx, count)
+    expect(torch.float32, cos, sin)
+    expect(torch.float16, ring_params, params)
     out = q.new_empty(B, Hq, D)
     H, pos = basis.shape[1] // D, pos.contiguous()
     call("kvf_latent_attention", is_bf16(q, held), ring_bits, bits, q, held, listed, *buffers, pos, idx, count, cos,
@@ -208,6 +225,7 @@ def latent_space_attention(
     """
     (B, Hq, r), H = q.shape, k_lat.shape[1]
     assert k_lat.stride() == v_lat.stride() and k_lat.stride(2) == 1, "tokens must lie side by side"
+    expect(torch.int64, stored)
     q = torch.nn.functional.pad(q.float(), (0, -r % VECTOR)).contiguous()
     out, lse, stored = torch.empty_like(q), q.new_empty(B, Hq), stored.contiguous()
     row, head, _, chan = k_lat.stride()
@@ -229,7 +247,11 @@ def look_up(
     T, W = codes.shape[2:]
     assert codes.stride(3) == 1 and codes.stride(2) == W and C == 2 * W
     table = torch.nn.functional.pad(table, (0, 0, 0, -C % 8)).contiguous()  # codes are read 8 at a time
-    assert table.dtype == torch.float32 and (params is None or params[0, 0].is_contiguous())
+    assert params is None or params[0, 0].is_contiguous()
+    expect(torch.float32, table, total)
+    expect(torch.float16, params)
+    expect(torch.uint8, codes)
+    expect(torch.int64, pos, skip)
     out = torch.empty(B, H, -(-T // 16) * 16, dtype=torch.float32)[..., :T]  # as `empty_scores`: a graph counts on it
     strides = (0, 0) if params is None else params.stride()[:2]
     total, pos, skip = whole(total), whole(pos), whole(skip)
@@ -245,6 +267,8 @@ def select(
     B, H, T = scores.shape
     scores = scores.float()
     scores = scores if scores.stride(2) == 1 else scores.contiguous()
+    expect(torch.int64, pos, wanted)
+    expect(torch.bool, mask)
     idx = torch.empty(B, H, min(k, T), dtype=torch.int64)
     count = torch.empty(B, H, dtype=torch.int64)
     wanted = wanted.view(B, -1).expand(B, H)

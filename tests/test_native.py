@@ -1152,6 +1152,21 @@ def test_torch_is_asked_for(fresh, monkeypatch):
         function(*tensors)
 
 
+def test_wrong_types_are_refused():
+    """C++ would read other memory than is meant."""
+    gen = generator(0)
+    q, k, v = rand(gen, 1, 2, 32), rand(gen, 1, 1, 40, 32), rand(gen, 1, 1, 40, 32)
+    stop = torch.tensor([40])
+    with pytest.raises(TypeError, match="int64 on the CPU is needed, not of torch.int32"):
+        native.decode_attention(q, k, v, None, stop.int())
+    with pytest.raises(TypeError, match="float32"):
+        native.decode_attention(q, k, v, None, stop, (k[:, :, 0].double(), v[:, :, 0].double(), stop))
+    with pytest.raises(TypeError, match="int64"):
+        native.gather_attention(q, k, v, torch.zeros(1, 1, 4, dtype=torch.int32), stop[:, None])
+    with pytest.raises(TypeError, match="bool"):
+        native.select(rand(gen, 1, 1, 40), torch.ones(1, 1, 40), None, stop[:, None], 4)
+
+
 # ---- other instruction sets ----
 
 EXTENSIONS = {"x86-64-v3": {"avx2", "fma", "bmi2", "f16c"}, "x86-64-v2": {"sse4_2", "popcnt"}}
