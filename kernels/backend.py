@@ -27,8 +27,6 @@ from kernels import native
 
 # the kernels are written for fused multiply-adds, which Triton 3.10 turns off by default
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# large CPU tensors in huge pages: every row of a list is in another page, and to look these up took a third of the time
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class _Absent:

@@ -32,6 +32,10 @@ constexpr int64_t SCORED = 4096;  // and of a score
 constexpr float LOG2_E = 1.44269504f;
 
 template <class V, class P> V load_as(const P* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
+template <class V, class P> V load_some(const P* p, int n) {  // n of 16 numbers of 4 bytes, then zeros
+    if (n == L) return load_as<V>(p);  // a copy of a size that is known is one instruction
+    V x = {}; std::memcpy(&x, p, n * 4); return x;
+}
 vf load(const float* p) { return load_as<vf>(p); }
 vf load(const bf16* p) {
     typedef uint16_t half_vector __attribute__((vector_size(32)));
@@ -675,11 +679,11 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
                         int64_t at = first + t + i * L;
                         int some = std::min(L, n - t - i * L);
                         if (pairs) {  // fp16 scale, then zero
-                            vu both = {};
-                            std::memcpy(&both, pairs + at * 2, some * 4);
+                            vu both = load_some<vu>(pairs + at * 2, some);
                             score[i] = half_to_float(both & 0xffff) * score[i] + half_to_float(both >> 16) * total[group];
                         }
-                        std::memcpy(to + at, &score[i], some * 4);
+                        if (some == L) store(to + at, score[i]);
+                        else std::memcpy(to + at, &score[i], some * 4);
                     }
                 }
             }

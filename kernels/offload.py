@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.backend import Aot, split_count, tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import block_size
@@ -203,7 +204,7 @@ class _Mapped:
 def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in the memory of the host that kernels of `device` can read and write: a tensor of that device."""
     if device.type != "cuda":
-        return torch.zeros(size, dtype=dtype, device=device)
+        return native.in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
     # torch's pinned allocator takes the next power of two of each buffer
     pinned = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True).view(-1).view(torch.uint8)
     return torch.as_tensor(_Mapped(pinned), device=device).view(dtype).view(size)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from errors import InputError
 from kernels.dense_attention import prefill_attention
+from kernels.native import in_huge_pages
 from model import ModelArgs, Rope, apply_rope
 
 
@@ -52,6 +53,10 @@ class CacheShape:
 
     def on(self, device: str) -> CacheShape:
         return replace(self, device=torch.device(device))
+
+    def zeros(self, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A cache's memory; dtype: by default that of keys and values."""
+        return in_huge_pages(torch.empty(size, dtype=dtype or self.dtype, device=self.device)).zero_()
 
     @classmethod
     def of(
@@ -97,7 +102,7 @@ class KVMethod(nn.Module):
 
     def buffer(self, name: str, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Allocate a buffer of zeros that counts as cache memory."""
-        t = torch.zeros(size, dtype=dtype or self.shape.dtype, device=self.shape.device)
+        t = self.shape.zeros(size, dtype)
         self.register_buffer(name, t, persistent=False)
         return t
 

@@ -51,7 +51,7 @@ class LabelCache(nn.Module):
         self.constants = {"channels"}
 
         def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=shape.device), persistent=False)
+            self.register_buffer(name, shape.zeros(size, dtype), persistent=False)
 
         buffer("channels", (H, self.r), torch.int64)
         if calib is not None and shape.device.type != "meta":

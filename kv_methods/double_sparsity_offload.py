@@ -38,7 +38,7 @@ class Half(nn.Module):
         super().__init__()
         size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
         for name in ("k", "v"):
-            self.register_buffer(name, torch.zeros(size, dtype=shape.dtype, device=shape.device), persistent=False)
+            self.register_buffer(name, shape.zeros(size), persistent=False)
         idx = torch.full(size[:3], -1, dtype=torch.int64, device=shape.device)
         self.register_buffer("idx", idx, persistent=False)
 

@@ -49,6 +49,7 @@ from calibrate import RandomCalibration  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from generate import DTYPES, pick_device, pick_dtype  # noqa: E402
 from kernels.dense_attention import decode_attention  # noqa: E402
+from kernels.native import in_huge_pages  # noqa: E402
 from kv_methods import make_args, method_files, resolve  # noqa: E402
 from kv_methods.base import CacheShape, KVMethod  # noqa: E402
 from model import ModelArgs, Rope, read_json, require_memory  # noqa: E402
@@ -600,7 +601,8 @@ def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device:
     size = (batch, args.n_kv_head, length, args.head_dim)
     need = 2 * batch * args.n_kv_head * length * args.head_dim * dtype.itemsize
     require_memory(need, device, "the dense cache", "lower --batch or --length")
-    k, v = (torch.randn(size, generator=gen, device=device, dtype=dtype) for _ in range(2))
+    # as caches have them
+    k, v = (in_huge_pages(torch.empty(size, device=device, dtype=dtype)).normal_(generator=gen) for _ in range(2))
     return (k, v), torch.randn(batch, args.n_head, args.head_dim, generator=gen, device=device, dtype=dtype)
 
 
