@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import InputError
+from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
@@ -379,6 +380,7 @@ class Transformer(nn.Module):
         """
         from kv_methods import build_cache  # here, because the methods import this module
 
+        use_native(self.norm.weight)  # if the CPU kernels are still to be compiled: not in the middle of a step
         self.cache = None  # the old buffers are free before the new ones are asked for
         self.cache = build_cache(self, method, max_batch, max_seq_len, **method_args)
 
