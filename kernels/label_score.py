@@ -59,13 +59,11 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
     if given, is the last slot that matters: later ones need not be read, and give anything, too.
     """
-    if params is not None and use_native(q):
-        return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
-    if use_triton(q):
-        if params is None:
-            return torch.ops.kv_fast.latent_score(q[:, :, None], labels, pos)[:, :, 0]
+    if params is not None and (use_triton(q) or use_native(q)):
         return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
     if params is None:
+        if use_triton(q):
+            return torch.ops.kv_fast.latent_score(q[:, :, None], labels, pos)[:, :, 0]
         return (labels.float() @ q[..., None])[..., 0]
     # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
     # order: the i-th codes of all bytes are a matrix of their own

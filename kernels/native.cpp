@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
@@ -117,6 +118,14 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] wo
 
 // ---- softmax attention of a group's G query heads over blocks of tokens ----
 
+// f(n, g) for the n query heads from g on, n a constant: as many at a time as leave registers for the rows.
+template <class F> void by_heads(int G, F f) {
+    int g = 0;
+    for (; G - g >= 4; g += 4) f(std::integral_constant<int, 4>(), g);
+    for (; G - g >= 2; g += 2) f(std::integral_constant<int, 2>(), g);
+    for (; G - g >= 1; g += 1) f(std::integral_constant<int, 1>(), g);
+}
+
 // The rows of the block that follows. They are fetched a few at a time between computations: all at once, the processor
 // would wait for them first and compute then.
 template <class T> struct Next {
@@ -206,22 +215,13 @@ struct Seen {
     template <class T>
     void add(const float* q, const T* const* k, const T* const* v, int n, const Next<T>& next = {}, float more = 0) {
         static const Next<T> nothing{};  // for all query heads but the first few
-        for (int g = 0; g < G;) {  // as many heads at a time as leave registers for the rows
-            int m = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
-            float* out = &p[g * N];
-            (m == 4 ? dots<4, T> : m == 2 ? dots<2, T> : dots<1, T>)(q + g * D, k, n, D, out, g ? nothing : next);
-            g += m;
-        }
+        by_heads(G, [&](auto m, int g) { dots<m>(q + g * D, k, n, D, &p[g * N], g ? nothing : next); });
         for (int g = 0; g < G; g++) {
             for (int i = 0; i < n; i++) p[g * N + i] += more;
             float shrink = soften(g, &p[g * N], n, N);
             for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
         }
-        for (int g = 0; g < G;) {
-            int m = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
-            (m == 4 ? weigh<4, T> : m == 2 ? weigh<2, T> : weigh<1, T>)(&p[g * N], v, n, D, &y[g * D], g ? nothing : next);
-            g += m;
-        }
+        by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
     }
 
     // slots idx[lo..hi), or lo..hi themselves, of one head's cache
@@ -357,29 +357,13 @@ struct Latents {
 
     template <class T>
     void block(const float* q, const T* k, const T* v, int64_t chan, int n, bool more, Seen& seen) {
-        for (int g = 0; g < G;) {
-            int m = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
-            const float* query = q + g * seen.D;
-            float* out = &p[g * M];
-            if (m == 4) score<4>(query, seen.D, k, chan, out, more && !g);
-            else if (m == 2) score<2>(query, seen.D, k, chan, out, more && !g);
-            else score<1>(query, seen.D, k, chan, out, more && !g);
-            g += m;
-        }
+        by_heads(G, [&](auto m, int g) { score<m>(q + g * seen.D, seen.D, k, chan, &p[g * M], more && !g); });
         for (int g = 0; g < G; g++) {
             float shrink = seen.soften(g, &p[g * M], n, M);
             if (shrink != 1)
                 for (int r = 0; r < R; r++) store(&wide[(g * R + r) * L], load(&wide[(g * R + r) * L]) * shrink);
         }
-        for (int g = 0; g < G;) {
-            int m = G - g >= 4 ? 4 : G - g >= 2 ? 2 : 1;
-            const float* weight = &p[g * M];
-            float* to = &wide[g * R * L];
-            if (m == 4) weigh<4>(weight, v, chan, to, more && !g);
-            else if (m == 2) weigh<2>(weight, v, chan, to, more && !g);
-            else weigh<1>(weight, v, chan, to, more && !g);
-            g += m;
-        }
+        by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * M], v, chan, &wide[g * R * L], more && !g); });
     }
 };
 
