@@ -16,9 +16,7 @@ PY := .venv/bin/python
 	touch $@
 
 demo: .venv/runtime
-	$(PY) generate.py --prompt-file examples/needle.txt --max-new-tokens 8
-	$(PY) generate.py --method self_index --prompt-file examples/needle.txt --max-new-tokens 8
-	$(PY) generate.py --method self_index --prompt "import argparse" --max-new-tokens 120 --temperature 0.95 --top-p 0.95 --seed 1
+	$(PY) examples/compare.py
 
 # a process a core, and one thread in each: the tests are many and small
 test: .venv/dev
@@ -30,7 +28,8 @@ test-all: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy model.py generate.py tokenizer.py calibrate.py errors.py kv_methods kernels
+	.venv/bin/mypy *.py cache kernels kv_methods tokenizer
+	.venv/bin/lint-imports
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -14,14 +14,14 @@ multiply-add loaded values, and what bounds decode is memory.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import ASSUMED_SMS, Aot, dot, multiprocessors, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
+from kernels.splits import COMBINE_D, blocks_of, multiprocessors
+from kernels.tiles import LOG2_E, dot
 
 QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask to QUERY_BLOCK x (QUERY_BLOCK + window)
 
@@ -88,7 +88,7 @@ def _split_attention(
     G query heads over those of its blocks that are among them."""
     p = tl.program_id(0)
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    LOG2: tl.constexpr = D**-0.5 * 1.4426950408889634  # exp2 is the hardware's: logits are in units of log 2
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E  # exp2 is the hardware's: logits are in units of log 2
 
     rows = tl.arange(0, BLOCK_B)
     _, _, blocks = _blocks(start, stop, rows, B, BLOCK_N)
@@ -126,7 +126,7 @@ def _split_attention(
             inside = (first + n < hi)[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
             keys = tl.load(k_base + slot[:, None] * k_slot + d, mask=inside, other=0.0)
             values = tl.load(v_base + slot[:, None] * v_slot + d, mask=inside, other=0.0)
-            logits = dot(x, tl.trans(keys)) * LOG2
+            logits = dot(x, tl.trans(keys)) * SCALE
             logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
             new = tl.maximum(top, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
             e, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
@@ -136,7 +136,7 @@ def _split_attention(
 
         if count is not None:
             some = (many > 0) & (first_block == 0)
-            logit = tl.sum(x.to(tl.float32) * extra_k, 1) * LOG2
+            logit = tl.sum(x.to(tl.float32) * extra_k, 1) * SCALE
             logit = tl.where(some, logit + tl.log2(tl.maximum(many, 1.0)), float("-inf"))  # RazorAttention, Eq. 5
             new = tl.maximum(top, logit)
             base = tl.where(new == float("-inf"), 0.0, new)  # neither slots nor the extra token
@@ -188,16 +188,15 @@ def _combine_shares(
 
 
 PROGRAMS = 2  # a multiprocessor: what shared memory lets every card since the A100 hold
-COMBINE_D = 32  # channels per program: a full line of 128 bytes, and enough programs to fill the card at batch 1
 COMBINE_S = 64  # most parts that one step of the reduction takes
 
 
 def _config(G: int, D: int, itemsize: int, B: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options for B rows, G query heads a group, head dimension D, K and V of `itemsize` bytes."""
-    heads, width = max(16, triton.next_power_of_2(G)), triton.next_power_of_2(D)
-    block = min(128, max(16, TILE_BYTES // (width * itemsize)))
-    warps = 4 if heads * width * itemsize <= 8192 else 8  # four would spill: every warp holds all of the queries
-    constants = dict(G=G, D=D, BLOCK_B=triton.next_power_of_2(B), BLOCK_G=heads, BLOCK_D=width, BLOCK_N=block)
+    tile = blocks_of(G, 1, D)
+    row = tile["BLOCK_D"] * itemsize
+    warps = 4 if tile["BLOCK_G"] * row <= 8192 else 8  # four would spill: every warp holds all of the queries
+    constants = tile | dict(BLOCK_B=triton.next_power_of_2(B), BLOCK_N=min(128, max(16, TILE_BYTES // row)))
     return constants, dict(num_warps=warps, num_stages=NUM_STAGES)
 
 
@@ -247,55 +246,6 @@ def split_attention(
     grid = (B * Hq, triton.cdiv(D, COMBINE_D))
     _combine_shares[grid](part, lse, out, start, stop, programs, B, H, **constants, **options)
     return out
-
-
-AOT_BATCH = 8  # rows: only the tile of lengths depends on them
-
-
-def split_aot(
-    name: str, n_head: int, n_kv_head: int, head_dim: int, dtype: str = "bf16", absent: tuple[str, ...] = ()
-) -> Aot:
-    """An entry of `aot`: the kernel with some of its pointers absent."""
-    strides = ("q_row", "q_head", "k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot")
-    constants, options = _config(n_head // n_kv_head, head_dim, 4 if dtype == "fp32" else 2, AOT_BATCH)
-    types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("start", "stop", "count"), "*i64")
-    types |= dict.fromkeys(("mean_k", "mean_v", "part", "lse"), "*fp32") | dict.fromkeys(strides, "i64:16")
-    types |= dict(B="i32", H="i32") | dict.fromkeys((*constants, *absent), "constexpr")
-    signature = {a: types[a] for a in _split_attention.arg_names}
-    return name, _split_attention, signature, constants | dict.fromkeys(absent), options
-
-
-def _combine_aot(name: str, n_head: int, n_kv_head: int, head_dim: int, batch: int) -> Aot:
-    tile, _ = _config(n_head // n_kv_head, head_dim, 2, batch)
-    constants, options = _combine_config(tile, batch * n_kv_head, PROGRAMS * ASSUMED_SMS)
-    types = dict.fromkeys(("part", "lse"), "*fp32") | dict.fromkeys(("start", "stop"), "*i64") | dict(out="*bf16")
-    types |= dict.fromkeys(("P", "B", "H"), "i32") | dict.fromkeys(constants, "constexpr")
-    return name, _combine_shares, {a: types[a] for a in _combine_shares.arg_names}, constants, options
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    shape, extra = (n_head, n_kv_head, head_dim), ("mean_k", "mean_v", "count")
-    return [
-        split_aot("decode", *shape, absent=extra),
-        split_aot("decode fp32", *shape, dtype="fp32", absent=extra),
-        _combine_aot("combine shares", *shape, batch=AOT_BATCH),
-        _combine_aot("combine shares, batch 1", *shape, batch=1),
-    ]
-
-
-def split_bytes(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int, itemsize: int = 2) -> int:
-    """Bytes that both kernels read and write: K and V once, the queries, the parts twice, the result."""
-    constants, _ = _config(n_head // n_kv_head, head_dim, itemsize, batch)
-    groups = batch * n_kv_head
-    programs = min(PROGRAMS * ASSUMED_SMS, groups * triton.cdiv(length, constants["BLOCK_N"]))
-    parts = (programs + groups - 1) * constants["G"] * (head_dim + 1) * 4
-    return 2 * groups * length * head_dim * itemsize + 2 * parts + 2 * batch * n_head * head_dim * itemsize
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Of one decode step of a layer: the operation, bytes read and written in bf16, launches."""
-    shape = (n_head, n_kv_head, head_dim, batch, length)
-    return [dict(op="decode_attention", bytes=split_bytes(*shape), launches=2)]
 
 
 # ---- the operator ----

@@ -7,25 +7,14 @@ tokens as `decode_attention` is over all.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import (
-    Aot,
-    combine,
-    dot,
-    multiprocessors,
-    on_cpu,
-    split_count,
-    tl,
-    triton,
-    use_native,
-    use_triton,
-)
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
+from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
 
 def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
@@ -56,33 +45,7 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor
 
 # ---- Triton ----
 
-TILE_BYTES = 16384  # of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
 NUM_STAGES = 5  # the list runs ahead of the rows: five stages keep two blocks of rows in flight
-LOG2_E = tl.constexpr(1.4426950408889634)
-AOT_CHOSEN = 160  # the list of Self-Indexing KVCache
-
-
-@triton.jit
-def softmax_step(logits, inside, values, top, total, y):
-    """Online softmax over a block of tokens of which the first is inside: logits [G, N] in units of log 2,
-    inside [N], values [N, D]; top, total [G] and y [G, D] are the running maximum, sum and output, and returned."""
-    logits = tl.where(inside[None, :], logits, float("-inf"))
-    new = tl.maximum(top, tl.max(logits, 1))
-    p, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
-    total = total * shrink + tl.sum(p, 1)
-    return new, total, dot(p.to(values.dtype), values, y * shrink[:, None])
-
-
-@triton.jit
-def write_part(top, total, y, part, lse, head, g, split, S, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store what a program has seen, of query heads `head` [G] of the batch: normalized, and the log of its weight."""
-    d = tl.arange(0, BLOCK_D)
-    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
-    at = head * S + split
-    y = (y / total[:, None]).to(part.dtype.element_ty)
-    tl.store(part + at[:, None] * D + d, y, mask=(g[:, None] < G) & (d < D))
-    if lse is not None:
-        tl.store(lse + at, top + tl.log2(total), mask=g < G)
 
 
 @triton.jit
@@ -119,34 +82,9 @@ def _gather_attention(
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
 
 
-def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> int:
-    """Tokens per block: tiles of TILE_BYTES, smaller where that many would leave multiprocessors idle.
-
-    A list is short (160 tokens in Self-Indexing KVCache): one row of it in blocks of 64 is three programs a head.
-    """
-    block = max(16, min(128, TILE_BYTES // row_bytes))
-    while block > 16 and programs * triton.cdiv(n, block) < 2 * multiprocessors(device):
-        block //= 2
-    return block
-
-
-def blocks_of(n_head: int, n_kv_head: int, head_dim: int) -> dict[str, int]:
-    """G, D and their tiles: a group's query heads are padded to the 16 rows of a tensor-core instruction."""
-    G = n_head // n_kv_head
-    return dict(G=G, D=head_dim, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_D=triton.next_power_of_2(head_dim))
-
-
 def options_of(tile: dict[str, int], itemsize: int) -> dict[str, int]:
     """More warps where the query heads, which every warp holds, are too many registers for four."""
     return dict(num_warps=4 if tile["BLOCK_G"] * tile["BLOCK_D"] * itemsize <= 8192 else 8, num_stages=NUM_STAGES)
-
-
-def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
-    """Where `splits` programs a head write: their outputs and weights; one alone writes the result."""
-    if splits == 1:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device), None
-    part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
-    return part, torch.empty(part.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def launch(
@@ -174,29 +112,3 @@ _lib.define("gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor c
 _lib.impl("gather_attention", on_cpu(launch, native.gather_attention), "CPU")
 _lib.impl("gather_attention", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake("kv_fast::gather_attention", lambda q, k, v, idx, count: q.new_empty(q.shape), lib=_lib)
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    names = _gather_attention.arg_names
-    tile = blocks_of(n_head, n_kv_head, head_dim)
-    entries: list[Aot] = []
-    for name, dtype, batch in (("gather", "bf16", 64), ("gather, batch 1", "bf16", 1), ("gather fp32", "fp32", 64)):
-        itemsize = 4 if dtype == "fp32" else 2
-        block = block_size(batch * n_kv_head, AOT_CHOSEN, tile["BLOCK_D"] * itemsize, torch.device("cpu"))
-        constexprs: dict[str, Any] = tile | dict(BLOCK_N=block)
-        types = dict.fromkeys(names, "i64:16") | dict.fromkeys(("q", "k", "v"), f"*{dtype}")
-        types |= dict.fromkeys(("idx", "count"), "*i64") | dict.fromkeys(("part", "lse"), "*fp32")
-        types |= dict.fromkeys(("count_row", "count_head", "H", "K", "S"), "i32")
-        types |= dict.fromkeys(constexprs, "constexpr")
-        entries.append((name, _gather_attention, types, constexprs, options_of(tile, itemsize)))
-    return entries
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Of one decode step of a layer that chooses one token in eight: bytes read and written in bf16, launches."""
-    chosen, groups, device = length // 8, batch * n_kv_head, torch.device("cpu")
-    block = block_size(groups, chosen, blocks_of(n_head, n_kv_head, head_dim)["BLOCK_D"] * 2, device)
-    splits = split_count(groups, chosen, block, device)
-    parts = 2 * 4 * batch * n_head * splits * (head_dim + 1) if splits > 1 else 0  # written, and read to combine them
-    size = groups * chosen * (2 * head_dim * 2 + 8) + parts + 2 * batch * n_head * head_dim * 2
-    return [dict(op="gather_attention, 1/8 of the tokens", bytes=size, launches=1 + (splits > 1))]

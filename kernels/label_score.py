@@ -5,15 +5,15 @@ The kernels read and write each byte of the labels once. In scoring, a thread lo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, on_cpu, tl, triton, use_native, use_triton
-from kernels.latent_score import empty_scores, filled
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.latent_score import head_scores
 from kernels.quantize import half_params, pack
+from kernels.splits import empty_scores
+from kernels.tiles import filled, scale_zero
 
 SCORED, WARPS = 512, 4  # tokens of a program: 10 KB at 32 channels of 4 bits, and as many programs as fit hide latency
 STORED = 16  # tokens of a program that stores a prompt
@@ -63,7 +63,7 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
         return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
     if params is None:
         if use_triton(q):
-            return torch.ops.kv_fast.latent_score(q[:, :, None], labels, pos)[:, :, 0]
+            return head_scores(q[:, :, None], labels, pos)[:, :, 0]
         return (labels.float() @ q[..., None])[..., 0]
     # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
     # order: the i-th codes of all bytes are a matrix of their own
@@ -117,8 +117,7 @@ def _label_score(
         else:
             code = upper & ((2**BITS - 1) << (i * BITS - 24))
             score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (128 - i * BITS))
-    scale = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    zero = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    scale, zero = scale_zero(both)
     y = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
     tl.store(out + b * out_row + h * out_head + t, y, mask=t < tl.cdiv(T, 16) * 16)
 
@@ -205,38 +204,3 @@ torch.library.register_fake(
     lib=_lib,
 )
 torch.library.register_fake("kv_fast::store_labels", lambda k, channels, start, labels, params, bits: None, lib=_lib)
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """Scores from a quarter of the channels; labels of a prompt and of one token."""
-    R, score = head_dim // 4, ("label_row", "label_head", "param_row", "param_head", "out_row", "out_head")
-    types = dict(q="*fp32", labels="*i32", params="*i32", pos="*i64", out="*fp32", H="i32", T="i32:16")
-    types |= dict.fromkeys(score, "i64:16")
-    out: list[Aot] = []
-    for bits in (4, 2):
-        W = R * bits // 32
-        sizes = dict(R=R, BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED)
-        signature = types | dict.fromkeys(sizes, "constexpr")
-        out.append((f"label score, {bits} bits", _label_score, signature, sizes, dict(num_warps=WARPS, num_stages=1)))
-    types = dict(k="*bf16", channels="*i64", start="*i64", labels="*u8", params="*fp16", H="i32", S="i32")
-    types |= dict.fromkeys(
-        ("k_row", "k_head", "k_slot", "label_row", "label_head", "param_row", "param_head"), "i64:16"
-    )
-    for name, block in (("prompt", STORED), ("token", 1)):
-        sizes = dict(R=R, BITS=4, BLOCK_W=triton.next_power_of_2(R // 2), BLOCK_S=block)
-        signature = types | dict.fromkeys(sizes, "constexpr")
-        out.append((f"labels of a {name}", _store_labels, signature, sizes, dict(num_warps=1, num_stages=1)))
-    return out
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes and launches of scoring `length` tokens by a quarter of the channels, of storing a token and a prompt."""
-    rows, r, out = batch * n_kv_head, head_dim // 4, []
-    for bits in (4, 2):
-        label = r * bits // 8 + 4  # of a token, with scale and zero
-        out.append(dict(op=f"label_score, {bits} bits", bytes=rows * (length * (label + 4) + 4 * r), launches=1))
-    label = r // 2 + 4
-    # of a key that has left the L2 whole lines are read, and channels are spread over all of them
-    out.append(dict(op="store_labels, token", bytes=rows * (2 * head_dim + label) + 8 * n_kv_head * r, launches=1))
-    size = rows * length * (2 * head_dim + label) + 8 * n_kv_head * r
-    return [*out, dict(op="store_labels, prompt", bytes=size, launches=1)]

@@ -13,9 +13,9 @@ balances at 295 (989 TFLOP/s, 3.35 TB/s). Llama-2-7B (32 heads, r = 1024), 512 o
 Unlike other decode attention this is a matrix product with a softmax behind it, and is tiled as one. A program reads,
 for N tokens and one head, N r latents and r D numbers of the basis, both out of L2, where the latents stay for all
 heads and the basis for all rows: 2 r (N + D) bytes for 2 N r D operations. N = D = 128 are 64 operations a byte: if L2
-gives 5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (`account` counts its bytes); N = 64 would reach 43 a byte,
-N = 256 or two heads a program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes a
-token and head: at r = 256 as much as the latents.
+gives 5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (the kernel report counts its bytes); N = 64 would reach 43 a
+byte, N = 256 or two heads a program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes
+a token and head: at r = 256 as much as the latents.
 
 128 x 128 accumulators are 64 a thread in 8 warps, and the rotation, what is loaded ahead and the values' tile bring it
 to some 230 registers: one program a multiprocessor on an H100, two at tiles of 64 tokens in 4 warps.
@@ -23,19 +23,17 @@ to some 230 registers: one program a multiprocessor on an H100, two at tiles of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, combine, dot, multiprocessors, on_cpu, split_count, tl, triton, use_native, use_triton
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
-from kernels.gather_attention import LOG2_E, parts_of
 from kernels.latent import LatentTokens, read_tokens
-from kernels.packed_gather_attention import unpack_tile
-from kernels.quantize import GROUP
-from model import apply_rope
+from kernels.quantize import WORDS
+from kernels.rope import apply_rope
+from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
+from kernels.tiles import LOG2_E, dot, unpack_tile
 
 MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
@@ -66,23 +64,39 @@ def latent_attention(
             q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), pos, idx, count, cos, sin,
             ring.bits, store.bits,
         )  # fmt: skip
-    B, Hq, D = q.shape
-    R, row = ring.latents[0].shape[1], torch.arange(B, device=q.device)[:, None]
-    newest = pos[:, None] - torch.arange(R, device=q.device)
+    k, v, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, q.shape[2])
+    return masked_attention(q, k, v, mask[:, None])
+
+
+def expand_tokens(
+    basis: Tensor,
+    ring: LatentTokens,
+    store: LatentTokens,
+    pos: Tensor,
+    idx: Tensor | None,
+    count: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tokens of `latent_attention` in the clear: keys, rotated, and values [B, n, N, D], the positions [B, N] they
+    stand at, and which of them are there, bool [B, N]."""
+    B = len(pos)
+    R, row = ring.latents[0].shape[1], torch.arange(B, device=pos.device)[:, None]
+    newest = pos[:, None] - torch.arange(R, device=pos.device)
     if idx is None or count is None:  # the last R slots of a store never hold anything
-        idx = torch.arange(store.latents[0].shape[1] - R, device=q.device).expand(B, -1)
+        idx = torch.arange(store.latents[0].shape[1] - R, device=pos.device).expand(B, -1)
         count = pos + 1 - R
     keys, values = [], []
     for tokens, slot in ((ring, newest % R), (store, idx)):
         latents, v = read_tokens(tokens, slot)
         keys.append(latents @ basis[: latents.shape[2]])
-        values.append(v.to(q.dtype))
-    k, v = (torch.cat(x, 1).view(B, -1, basis.shape[1] // D, D).transpose(1, 2) for x in (keys, values))  # [B, n, K, D]
+        values.append(v.to(basis.dtype))
+    k, v = (torch.cat(x, 1).unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (keys, values))
     at = torch.cat((newest.clamp(min=0), idx), 1)
     table = (cos[0][at], sin[0][at]) if len(cos) == 1 else (cos[row, at], sin[row, at])
-    chosen = torch.arange(idx.shape[1], device=q.device) < count[:, None]
-    mask = torch.cat((newest >= 0, chosen), 1)[:, None]
-    return masked_attention(q, apply_rope(k, *(x[:, None] for x in table)), v, mask)
+    chosen = torch.arange(idx.shape[1], device=pos.device) < count[:, None]
+    return apply_rope(k, *(x[:, None] for x in table)), v, at, torch.cat((newest >= 0, chosen), 1)
 
 
 # ---- Triton ----
@@ -234,11 +248,10 @@ def _latent_attention(
 
 def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options for tiles of `block` tokens."""
-    width, block_r = triton.next_power_of_2(D), BLOCK_R * 2 // itemsize
-    constants = dict(G=G, D=D, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_D=width, BLOCK_N=block)
+    tile, block_r = blocks_of(G, 1, D), BLOCK_R * 2 // itemsize
     # a product of one step would not be pipelined
-    constants |= dict(BLOCK_R=block_r if lead > block_r else max(16, block_r // 2))
-    many = block * width * (2 if _large(itemsize, bits) else 1) > 8192
+    constants = tile | dict(BLOCK_N=block, BLOCK_R=block_r if lead > block_r else max(16, block_r // 2))
+    many = block * tile["BLOCK_D"] * (2 if _large(itemsize, bits) else 1) > 8192
     return constants, dict(num_warps=8 if many else 4, num_stages=NUM_STAGES)
 
 
@@ -274,11 +287,10 @@ def _launch(
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
     splits = splits or split_count(B * H, n, block, q.device)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
-    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels
     if ring_params is not None:
-        ring_v, ring_params = ring_v.view(word[ring_bits]), ring_params.view(torch.int32)
+        ring_v, ring_params = ring_v.view(WORDS[ring_bits]), ring_params.view(torch.int32)
     if params is not None:
-        v, params = v.view(word[bits]), params.view(torch.int32)
+        v, params = v.view(WORDS[bits]), params.view(torch.int32)
     idx, count = (None if x is None else x.contiguous() for x in (idx, count))
     part, lse = parts_of(q, splits)
     _latent_attention[(B * H, splits)](
@@ -298,66 +310,3 @@ _lib.define(
 _lib.impl("latent_attention", on_cpu(_launch, native.latent_attention), "CPU")
 _lib.impl("latent_attention", _launch, "CUDA")
 torch.library.register_fake("kv_fast::latent_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
-
-
-PRESETS = (("sals-25", 4, 4), ("sals-12.5", 8, 2))  # name, n*D / r, bits of values
-RECENT, BUDGET = 64, 8  # tokens of the ring; of 8 tokens one is attended to
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """The presets, chosen tokens and all; smaller tiles as small batches take them; whole values; fp32."""
-    width, names = n_kv_head * head_dim, _latent_attention.arg_names
-    out: list[Aot] = []
-    for name, share, bits, dtype, block, listed in (
-        *((name, share, bits, "bf16", MAX_BLOCK, True) for name, share, bits in PRESETS),
-        ("sals-25 dense", 4, 4, "bf16", MAX_BLOCK, False), ("sals-25", 4, 4, "bf16", 64, True),
-        ("sals-25", 4, 4, "bf16", 32, True), ("8 bits", 4, 8, "bf16", MAX_BLOCK, True),
-        ("16 bits", 4, 16, "bf16", 64, True), ("sals-25 fp32", 4, 4, "fp32", 64, True),
-    ):  # fmt: skip
-        constants, options = _config(
-            n_head // n_kv_head, head_dim, width // share // 2, block, 4 if dtype == "fp32" else 2, bits
-        )
-        constexprs: dict[str, Any] = constants | dict(H=n_kv_head, RING_RANK=width // 2, LEAD=width // share // 2)
-        constexprs |= dict(REST=width // share // 2, RING_BITS=max(8, bits), BITS=bits)
-        types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "basis", "ring_k", "lead", "rest"), f"*{dtype}")
-        types |= dict.fromkeys(("pos", "idx", "count"), "*i64") | dict.fromkeys(("cos", "sin", "part", "lse"), "*fp32")
-        types |= dict.fromkeys(("ring_rank", "lead_rank", "rest_rank"), "i32:16")
-        types |= dict(ring_params="*i32", params="*i32", v=f"*{dtype}" if bits == 16 else f"*i{8 * bits}")
-        types |= dict(
-            ring_v=f"*{dtype}" if bits == 16 else "*i64",
-            idx_row="i64:16",
-            q_row="i64:16",
-            q_head="i64:16",
-            table_row="i64:16",
-        )
-        absent = (() if listed else ("idx", "count")) + (("ring_params", "params") if bits == 16 else ())
-        constexprs |= dict.fromkeys(absent)
-        types |= dict.fromkeys(constexprs, "constexpr")
-        out.append((f"{name}, tiles of {block}", _latent_attention, types, constexprs, options))
-    return out
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Of one call in bf16, for an eighth of the tokens and for all; in `bytes`, latents are read once a row.
-
-    `l2_bytes` is what programs read in all: latents and angles once a head, the basis once a tile of tokens.
-    """
-    width, device = n_kv_head * head_dim, torch.device("cpu")
-    out: list[dict[str, Any]] = []
-    for name, share, bits in PRESETS:
-        for what, attended in (("an eighth", length // BUDGET), ("all", length)):
-            rank, ring_rank, recent = width // share, width // 2, min(RECENT, attended)
-            chosen, r_bytes = attended - recent, width * 2 // GROUP * 2
-            block = block_size(batch * n_kv_head, chosen, head_dim, 2, bits, device)
-            splits = split_count(batch * n_kv_head, chosen + recent * (ring_rank // rank), block, device)
-            partial = 0 if splits == 1 else batch * n_head * splits * (head_dim + 1) * 4
-            tokens = chosen * (rank * 2 + width * bits // 8 + r_bytes) + recent * (ring_rank * 2 + width + r_bytes)
-            listed = chosen * 8 if attended < length else 0
-            angles, coordinates = attended * head_dim * 4, chosen * rank + recent * ring_rank
-            small = ring_rank * width * 2 + batch * n_head * head_dim * 4 + 2 * partial
-            tiles = triton.cdiv(chosen, block) * rank + triton.cdiv(recent, block) * ring_rank
-            l2 = batch * (n_kv_head * (coordinates * 2 + angles + listed + tiles * head_dim * 2) + tokens)
-            flops = 2 * batch * (coordinates * width + 2 * attended * n_head * head_dim)
-            out.append(dict(op=f"latent attention {name}, {what}", bytes=batch * (tokens + listed) + angles + small,
-                            flops=flops, launches=1 + (splits > 1), l2_bytes=l2))  # fmt: skip
-    return out

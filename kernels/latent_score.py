@@ -6,12 +6,12 @@ with the memory at two operations an element; with more, a block of queries is o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, dot, tl, triton, use_triton
+from kernels.backend import tl, triton, use_triton
+from kernels.splits import empty_scores
+from kernels.tiles import dot, filled
 
 # One query: a tile of 8192 elements is 16 KB of bf16 in flight per program, four times what covers the latency of an
 # H100's memory when its multiprocessors hold four programs each. More queries: two tiles are fetched ahead.
@@ -26,23 +26,13 @@ def latent_score(q: Tensor, latents: Tensor, pos: Tensor | None = None) -> Tenso
     pos [B], if given, is the last slot that matters: later ones need not be read, and their scores may be anything.
     """
     if use_triton(q):
-        return torch.ops.kv_fast.latent_score(q[:, None], latents[:, None], pos)[:, 0]
+        return head_scores(q[:, None], latents[:, None], pos)[:, 0]
     return q.float() @ latents[: len(q)].float().transpose(1, 2)
 
 
-def empty_scores(*size: int, device: torch.device) -> Tensor:
-    """Uninitialized fp32 [..., T] whose rows start at multiples of 64 bytes, for wide loads and stores at any T."""
-    *lead, T = size
-    return torch.empty(*lead, triton.cdiv(T, 16) * 16, dtype=torch.float32, device=device)[..., :T]
-
-
-@triton.jit
-def filled(pos, b, T):
-    """Slots of row b that matter: all T, or those up to its position."""
-    n = T
-    if pos is not None:
-        n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
-    return n
+def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
+    """The kernel where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]."""
+    return torch.ops.kv_fast.latent_score(q, latents, pos)
 
 
 @triton.jit
@@ -124,36 +114,3 @@ torch.library.register_fake(
     lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
     lib=_lib,
 )
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """Half of the 25 and of the 12.5 % of all channels that SALS keeps, for one query and for one per head; labels."""
-    one = ("q_row", "q_head", "x_row", "x_head", "x_slot", "out_row", "out_head")
-    width, out = n_kv_head * head_dim, []
-    for name, R, dtype in (("25%", width // 8, "bf16"), ("12.5%", width // 16, "bf16"), ("fp32", width // 8, "fp32")):
-        block_r = min(MAX_R, triton.next_power_of_2(R))
-        types = dict(q=f"*{dtype}", x=f"*{dtype}", pos="*i64", out="*fp32", H="i32", T="i32:16")
-        sizes = dict(R=R, BLOCK_R=block_r, BLOCK_T=TILE // block_r)
-        signature = types | dict.fromkeys(one, "i64:16") | dict.fromkeys(sizes, "constexpr")
-        out.append((f"score of one query, {name}", _score_one, signature, sizes, dict(num_warps=4, num_stages=1)))
-        sizes = dict(
-            C=n_head,
-            R=R,
-            BLOCK_C=max(16, triton.next_power_of_2(n_head)),
-            BLOCK_R=32 if dtype == "fp32" else 64,
-            BLOCK_T=DOT_T,
-        )
-        signature = types | dict.fromkeys((*one, "q_query", "out_query"), "i64:16") | dict.fromkeys(sizes, "constexpr")
-        out.append((f"score of all heads, {name}", _score_many, signature, sizes,
-                    dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES)))  # fmt: skip
-    return out
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes and launches of scoring `length` tokens in bf16: SALS at 25 and 12.5 %, one query; 25 %, all heads."""
-    out = []
-    for name, share, queries in (("25%", 8, 1), ("12.5%", 16, 1), ("25%, all heads", 8, n_head)):
-        r = n_kv_head * head_dim // share
-        size = batch * (length * (2 * r + 4 * queries) + 2 * queries * r)
-        out.append(dict(op=f"latent_score {name}", bytes=size, launches=1))
-    return out

@@ -1,4 +1,4 @@
-"""Low-rank keys and values: projection, attention over latents, and Oja's rule for the bases (OjaKV).
+"""Low-rank keys and values: projection, and attention over latents (OjaKV). kernels/oja.py updates the bases.
 
 A basis is [B or 1, Hkv, D, r] in fp32, orthonormal columns: one per row and KV head, or shared by all rows (1).
 Latents [B, Hkv, n, r] are the coordinates of tokens [B, Hkv, n, D] in it, in the cache's dtype.
@@ -22,16 +22,12 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, dot, split_count, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
-from kernels.gather_attention import LOG2_E, blocks_of, softmax_step
+from kernels.oja import change_basis, oja_step, orthonormalize  # noqa: F401  # until importers move
+from kernels.splits import blocks_of, split_count
+from kernels.tiles import LOG2_E, dot, softmax_step
 
-# Of rule "column": a column that holds less than this many tokens would, were they spread over all D channels, is
-# divided by what they would hold. Otherwise the few tokens of a short prompt, or of one step, turn columns towards
-# themselves by the full eta where they have next to nothing in them: on the shipped model, updates by 256 tokens one by
-# one multiply the residual energy of the text behind them by 3.2, and with the floor by 0.98. Ours, not the paper's.
-COLUMN_TOKENS = 32
-TINY = 1e-30  # divides what is all zeros
 SLOTS = 16  # Triton reads 16 bytes at once where a stride is a multiple of 16
 
 
@@ -139,46 +135,6 @@ def _lowrank_attention_cuda(
         return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
     held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]  # no length may reach the host
     return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held, *rest)
-
-
-def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tensor:
-    """Turn a basis [B, Hkv, D, r] towards tokens x [B, Hkv, m, D] by Oja's rule (OjaKV, Sec. 5.2); both fp32.
-
-    A token of zeros changes nothing. The result's columns are not orthonormal: see `orthonormalize`.
-    raw: U + eta (X - Y U^T)^T Y with Y = X U, Algorithm 1 to the letter: it diverges once eta |X|^2 is large.
-    batch: that sum divided by sum |x|^2. column: column c of it divided by its own energy, sum_t y_tc^2, or if that is
-    more by COLUMN_TOKENS / D of a token's mean |x|^2.
-    sequential: one token at a time in the order of x, each step divided by |x|^2.
-    """
-    if rule == "sequential":
-        for token in x.split(1, 2):  # [B, Hkv, 1, D]
-            basis = oja_step(basis, token, eta, "batch")
-        return basis
-    y = x @ basis
-    step = (x - y @ basis.mT).mT @ y  # [B, Hkv, D, r]
-    total = x.square().sum((2, 3), keepdim=True)
-    if rule == "batch":
-        step = step / total.clamp(min=TINY)
-    elif rule == "column":
-        energy = y.square().sum(2, keepdim=True)  # [B, Hkv, 1, r]
-        tokens = (x != 0).any(3, keepdim=True).sum(2, keepdim=True).clamp(min=1)  # zeros are padding
-        step = step / energy.maximum(total / tokens * (COLUMN_TOKENS / x.shape[3])).clamp(min=TINY)
-    return basis + eta * step
-
-
-def orthonormalize(basis: Tensor) -> Tensor:
-    """Q of the QR decomposition with diag(R) > 0: otherwise columns flip, and latents stored before point backwards."""
-    q, r = torch.linalg.qr(basis)
-    return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[..., None, :]
-
-
-def change_basis(latents: Tensor, old: Tensor, new: Tensor) -> None:
-    """In place: latents [B, Hkv, n, r] stored under `old` become those of their reconstruction under `new`.
-
-    Row by row, because a whole layer in fp32 is large; transposed, because so the cache holds them.
-    """
-    for row, turn in zip(latents.mT, new.mT @ old, strict=True):
-        row.copy_(turn @ row.float())
 
 
 # ---- Triton ----
@@ -365,50 +321,3 @@ _lib.define(
 _lib.impl("lowrank_attention", _lowrank_attention_cpu, "CPU")
 _lib.impl("lowrank_attention", _lowrank_attention_cuda, "CUDA")
 torch.library.register_fake("kv_fast::lowrank_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
-
-RANKS = (0.6, 0.8)  # of D: ojakv's presets
-HELD = 96  # full-rank tokens of ojakv: 32 first, 32 last, 32 decoded
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """At ojakv's ranks, by the layout of its cache; the expansion at its largest and at a usual number of parts."""
-    shape, entries = blocks_of(n_head, n_kv_head, head_dim), []
-
-    def entry(name: str, fn: Any, types: dict[str, str], sizes: dict[str, Any], warps: int, stages: int) -> None:
-        types = dict.fromkeys(fn.arg_names, "i32") | types | dict.fromkeys(sizes, "constexpr")
-        entries.append((name, fn, types, sizes, dict(num_warps=warps, num_stages=stages)))
-
-    for rank, dtype, itemsize in ((RANKS[0], "bf16", 2), (RANKS[1], "bf16", 2), (RANKS[0], "fp32", 4)):
-        r = round(rank * head_dim)
-        R, name = max(16, triton.next_power_of_2(r)), f"r = {r} {dtype}"
-        stored = dict.fromkeys(("q", "q_lat", "k_lat", "v_lat", "k_full", "v_full", "out"), f"*{dtype}")
-        stored |= dict.fromkeys(("part_lat", "part_full", "lse", "basis"), "*fp32")
-        stored |= dict(stored="*i64", filled="*i1", q_row="i64:16", q_head="i64:16", C="i32:16")
-        stored |= dict.fromkeys(("lat_row", "lat_head", "lat_chan"), "i64:16")
-
-        def of(fn: Any, types: dict[str, str] = stored) -> dict[str, str]:
-            return {k: t for k, t in types.items() if k in fn.arg_names}
-
-        sizes = shape | dict(R=r, BLOCK_R=R, BLOCK_N=block_size(head_dim, r, itemsize), lat_slot=1)
-        entry(f"attend {name}", _attend, of(_attend), sizes, NUM_WARPS, NUM_STAGES)
-        entry(f"fold {name}", _fold, of(_fold), shape | dict(R=r, BLOCK_C=FOLD_R), 4, 1)
-        for parts in (8, 64):
-            sizes = dict(D=head_dim, R=r, BLOCK_S=parts, BLOCK_F=4, BLOCK_R=R, BLOCK_D=EXPAND_D)
-            entry(f"expand {name}, {parts} parts", _expand, of(_expand), sizes, expand_warps(parts), 1)
-    return entries
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes that one call reads and writes with `length` tokens in each row of ojakv-0.6 in bf16, and its launches."""
-    groups, heads, r = batch * n_kv_head, batch * n_head, round(RANKS[0] * head_dim)
-    held = min(length, HELD)
-    block, device = block_size(head_dim, r, 2), torch.device("cpu")
-    s_lat, s_full = split_counts(groups, length, r, HELD, head_dim, block, device)
-    parts = 4 * heads * (s_lat * (r + 1) + s_full * (head_dim + 1))
-    tokens = 2 * 2 * groups * ((length - held) * r + held * head_dim)
-    basis, q, q_lat = 4 * groups * head_dim * r, 2 * heads * head_dim, 2 * heads * r
-    return [
-        dict(op="lowrank: fold", bytes=basis + q + q_lat, launches=1),
-        dict(op="lowrank: attend", bytes=tokens + q + q_lat + parts, launches=1),
-        dict(op="lowrank: expand", bytes=basis + parts + q, launches=1),
-    ]

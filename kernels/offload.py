@@ -16,20 +16,17 @@ would fetch no faster, and take issue slots and registers from the compute strea
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, split_count, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
-from kernels.gather_attention import block_size
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
 
 PROGRAMS = 32  # of a fetch, whatever its size
 TILE_BYTES, MAX_ROWS = 8192, 64  # of K or V that a program has on the way
-BUS, RING = 64e9, 16  # of `account`: bytes a second of PCIe 5 x16, and double_sparsity_offload's newest tokens
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
@@ -224,29 +221,3 @@ def hit_rate(predicted: Tensor, true: Tensor, count: Tensor) -> Tensor:
     head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # a number of its own for each head's slots
     found = torch.isin((true + head), (predicted + head)[meant]) & meant
     return torch.where(count > 0, found.sum(-1) / count.clamp(min=1), 1.0)
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    entries: list[Aot] = []
-    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
-        types = dict.fromkeys(("host_k", "host_v", "out_k", "out_v"), f"*{dtype}") | dict(idx="*i64")
-        sizes = dict(D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), ROWS=rows_of(head_dim, itemsize))
-        types = types | dict.fromkeys(("n", "K", "T"), "i32") | dict.fromkeys(sizes, "constexpr")
-        entries.append((f"fetch {dtype}", _fetch, types, sizes, dict(num_warps=4, num_stages=1)))
-    return entries
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes that one call moves on the device with `length` tokens in each row, 1/16 of them chosen, K and V in bf16.
-
-    What a fetch reads comes over the bus, while the layer before computes.
-    """
-    groups, heads, device = batch * n_kv_head, batch * n_head, torch.device("cpu")
-    n, width = max(1, -(-length // 16) - RING), 2 * 2 * head_dim
-    rows, listed = groups * n * width, 8 * groups * n
-    splits = split_count(groups, n + RING, block_size(groups, n + RING, width // 2, device), device)
-    whole = 2 * 2 * heads * head_dim + groups * RING * width + 2 * 4 * heads * splits * (head_dim + 1)
-    return [
-        dict(op="fetch_rows over the bus", bytes=rows + listed, launches=1, bandwidth=BUS),
-        dict(op="fetched_attention", bytes=rows + listed + whole, launches=2),
-    ]

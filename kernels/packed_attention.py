@@ -8,14 +8,12 @@ lengths. Whoever reads a head's first slots takes the extra token.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, use_native, use_triton
-from kernels.dense_attention import split_aot, split_attention, split_bytes
+from kernels.backend import use_native, use_triton
+from kernels.dense_attention import split_attention
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define(
@@ -148,17 +146,3 @@ _lib.impl("packed_attention", _packed_attention, "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_attention", lambda q, k, v, stop, mean_k, mean_v, count: q.new_empty(q.shape), lib=_lib
 )
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    shape, extra = (n_head, n_kv_head, head_dim), ("mean_k", "mean_v", "count")
-    return [
-        split_aot("packed with extra token", *shape, absent=("start",)),
-        split_aot("packed", *shape, absent=("start", *extra)),
-    ]
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Of one decode step of a layer, all of whose heads keep a fifth: bytes read and written in bf16, launches."""
-    size = split_bytes(n_head, n_kv_head, head_dim, batch, length // 5) + 2 * batch * n_kv_head * head_dim * 4
-    return [dict(op="packed_attention, 1/5 of the tokens", bytes=size, launches=2)]

@@ -6,19 +6,20 @@ of decoded tokens in full precision, under one softmax.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, combine, dot, on_cpu, split_count, tl, triton, use_native, use_triton
-from kernels.gather_attention import LOG2_E, block_size, blocks_of, gather_rows, parts_of, softmax_step, write_part
-from kernels.quantize import GROUP
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.gather_attention import gather_rows
+from kernels.quantize import GROUP, WORDS
 from kernels.sign_codes import SUB
+from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
+from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
 
 UNIT = 8  # channels that are one word of `bits` bytes, beside one byte of sign codes
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PackedTokens(NamedTuple):
@@ -103,6 +104,14 @@ def fetch(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
     return k, unpack_units(take(packed.v), take(packed.v_params.flatten(3)), packed.bits)
 
 
+def read_packed(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of slots idx [B, Hkv, K] in the clear -> two [B, Hkv, K, D], channels in their order."""
+    k, v = fetch(packed, idx)
+    if packed.k_params is not None:
+        k, v = (x.unflatten(-1, (UNIT, -1)).mT.flatten(-2) for x in (k, v))
+    return (k if packed.alpha is None else k * packed.alpha[: len(k), :, None]), v
+
+
 def unit_order(x: Tensor) -> Tensor:
     """[..., D] -> [..., D]: the first channels of all units of 8, then their second channels, and so on."""
     return x.unflatten(-1, (-1, UNIT)).mT.flatten(-2)
@@ -133,43 +142,6 @@ def unpack_units(packed: Tensor, params: Tensor, bits: int, signs: Tensor | None
 
 UNPACKED = 32  # most tokens of a block that is unpacked in registers: 64 take 170 and hold two programs, not four
 NUM_WARPS, NUM_STAGES = 4, 3
-
-
-@triton.jit
-def scale_zero(params):
-    """int32 that hold two fp16 numbers -> scale, zero in fp32."""
-    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)
-
-
-@triton.jit
-def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None."""
-    x = ((word >> (BITS * r)) & (2**BITS - 1)).to(tl.float32) * scale + zero
-    if codes is not None:
-        # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
-        bit: tl.constexpr = 3 - r if r < 4 else 11 - r
-        x = tl.where((codes >> bit) & 1 != 0, x, -x)
-    return x.to(DTYPE)
-
-
-@triton.jit
-def unpack_tile(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order.
-
-    All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
-    """
-    N: tl.constexpr = word.shape[0]
-    U: tl.constexpr = word.shape[1]
-    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
-    c = codes
-    x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
-    x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
-    x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE), _channel(word, s, z, c, 6, BITS, DTYPE))
-    x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE), _channel(word, s, z, c, 7, BITS, DTYPE))
-    x = tl.join(tl.join(x04, x26), tl.join(x15, x37))
-    return tl.reshape(x, [N, 8 * U])
 
 
 @triton.jit
@@ -299,41 +271,3 @@ _lib.define(
 _lib.impl("packed_gather_attention", on_cpu(launch, native.packed_gather_attention), "CPU")
 _lib.impl("packed_gather_attention", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake("kv_fast::packed_gather_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    names = _packed_gather_attention.arg_names
-    entries: list[Aot] = []
-    for bits, signed, dtype, block in (
-        (2, True, "bf16", UNPACKED), (2, True, "bf16", 16), (2, False, "bf16", UNPACKED), (4, True, "bf16", UNPACKED),
-        (8, True, "bf16", UNPACKED), (16, False, "bf16", 64), (2, True, "fp32", UNPACKED),
-    ):  # fmt: skip
-        stored = f"*{dtype}" if bits == 16 else f"*i{8 * bits}"
-        constexprs: dict[str, Any] = blocks_of(n_head, n_kv_head, head_dim) | dict(BITS=bits, BLOCK_N=block)
-        types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "sink_k", "sink_v", "tail_k", "tail_v"), f"*{dtype}")
-        types |= dict.fromkeys(("idx", "count", "pos", "prompt_len", "flushed"), "*i64")
-        types |= dict(k=stored, v=stored, k_params="*i32", v_params="*i32", alpha="*fp32", codes="*u8")
-        types |= dict.fromkeys(("part", "lse"), "*fp32") | dict.fromkeys(("q_row", "q_head"), "i64:16")
-        absent = ("k_params", "v_params", "alpha", "codes") if bits == 16 else () if signed else ("codes",)
-        constexprs |= dict.fromkeys(absent)
-        types |= dict.fromkeys(constexprs, "constexpr")
-        name = f"{bits} bits{' signed' if signed else ''} {dtype}, blocks of {block}"
-        entries.append(
-            (name, _packed_gather_attention, types, constexprs, dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES))
-        )
-    return entries
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes and launches of one layer and step at 2 bits: 7.5 % of the tokens, 64 of them sinks; nothing decoded yet.
-
-    Each decoded token in the ring adds 4 * head_dim bytes a KV head. The list is of int64. Parts are written and read.
-    """
-    chosen, rows, D = max(0, int(0.075 * length) - 64), batch * n_kv_head, head_dim
-    each = D // 8 + 2 * (D // 4 + D // 32 * 4) + 8
-    block = min(UNPACKED, block_size(rows, chosen + 64, triton.next_power_of_2(D) * 2, torch.device("cpu")))
-    parts = split_count(rows, chosen + 64, block, torch.device("cpu")) * batch * n_head * (D + 1) * 4
-    fixed = 64 * 2 * D * 2 + 4 * D  # sinks and alpha
-    read = rows * (chosen * each + fixed) + 2 * batch * n_head * D * 2
-    return [dict(op="packed_gather_attention", bytes=read + parts, launches=1),
-            dict(op="combine of packed_gather_attention", bytes=parts, launches=1)]  # fmt: skip

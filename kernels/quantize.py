@@ -6,14 +6,14 @@ dequantize in registers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels.backend import Aot, tl, triton, use_triton
+from kernels.backend import tl, triton, use_triton
+from kernels.tiles import encode_groups
 
 GROUP = 32  # channels that share a scale and a zero
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels of so many bits are one integer
 FP16_MAX = 65504.0
 
 
@@ -83,25 +83,6 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def encode_groups(x, BITS: tl.constexpr):
-    """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero.
-
-    Divisions are rounded as torch does, and ties go to the even code, so that both versions give the same bytes.
-    """
-    LEVELS: tl.constexpr = 2**BITS - 1
-    zero = tl.minimum(tl.maximum(tl.min(x, 1), -65504.0), 65504.0).to(tl.float16)
-    scale = tl.div_rn(tl.max(x, 1) - zero.to(tl.float32), LEVELS * 1.0)
-    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
-    step = tl.maximum(scale.to(tl.float32), 1e-8)
-    code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
-    code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
-    words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
-    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return words, pair | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-
-
-@triton.jit
 def _quantize(
     x, mean, alpha, packed, params, n, heads, tokens, x_row, x_head, x_token,
     D: tl.constexpr, BITS: tl.constexpr, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -166,29 +147,3 @@ torch.library.register_fake(
     lambda lo, hi, levels: (torch.empty_like(lo, dtype=torch.float16), torch.empty_like(lo, dtype=torch.float16)),
     lib=_lib,
 )
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """Values at each number of bits; keys and their centring; keys of the ring, which are centred."""
-    entries: list[Aot] = []
-    for name, bits, dtype, mean, alpha in (
-        ("values", 2, "bf16", False, False), ("values", 4, "bf16", False, False), ("values", 8, "bf16", False, False),
-        ("values", 2, "fp32", False, False), ("keys", 2, "bf16", True, True), ("flushed keys", 2, "bf16", False, True),
-    ):  # fmt: skip
-        types = dict(x=f"*{dtype}", mean="*fp32", alpha="*fp32", packed="*i32", params="*i32", n="i32:16")
-        types |= dict(heads="i32", tokens="i32") | dict.fromkeys(("x_row", "x_head", "x_token"), "i64:16")
-        constexprs: dict[str, Any] = dict(D=head_dim, BITS=bits, MAGNITUDE=alpha, BLOCK=BLOCK)
-        constexprs |= {x: None for x, given in (("mean", mean), ("alpha", alpha)) if not given}
-        types |= dict.fromkeys(constexprs, "constexpr")
-        options = dict(num_warps=NUM_WARPS)
-        entries.append((f"{name}, {bits} bits of {dtype}", _quantize, types, constexprs, options))
-    return entries
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes and launches of compressing a prompt's keys and values in bf16 to 2 bits, one layer."""
-    groups = batch * n_kv_head * length * head_dim // GROUP
-    return [
-        dict(op=f"quantize {x}", bytes=groups * (2 * GROUP + 2 * GROUP // 8 + 4), launches=1)
-        for x in ("keys", "values")
-    ]

@@ -1,4 +1,4 @@
-"""Selection of tokens: exact top-k under a mask, and SnapKV's scores of a prompt by its last queries.
+"""Selection of tokens: exact top-k, under a mask or with the first and the newest tokens forced in.
 
 The kernels neither sort nor come back to the host. Scores become integers of the same order, and the lowest one to be
 taken is found by bisection: a step counts the keys that are not below the middle, all in registers. The search ends as
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.bisection import HIGH, LOW, bisect, ends_of, keys_of, slot_of, target_of, write_slots
+from kernels.prompt_scores import snapkv_scores  # noqa: F401  # until importers move
 
 ROW = 16384  # keys of one program: 32 a thread, beside which the registers of 512 threads hold little else
 CHUNK, CHUNK_WARPS = 8192, 8  # keys of a program of the three kernels: 32 a thread, and two programs a multiprocessor
@@ -36,7 +36,6 @@ KEYS = 16  # keys a thread of one program, up to 512 threads
 SPAN = 8  # neighbouring slots in a chunk, 32 bytes: the fewer, the more alike are the chunks. Divides 32
 SLACK = 32  # keys that a chunk may leave undecided
 LISTED = 4096  # candidates held in registers; any more are read again at every step
-LOW, HIGH = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of what may not be chosen, and of what is forced in
 
 
 def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,108 +72,6 @@ def budget_select(
     return topk_select(scores, filled[:, None], k, wanted[:, None].expand(scores.shape[:2]))
 
 
-def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool: int = 7) -> Tensor:
-    """Attention mass that the last `window` queries of each prompt give its tokens (SnapKV, Li et al. 2024, Sec. 4).
-
-    q [B, Hq, S, D], k [B, Hkv, S, D] rotated, lengths [B] -> fp32 [B, Hkv, S]: softmax, summed over the queries and
-    the group's heads, max-pooled over `pool` neighbours; -inf past the prompt's end.
-    """
-    B, Hq, S, D = q.shape
-    Hkv = k.shape[1]
-    at = lengths[:, None] - window + torch.arange(window, device=q.device)  # [B, W] positions of the last queries
-    last = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(B, Hq, window, D))
-    t = torch.arange(S, device=q.device)
-    seen = t <= at[..., None]  # causal; a negative position (prompt shorter than the window) sees nothing
-    logits = last.view(B, Hkv, -1, D).float() @ k.float().transpose(2, 3) * D**-0.5  # [B, Hkv, g * W, S]
-    logits = logits.view(B, Hkv, -1, window, S).masked_fill(~seen[:, None, None], float("-inf"))
-    mass = logits.softmax(-1).nan_to_num(0).sum((2, 3))  # [B, Hkv, S]
-    if pool > 1:
-        mass = F.max_pool1d(mass, pool, stride=1, padding=pool // 2)
-    return mass.masked_fill((t >= lengths[:, None])[:, None], float("-inf"))
-
-
-# ---- keys ----
-
-
-@triton.jit
-def _wanted(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent):
-    """How many slots row b, head h is to choose, and the last slot that may be chosen."""
-    want, last = tl.load(wanted + b * wanted_row + h * wanted_head), T - 1
-    if pos is not None:
-        last = tl.minimum(tl.load(pos + b), T - 1).to(tl.int32)
-        want = tl.minimum(tl.maximum(want, tl.minimum(sinks + recent, last + 1)), last + 1)
-    return tl.maximum(tl.minimum(want, K), 0).to(tl.int32), last
-
-
-@triton.jit
-def _keys(scores, mask, t, last, T, width, sinks, recent):
-    """Scores of slots t of a row as int32 of the same order, LOW and HIGH apart. -0 is 0, NaN is large."""
-    # the bound is a multiple of 16, so that a thread loads 16 bytes at once: to that end rows are read past their end
-    x = tl.load(scores + t, mask=t < tl.minimum(tl.cdiv(last + 1, 16) * 16, width), other=0.0)
-    bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
-    key = tl.maximum(tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGH - 1), LOW + 1)
-    if mask is not None:
-        return tl.where(tl.load(mask + t, mask=t < T, other=0) != 0, key, LOW)
-    key = tl.where((t < sinks) | (t > last - recent), HIGH, key)
-    return tl.where(t <= last, key, LOW)
-
-
-@triton.jit
-def _ends(keys):
-    """The lowest key that is neither LOW nor HIGH, and the highest plus one; how many are not LOW, how many HIGH."""
-    lo = tl.min(tl.where(keys > LOW, keys, HIGH))
-    hi = tl.max(tl.where(keys < HIGH, keys, LOW)) + 1
-    return lo, hi, tl.sum((keys > LOW).to(tl.int32)), tl.sum((keys == HIGH).to(tl.int32))
-
-
-@triton.jit
-def _slot(i, chunk, S, SPAN: tl.constexpr):
-    """Where in a row the i-th key of a chunk is, of S interleaved chunks."""
-    return (i // SPAN * S + chunk) * SPAN + i % SPAN
-
-
-@triton.jit
-def _bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
-    """Narrows lo < hi, of which many >= want > few keys are not below, until many == want or nothing is between.
-
-    Stops as soon as no more than SLACK keys are between them.
-    """
-    if (many > want) & (lo < 0) & (hi > 0):
-        n = tl.sum((keys >= 0).to(tl.int32))
-        lo, many = tl.where(n >= want, 0, lo), tl.where(n >= want, n, many)
-        hi, few = tl.where(n >= want, hi, 0), tl.where(n >= want, few, n)
-    # keys of one sign differ by less than 2^31: the sign of a difference compares them, and is added as it is
-    near = tl.maximum(tl.minimum(keys, hi), lo - 1)
-    while (many > want) & (hi > lo + 1) & (many - few > SLACK):
-        middle = lo + ((hi - lo) >> 1)
-        n = keys.shape[0] - tl.sum(((near - middle).to(tl.uint32, bitcast=True) >> 31).to(tl.int32))
-        enough = n >= want
-        lo, many = tl.where(enough, middle, lo), tl.where(enough, n, many)
-        hi, few = tl.where(enough, hi, middle), tl.where(enough, few, n)
-    return lo, hi, many, few
-
-
-@triton.jit
-def _write(to, taken, words, start, chunk, S, SPAN: tl.constexpr):
-    """Writes the slots of which `taken` [N] is true to to[start], to[start + 1], ..., in order.
-
-    words [N / 32] is memory by which 32 flags become a word of one thread: it then counts and writes them by itself.
-    """
-    w = tl.arange(0, taken.shape[0] // 32)
-    bits = tl.reshape(taken.to(tl.int32), [taken.shape[0] // 32, 32]) << tl.arange(0, 32)[None, :]
-    tl.store(words + w, tl.sum(bits, 1))
-    tl.debug_barrier()
-    word = tl.load(words + w)
-    n = word - ((word >> 1) & 0x55555555)
-    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
-    n = (((n + (n >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    at, slot = start + tl.cumsum(n, 0) - n, _slot(w * 32, chunk, S, SPAN).to(to.dtype.element_ty)
-    for j in tl.static_range(32):
-        bit = (word >> j) & 1
-        tl.store(to + at, slot + (j // SPAN * S * SPAN + j % SPAN), mask=bit != 0)
-        at += bit
-
-
 # ---- rows that fit into the registers of a program ----
 
 
@@ -195,24 +92,24 @@ def _select_row(
     """Program (row and head)."""
     row = tl.program_id(0).to(tl.int64)
     b, h = row // H, row % H
-    want, last = _wanted(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
     scores += b * row_stride + h * head_stride
     if mask is not None:
         mask += b * mask_row + h * mask_head
     idx += row * K
     t = tl.arange(0, ROW)
-    keys = _keys(scores, mask, t, last, T, width, sinks, recent)
-    lo, hi, allowed, forced = _ends(keys)
+    keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
+    lo, hi, allowed, forced = ends_of(keys)
     want = tl.minimum(want, allowed)
     search = want > forced  # otherwise forced ones are all that is taken
-    lo, hi, n, _ = _bisect(keys, want, lo, hi, tl.where(search, allowed, want), forced, SLACK=0)
+    lo, hi, n, _ = bisect(keys, want, lo, hi, tl.where(search, allowed, want), forced, SLACK=0)
     level, n = tl.where(search, lo, HIGH), tl.where(search, n, forced)
     begin, end, cut = 0, ROW, ROW  # of the keys at the level, those before slot `cut`
     while n != want:
         cut = (begin + end) >> 1
         n = tl.sum(((keys > level) | ((keys == level) & (t < cut))).to(tl.int32))
         begin, end = tl.where(n < want, cut, begin), tl.where(n < want, end, cut)
-    _write(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32), 0, 0, 1, SPAN=32)
+    write_slots(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32), 0, 0, 1, SPAN=32)
     _pad(idx, want, K)
     tl.store(count + row, want.to(tl.int64))
 
@@ -233,15 +130,15 @@ def _bracket(
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = row // H, row % H
-    want, last = _wanted(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
     scores += b * row_stride + h * head_stride
     if mask is not None:
         mask += b * mask_row + h * mask_head
-    keys = _keys(scores, mask, _slot(tl.arange(0, CHUNK), chunk, S, SPAN), last, T, width, sinks, recent)
-    lo, hi, allowed, forced = _ends(keys)
+    keys = keys_of(scores, mask, slot_of(tl.arange(0, CHUNK), chunk, S, SPAN), last, T, width, sinks, recent)
+    lo, hi, allowed, forced = ends_of(keys)
     share = tl.cdiv(want, S)
     search = (allowed >= share) & (share > forced)
-    lo, hi, _, _ = _bisect(keys, share, lo, hi, tl.where(search, allowed, share), forced, SLACK=SLACK)
+    lo, hi, _, _ = bisect(keys, share, lo, hi, tl.where(search, allowed, share), forced, SLACK=SLACK)
     edge = tl.where(share > forced, LOW + 1, HIGH)  # all keys of the chunk are wanted, or only forced ones
     bounds += (row * S + chunk) * 3
     tl.store(bounds, tl.where(search, lo, edge))
@@ -281,13 +178,13 @@ def _candidates(
     if mask is not None:
         mask += b * mask_row + h * mask_head
     bounds += row * S * 3
-    t = _slot(tl.arange(0, CHUNK), chunk, S, SPAN)
-    keys = _keys(scores, mask, t, last, T, width, sinks, recent)
+    t = slot_of(tl.arange(0, CHUNK), chunk, S, SPAN)
+    keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
     lo, hi = _enclosing(bounds, tl.arange(0, BLOCK_S), S)
     tl.store(bounds + chunk * 3 + 2, tl.sum((keys > hi).to(tl.int32)))
     within = (keys >= lo) & (keys <= hi)
     start = tl.atomic_add(found + row, tl.sum(within.to(tl.int32)))
-    _write(listed + row * T, within, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
+    write_slots(listed + row * T, within, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
 
 
 @triton.jit
@@ -297,7 +194,7 @@ def _listed(scores, listed, i, n, last, T, width, sinks, recent):
     They are allowed by any mask: it needs no second look.
     """
     t = tl.load(listed + i, mask=i < n, other=0)
-    keys = _unique(_keys(scores, None, t, last, T, width, sinks, recent), t)
+    keys = _unique(keys_of(scores, None, t, last, T, width, sinks, recent), t)
     return tl.where(i < n, keys, -(2**63)), t
 
 
@@ -310,7 +207,7 @@ def _finish(
     """Program (row and head, chunk): the wanted key of the row, from the candidates alone; the chunk's part of idx."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = row // H, row % H
-    want, last = _wanted(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
     scores += b * row_stride + h * head_stride
     if mask is not None:
         mask += b * mask_row + h * mask_head
@@ -342,9 +239,9 @@ def _finish(
     for first in range(0, n, LISTED):
         more, slot = _listed(scores, listed, first + i, n, last, T, width, sinks, recent)
         start += tl.sum(((more >= level) & (slot // SPAN % S < chunk)).to(tl.int32))
-    t = _slot(tl.arange(0, CHUNK), chunk, S, SPAN)
-    take = _unique(_keys(scores, mask, t, last, T, width, sinks, recent), t) >= level
-    _write(idx, take, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
+    t = slot_of(tl.arange(0, CHUNK), chunk, S, SPAN)
+    take = _unique(keys_of(scores, mask, t, last, T, width, sinks, recent), t) >= level
+    write_slots(idx, take, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
     if chunk == 0:
         _pad(idx, want, K)
         tl.store(count + row, want.to(tl.int64))
@@ -435,44 +332,3 @@ torch.library.register_fake("kv_fast::topk_select", lambda scores, mask, k, coun
 torch.library.register_fake(
     "kv_fast::budget_select", lambda scores, pos, wanted, k, sinks, recent: _outputs(scores, k), lib=_lib
 )
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """Contexts of 4K and 16K, and of 128K in chunks; chosen from up to the position, and under a mask."""
-    options = dict(num_stages=1)
-    types = dict(scores="*fp32") | dict.fromkeys(("wanted", "idx", "count"), "*i64")
-    types |= dict.fromkeys(("bounds", "found", "words", "listed"), "*i32")
-    types |= dict.fromkeys(("row_stride", "head_stride", "mask_row", "mask_head"), "i64:16")
-    types |= dict(wanted_row="i64", wanted_head="i64", H="i32", T="i32:16", width="i32:16", K="i32")
-    types |= dict(sinks="i32", recent="i32", S="i32")
-    chunks = dict(CHUNK=CHUNK, SPAN=SPAN)
-    out: list[Aot] = []
-    forms: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("", dict(pos="*i64", mask=None)),
-        (", mask", dict(pos=None, mask="*u8")),
-    )
-    for by, where in forms:
-        for name, fn, sizes in (
-            ("select of 4K", _select_row, dict(ROW=4096)),
-            ("select of 16K", _select_row, dict(ROW=ROW)),
-            ("bracket", _bracket, chunks | dict(SLACK=SLACK)),
-            ("candidates of 128K", _candidates, chunks | dict(BLOCK_S=131072 // CHUNK)),
-            ("finish of 128K", _finish, chunks | dict(BLOCK_S=131072 // CHUNK, LISTED=LISTED)),
-        ):
-            absent = {a: None for a, t in where.items() if t is None}
-            signature = types | where | dict.fromkeys((*sizes, *absent), "constexpr")
-            signature = {a: signature[a] for a in fn.arg_names}
-            warps = dict(num_warps=_warps(sizes["ROW"]) if fn is _select_row else CHUNK_WARPS)
-            out.append((name + by, fn, signature, sizes | absent, options | warps))
-    return out
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes moved and launches of one selection of 1/16 of `length` tokens a KV head, in a buffer just that long."""
-    rows, k = batch * n_kv_head, -(-length // 16)
-    chosen = 8 * k + 8  # idx and count
-    if length <= ROW:
-        # scores are read, the flags written and read
-        return [dict(op="select", bytes=rows * (4 * length + 2 * length // 8 + chosen), launches=1)]
-    # three times the scores; flags of candidates and of what is chosen; the few candidates
-    return [dict(op="select", bytes=rows * (12 * length + 4 * length // 8 + chosen), launches=3)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import Aot, multiprocessors, on_cpu, tl, triton, use_native, use_triton
-from kernels.latent_score import empty_scores, filled
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.quantize import pack
+from kernels.splits import empty_scores, multiprocessors
+from kernels.tiles import filled
 
 SUB = 4  # channels of a subvector (the paper's d = 4: 16 cells fit in shared memory)
 TOKENS = 4096  # tokens per pass over the prompt: bounds the int64 cell indices
@@ -166,20 +165,3 @@ torch.library.register_fake(
     lambda q, book, packed, pos, skip=None: empty_scores(*packed.shape[:3], device=q.device),
     lib=_lib,
 )
-
-
-def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    W = head_dim // 8
-    sizes = dict(GROUP=n_head // n_kv_head, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=LUT_BLOCK, BLOCK_S=64)
-    types = dict(q="*bf16", book="*fp32", codes="*u8", pos="*i64", skip="*i64", out="*fp32", H="i32", n_skip="i32:16")
-    types |= dict.fromkeys(("T", "part"), "i32:16")
-    types |= dict.fromkeys(("code_row", "code_head", "out_row", "out_head"), "i64:16")
-    signature = types | dict.fromkeys(sizes, "constexpr")
-    return [("look-up score", _lut_score, signature, sizes, dict(num_warps=4, num_stages=1))]
-
-
-def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Bytes and launches of scoring `length` tokens, one layer and step; the codebook is read once per head."""
-    heads = batch * n_kv_head
-    each = length * (head_dim // 8 + 4) + 16 * head_dim * 4 + 64 * 8
-    return [dict(op="lut_score", bytes=heads * each + batch * n_head * head_dim * 2, launches=1)]

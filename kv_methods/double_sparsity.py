@@ -7,26 +7,18 @@ in 16 bits). A step scores all labels, and reads K and V of the best 1/16 of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
+from cache.base import CacheShape, knob
+from cache.selecting import Selecting
+from cache.statistic import Statistic
 from errors import InputError
-from kernels.gather_attention import gather_attention
 from kernels.label_score import label_score, store_labels
-from kernels.select import budget_select
-from kv_methods.base import (
-    CacheShape,
-    KVMethod,
-    budget_tokens,
-    check_budget,
-    check_forced,
-    selection_cap,
-    selection_size,
-)
 
 PRESETS = {
     "double_sparsity-12.5": dict(budget=0.125),  # Table 2, 1/8
@@ -34,6 +26,19 @@ PRESETS = {
     "double_sparsity-q": dict(ranking="q"),  # Table 3, q outlier
     "double_sparsity-k": dict(ranking="k"),  # Table 3, k outlier
 }
+
+
+class Channels(Statistic):
+    """The channels of a KV head by falling mean |q_c k_c| over tokens and the group, |q_c| and |k_c| (Sec. 4.1)."""
+
+    name = "channels"
+
+    def measure(self, t):
+        qk, q = (x.abs().mean(2).sum(0) for x in (t.groups * t.k_rot[:, :, None], t.groups))
+        return dict(qk=qk, q=q, k=t.k_rot.abs().sum(0))
+
+    def finish(self, mean):
+        return {kind: m.sort(dim=-1, descending=True, stable=True).indices for kind, m in mean.items()}
 
 
 class LabelCache(nn.Module):
@@ -97,64 +102,48 @@ def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
     return r
 
 
-class DoubleSparsity(KVMethod):
+class DoubleSparsity(Selecting):
     paper = "Yang, Sheng et al. 2024, Post-Training Sparse Attention with Double Sparsity"
-    lossless = dict(budget=1.0)
+    stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = (0, 1)
-    calibrated = True
+    statistics = (Channels(),)
 
     @dataclass
-    class Args:
-        channels: int | float = field(
-            default=0.25, metadata=dict(help="label channels, a number or a share of head_dim (Sec. 4.2: 1/4 x 4 bits)")
-        )
-        ranking: Literal["qk", "q", "k"] = field(
-            default="qk", metadata=dict(help="channels by mean |q k|, |q| or |k| of the calibration (Table 3)")
-        )
-        label_bits: Literal[2, 4, 16] = field(
-            default=4, metadata=dict(help="bits of a label; 16: as the keys (Sec. 4.2)")
-        )
-        budget: int | float = field(default=0.0625, metadata=dict(help="tokens attended (Sec. 6.1: 1/16)"))
-        sinks: int = field(default=0, metadata=dict(help="first tokens always attended; the paper forces none"))
-        recent: int = field(default=1, metadata=dict(help="newest tokens always attended: 1 is the current one"))
+    class Args(Selecting.Args):
+        budget: int | float = knob(0.0625, "tokens attended (Sec. 6.1: 1/16)")
+        sinks: int = knob(0, "first tokens always attended; the paper forces none")
+        recent: int = knob(1, "newest tokens always attended: 1 is the current one")
+        channels: int | float = knob(0.25, "label channels, a number or a share of head_dim (Sec. 4.2: 1/4 x 4 bits)")
+        ranking: Literal["qk", "q", "k"] = knob("qk", "channels by mean |q k|, |q| or |k| of the calibration (Table 3)")
+        label_bits: Literal[2, 4, 16] = knob(4, "bits of a label; 16: as the keys (Sec. 4.2)")
 
         def __post_init__(self):
-            check_budget(self.budget)
-            check_forced("double sparsity", self.budget, self.sinks, self.recent)
+            super().__post_init__()
             if not (0 < self.channels <= 1 if isinstance(self.channels, float) else self.channels >= 1):
                 raise InputError(f"channels {self.channels} is out of range: give a number >= 1, or a share in (0, 1]")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.k, self.v = self.buffer("k", shape.kv), self.buffer("v", shape.kv)
         self.label = LabelCache(args, shape, layer, calib)
-        self.k_static = selection_cap(args.budget, shape.max_seq_len, args.sinks + args.recent)
 
     def compress(self, q, k, v, lengths):
-        B, _, S, _ = k.shape
-        self.k[:B, :, :S], self.v[:B, :, :S] = k, v
+        super().compress(q, k, v, lengths)
         self.label.put_prompt(k)
 
     def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)
-        self.k[row, :, pos], self.v[row, :, pos] = k, v
+        super().append(k, v, pos)
         self.label.put(k, pos)
 
-    def select(self, q, pos):
-        """Algorithm 1: approximate attention on the label channels, top-k per KV head."""
-        wanted = budget_tokens(self.args.budget, pos + 1)
-        return budget_select(self.label.scores(q, pos), pos, wanted, self.k_static, self.args.sinks, self.args.recent)
+    def scores(self, q, pos):
+        """Algorithm 1: approximate attention on the label channels."""
+        return self.label.scores(q, pos)
 
-    def attend(self, q, idx, count, pos):
-        return gather_attention(q, self.k, self.v, idx, count)
+    def score_bytes(self, pos):
+        return (pos + 1) * self.label.token_bytes  # every label
 
     def card_nbytes(self):
-        B, H, T, D = self.shape.kv
-        return B * H * T * (2 * D * self.shape.dtype.itemsize + self.label.token_bytes) + self.label.constant_bytes
+        B, H, T, _ = self.shape.kv
+        return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes
 
     def traffic(self, pos):
-        """Every label, and the keys and values of the chosen tokens (Section 5.3)."""
-        B, H, _, D = self.shape.kv
-        n = selection_size(self.args.budget, pos, self.args.sinks + self.args.recent)
-        read = (pos + 1) * self.label.token_bytes + n * 2 * D * self.shape.dtype.itemsize
-        return B * H * read + self.label.constant_bytes
+        return super().traffic(pos) + self.label.constant_bytes

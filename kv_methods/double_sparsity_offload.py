@@ -7,7 +7,7 @@ layer l is predicted from the input of layer l - 1, and the tokens that it choos
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -15,11 +15,11 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from cache.base import Attended, CacheShape, KVMethod, budget_tokens, knob, selection_cap, selection_size
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
+from kernels.rope import Rope
 from kernels.select import budget_select
-from kv_methods.base import CacheShape, KVMethod, budget_tokens, selection_cap, selection_size
 from kv_methods.double_sparsity import DoubleSparsity, LabelCache
-from model import Rope
 
 PRESETS = {
     "double_sparsity_offload-sync": dict(predict=False),  # the true query: what prediction costs in accuracy
@@ -42,10 +42,6 @@ class Half(nn.Module):
         idx = torch.full(size[:3], -1, dtype=torch.int64, device=shape.device)
         self.register_buffer("idx", idx, persistent=False)
 
-    @staticmethod
-    def nbytes(shape: CacheShape, n: int) -> int:
-        return shape.max_batch * shape.n_kv_head * n * (2 * shape.head_dim * shape.dtype.itemsize + 8)
-
 
 # The halves of every cache, found by the rotary table that its layers share, then by parity of layer and by size.
 _HALVES: WeakKeyDictionary[Rope, dict[Any, Half]] = WeakKeyDictionary()
@@ -54,8 +50,9 @@ _HALVES: WeakKeyDictionary[Rope, dict[Any, Half]] = WeakKeyDictionary()
 class DoubleSparsityOffload(KVMethod):
     paper = DoubleSparsity.paper + ", Section 5"
     lossless = dict(budget=1.0)
+    stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = DoubleSparsity.skip_layers
-    calibrated = True
+    statistics = DoubleSparsity.statistics
 
     host_k: Tensor  # [B, Hkv, T, D] in host memory
     host_v: Tensor
@@ -66,13 +63,15 @@ class DoubleSparsityOffload(KVMethod):
 
     @dataclass
     class Args(DoubleSparsity.Args):
-        recent: int = field(default=16, metadata=dict(help="newest tokens, always attended: kept on the device"))
-        predict: bool = field(
-            default=True, metadata=dict(help="fetch ahead by the predicted query; False: by the true one (Sec. 5.1)")
+        recent: int = knob(16, "newest tokens, always attended: kept on the device")
+        predict: bool = knob(True, "fetch ahead by the predicted query; False: by the true one (Sec. 5.1)")
+        fetch: Literal["selected", "all"] = knob(
+            "selected", "all: every token is fetched and attended, as in FlexGen (Sec. 6.2)"
         )
-        fetch: Literal["selected", "all"] = field(
-            default="selected", metadata=dict(help="all: every token is fetched and attended, as in FlexGen (Sec. 6.2)")
-        )
+
+    @classmethod
+    def needs(cls, args):
+        return cls.statistics if args.fetch == "selected" else ()
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -84,7 +83,7 @@ class DoubleSparsityOffload(KVMethod):
         self.label = LabelCache(args, shape, layer, calib) if args.fetch == "selected" else None
         # The first layers and the last resemble the one before them too little for a prediction (Sec. 5.2). A small
         # model is left with those that have none before them.
-        n_layer = rope.args.n_layer
+        n_layer = shape.n_layer
         synchronous = (0, 1, n_layer - 1) if n_layer >= 16 else (0,)
         self.predicts = args.predict and layer not in synchronous  # the class speaks for all layers
         # Layer l is fetched while layer l - 1 attends: even layers use one half, odd layers the other. A half counts as
@@ -92,8 +91,7 @@ class DoubleSparsityOffload(KVMethod):
         cap = T if args.fetch == "all" else selection_cap(args.budget, T, args.sinks + self.recent)
         self.n_fetch = max(1, cap - self.recent)
         halves, key = _HALVES.setdefault(rope, {}), (layer % 2, self.n_fetch, shape)
-        self.owner = key not in halves
-        if self.owner:
+        if key not in halves:
             self.fetched = halves[key] = Half(shape, self.n_fetch)
         else:
             object.__setattr__(self, "fetched", halves[key])  # no submodule: counted once
@@ -156,15 +154,14 @@ class DoubleSparsityOffload(KVMethod):
         await_rows(idx, half.k, half.v)
         return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
-    # ---- accounting ----
+    def attended(self, q, idx, count, pos):
+        B, H, half, held = len(pos), self.shape.n_kv_head, self.fetched, self.held(pos)
+        ring = torch.where(held >= 0, held, -2)[:, None].expand(B, H, -1)
+        at = torch.cat((torch.where(idx >= 0, idx, -2), ring), -1)
+        k, v = (torch.cat((x[:B], y[:B]), 2) for x, y in ((half.k, self.ring_k), (half.v, self.ring_v)))
+        return Attended(at, q, k, v)
 
-    def card_nbytes(self):
-        """host_k and host_v lie in host memory; labels, the ring and the half that this layer may own on the device."""
-        B, H, T, D = self.shape.kv
-        host = ring = 2 * D * self.shape.dtype.itemsize
-        half = Half.nbytes(self.shape, self.n_fetch) if self.owner else 0
-        labels, constant = (self.label.token_bytes, self.label.constant_bytes) if self.label else (0, 0)
-        return B * H * (T * (host + labels) + self.recent * ring) + constant + half
+    # ---- accounting ----
 
     def traffic(self, pos):
         """On the device every label, the fetched tokens and the ring; over the bus the fetched tokens once more."""

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from cache.base import Attended
+from cache.dense import Dense
 from kernels.dense_attention import decode_attention
-from kv_methods.base import KVMethod
 
 
-class Full(KVMethod):
+class Full(Dense):
     paper = "none: exact attention"
     supports_window = True
 
-    def __init__(self, args, shape, layer, rope, calib=None):
-        super().__init__(args, shape, layer, rope, calib)
-        self.k, self.v = self.buffer("k", shape.kv), self.buffer("v", shape.kv)
-
-    def compress(self, q, k, v, lengths):
-        B, _, S, _ = k.shape
-        self.k[:B, :, :S], self.v[:B, :, :S] = k, v
-
-    def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)
-        self.k[row, :, pos], self.v[row, :, pos] = k, v
+    def first(self, pos):
+        """The first position that the token at pos [B] sees."""
+        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else torch.zeros_like(pos)
 
     def attend(self, q, idx, count, pos):
-        first = (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else torch.zeros_like(pos)
-        return decode_attention(q, self.k, self.v, first, pos + 1)
+        return decode_attention(q, self.k, self.v, self.first(pos), pos + 1)
+
+    def attended(self, q, idx, count, pos):
+        B, H, T, _ = self.k[: len(q)].shape
+        t = torch.arange(T, device=q.device)
+        seen = (t >= self.first(pos)[:, None]) & (t <= pos[:, None])
+        return Attended(torch.where(seen, t, -2)[:, None].expand(B, H, T), q, self.k[:B], self.v[:B])
 
     def card_nbytes(self):
-        s = self.shape
-        return 2 * s.max_batch * s.n_kv_head * s.max_seq_len * s.head_dim * s.dtype.itemsize
+        B, H, T, _ = self.shape.kv
+        return B * H * T * self.token_bytes()
 
     def traffic(self, pos):
         s = self.shape
-        tokens = min(pos + 1, s.window or pos + 1)
-        return 2 * s.max_batch * s.n_kv_head * tokens * s.head_dim * s.dtype.itemsize
+        return s.max_batch * s.n_kv_head * min(pos + 1, s.window or pos + 1) * self.token_bytes()

@@ -9,18 +9,19 @@ D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H, without exemptions 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cache.base import Attended, KVMethod, budget_cap, budget_tokens, knob
+from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, change_basis, lowrank_attention, oja_step, orthonormalize, project, reconstruct
-from kernels.select import snapkv_scores
-from kv_methods.base import KVMethod, budget_cap, budget_tokens
+from kernels.prompt_scores import snapkv_scores
 
 PRESETS = {
     "ojakv-0.8": dict(rank=0.8),  # OjaKV 0.8x, Tables 2-4
@@ -32,40 +33,48 @@ PRESETS = {
 }
 
 
+class HeadMoments(Statistic):
+    """Principal directions of K^T K + Q^T Q of the group after rotation, and of V^T V, for every KV head."""
+
+    name = "oja"
+
+    def measure(self, t):
+        k, v = (torch.einsum("snd,sne->nde", x, x) for x in (t.k_rot, t.v))
+        return dict(k=k, v=v, q=torch.einsum("sngd,snge->nde", t.groups, t.groups))
+
+    def finish(self, mean):
+        (k_values, k_basis), (v_values, v_basis) = principal(mean["k"] + mean["q"]), principal(mean["v"])
+        return dict(k_eigenvalues=k_values, k_basis=k_basis, v_eigenvalues=v_values, v_basis=v_basis)
+
+
 class OjaKV(KVMethod):
     paper = "Zhu, Yang et al. 2025, OjaKV: Context-Aware Online Low-Rank KV Cache Compression with Oja's Rule"
     lossless = dict(rank=1.0)
-    calibrated = True
+    stress = dict(exempt=5, update_every=6, query_window=8)
+    statistics = (HeadMoments(),)
 
     @dataclass
     class Args:
-        rank: float = field(default=0.6, metadata=dict(help="columns of a basis, as a share of head_dim (Tables 2-4)"))
-        energy: float | None = field(
-            default=None, metadata=dict(help="instead of rank: the share of calibration energy to hold (App. A.2)")
+        rank: float = knob(0.6, "columns of a basis, as a share of head_dim (Tables 2-4)")
+        energy: float | None = knob(None, "instead of rank: the share of calibration energy to hold (App. A.2)")
+        adapt: bool = knob(True, "False: the bases stay as calibrated (StaticPCA-H)")
+        exempt: int = knob(32, "first and last prompt tokens in full rank (Table 5: 32)")
+        update_every: int = knob(32, "decoded tokens between updates (Table 5: T = 32)")
+        query_window: int = knob(32, "last queries that rate the prompt (Table 5: w = 32)")
+        important: float = knob(0.05, "share of the prompt in its update (Table 5)")
+        eta_prefill: float = knob(0.1, "learning rate of the prompt's update (Table 5)")
+        eta_decode: float = knob(0.05, "learning rate while decoding (Table 5)")
+        rule: Literal["column", "sequential", "batch", "raw"] = knob(
+            "column", "what Oja's step is divided by; raw is Algorithm 1, and diverges"
         )
-        adapt: bool = field(default=True, metadata=dict(help="False: the bases stay as calibrated (StaticPCA-H)"))
-        exempt: int = field(default=32, metadata=dict(help="first and last prompt tokens in full rank (Table 5: 32)"))
-        update_every: int = field(default=32, metadata=dict(help="decoded tokens between updates (Table 5: T = 32)"))
-        query_window: int = field(default=32, metadata=dict(help="last queries that rate the prompt (Table 5: w = 32)"))
-        important: float = field(default=0.05, metadata=dict(help="share of the prompt in its update (Table 5)"))
-        eta_prefill: float = field(default=0.1, metadata=dict(help="learning rate of the prompt's update (Table 5)"))
-        eta_decode: float = field(default=0.05, metadata=dict(help="learning rate while decoding (Table 5)"))
-        rule: Literal["column", "sequential", "batch", "raw"] = field(
-            default="column", metadata=dict(help="what Oja's step is divided by; raw is Algorithm 1, and diverges")
+        stale: Literal["rotate", "keep"] = knob(
+            "rotate", "latents of an older basis: carried over to the new one, or left"
         )
-        stale: Literal["rotate", "keep"] = field(
-            default="rotate", metadata=dict(help="latents of an older basis: carried over to the new one, or left")
+        latent: bool = knob(True, "attend in the latent space (Sec. 3.2); False: reconstruct (Sec. 3.3)")
+        keep: int | float | None = knob(
+            None, "prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
         )
-        latent: bool = field(
-            default=True, metadata=dict(help="attend in the latent space (Sec. 3.2); False: reconstruct (Sec. 3.3)")
-        )
-        keep: int | float | None = field(
-            default=None,
-            metadata=dict(
-                help="prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
-            ),
-        )
-        room: int = field(default=512, metadata=dict(help="with keep: slots of the store for decoded tokens (ours)"))
+        room: int = knob(512, "with keep: slots of the store for decoded tokens (ours)")
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
@@ -187,14 +196,33 @@ class OjaKV(KVMethod):
         self.k_full[row, :, slot], self.v_full[row, :, slot] = k, v
 
     def attend(self, q, idx, count, pos):
-        B, slot = len(pos), torch.arange(self.n_exempt + self.block, device=q.device)
-        exempt = slot < self.prompt_len[:B, None].clamp(max=self.n_exempt)
-        newest = self.n_exempt + (pos - self.prompt_len[:B]) % self.block
-        filled = exempt | (slot >= self.n_exempt) & (slot <= newest[:, None])
-        k_basis, v_basis = self.bases(B)
+        B = len(pos)
         return lowrank_attention(
-            q, self.k_lat[:B].mT, self.v_lat[:B].mT, k_basis, v_basis, self.stored[:B],
-            self.k_full[:B], self.v_full[:B], filled, self.args.latent)  # fmt: skip
+            q, self.k_lat[:B].mT, self.v_lat[:B].mT, *self.bases(B), self.stored[:B],
+            self.k_full[:B], self.v_full[:B], self._filled(pos), self.args.latent)  # fmt: skip
+
+    def _filled(self, pos):
+        """Which full-rank slots hold a token, bool [B, slots]: the exempt ones, then those decoded since the update."""
+        slot, prompt_len = torch.arange(self.n_exempt + self.block, device=pos.device), self.prompt_len[: len(pos)]
+        newest = self.n_exempt + (pos - prompt_len) % self.block
+        exempt = slot < prompt_len[:, None].clamp(max=self.n_exempt)
+        return exempt | (slot >= self.n_exempt) & (slot <= newest[:, None])
+
+    def attended(self, q, idx, count, pos):
+        """Tokens that SnapKV chose (keep) are somewhere in the prompt: -1."""
+        B, E, prompt_len = len(pos), self.args.exempt, self.prompt_len[: len(pos), None]
+        lat, full = (torch.arange(x.shape[d], device=q.device) for x, d in ((self.k_lat, 3), (self.k_full, 2)))
+        stored = self.stored[:B, None]
+        decoded = prompt_len + lat - (stored - self._flushed)  # the last latents in use are the decoded ones
+        of_prompt = (lat + E).expand_as(decoded) if self.args.keep is None else torch.full_like(decoded, -1)
+        at_lat = torch.where(lat < stored - self._flushed, of_prompt, decoded)
+        from_end = torch.where(full < E, full, prompt_len - prompt_len.clamp(max=2 * E) + full)
+        at_full = torch.where(full < self.n_exempt, from_end, prompt_len + self._flushed + full - self.n_exempt)
+        at = torch.cat((torch.where(lat < stored, at_lat, -2), torch.where(self._filled(pos), at_full, -2)), 1)
+        k_basis, v_basis = self.bases(B)
+        k = torch.cat((reconstruct(self.k_lat[:B].mT, k_basis), self.k_full[:B]), 2)
+        v = torch.cat((reconstruct(self.v_lat[:B].mT, v_basis), self.v_full[:B]), 2)
+        return Attended(at[:, None].expand(k.shape[:3]), q, k, v)
 
     # ---- between steps: Algorithm 1, lines 12-18 ----
 
@@ -237,12 +265,6 @@ class OjaKV(KVMethod):
         """Of the bases a decode step reads: per row where they adapt."""
         B, H, _, D = self.shape.kv
         return 2 * (B if self.args.adapt else 1) * H * D * self.r * 4
-
-    def card_nbytes(self):
-        B, H, _, D = self.shape.kv
-        tokens = self.cap * self.r + (self.n_exempt + self.block) * D
-        calibrated = 2 * H * D * self.r * 4 if self.args.adapt else 0
-        return 2 * B * H * tokens * self.shape.dtype.itemsize + self._basis_bytes() + calibrated + 16 * B
 
     def traffic(self, pos):
         """All of `pos` taken as prompt: decoded tokens of the buffer come on top, 2 D elements each."""

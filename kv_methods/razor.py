@@ -10,18 +10,21 @@ heads, `full` by default; self_index or sals multiply the two savings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cache.base import Attended, budget_cap, budget_tokens, knob
+from cache.routing import Routed
+from cache.spec import make_args, resolve
+from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention, replace_token
-from kv_methods import make_args, resolve
-from kv_methods.base import KVMethod, budget_cap, budget_tokens
+
+PLACES = 4  # after an earlier copy, whose attention is measured
 
 PRESETS = {
     "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5; Llama-3.1-8B, Tables 5 and 6
@@ -57,74 +60,82 @@ def random_heads(protected: Tensor, seed: int) -> Tensor:
     return out.view_as(protected)
 
 
-class Razor(KVMethod):
+class HeadScores(RepeatedTokens):
+    """Attention of query heads to earlier copies of their token, echo, and to what follows those, induction (Sec. 3.3).
+
+    A model may look further: a token two places after the copy can carry the one between, moved there by a head that
+    looks one token back. So the mass on PLACES places is kept, of which the first is the paper's score.
+    """
+
+    name = "razor"
+
+    def measure_attention(self, p, rows, n_random):
+        place, back = (torch.arange(n, device=p.device) for n in (1 + PLACES, REPEATS))
+        at = rows[:, None, None] - n_random * back[1:, None] + place  # [Q, copies, places]
+        there = (at >= place) & (at <= rows[:, None, None])  # what is after a copy may pass a query where n is small
+        mass = p[:, torch.arange(len(rows), device=p.device)[:, None, None], at.clamp(0, p.shape[2] - 1)]
+        return dict(mass=(mass.double() * there).sum((1, 2)))  # [Hq, places]
+
+    def finish(self, mean):
+        echo, induction = mean["mass"][:, 0], mean["mass"][:, 1]
+        return dict(echo=echo, induction=induction, after=mean["mass"][:, 1:])
+
+
+class Razor(Routed):
     paper = "Tang et al. 2024, RazorAttention: Efficient KV Cache Compression Through Retrieval Heads"
     lossless = dict(induction=1.0)
-    calibrated = True
-    k: Tensor
+    stress = dict(window=16)
+    statistics = (HeadScores(),)
+    k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated
     v: Tensor
-    mean_k: Tensor
+    mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
     mean_v: Tensor
-    scope: Tensor
-    order: Tensor
+    scope: Tensor  # int64 [B]: L_h, fixed by each row's prompt
 
     @dataclass
     class Args:
-        induction: float = field(
-            default=0.14, metadata=dict(help="share of query heads protected by induction (Table 2)")
+        induction: float = knob(0.14, "share of query heads protected by induction (Table 2)")
+        echo: float = knob(0.01, "share of query heads protected by echo score (Table 2)")
+        places: int = knob(1, "places after a copy, 1 to 4, whose best is the induction score (paper: 1)")
+        sinks: int = knob(4, "first tokens kept by the other heads (Table 2)")
+        window: int = knob(4000, "least tokens in their recent window (Table 2)")
+        share: float = knob(0.2, "of the prompt that their window holds if more (Table 2)")
+        compensation: bool = knob(True, "False: dropped tokens are forgotten (Figure 8)")
+        protect: Literal["retrieval", "random"] = knob(
+            "retrieval", "protect by score, or as many KV heads at random (Table 1)"
         )
-        echo: float = field(default=0.01, metadata=dict(help="share of query heads protected by echo score (Table 2)"))
-        places: int = field(
-            default=1, metadata=dict(help="places after a copy, 1 to 4, whose best is the induction score (paper: 1)")
-        )
-        sinks: int = field(default=4, metadata=dict(help="first tokens kept by the other heads (Table 2)"))
-        window: int = field(default=4000, metadata=dict(help="least tokens in their recent window (Table 2)"))
-        share: float = field(default=0.2, metadata=dict(help="of the prompt that their window holds if more (Table 2)"))
-        compensation: bool = field(default=True, metadata=dict(help="False: dropped tokens are forgotten (Figure 8)"))
-        protect: Literal["retrieval", "random"] = field(
-            default="retrieval", metadata=dict(help="protect by score, or as many KV heads at random (Table 1)")
-        )
-        seed: int = field(default=0, metadata=dict(help="of protect=random"))
-        retrieval_method: str = field(
-            default="full", metadata=dict(help="method or preset that holds the protected heads, in every layer")
-        )
+        seed: int = knob(0, "of protect=random")
+        retrieval_method: str = knob("full", "method or preset that holds the protected heads, in every layer")
 
         def __post_init__(self):
             for name in ("induction", "echo", "share"):
                 if not 0 <= getattr(self, name) <= 1:
                     raise InputError(f"razor: {name}={getattr(self, name)} is not a share from 0 to 1")
-            if not 1 <= self.places <= 4:
-                raise InputError(f"razor: places={self.places} is not from 1 to 4")
+            if not 1 <= self.places <= PLACES:
+                raise InputError(f"razor: places={self.places} is not from 1 to {PLACES}")
             if self.sinks < 0 or self.window < 1:
                 raise InputError(f"razor needs sinks >= 0 and window >= 1, got {self.sinks} and {self.window}")
             if resolve(self.retrieval_method)[0] is Razor:
                 raise InputError("razor: retrieval_method must be another method than razor itself")
 
+    @classmethod
+    def needs(cls, args):
+        inner, knobs = resolve(args.retrieval_method)
+        return cls.statistics + inner.needs(make_args(inner, knobs))
+
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        H, T, D = shape.kv[1:]
-        protected = self._protected().nonzero().flatten().tolist()
-        local = [h for h in range(H) if h not in protected]
-        self.n_protected, self.n_local = len(protected), len(local)
-        if protected and local:
-            self.constant("order", (H,), torch.tensor(protected + local), torch.int64)
-        self.retrieval: KVMethod | None = None
-        if protected:
-            cls, knobs = resolve(args.retrieval_method)
-            part = replace(shape, n_head=shape.n_head // H * len(protected), n_kv_head=len(protected))
-            if calib is not None and local and cls.calibrated:
-                calib = calib.heads(layer, protected)
-            self.retrieval = cls(make_args(cls, knobs), part, layer, rope, calib)
-            self.predicts = self.retrieval.predicts  # what the class says for all, layers may not
+        T, D = shape.max_seq_len, shape.head_dim
+        self.route(self._protected().nonzero().flatten().tolist(), args.retrieval_method)
         # the sinks stand in front of the ring, so a window longer than the rest of the context needs no slot for them
         self.sinks = min(args.sinks, T)
         self.ring = max(1, min(T - self.sinks, max(args.window, budget_cap(float(args.share), T))))
-        if local:
+        if self.n_own:
             for x in ("k", "v"):
-                self.buffer(x, (shape.max_batch, len(local), self.sinks + self.ring, D))
+                self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:
-                    self.buffer(f"mean_{x}", (shape.max_batch, len(local), D), torch.float32)
-            self.buffer("scope", (shape.max_batch,), torch.int64)  # L_h, fixed by each row's prompt
+                    self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
+            self.buffer("scope", (shape.max_batch,), torch.int64)
             self.reset()
 
     def _protected(self) -> Tensor:
@@ -137,38 +148,6 @@ class Razor(KVMethod):
         echo = self.calib.stack("razor.echo")
         heads = protected_heads(induction, echo, a.induction, a.echo, H)
         return (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
-
-    # ---- both kinds of heads ----
-
-    def prefill(self, q, k, v, lengths):
-        return self._by_kind("prefill", super().prefill, q, k, v, lengths)
-
-    def decode(self, q, k, v, pos):
-        return self._by_kind("decode", super().decode, q, k, v, pos)
-
-    def _by_kind(self, step: str, local: Callable, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-        """The retrieval method's `step` on the protected heads, `local` on the others; heads stay in their order.
-
-        q [B, Hq, ..., D], k and v [B, Hkv, ..., D], none of them rotated: the methods may differ in what they rotate.
-        """
-        if self.retrieval is None:
-            return local(q, k, v, at)
-        protected = getattr(self.retrieval, step)
-        if not self.n_local:
-            return protected(q, k, v, at)
-        H, P = self.shape.n_kv_head, self.n_protected
-        y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (H, -1))
-        for run, heads in ((protected, self.order[:P]), (local, self.order[P:])):
-            parts = [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in (q, k, v)]
-            y.index_copy_(1, heads, run(*parts, at).unflatten(1, (len(heads), -1)))
-        return y.flatten(1, 2)
-
-    def prefetch(self, q_hat, pos):
-        if self.retrieval is not None:
-            if self.n_local:
-                groups = q_hat.unflatten(1, (self.shape.n_kv_head, -1))
-                q_hat = groups.index_select(1, self.order[: self.n_protected]).flatten(1, 2)
-            self.retrieval.prefetch(q_hat, pos)
 
     # ---- the heads that drop tokens: q, k and v are theirs alone, rotated ----
 
@@ -210,75 +189,31 @@ class Razor(KVMethod):
         n = self.dropped(pos).clamp(min=0)
         return packed_attention(q, self.k, self.v, filled, self.mean_k, self.mean_v, n)  # Eq. 5
 
-    # ---- between steps ----
-
-    def maintain(self, step):
-        if self.retrieval is not None:
-            self.retrieval.maintain(step)
+    def attended(self, q, idx, count, pos):
+        B, H, slot = len(pos), self.n_own, torch.arange(self.k.shape[2], device=q.device)
+        filled, scope = (pos + 1).minimum(self.sinks + self.scope[:B]), self.scope[:B, None]
+        ring = pos[:, None] - (pos[:, None] - slot) % scope
+        at = torch.where(slot < self.sinks, slot.expand(B, -1), ring)
+        at = torch.where(slot < filled[:, None], at, -2)[:, None].expand(B, H, -1)
+        k, v, tokens = self.k[:B], self.v[:B], torch.ones(B, H, at.shape[2], device=q.device)
+        if self.args.compensation:
+            n = self.dropped(pos).clamp(min=0)[:, None, None].expand(B, H, 1)
+            at, tokens = torch.cat((at, torch.where(n > 0, -1, -2)), 2), torch.cat((tokens, n), 2)
+            k, v = (torch.cat((x, m[:B, :, None]), 2) for x, m in ((k, self.mean_k), (v, self.mean_v)))
+        return Attended(at, q, k, v, tokens)
 
     def reset(self):
-        if self.retrieval is not None:
-            self.retrieval.reset()
-        if self.n_local:
+        super().reset()
+        if self.n_own:
             self.scope.fill_(self.ring)
             if self.args.compensation:
                 self.mean_k.zero_(), self.mean_v.zero_()
 
-    # ---- accounting ----
-
-    def _bytes(self, tokens: int, means: bool) -> int:
-        """Of `tokens` per head, the compensation token if `means`, L_h, and the order of the heads."""
-        s = self.shape
-        head = 2 * s.head_dim * (tokens * s.dtype.itemsize + 4 * means)
-        order = 8 * s.n_kv_head if self.n_local and self.n_protected else 0
-        return s.max_batch * (self.n_local * head + 8 * bool(self.n_local)) + order
-
-    def card_nbytes(self):
-        other = self.retrieval.card_nbytes() if self.retrieval is not None else 0
-        return other + self._bytes(self.sinks + self.ring, self.args.compensation)
-
     def traffic(self, pos):
-        """All of `pos` taken as prompt, which sets L_h."""
-        window = max(self.args.window, budget_cap(float(self.args.share), pos + 1))
+        """All of `pos` taken as prompt, which sets L_h: tokens, the compensation token, L_h and the order of heads."""
+        s, window = self.shape, max(self.args.window, budget_cap(float(self.args.share), pos + 1))
         kept = min(pos + 1, self.sinks + min(window, self.ring))
-        other = self.retrieval.traffic(pos) if self.retrieval is not None else 0
-        return other + self._bytes(kept, self.args.compensation and kept < pos + 1)
-
-
-# ---- ALiBi models ----
-
-
-def alibi_scope(
-    wq: Tensor,
-    wk: Tensor,
-    gamma: Tensor,
-    bias: Tensor | None,
-    slope: Tensor,
-    epsilon: float,
-    head_dim: int,
-    scale: float = 1.0,
-    bound: Literal["paper", "sound"] = "paper",
-) -> Tensor:
-    """L_h of every head of an ALiBi layer: tokens further back get less than `epsilon` attention (Sec. 3.1, Theorem 1).
-
-    wq [Hq * head_dim, d], wk [Hkv * head_dim, d] as Linear holds them; gamma and bias [d] of the norm before attention
-    (None: RMSNorm); slope [Hq] -> fp32 [Hq]. Eq. 1 has no `scale`: give head_dim ** -0.5 where the model divides.
-    The projections have no biases. No model of this engine uses ALiBi.
-
-    bound="paper" is Eq. 2, which is no bound. Eq. 7 takes |gamma * x|^2 <= |gamma|^2 for a normalized x, as if no
-    channel of it exceeded 1; but |x|^2 = d may stand in the channel of the largest gamma. And the appendix drops the
-    query's own logit from the denominator, though it can be as negative as the other one is positive. bound="sound"
-    takes d * max(gamma)^2 for |gamma|^2 and the logit twice, and so is longer, for most heads beyond any context.
-    """
-    if not 0 < epsilon < 1 or slope.min() <= 0:
-        raise InputError(f"alibi_scope needs 0 < epsilon < 1 and positive slopes, got {epsilon} and {slope.tolist()}")
-    # |W_Q^T W_K|_2 [d, d] is that of R_Q R_K^T [head_dim, head_dim], from the QR of both: orthogonal factors drop out
-    rq, rk = (torch.linalg.qr(w.float().unflatten(0, (-1, head_dim)).mT).R for w in (wq, wk))
-    rk = rk.repeat_interleave(len(rq) // len(rk), 0)
-    norm = scale * torch.linalg.matrix_norm(rq @ rk.mT, 2)  # [Hq]
-    offset = bias.float().square().sum() if bias is not None else 0.0
-    if bound == "paper":
-        logit = 2 * norm * (gamma.float().square().sum() + offset)
-    else:
-        logit = 2 * 2 * norm * (len(gamma) * gamma.float().abs().max() ** 2 + offset)
-    return (logit - math.log(epsilon)) / slope.float()
+        means = self.args.compensation and kept < pos + 1
+        head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
+        order = 8 * s.n_kv_head if self.n_own and self.n_other else 0
+        return super().traffic(pos) + s.max_batch * (self.n_own * head + 8 * bool(self.n_own)) + order

@@ -9,18 +9,28 @@ newest tokens wait in a ring at half compression. At D = 128: 144 of 512 bytes a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from cache.base import (
+    Attended,
+    KVMethod,
+    budget_tokens,
+    check_budget,
+    check_forced,
+    knob,
+    selection_cap,
+    selection_size,
+)
+from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.latent import LatentTokens, append_token, store_prompt, write_tokens
-from kernels.latent_attention import latent_attention
+from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_score
 from kernels.quantize import GROUP
 from kernels.select import budget_select
-from kv_methods.base import KVMethod, budget_tokens, check_budget, check_forced, selection_cap, selection_size
 
 PRESETS = {
     "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7
@@ -28,33 +38,53 @@ PRESETS = {
 }
 
 
+class JointKeys(Statistic):
+    """Principal directions of the keys of all heads together, before rotation, not centred (Sec. 4.2)."""
+
+    name = "sals"
+
+    def measure(self, t):
+        keys = t.k.flatten(1)  # [S, n*D]
+        return dict(k=keys.T @ keys)
+
+    def finish(self, mean):
+        values, basis = principal(mean["k"])
+        return dict(eigenvalues=values, basis=basis)
+
+    def take_heads(self, tensors, kv_heads, n_kv_head):
+        """From the sub-block of K^T K, which basis and eigenvalues hold exactly."""
+        values, basis = tensors["eigenvalues"].double(), tensors["basis"].double()
+        blocks = ((basis * values) @ basis.T).unflatten(0, (n_kv_head, -1)).unflatten(2, (n_kv_head, -1))
+        out = self.finish(dict(k=blocks[kv_heads][:, :, kv_heads].flatten(2).flatten(0, 1)))
+        return {part: t.float() for part, t in out.items()}
+
+
 class Sals(KVMethod):
     paper = "Mu et al. 2025, SALS: Sparse Attention in Latent Space for KV cache Compression"
     lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
+    stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
-    calibrated = True
+    statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach
 
     @dataclass
     class Args:
-        rank: float = field(default=0.25, metadata=dict(help="latent coordinates of a key, share of n*D (Sec. 5.1)"))
-        score_rank: float = field(default=0.5, metadata=dict(help="coordinates that score, share of those (Sec. 5.1)"))
-        value_bits: Literal[2, 4, 8, 16] = field(default=4, metadata=dict(help="bits of values (Sec. 5.1: 4 or 2)"))
-        budget: int | float = field(
-            default=0.125, metadata=dict(help="tokens attended, sinks and recent included (Sec. 5.2: 1/8, 512 of 4K)")
-        )
-        sinks: int = field(default=16, metadata=dict(help="first tokens always attended (Sec. 5.2, x)"))
-        recent: int = field(default=64, metadata=dict(help="newest tokens, half compressed, always attended (z)"))
-        score: Literal["sum", "softmax"] = field(
-            default="sum", metadata=dict(help="sum of all heads' products, or of each head's softmax over the tokens")
+        rank: float = knob(0.25, "latent coordinates of a key, share of n*D (Sec. 5.1)")
+        score_rank: float = knob(0.5, "coordinates that score, share of those (Sec. 5.1)")
+        value_bits: Literal[2, 4, 8, 16] = knob(4, "bits of values (Sec. 5.1: 4 or 2)")
+        budget: int | float = knob(0.125, "tokens attended, sinks and recent included (Sec. 5.2: 1/8, 512 of 4K)")
+        sinks: int = knob(16, "first tokens always attended (Sec. 5.2, x)")
+        recent: int = knob(64, "newest tokens, half compressed, always attended (z)")
+        score: Literal["sum", "softmax"] = knob(
+            "sum", "sum of all heads' products, or of each head's softmax over the tokens (ours)"
         )
 
         def __post_init__(self):
             if not (0 < self.rank <= 1 and 0 < self.score_rank <= 1):
                 raise InputError(f"sals needs rank and score_rank in (0, 1], got {self.rank} and {self.score_rank}")
             check_budget(self.budget)
-            check_forced("sals", self.budget, self.sinks, self.recent)
+            check_forced(self.budget, self.sinks, self.recent)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -146,6 +176,14 @@ class Sals(KVMethod):
             idx, count = idx[:, 0], count[:, 0]
         q, cos, sin = self.rope.rotate(q, pos), self.rope.cos, self.rope.sin
         return latent_attention(q, self.basis, self.ring, self.store, pos, idx, count, cos, sin)  # lines 6-9
+
+    def attended(self, q, idx, count, pos):
+        if idx is not None:
+            idx, count = idx[:, 0], count[:, 0]
+        tables = self.rope.cos, self.rope.sin
+        k, v, at, there = expand_tokens(self.basis, self.ring, self.store, pos, idx, count, *tables, q.shape[2])
+        at = torch.where(there, at, -2)[:, None].expand(k.shape[:3])
+        return Attended(at, self.rope.rotate(q, pos), k, v)
 
     # ---- accounting ----
 

@@ -7,19 +7,20 @@ tokens and everything decoded so far in full precision. 112 of 512 bytes a token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cache.base import Attended, KVMethod, budget_cap, budget_tokens, check_budget, knob
 from errors import InputError
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
+from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention, read_packed
+from kernels.prompt_scores import snapkv_scores
 from kernels.quantize import GROUP, quantize
-from kernels.select import budget_select, snapkv_scores
+from kernels.select import budget_select
 from kernels.sign_codes import SUB, lut_score, pack_codes, sign_codes, sign_patterns
 from kernels.sign_encode import encode_keys, key_range
-from kv_methods.base import KVMethod, budget_cap, budget_tokens, check_budget
 
 PRESETS = {
     "self_index-7.5": dict(budget=0.075),  # RULER, Table 2
@@ -33,6 +34,7 @@ PRESETS = {
 class SelfIndex(KVMethod):
     paper = "Yang, Zhang et al. 2025, Self-Indexing KVCache: Predicting Sparse Attention from Compressed Keys"
     lossless = dict(store_bits=16, budget=1.0)
+    stress = dict(budget=24, sinks=4, tail=16, flush=6)
 
     codes: Tensor  # [B, Hkv, T, D / 8] sign codes, two to a byte
     k_packed: Tensor  # magnitudes and values of the compressed store, and their scales and zeros
@@ -54,17 +56,13 @@ class SelfIndex(KVMethod):
 
     @dataclass
     class Args:
-        budget: int | float = field(default=160, metadata=dict(help="tokens attended, sinks included (LongBench: 160)"))
-        sinks: int = field(default=64, metadata=dict(help="prompt tokens kept in full precision, chosen by SnapKV"))
-        store_bits: Literal[2, 4, 8, 16] = field(default=2, metadata=dict(help="bits of key magnitudes and values"))
-        sign_in_quant: bool = field(default=True, metadata=dict(help="False: quantize signed keys (Table 5)"))
-        retrieval: Literal["codebook", "sign"] = field(
-            default="codebook", metadata=dict(help="score by centroids, or by signs alone (Table 5)")
-        )
-        tail: int = field(
-            default=512, metadata=dict(help="decoded tokens kept in full precision; older ones are compressed")
-        )
-        flush: int = field(default=64, metadata=dict(help="decoded tokens compressed at a time once the tail is full"))
+        budget: int | float = knob(160, "tokens attended, sinks included (LongBench: 160)")
+        sinks: int = knob(64, "prompt tokens kept in full precision, chosen by SnapKV")
+        store_bits: Literal[2, 4, 8, 16] = knob(2, "bits of key magnitudes and values")
+        sign_in_quant: bool = knob(True, "False: quantize signed keys (Table 5)")
+        retrieval: Literal["codebook", "sign"] = knob("codebook", "score by centroids, or by signs alone (Table 5)")
+        tail: int = knob(512, "decoded tokens kept in full precision; older ones are compressed (ours)")
+        flush: int = knob(64, "decoded tokens compressed at a time once the tail is full (ours)")
 
         def __post_init__(self):
             check_budget(self.budget)
@@ -77,22 +75,28 @@ class SelfIndex(KVMethod):
             raise InputError(f"self_index needs a head_dim divisible by {GROUP}, this model has {shape.head_dim}")
         if isinstance(args.budget, int) and args.budget < args.sinks:
             raise InputError(f"self_index: the budget of {args.budget} tokens is smaller than its {args.sinks} sinks")
-        B, H, T, D = shape.kv
-        self.bits, self.n_sink = args.store_bits, min(args.sinks, T)
-        self.tail = min(args.tail, T)
+        (B, H, T, D), P = shape.kv, shape.max_prompt
+        self.bits, self.n_sink = args.store_bits, min(args.sinks, P)
+        self.tail = max(1, min(args.tail, shape.max_decoded, T))
+        # where the tail holds all that is decoded, the store holds prompts alone; where sinks hold those, it is empty
+        self.flushes = shape.max_decoded > args.tail
+        self.chooses = self.flushes or self.n_sink < P
+        self.slots = T if self.flushes else P if self.chooses else 1
         cap = budget_cap(args.budget, T)
         # a fraction is topped up where a prompt is shorter than the sinks; 160 tokens mean 64 + 96, whatever the prompt
         self.k_static = cap if isinstance(args.budget, float) else max(1, min(T, args.budget - self.n_sink))
-        self.buffer("codes", (B, H, T, D // 8), torch.uint8)
+        self.k_static = min(self.k_static, self.slots)
+        self.buffer("codes", (B, H, self.slots, D // 8), torch.uint8)
         if self.bits < 16:
             for x in ("k", "v"):
-                self.buffer(f"{x}_packed", (B, H, T, D * self.bits // 8), torch.uint8)
-                self.buffer(f"{x}_params", (B, H, T, D // GROUP, 2), torch.float16)
+                self.buffer(f"{x}_packed", (B, H, self.slots, D * self.bits // 8), torch.uint8)
+                self.buffer(f"{x}_params", (B, H, self.slots, D // GROUP, 2), torch.float16)
         else:
-            self.buffer("k16", (B, H, T, D)), self.buffer("v16", (B, H, T, D))
+            self.buffer("k16", (B, H, self.slots, D)), self.buffer("v16", (B, H, self.slots, D))
         self.buffer("mean", (B, H, D), torch.float32)
         self.buffer("alpha", (B, H, D), torch.float32)
-        self.buffer("book", (B, H, D // SUB, 16, SUB), torch.float32)
+        if self.chooses:
+            self.buffer("book", (B, H, D // SUB, 16, SUB), torch.float32)
         for x in ("k", "v"):
             self.buffer(f"sink_{x}", (B, H, self.n_sink, D))
             self.buffer(f"tail_{x}", (B, H, self.tail, D))
@@ -108,10 +112,11 @@ class SelfIndex(KVMethod):
         self.prompt_len[:B] = lengths
         # Eq. 5 and 12. Centring balances the signs; softmax does not see it if every key of the row is centred.
         mean, self.alpha[:B] = key_range(k, lengths)
-        codes, book = encode_keys(k, mean, lengths)
         self.mean[:B] = mean
-        self.book[:B] = book if self.args.retrieval == "codebook" else sign_patterns(k.device)
-        self._store((slice(B), slice(None), slice(S)), k, mean, codes, v)
+        if self.chooses:
+            codes, book = encode_keys(k, mean, lengths)
+            self.book[:B] = book if self.args.retrieval == "codebook" else sign_patterns(k.device)
+            self._store((slice(B), slice(None), slice(S)), k, mean, codes, v)
         self._choose_sinks(q, k, v, lengths)
 
     def _store(self, at, k, mean, codes, v):
@@ -151,6 +156,9 @@ class SelfIndex(KVMethod):
     def select(self, q, pos):
         """The best of the compressed store, by the mean of a group's queries; sinks are attended anyway."""
         B = len(pos)
+        if not self.chooses:
+            none = torch.zeros(B, self.shape.n_kv_head, 1, dtype=torch.int64, device=q.device)
+            return none, none[..., 0]
         stored = self.prompt_len[:B] + self.flushed  # tokens in the compressed store
         sinks = self.prompt_len[:B].clamp(max=self.n_sink)
         if isinstance(self.args.budget, float):
@@ -166,27 +174,44 @@ class SelfIndex(KVMethod):
         return lut_score(q, self.book[:B], self.codes[:B], last, self.sink_idx[:B])
 
     def attend(self, q, idx, count, pos):
-        store = (
-            PackedTokens(self.k16, self.v16, 16)
-            if self.bits == 16
-            else PackedTokens(self.k_packed, self.v_packed, self.bits, self.k_params, self.v_params, self.alpha,
-                              self.codes if self.args.sign_in_quant else None)
-        )  # fmt: skip
         whole = WholeTokens(self.sink_k, self.sink_v, self.tail_k, self.tail_v)
-        return packed_gather_attention(q, idx, count, store, whole, pos, self.prompt_len, self.flushed)
+        return packed_gather_attention(q, idx, count, self.store, whole, pos, self.prompt_len, self.flushed)
+
+    @property
+    def store(self):
+        """The compressed tokens."""
+        if self.bits == 16:
+            return PackedTokens(self.k16, self.v16, 16)
+        codes = self.codes if self.args.sign_in_quant else None
+        return PackedTokens(self.k_packed, self.v_packed, self.bits, self.k_params, self.v_params, self.alpha, codes)
+
+    def attended(self, q, idx, count, pos):
+        B, H, n = len(pos), self.shape.n_kv_head, self.sink_k.shape[2]
+        chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
+        newest = (pos - self.prompt_len[:B])[:, None]  # decoded tokens before this one
+        tail = newest - (newest - torch.arange(self.tail, device=q.device)) % self.tail
+        sinks = torch.arange(n, device=q.device) < self.prompt_len[:B, None]
+        at = [
+            torch.where(sinks[:, None], self.sink_idx[:B], -2),
+            torch.where(chosen, idx, -2),
+            torch.where(tail >= self.flushed, tail + self.prompt_len[:B, None], -2)[:, None].expand(B, H, -1),
+        ]
+        k, v = read_packed(self.store, torch.where(chosen, idx, 0))
+        k, v = torch.cat((self.sink_k[:B], k, self.tail_k[:B]), 2), torch.cat((self.sink_v[:B], v, self.tail_v[:B]), 2)
+        return Attended(torch.cat(at, 2), q, k, v)
 
     # ---- between steps ----
 
     def maintain(self, step):
         """Compress the oldest decoded tokens once the tail is full: the next one would overwrite the oldest."""
-        if step - self._flushed < self.tail:
+        if not self.flushes or step - self._flushed < self.tail:
             return
         n = self.args.flush
         ring = (torch.arange(n, device=self.tail_k.device) + self._flushed) % self.tail
         x, v = self.tail_k[:, :, ring], self.tail_v[:, :, ring]  # centred already
         slots = self.prompt_len[:, None] + self._flushed + torch.arange(n, device=ring.device)
         row, head = (torch.arange(x, device=ring.device) for x in self.shape.kv[:2])
-        at = row[:, None, None], head[:, None], slots.clamp(max=self.shape.max_seq_len - 1)[:, None]
+        at = row[:, None, None], head[:, None], slots.clamp(max=self.slots - 1)[:, None]
         self._store(at, x, None, pack_codes(sign_codes(x)), v)
         self._flushed += n
         self.flushed.fill_(self._flushed)
@@ -207,17 +232,22 @@ class SelfIndex(KVMethod):
             return D // 8 + 2 * D * b
         return D // 8 + 2 * (D * self.bits // 8 + D // GROUP * 2 * 2)
 
+    def _fixed_bytes(self):
+        """Of one row and KV head: mean, alpha and the codebook, in fp32."""
+        D = self.shape.head_dim
+        return 4 * (D + D + (D // SUB * 16 * SUB if self.chooses else 0))
+
     def card_nbytes(self):
-        B, H, T, D = self.shape.kv
-        fixed = 4 * (D + D + D // SUB * 16 * SUB)  # mean, alpha, codebook in fp32
+        """Overhead Analysis, with what it leaves out: sinks, tail, and the fixed costs."""
+        B, H, _, D = self.shape.kv
         whole = 2 * (self.n_sink + self.tail) * D * self.shape.dtype.itemsize + 8 * self.n_sink
-        return B * H * (T * self.token_bytes() + fixed + whole) + 8 * B + 8
+        return B * H * (self.slots * self.token_bytes() + self._fixed_bytes() + whole) + 8 * B + 8
 
     def traffic(self, pos):
         """All of `pos` taken as prompt: decoded tokens of the tail come on top, 2 D elements each."""
         B, H, T, D = self.shape.kv
         budget = self.args.budget * (pos + 1) if isinstance(self.args.budget, float) else self.args.budget
         chosen = max(0, min(int(budget), pos + 1) - self.n_sink)
-        fixed = 4 * (D + D + D // SUB * 16 * SUB)
         whole = 2 * min(self.n_sink, pos + 1) * D * self.shape.dtype.itemsize
-        return B * H * ((pos + 1) * D // 8 + chosen * self.token_bytes() + fixed + whole)
+        codes = (pos + 1) * D // 8 if self.chooses else 0
+        return B * H * (codes + chosen * self.token_bytes() + self._fixed_bytes() + whole)

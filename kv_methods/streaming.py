@@ -7,33 +7,34 @@ the window; with "original" they keep the positions of the text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from cache.base import Attended, KVMethod, knob
 from errors import InputError
 from kernels.dense_attention import decode_attention
-from kv_methods.base import KVMethod
-from model import apply_rope
+from kernels.rope import apply_rope
 
 
 class Streaming(KVMethod):
     paper = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks"
     lossless = dict(recent=1_000_000)
+    stress = dict(sinks=4, recent=16)
     supports_window = True
 
     @dataclass
     class Args:
-        sinks: int = field(default=4, metadata=dict(help="first tokens kept (Table 2: four suffice)"))
-        recent: int = field(default=1020, metadata=dict(help="newest tokens kept (Table 2: 4 + 1020)"))
-        positions: Literal["original", "cache"] = field(
-            default="original", metadata=dict(help="rotate keys by their place in the text, or in the cache")
+        sinks: int = knob(4, "first tokens kept (Table 2: four suffice)")
+        recent: int = knob(1020, "newest tokens kept (Table 2: 4 + 1020)")
+        positions: Literal["original", "cache"] = knob(
+            "original", "rotate keys by their place in the text, or in the cache (Sec. 3.2)"
         )
 
         def __post_init__(self):
             if self.sinks < 0 or self.recent < 1:
-                raise InputError(f"streaming needs sinks >= 0 and recent >= 1, got {self.sinks} and {self.recent}")
+                raise InputError(f"sinks must be >= 0 and recent >= 1, got {self.sinks} and {self.recent}")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -67,20 +68,32 @@ class Streaming(KVMethod):
         self.k[row, :, self.slot(pos)], self.v[row, :, self.slot(pos)] = k, v
 
     def attend(self, q, idx, count, pos):
+        q, k, filled = self._as_they_meet(q, pos)
+        return decode_attention(q, k, self.v, torch.zeros_like(pos), filled)
+
+    def _as_they_meet(self, q, pos):
+        """q and all keys rotated for each other, and how many slots are filled [B]: they fill in order."""
         cap = self.k.shape[2]
-        none, filled = torch.zeros_like(pos), (pos + 1).clamp(max=cap)  # slots fill in order
+        filled = (pos + 1).clamp(max=cap)
         if not self.pre_rope:  # in which order they are read does not matter to attention
-            return decode_attention(q, self.k, self.v, none, filled)
+            return q, self.k, filled
         slots = torch.arange(cap, device=pos.device)
-        age = (self.slot(pos)[:, None] - slots) % max(self.window, 1)  # of ring slots, 0 = this token
-        place = torch.where(slots < self.sinks, slots, (pos.clamp(max=cap - 1)[:, None] - age))
+        place = torch.where(slots < self.sinks, slots, (pos.clamp(max=cap - 1)[:, None] - self._age(slots, pos)))
         place = torch.where((pos < self.sinks)[:, None], slots, place)
         k = apply_rope(self.k[: len(pos)], *(t[:, None] for t in self.rope.at(place.clamp(min=0))))
-        return decode_attention(self.rope.rotate(q, filled - 1), k, self.v, none, filled)
+        return self.rope.rotate(q, filled - 1), k, filled
 
-    def card_nbytes(self):
-        s = self.shape
-        return 2 * s.max_batch * s.n_kv_head * (self.sinks + self.window) * s.head_dim * s.dtype.itemsize
+    def _age(self, slots, pos):
+        """Tokens since a ring slot was written [B, slots]; 0: the one at pos."""
+        return (self.slot(pos)[:, None] - slots) % max(self.window, 1)
+
+    def attended(self, q, idx, count, pos):
+        B, slots = len(pos), torch.arange(self.k.shape[2], device=pos.device)
+        q, k, filled = self._as_they_meet(q, pos)
+        ring = torch.where((pos < self.sinks)[:, None], -2, pos[:, None] - self._age(slots, pos))
+        at = torch.where(slots < self.sinks, slots.expand(B, -1), ring)
+        at = torch.where(slots < filled[:, None], at, -2)[:, None].expand(B, k.shape[1], -1)
+        return Attended(at, q, k[:B], self.v[:B])
 
     def traffic(self, pos):
         s = self.shape

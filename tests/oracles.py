@@ -1,4 +1,4 @@
-"""Slow float64 oracles of the methods, written from the papers and DESIGN.md with plain loops in numpy.
+"""Slow float64 oracles of the methods, written from the papers and docs/design.md (section 3): plain loops in numpy.
 
 Nothing here imports kv_methods/ or kernels/: what the two sides share is the text they were written from.
 """

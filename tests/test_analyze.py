@@ -1,4 +1,4 @@
-"""scripts/analyze.py: measures with known answers, analyses where theory says what they must find, and the command."""
+"""analyze.py: measures with known answers, analyses where theory says what they must find, and the command."""
 
 import argparse
 import json
@@ -11,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrate import Calibration
+from cache.calibration import Calibration
+from checkpoint import args_from_hf, save_checkpoint_tensors
+from corpus import Document
 from errors import run_cli
-from model import Block, ModelArgs, Rope, apply_rope, random_transformer, save_checkpoint_tensors
-from scripts import analyze as A
-from scripts.corpus import Document
+from kernels.rope import apply_rope
+from model import Block, ModelArgs, random_transformer
+from scripts.eval import analyze as A
+from scripts.eval.analyses import adjacent, channels, heads, shift, signs, spectra
+from scripts.eval.analyses import measures as M
+from scripts.eval.analyses.capture import Capture, Layer
 from tests.oracles import softmax
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -26,19 +31,20 @@ CONFIG = dict(model_type="llama", hidden_size=32, intermediate_size=48, num_hidd
 
 def capture(S=64, n=2, g=2, D=16, dim=32, k=None, before=None):
     """Random vectors, or given keys [S, n, D] before rotation."""
-    cos, sin = (t[0, :, None] for t in (Rope(ModelArgs(head_dim=D), 1, S).cos, Rope(ModelArgs(head_dim=D), 1, S).sin))
+    rope = ModelArgs(head_dim=D).rotary(1, S)
+    cos, sin = (t[0, :, None] for t in (rope.cos, rope.sin))
     q, v = torch.randn(S, n * g, D), torch.randn(S, n, D)
     k = torch.randn(S, n, D) if k is None else k
-    return A.Capture(before, torch.randn(S, dim), q, k, v, apply_rope(q, cos, sin), apply_rope(k, cos, sin))
+    return Capture(before, torch.randn(S, dim), q, k, v, apply_rope(q, cos, sin), apply_rope(k, cos, sin))
 
 
 def layer(captures, calib=None, block=None, index=1, **text):
     c = captures[0]
     S, _, D = c.k.shape
-    rope = Rope(ModelArgs(head_dim=D), 1, S)
+    rope = ModelArgs(head_dim=D).rotary(1, S)
     args = ModelArgs(dim=c.x.shape[1], n_head=c.q.shape[1], n_kv_head=c.k.shape[1], head_dim=D, ffn_dim=8)
     text = dict(code=captures, prose=captures) | text
-    return A.Layer(index, block or Block(args, index), calib, (rope.cos[0, :, None], rope.sin[0, :, None]), text)
+    return Layer(index, block or Block(args, index), calib, (rope.cos[0, :, None], rope.sin[0, :, None]), text)
 
 
 def calibration(index, **tensors):
@@ -49,10 +55,10 @@ def calibration(index, **tensors):
 
 
 def test_rank_at_counts_the_largest_eigenvalues():
-    assert A.rank_at(torch.tensor([5.0, 90, 5]), 90) == 1
-    assert A.rank_at(torch.tensor([10.0, 50, 30, 10]), 90) == 3
-    assert A.rank_at(torch.tensor([[1.0] * 10, [9.1] + [0.1] * 9]), 90).tolist() == [9, 1]
-    assert A.rank_at(torch.tensor([1.0, 0, 0]), 100) == 1
+    assert M.rank_at(torch.tensor([5.0, 90, 5]), 90) == 1
+    assert M.rank_at(torch.tensor([10.0, 50, 30, 10]), 90) == 3
+    assert M.rank_at(torch.tensor([[1.0] * 10, [9.1] + [0.1] * 9]), 90).tolist() == [9, 1]
+    assert M.rank_at(torch.tensor([1.0, 0, 0]), 100) == 1
 
 
 def test_rank_of_a_diagonal_covariance():
@@ -60,18 +66,18 @@ def test_rank_of_a_diagonal_covariance():
     eigenvalues = torch.tensor([60.0, 25, 10, 5])
     x = torch.diag(eigenvalues.sqrt())
     for centred in (True, False):
-        c = A.covariance(torch.cat((x, -x)), centred)
+        c = M.covariance(torch.cat((x, -x)), centred)
         assert torch.allclose(c, torch.diag(eigenvalues / 4).double())
-        assert A.rank_at(torch.linalg.eigvalsh(c), 90) == 3
-    shifted = A.covariance(x + 100, centred=False)
-    assert A.rank_at(torch.linalg.eigvalsh(shifted), 90) == 1  # the mean is all that counts
-    assert torch.allclose(A.covariance(x + 100), A.covariance(x), atol=1e-6)
+        assert M.rank_at(torch.linalg.eigvalsh(c), 90) == 3
+    shifted = M.covariance(x + 100, centred=False)
+    assert M.rank_at(torch.linalg.eigvalsh(shifted), 90) == 1  # the mean is all that counts
+    assert torch.allclose(M.covariance(x + 100), M.covariance(x), atol=1e-6)
 
 
 def test_attention_mass_is_causal_softmax_per_group():
     c = capture(S=20)
     at = torch.tensor([3, 19])
-    mass = A.attention_mass(c.q_rot[at], c.k_rot, at)
+    mass = M.attention_mass(c.q_rot[at], c.k_rot, at)
     for i, h in np.ndindex(2, 4):
         t = int(at[i])
         logits = c.k_rot[: t + 1, h // 2].double() @ c.q_rot[t, h].double() / 4
@@ -81,35 +87,35 @@ def test_attention_mass_is_causal_softmax_per_group():
 
 def test_everything_selected_covers_and_recalls_everything():
     mass = torch.rand(5, 3, 40).softmax(-1)
-    every = A.top(torch.randn(5, 3, 40), torch.full((5, 3), 40))
-    assert A.covered(mass, every) == pytest.approx(1)
-    assert A.recall(every, A.top(mass, torch.full((5, 3), 7))) == 1
+    every = M.top(torch.randn(5, 3, 40), torch.full((5, 3), 40))
+    assert M.covered(mass, every) == pytest.approx(1)
+    assert M.recall(every, M.top(mass, torch.full((5, 3), 7))) == 1
 
 
 def test_top_takes_as_many_as_each_row_wants():
-    chosen = A.top(torch.tensor([[1.0, 4, 3, 2], [4, 3, 2, 1]]), torch.tensor([2, 1]))
+    chosen = M.top(torch.tensor([[1.0, 4, 3, 2], [4, 3, 2, 1]]), torch.tensor([2, 1]))
     assert chosen.tolist() == [[False, True, True, False], [True, False, False, False]]
     truth = torch.tensor([[False, True, False, True], [True, False, False, False]])
-    assert A.recall(chosen, truth) == 0.75
-    assert A.covered(torch.tensor([[1.0, 2, 3, 4], [7, 1, 1, 1]]), chosen) == pytest.approx((0.5 + 0.7) / 2)
+    assert M.recall(chosen, truth) == 0.75
+    assert M.covered(torch.tensor([[1.0, 2, 3, 4], [7, 1, 1, 1]]), chosen) == pytest.approx((0.5 + 0.7) / 2)
 
 
 def test_residual_energy_and_subspace_overlap():
     e = torch.eye(4)[None]
     x = torch.tensor([[[3.0, 0, 0, 0], [0, 4, 0, 0]]])
-    assert A.residual_energy(x, e[..., :2]) == 0 and A.residual_energy(x, e[..., 2:]) == 1
-    assert A.residual_energy(x, e[..., :1]) == pytest.approx(16 / 25)
+    assert M.residual_energy(x, e[..., :2]) == 0 and M.residual_energy(x, e[..., 2:]) == 1
+    assert M.residual_energy(x, e[..., :1]) == pytest.approx(16 / 25)
     u = torch.linalg.qr(torch.randn(3, 8, 4)).Q
     turned = u @ torch.linalg.qr(torch.randn(3, 4, 4)).Q
-    assert A.subspace_overlap(u, u) == pytest.approx(1, abs=1e-5) == A.subspace_overlap(u, turned)
-    assert A.subspace_overlap(e[..., :2], e[..., 1:3]) == 0.5
-    assert A.subspace_overlap(e[..., :2], e[..., 2:]) == 0
+    assert M.subspace_overlap(u, u) == pytest.approx(1, abs=1e-5) == M.subspace_overlap(u, turned)
+    assert M.subspace_overlap(e[..., :2], e[..., 1:3]) == 0.5
+    assert M.subspace_overlap(e[..., :2], e[..., 2:]) == 0
 
 
 def test_sign_entropy():
     x = torch.tensor([[1.0, 1, -1, -1], [1, -1, 2, -1], [1, -1, -3, -1], [0, 1, -4, -1]])
     quarter = -(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75))
-    assert A.sign_entropy(x).tolist() == pytest.approx([0, 1, quarter, 0])
+    assert M.sign_entropy(x).tolist() == pytest.approx([0, 1, quarter, 0])
 
 
 # ---- analyses ----
@@ -126,7 +132,7 @@ def test_latent_scores_of_all_coordinates_are_inner_products_before_rotation():
 
 def test_rotation_raises_the_rank_of_keys_that_are_all_alike():
     key = torch.randn(1, 2, 16).expand(64, -1, -1)
-    r = A.spectra(layer([capture(k=key)]))
+    r = spectra.spectra(layer([capture(k=key)]))
     assert r["before"]["rank90"] == 1 and r["before"]["rank90_heads"] == [1, 1]
     assert r["after"]["rank90"] > 1 and min(r["after"]["rank90_heads"]) > 1
     assert sum(r["before"]["eigenvalues"]) == pytest.approx(1, abs=1e-5)
@@ -136,8 +142,8 @@ def test_channels_calibrated_on_the_text_itself_are_its_own():
     c = capture()
     weight = (c.q_rot.view(64, 2, 2, 16) * c.k_rot[:, :, None]).abs().mean((0, 2))
     calib = calibration(1, **{"channels.qk": weight.argsort(-1, descending=True)})
-    r = A.channels(layer([c], calib))
-    assert all(r[f"sequence {ratio:g}"] == 1 for ratio in A.RATIOS) and r["query 1"] == 1
+    r = channels.channels(layer([c], calib))
+    assert all(r[f"sequence {ratio:g}"] == 1 for ratio in channels.RATIOS) and r["query 1"] == 1
     assert r["query 0.0625"] < 1
 
 
@@ -148,20 +154,20 @@ def test_a_layer_that_changes_nothing_is_predicted_perfectly():
         c.before = c.x
         c.q = lay.block.attention.query(lay.block.attention_norm(c.x))
         c.q_rot = apply_rope(c.q, *lay.rope)
-        r = A.adjacent(lay)
+        r = adjacent.adjacent(lay)
         assert r["cosine"] == pytest.approx(1) and r["hit_rate"] == 1
         assert r["mass_predicted"] == r["mass_true"] <= r["mass_oracle"]
         c.before = torch.randn_like(c.x)
-        assert A.adjacent(lay)["hit_rate"] < 1
+        assert adjacent.adjacent(lay)["hit_rate"] < 1
         lay.index = 0
-        assert A.adjacent(lay) == {}
+        assert adjacent.adjacent(lay) == {}
 
 
 def test_a_basis_of_the_test_text_itself_is_the_oracle():
     c = capture(S=128)
-    r = A.shift(layer([c], calibration=[c]))
+    r = shift.shift(layer([c], calibration=[c]))
     for name in ("keys", "values"):
-        for rank in A.OJA_RANKS:
+        for rank in shift.OJA_RANKS:
             x = r[f"{name}, {rank}"]
             assert x["rer_static"] == pytest.approx(x["rer_oracle"], rel=1e-4) == x["rer_in_domain"]
             assert x["so_static"] == pytest.approx(1, abs=1e-4)
@@ -174,7 +180,7 @@ def test_adaptation_finds_the_directions_of_new_text():
     prose, code = capture(S=256), capture(S=256)
     prose.v[..., 8:] *= 0.05
     code.v[..., 4:12] *= 2
-    x = A.shift(layer([code], prose=[prose], calibration=[prose]))["values, 0.6"]
+    x = shift.shift(layer([code], prose=[prose], calibration=[prose]))["values, 0.6"]
     assert x["rer_in_domain"] < x["rer_oracle"] < x["rer_adapted"] < x["rer_static"]
     assert x["so_static"] < x["so_adapted"] < 1
 
@@ -184,7 +190,7 @@ def test_important_tokens_are_those_that_the_last_queries_look_at():
     c.k_rot = 0.01 * c.k_rot
     c.q_rot = c.q_rot.abs()
     c.k_rot[[5, 20, 31, 90]] = 3.0  # 90 is in the second half: not of the prompt
-    chosen = A.important(c).tolist()
+    chosen = shift.important(c).tolist()
     assert len(chosen) == math.ceil(0.05 * 64) and {5, 20, 31} <= set(chosen) and max(chosen) < 64
 
 
@@ -193,13 +199,13 @@ def test_signs_of_keys_that_are_signs_find_what_exact_scores_find():
     half = torch.randint(0, 2, (64, 2, 16)).float() * 2 - 1
     c.k_rot = torch.cat((half, -half)).repeat(2, 1, 1)  # zero mean over the first half
     c.k_rot += 1e-3 * torch.randn_like(c.k_rot)  # no ties
-    r = A.signs(layer([c]))
-    for budget in A.SIGN_BUDGETS:
+    r = signs.signs(layer([c]))
+    for budget in signs.SIGN_BUDGETS:
         exact, book, bare = (r["recall"][f"{name} {budget:g}"] for name in ("exact", "codebook", "signs"))
         assert exact == pytest.approx(1) and book > 0.85 and bare > 0.85
     assert r["entropy_after"]["least"] > 0.95
     c.k_rot = c.k_rot + 3
-    r = A.signs(layer([c]))
+    r = signs.signs(layer([c]))
     assert r["entropy_before"]["mean"] == 0 and r["entropy_after"]["least"] > 0.95
     assert r["recall"]["signs, not centred 0.075"] < 0.5 < r["recall"]["signs 0.075"]
 
@@ -210,7 +216,7 @@ def test_heads_marks_what_razor_protects():
     calib = Calibration({f"layers.{i}.razor.{n}": induction[i] for i in range(2) for n in ("induction", "echo")}, 2)
     after = torch.stack((induction, torch.zeros(2, 4), induction.roll(1, -1) * 1.1, torch.zeros(2, 4)), -1)
     calib.tensors |= {f"layers.{i}.razor.after": after[i] for i in range(2)}
-    found = A.heads(layer([capture()], calib))
+    found = heads.heads(layer([capture()], calib))
     assert found["protected"] == [1] and found["protected_by_best_place"] == [1] and found["place"][3] == 3
 
 
@@ -221,7 +227,7 @@ def test_heads_marks_what_razor_protects():
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model = random_transformer(ModelArgs.from_hf(CONFIG), "cpu", torch.float32)
+    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
     save_file(save_checkpoint_tensors(model, torch.float32), folder / "model.safetensors")
     for file in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(TINY / file, folder)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from cache.calibration import Calibration
+from cache.spec import make_args, method_files
+from checkpoint import args_from_hf
 from errors import InputError, run_cli
-from kv_methods import make_args, method_files
-from kv_methods.base import CacheShape
 from kv_methods.razor import Razor
-from model import ModelArgs, Rope
-from scripts import bench_attention, bench_generate, plot_results, speed_tables
+from scripts.bench import bench_attention, bench_generate, layer, our_runs
+from scripts.bench import dense as dense_attentions
+from scripts.eval import analyze, eval_retrieval
+from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
+from scripts.report.tables import gpu
+from scripts.shared import progress as progress_module
+from scripts.shared import timing
+from scripts.shared.progress import Progress
+from scripts.train import train_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
@@ -28,8 +40,8 @@ CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_s
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Nothing large is read between calls, and the compiler's limits are ours for the test alone."""
-    monkeypatch.setattr(bench_attention, "PROBE_BYTES", dict(cpu=1 << 16, cuda=1 << 20))
-    monkeypatch.setattr(bench_attention, "flush_bytes", lambda device: 1 << 16)
+    monkeypatch.setattr(timing, "PROBE_BYTES", dict(cpu=1 << 16, cuda=1 << 20))
+    monkeypatch.setattr(timing, "flush_bytes", lambda device: 1 << 16)
     limits = ("recompile_limit", "accumulated_recompile_limit")
     with torch._dynamo.config.patch({k: getattr(torch._dynamo.config, k) for k in limits}):
         yield
@@ -91,13 +103,93 @@ def test_attention_rows(cli, config, tmp_path):
         assert set(r) & {"prefetch", "append", "score", "select", "attend"} == stages[r["method"]]
         for name in {"operator", "dense"} | stages[r["method"]]:
             assert len(r[name]["each"]) == 2 and r[name]["spread"] >= 0
-        assert r["times_dense"] == r["dense"]["ms"] / r["operator"]["ms"]
+        ratios = [d / o for d, o in zip(r["dense"]["each"], r["operator"]["each"], strict=True)]
+        assert r["times_dense"] == statistics.median(ratios)
+        assert r["times_dense_spread"] == (max(ratios) - min(ratios)) / r["times_dense"]
         assert r["limit_share"] == pytest.approx(r["bytes_per_s"] / data["bandwidth"])
     full = data["rows"][0]
     assert full["traffic"] == 2 * 2 * 2 * 49 * 32 * 4  # K and V, batch, heads, tokens, channels, fp32
     assert full["nbytes"] == 2 * 2 * 2 * (48 + bench_attention.SPARE) * 32 * 4
     assert {r["name"] for r in data["dense"]} == {"matmul", "decode_attention", "sdpa", "sdpa, grouped queries"}
     assert sum(r["best"] for r in data["dense"]) == 1 and all(r["difference"] < 1e-4 for r in data["dense"])
+
+
+def test_all_rows_of_a_size_stand_against_one_baseline(cli, config):
+    """Every dense attention and every method is called once a round: the rows of a size share the baseline's times."""
+    methods = ["full", "streaming", "random"]
+    data = attention(cli, config, "--method", *methods, "--length", 16, 24, "--no-stages", "--rounds", 3)
+    for n in (16, 24):
+        rows = [r for r in data["rows"] if r["length"] == n]
+        assert [r["method"] for r in rows] == methods
+        assert len({json.dumps(r["dense"]) for r in rows}) == 1 and len(rows[0]["operator"]["each"]) == 3
+        dense = {r["name"]: r for r in data["dense"] if r["length"] == n}
+        assert rows[0]["dense"]["each"] == dense[rows[0]["dense"]["name"]]["each"]
+        assert all(len(r["each"]) == 3 for r in dense.values())
+        assert dense[rows[0]["dense"]["name"]]["best"] and dense[rows[0]["dense"]["name"]]["ms"] == min(
+            r["ms"] for r in dense.values()
+        )
+
+
+def test_calls_take_turns(monkeypatch):
+    """A round calls each once, in one order; what an interruption leaves is whole rounds."""
+    clock, order, into = timing.Clock(torch.device("cpu"), cold=False), [], {}
+
+    def call(name, last=99):
+        def run():
+            order.append(name)
+            if len(order) > last:
+                raise KeyboardInterrupt
+
+        return run
+
+    said = []
+    calls = {("dense", "sdpa"): call("dense"), ("a", "operator"): call("a"), ("b", "operator"): call("b", 7)}
+    with pytest.raises(KeyboardInterrupt):
+        clock.rounds(calls, 5, into, said.append)
+    assert order == ["dense", "a", "b"] * 3 and said == [0, 1, 2]
+    assert {key: len(times) for key, times in into.items()} == dict.fromkeys(calls, 2)
+
+
+def test_ratios_are_of_the_same_round():
+    """A machine that is twice as slow in one round changes no ratio."""
+    opt = argparse.Namespace(layers=2)
+    size = bench_attention.Size("m", 1, 8, None, opt, None, tried=[dict(name="x"), dict(name="y")])
+    times = {("dense", "x"): [8.0, 16.0, 8.0], ("dense", "y"): [9.0, 18.0, 9.0], ("a", "operator"): [4.0, 8.0, 2.0]}
+    row = dict(nbytes=0, traffic=10)
+    bench_attention.judge(size, {"a": row}, times, 1e4)
+    assert row["dense"]["name"] == "x" and row["dense"]["each"] == [4, 8, 4] and row["operator"]["each"] == [2, 4, 1]
+    assert row["times_dense"] == 2 and row["times_dense_spread"] == (4 - 2) / 2
+    assert [r["best"] for r in size.tried] == [True, False]
+
+
+def test_methods_that_do_not_fit_together_are_timed_apart(cli, config, monkeypatch):
+    """Each group has the baseline in its rounds."""
+    one = layer.cache_bytes("full", args_from_hf(CONFIG), 1, 16 + bench_attention.SPARE, torch.float32)
+    monkeypatch.setattr(bench_attention, "available_memory", lambda device: 2.5 * 4 * one / bench_attention.MEMORY)
+    argv = ("--method", "full", "random", "oracle", "--length", 16, "--no-stages", "--layers", 4)
+    data = attention(cli, config, *argv)
+    first, second, third = data["rows"]
+    assert first["dense"] == second["dense"] != third["dense"]
+    dense = {r["name"]: r["each"] for r in data["dense"]}
+    assert all(len(each) == 4 for each in dense.values())
+    assert third["dense"]["each"] == dense[third["dense"]["name"]][2:]
+
+
+def test_interrupted_while_preparing(cli, config, tmp_path, monkeypatch):
+    """Ctrl-C times what is ready, and keeps it."""
+    out, build = tmp_path / "attention.json", layer.build
+
+    def interrupted(text, *args):
+        if text == "random":
+            raise KeyboardInterrupt
+        return build(text, *args)
+
+    monkeypatch.setattr(bench_attention, "build", interrupted)
+    argv = ("--model", config, "--device", "cpu", "--no-compile", "--rounds", 2, "--length", 16, "--no-stages",
+            "--method", "full", "random", "streaming", "--out", out)  # fmt: skip
+    assert cli(bench_attention, *argv)[0] == 130
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["method"] for r in rows] == ["full"] and len(rows[0]["operator"]["each"]) == 2
 
 
 def test_attention_goes_on_where_it_stopped(cli, config, tmp_path):
@@ -123,7 +215,7 @@ def test_every_method_runs_once(cli, config):
 
 
 def test_what_cannot_be_measured_is_a_row(cli, config, monkeypatch):
-    build = bench_attention.build
+    build = layer.build
 
     def refuse(text, *args):
         if text == "streaming":
@@ -137,20 +229,20 @@ def test_what_cannot_be_measured_is_a_row(cli, config, monkeypatch):
     def no_memory(*args):
         raise InputError("the dense cache needs 900 GiB")
 
-    monkeypatch.setattr(bench_attention, "require_memory", no_memory)
+    monkeypatch.setattr(layer, "require_memory", no_memory)
     rows = attention(cli, config, "--method", "full", "streaming", "--length", 16)["rows"]
     assert [r["error"] for r in rows] == ["the dense cache needs 900 GiB"] * 2
 
 
 def test_a_baseline_that_computes_something_else_does_not_count(cli, config, monkeypatch):
-    calls = bench_attention.dense_calls
+    calls = dense_attentions.dense_calls
 
     def wrong(q, k, v, compile):
         return dict(nothing=lambda: lambda: torch.zeros_like(q), absent=lambda: __import__("no_such_module")) | calls(
             q, k, v, compile
         )
 
-    monkeypatch.setattr(bench_attention, "dense_calls", wrong)
+    monkeypatch.setattr(dense_attentions, "dense_calls", wrong)
     dense = {r["name"]: r for r in attention(cli, config, "--method", "full", "--length", 16, "--no-stages")["dense"]}
     assert "something else" in dense["nothing"]["error"] and dense["absent"]["error"] == "not installed"
     assert not dense["nothing"]["best"] and "ms" not in dense["nothing"]
@@ -158,20 +250,22 @@ def test_a_baseline_that_computes_something_else_does_not_count(cli, config, mon
 
 def test_flush_is_larger_than_the_cache(monkeypatch):
     monkeypatch.undo()
-    assert bench_attention.flush_bytes(torch.device("cpu")) >= 64 << 20
+    assert timing.flush_bytes(torch.device("cpu")) >= 64 << 20
 
 
 def test_razor_is_filled_as_by_its_own_prefill(monkeypatch):
     """`fill` sends each kind of head to its own method, as prefill does."""
-    args = ModelArgs.from_hf(CONFIG)
-    shape, rope = CacheShape.of(args, 0, 2, 64, torch.float32, "cpu"), Rope(args, 2, 64, "cpu")
-    own = make_args(Razor, dict(window=8, sinks=2, induction=0.5, retrieval_method="full"))
-    calib = bench_attention.RandomCalibration(args)
+    args = args_from_hf(CONFIG)
+    shape, rope = args.cache_shape(0, 2, 64, torch.float32, "cpu"), args.rotary(2, 64, "cpu")
+    own = make_args(Razor, dict(window=8, sinks=2, retrieval_method="full"))
+    scores = torch.zeros(2, 4)
+    scores[0, 2:] = torch.tensor([0.9, 0.8])  # of the second KV head of the first layer
+    calib = Calibration({f"layers.{i}.razor.{n}": scores[i] for i in range(2) for n in ("induction", "echo")}, 2)
     one, two = (Razor(own, shape, 0, rope, calib) for _ in range(2))
     q, k, v = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 40, 32), torch.randn(2, 2, 40, 32)
-    bench_attention.fill(one, q, rope.rotate_prompt(k), v)
+    layer.fill(one, q, rope.rotate_prompt(k), v)
     two.prefill(q.expand(-1, -1, 40, -1), k, v, torch.full((2,), 40))
-    assert one.n_protected and one.n_local
+    assert one.n_other and one.n_own
     for (name, a), b in zip(one.named_buffers(), two.buffers(), strict=True):
         assert torch.equal(a, b), name
 
@@ -201,13 +295,13 @@ def test_generate_rows(cli, config, tmp_path):
 
 def test_interrupted_in_a_round(cli, config, tmp_path, monkeypatch):
     """Ctrl-C ends the run, not only the loop that decodes; what was measured before it stays."""
-    out, loop = tmp_path / "generate.json", bench_generate.continue_rows
+    out, loop = tmp_path / "generate.json", our_runs.continue_rows
 
     def interrupted(session, *args):
         if "streaming" not in str(type(session.model.cache[0])):
             loop(session, *args)
 
-    monkeypatch.setattr(bench_generate, "continue_rows", interrupted)
+    monkeypatch.setattr(our_runs, "continue_rows", interrupted)
     argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
             "--length", 16, "--no-interleave", "--method", "full", "streaming", "random", "--out", out)  # fmt: skip
     assert cli(bench_generate, *argv)[0] == 130
@@ -225,9 +319,9 @@ def test_generate_synthetic(cli, config):
 
 def test_generate_synthetic_fills_every_layer(config):
     """After a round the cache of `full` holds the random keys, and then what was decoded."""
-    model = bench_generate.random_transformer(ModelArgs.from_hf(CONFIG), "cpu", torch.float32)
-    work = bench_generate.Work(model, 2, 24, 3, synthetic=True)
-    run = bench_generate.Ours(work, "full", "eager")
+    model = bench_generate.random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
+    work = our_runs.Work(model, 2, 24, 3, synthetic=True)
+    run = our_runs.Ours(work, "full", "eager")
     run.open()
     run()
     for method in run.cache:
@@ -345,6 +439,84 @@ def test_modes(cli, config, mode):
     assert all("tokens_per_s" in r for r in data["rows"]), data["rows"]
 
 
+def test_generate_takes_a_spec_by_layers(cli, config):
+    spec = "0:full,1-:streaming,recent=8"
+    (row,) = generated(cli, config, "--method", spec, "--mode", "eager", "--batch", 1, "--length", 24)["rows"]
+    assert row["method"] == spec and row["run"] == f"{spec} eager" and row["tokens_per_s"] > 0
+    assert row["kv_bytes"] < row["kv_bytes_full"]
+
+
+# ---- what the user sees while it runs ----
+
+
+class Watch:
+    """A clock that the test turns."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def __call__(self):
+        return self.time
+
+
+def test_progress_says_what_runs_and_what_is_left():
+    watch, stream = Watch(), io.StringIO()
+    progress = Progress(dict(prepare=2, round=4), stream, watch)
+    assert progress.left() is None
+    progress.now("prepare", "full, compiling")
+    assert not stream.getvalue()  # bad input is told before anything else
+    watch.time = 60
+    progress.now("prepare", "sals, compiling")
+    # one of two is done, and of the rounds nothing is known
+    assert progress.line() == "[1:00, more than 1:00 left] sals, compiling" and stream.getvalue().endswith(
+        "compiling\n"
+    )
+    watch.time = 120
+    progress.now("round", "full, round 1 of 2")
+    watch.time = 121
+    progress.now("round", "sals, round 1 of 2")
+    assert progress.left() == 3
+    progress.drop("round", 2)
+    assert progress.left() == 1
+    watch.time = 3 * 3600
+    assert progress.left() == 0 and progress.line().startswith("[3:00:00, about 0:00 left]")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_goes_on_while_nothing_ends(monkeypatch, terminal):
+    """A compilation of minutes is no silence: a thread adds lines, or on a terminal rewrites one."""
+    monkeypatch.setattr(progress_module, "FIRST", 0.2)
+    monkeypatch.setattr(progress_module, "EVERY", 0.4)
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    with Progress(dict(prepare=1), stream) as progress:
+        progress.now("prepare", "full, compiling")
+        until = time.monotonic() + 30
+        while stream.getvalue().count("full, compiling") < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+    lines = stream.getvalue()
+    assert lines.count("full, compiling") >= 2 and ("\r" in lines) == terminal
+
+
+def test_generate_tells_how_far_it_is(cli, config, monkeypatch):
+    monkeypatch.setattr(progress_module, "FIRST", 0.0)
+    monkeypatch.setattr(progress_module, "SPACED", 0.0)
+    argv = ("--random-init", config, "--device", "cpu", "--rounds", 2, "--new", 3, "--mode", "eager", "--batch", 1,
+            "--length", 16, "--method", "full", "streaming")  # fmt: skip
+    status, out, err = cli(bench_generate, *argv)
+    assert status == 0 and "round" not in out
+    steps = [
+        re.fullmatch(r"\[\d+:\d\d(?:, (?:about|more than) \d+:\d\d left)?\] (.*)", line) for line in err.splitlines()
+    ]
+    said = [m[1] for m in steps if m]
+    where = "batch 1 length 16: "
+    turns = [f"{where}{m} eager, {what}" for what in ("warm-up round 1 of 1", "round 1 of 2", "round 2 of 2")
+             for m in ("full", "streaming")]  # fmt: skip
+    assert [s for s in said if "round" in s] == turns
+    assert f"{where}full eager, setting up" in said and said[0].startswith("making")
+    assert "left" in err.splitlines()[-1]
+
+
 # ---- plots, wrong use ----
 
 
@@ -370,6 +542,11 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (bench_attention, ["--method", "nothing"]),
         (bench_attention, ["--method", "sals,nothing=1"]),
         (bench_attention, ["--method", "sals,budget=x"]),
+        (bench_attention, ["--method", "sals,budget"]),
+        (bench_attention, ["--method", "0-1:full,2-:sals-12.5,budget=0.1"]),
+        (bench_attention, ["--method", "sals,skip_layers=none"]),
+        (bench_attention, ["--layers", "0"]),
+        (bench_attention, ["--threads", "0"]),
         (bench_attention, ["--model", "nothing"]),
         (bench_attention, ["--model", "nothing.json"]),
         (bench_attention, ["--length", "0"]),
@@ -380,6 +557,11 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (bench_attention, ["--out", "/no/such/folder/x.json"]),
         (bench_attention, ["--device", "nothing"]),
         (bench_generate, ["--method", "nothing"]),
+        (bench_generate, ["--method", "0-1:full"]),
+        (bench_generate, ["--method", "0-1:full,2-99:sals"]),
+        (bench_generate, ["--method", "full", "sals,nothing=1"]),
+        (bench_generate, ["--checkpoint", "/no/such/folder"]),
+        (bench_generate, ["--random-init", "nothing.json"]),
         (bench_generate, ["--new", "1"]),
         (bench_generate, ["--batch", "0"]),
         (bench_generate, ["--random-init", "nothing"]),
@@ -398,6 +580,20 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
         (speed_tables, []),
         (speed_tables, ["/no/such/folder"]),
+        (plot_methods, ["--task", "nothing"]),
+        (plot_training, ["--checkpoint", "/no/such/folder"]),
+        (eval_retrieval, ["--method", "nothing"]),
+        (eval_retrieval, ["--method", "full", "0-1:full,2-:sals,nothing=1"]),
+        (eval_retrieval, ["--method", "full", "--method-arg", "budget"]),
+        (eval_retrieval, ["--method", "full", "--method-arg", "budget=5"]),
+        (eval_retrieval, ["--checkpoint", "/no/such/folder"]),
+        (eval_retrieval, ["--tasks", "nothing"]),
+        (eval_retrieval, ["--lengths", "x"]),
+        (eval_retrieval, ["--lengths", "8"]),
+        (analyze, ["--checkpoint", "/no/such/folder"]),
+        (train_tiny, ["--evaluate", "x"]),
+        (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
+        (update_readme, ["--nothing"]),
     ],
 )
 def test_wrong_use(cli, script, argv):
@@ -406,11 +602,38 @@ def test_wrong_use(cli, script, argv):
     assert err.startswith("error: ") and err.count("\n") == 1, err
 
 
+WRITERS = [
+    (bench_attention, "--out"), (bench_generate, "--out"), (eval_retrieval, "--out"), (analyze, "--out"),
+    (plot_methods, "--out"), (plot_training, "--out"), (train_tiny, "--run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "flag"), WRITERS, ids=lambda x: getattr(x, "__name__", x))
+def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monkeypatch):
+    """A folder that is not there, a folder in place of a file, and one that takes no files: before anything is made."""
+    for module in (bench_generate, eval_retrieval, analyze):
+        monkeypatch.setattr(module, "load_checkpoint", None)
+    monkeypatch.setattr(bench_attention, "ceilings", None)
+    for path in ("/proc/x/y.json", "/proc/x.json", *([str(tmp_path)] if flag == "--out" else ())):
+        status, out, err = cli(script, flag, path)
+        assert status == 2 and not out and err.count("\n") == 1, err
+        assert err.startswith(f"error: {flag}: cannot ") and path.rsplit("/", 1)[0] in err
+
+
+def test_every_script_has_an_example_and_json(cli):
+    scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
+    assert len(scripts) == 11
+    for script in scripts:
+        text = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, cwd="/").stdout
+        assert f"python {script.relative_to(ROOT)}" in text and "--json" in text, script
+
+
 # ---- the suite and what becomes of its files ----
 
 
 def suite(*argv, **env):
-    return subprocess.run(["bash", "scripts/gpu_suite.sh", *map(str, argv)], cwd=ROOT, capture_output=True, text=True,
+    command = ["bash", "scripts/bench/gpu_suite.sh", *map(str, argv)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
                           env=dict(os.environ, PYTHON=sys.executable) | env)  # fmt: skip
 
 
@@ -433,12 +656,16 @@ def test_wrong_use_of_the_suite(argv, env):
 
 def test_suite_says_what_it_does():
     run = suite("--help")
-    assert run.returncode == 0 and "scripts/gpu_suite.sh 1|2|3" in run.stdout and "#" not in run.stdout.split("\n")[0]
+    assert (
+        run.returncode == 0
+        and "scripts/bench/gpu_suite.sh 1|2|3" in run.stdout
+        and "#" not in run.stdout.split("\n")[0]
+    )
 
 
 def test_suite_ends_within_ten_minutes():
     """Deadlines of a part rise, and leave a minute for what is around it."""
-    text = (ROOT / "scripts" / "gpu_suite.sh").read_text()
+    text = (ROOT / "scripts" / "bench" / "gpu_suite.sh").read_text()
     parts = re.split(r'if \[ "\$PART" = \d \]; then', text)[1:]
     for part in parts:
         found = re.findall(r"^ *(?:.*(?:\|\|) )?(?:step|attention|generate) ([\w-]+) (\d+)", part, re.M)
@@ -464,7 +691,7 @@ def test_suite(part, tmp_path):
     assert all((out / f"{name}.json").exists() for name in wanted - {"plots"})
     with tarfile.open(pack) as f:
         assert {f"./{name}.json" for name in wanted - {"plots"}} < set(f.getnames())
-    assert ("SALS, Table" in speed_tables.section(out)) == (part < 3)
+    assert ("SALS, Table" in gpu.section(out)) == (part < 3)
 
 
 @pytest.fixture
@@ -516,7 +743,7 @@ def test_speed_tables(results, cli):
 
 
 def test_speed_tables_without_a_run(tmp_path):
-    assert "scripts/gpu_suite.sh" in speed_tables.section(tmp_path)
+    assert "scripts/bench/gpu_suite.sh" in gpu.section(tmp_path)
     (tmp_path / "x.json").write_text('{"rows": [1]}')
     with pytest.raises(InputError, match=r"x\.json"):
-        speed_tables.section(tmp_path)
+        gpu.section(tmp_path)

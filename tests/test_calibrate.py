@@ -1,8 +1,9 @@
-"""calibrate.py: every tensor of its file against loops in float64, the file's checks, and interrupting the command."""
+"""Statistics: every tensor of the file against loops in float64, a user's own, the file's checks, interruptions."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import shutil
@@ -19,14 +20,54 @@ from oracles import rotate, softmax
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import cache.statistic as S
 import calibrate as C
+from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint
+from cache.spec import all_statistics
+from checkpoint import load_checkpoint, save_checkpoint_tensors
 from errors import InputError, run_cli
-from model import ModelArgs, load_checkpoint, random_transformer
+from kv_methods.razor import HeadScores
+from model import ModelArgs, random_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"
+UNCALIBRATED = shutil.ignore_patterns("calibration*")
 N_RANDOM = 12
 SHAPES = [(2, 2, 16), (1, 3, 8), (4, 1, 32)]  # g, Hkv, D
+
+
+class Pca(S.Statistic):
+    """Loki's: centred PCA of rotated keys, per head. As a user would declare it."""
+
+    name = "pca"
+
+    def measure(self, t):
+        return dict(kk=torch.einsum("snd,sne->nde", t.k_rot, t.k_rot), k=t.k_rot.sum(0))
+
+    def finish(self, mean):
+        values, basis = S.principal(mean["kk"] - mean["k"][:, :, None] * mean["k"][:, None])
+        return dict(eigenvalues=values, basis=basis, mean=mean["k"])
+
+
+class Whiten(S.Statistic):
+    """Palu's: second moments of the attention's input."""
+
+    name = "whiten"
+
+    def measure(self, t):
+        return dict(moments=t.x.T @ t.x)
+
+    def take_heads(self, tensors, kv_heads, n_kv_head):
+        return tensors  # no heads here
+
+
+def statistics():
+    return [*all_statistics(), Pca(), Whiten()]
+
+
+def parts(args):
+    """Name -> shape and dtype on the meta device of every tensor of one layer."""
+    return {f"{s.name}.{part}": t for s in statistics() for part, t in s.layout(args).items()}
 
 
 # ---- the numbers ----
@@ -47,7 +88,7 @@ def small(g, h, d):
                 p.copy_(0.5 + torch.rand(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     gen = torch.Generator().manual_seed(0)
     sequences = [torch.randint(80, (n,), generator=gen) for n in (19, 30)]
-    return model, C.calibrate(model, sequences, N_RANDOM), sequences
+    return model, C.calibrate(model, sequences, N_RANDOM, statistics()), sequences
 
 
 def forward(model, tokens):
@@ -155,27 +196,29 @@ def test_every_tensor_is_the_float64_loop(shape):
                 assert all(a >= b - 1e-5 for a, b in zip(scores, scores[1:], strict=False)), f"{kind}: not by size"
         assert np.abs(get(i, "whiten.moments").numpy() - m["x"]).max() < 1e-4 * np.abs(m["x"]).max()
     heads = {"razor.induction", "razor.echo", "razor.after"}
-    assert seen | heads == set(C.shapes(model.args)), "a tensor of the file is not tested"
-    for name, size in C.shapes(model.args).items():
-        assert tuple(calib.stack(name).shape) == (2, *size)
+    assert seen | heads == set(parts(model.args)), "a tensor of the file is not tested"
+    assert {k.split(".", 2)[2] for k in calib.tensors} == set(parts(model.args))
+    for name, like in parts(model.args).items():
+        t = calib.stack(name)
+        assert t.shape[1:] == like.shape and t.dtype == (torch.float32 if like.is_floating_point() else torch.int64)
 
 
-def random_tokens(model, monkeypatch, n=N_RANDOM):
+def random_tokens(model, n=N_RANDOM):
     """What the head scores were measured on, seen at the embedding."""
     seen = []
     hook = model.tok_embeddings.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0][0].clone()))
-    scores = C.head_scores(model, n)
+    calib = C.calibrate(model, [], n, [HeadScores()])
     hook.remove()
-    return seen[0], scores
+    return seen[0], calib.stack("razor.echo"), calib.stack("razor.after")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("block", [5, 256])
 def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
     """Sec. 3.3: mass on earlier copies of the token, and right after them, over the second copy and those after it."""
-    monkeypatch.setattr(C, "QUERY_BLOCK", block)
+    monkeypatch.setattr(S, "QUERY_BLOCK", block)
     model, calib, _ = small(*shape)
-    tokens, (echo, after) = random_tokens(model, monkeypatch)
+    tokens, echo, after = random_tokens(model)
     n = N_RANDOM
     assert len(tokens) == 4 * n and all(torch.equal(tokens[:n], tokens[j * n : j * n + n]) for j in range(4))
     for i, (_, q, k, _) in enumerate(forward(model, tokens)):
@@ -186,9 +229,9 @@ def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
                     want += np.array(p[m, copy : copy + 5]) / (3 * n)
             assert abs(float(echo[i, h]) - want[0]) < 1e-5
             assert np.abs(after[i, h].numpy() - want[1:]).max() < 1e-5
-    assert torch.allclose(calib.stack("razor.after").double(), after, atol=1e-6)
+    assert torch.allclose(calib.stack("razor.after"), after, atol=1e-6)
     assert torch.equal(calib.stack("razor.induction"), calib.stack("razor.after")[..., 0])
-    assert torch.allclose(calib.stack("razor.echo").double(), echo, atol=1e-6)
+    assert torch.allclose(calib.stack("razor.echo"), echo, atol=1e-6)
 
 
 def test_planted_heads_are_found():
@@ -211,7 +254,7 @@ def test_planted_heads_are_found():
         return q, k, v
 
     attention.qkv = planted
-    echo, after = C.head_scores(model, 60)
+    _, echo, after = random_tokens(model, 60)
     induction = after[..., 0]
     assert induction[0, 1] > 0.95 and induction[0].argmax() == 1 and induction[0, [0, 2, 3]].max() < 0.1
     # it sees itself as well as its 1, 2 or 3 copies
@@ -224,14 +267,17 @@ def test_heads_is_the_calibration_of_those_heads(kv_heads):
     """The joint basis comes from a sub-block; everything else of the layer is the heads' own."""
     shape = (1, 3, 8)
     _, calib, _ = small(*shape)
-    part = calib.heads(1, kv_heads)
+    part = calib.heads(1, kv_heads, 3, [s for s in statistics() if s.name != "razor"])
     m, rows = moments(*shape)[1]["joint"], np.concatenate([np.arange(j * 8, j * 8 + 8) for j in kv_heads])
     check_eigen(part.get(1, "sals.basis"), part.get(1, "sals.eigenvalues"), m[np.ix_(rows, rows)], "sub-block")
-    for name in C.shapes(small(*shape)[0].args):
+    for name in parts(small(*shape)[0].args):
         if name.split(".")[0] in ("oja", "channels", "pca"):
             assert torch.equal(part.get(1, name), calib.get(1, name)[kv_heads]), name
-        elif not name.startswith("sals"):
+        elif name.startswith("whiten"):
             assert torch.equal(part.get(1, name), calib.get(1, name)), name
+        elif name.startswith("razor"):
+            with pytest.raises(InputError):  # not asked for: it would be of other heads
+                part.get(1, name)
         assert torch.equal(part.get(0, name), calib.get(0, name)), "another layer has changed"
 
 
@@ -246,15 +292,13 @@ CONFIG = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_siz
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """A checkpoint folder with its calibration."""
-    from model import save_checkpoint_tensors
-
     folder = tmp_path_factory.mktemp("calibrated")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     model = small(2, 2, 16)[0]
     save_file(save_checkpoint_tensors(model, torch.float32), folder / "model.safetensors")
     calib = small(2, 2, 16)[1]
-    meta = dict(version=C.VERSION, fingerprint=C.fingerprint(folder))
-    C.Calibration(calib.tensors, 2, meta).save(folder / C.FILE)
+    meta = dict(version=VERSION, fingerprint=fingerprint(folder))
+    Calibration(calib.tensors, 2, meta).save(folder / FILE)
     return folder
 
 
@@ -265,20 +309,20 @@ def folder(calibrated, tmp_path):
 
 def test_what_is_saved_is_loaded(folder):
     model, want = load_checkpoint(folder), small(2, 2, 16)[1]
-    got = C.Calibration.load(folder, model.args)
+    got = Calibration.load(folder, model.args)
     assert set(got.tensors) == set(want.tensors)
     assert all(torch.equal(got.tensors[k], t) and got.tensors[k].dtype == t.dtype for k, t in want.tensors.items())
-    assert not list(folder.glob("*.tmp")) and (folder / C.FILE).stat().st_mode & 0o444 == 0o444
+    assert not list(folder.glob("*.tmp")) and (folder / FILE).stat().st_mode & 0o444 == 0o444
 
 
-def rewrite(folder, change=None, version=C.VERSION, **meta):
+def rewrite(folder, change=None, version=VERSION, **meta):
     """The file again, with a change to its tensors or metadata."""
-    with safe_open(folder / C.FILE, framework="pt") as f:
+    with safe_open(folder / FILE, framework="pt") as f:
         kept = json.loads(f.metadata()["calibration"])
-    tensors = load_file(folder / C.FILE)
+    tensors = load_file(folder / FILE)
     if change is not None:
         change(tensors)
-    save_file(tensors, folder / C.FILE, metadata={"calibration": json.dumps(kept | dict(version=version) | meta)})
+    save_file(tensors, folder / FILE, metadata={"calibration": json.dumps(kept | dict(version=version) | meta)})
 
 
 def set_entry(name, value):
@@ -292,8 +336,12 @@ def cut(name):
     return lambda tensors: tensors.update({name: tensors[name][..., :-1].contiguous()})
 
 
+def drop(name):
+    return lambda tensors: [tensors.pop(k) for k in list(tensors) if f".{name}." in k]
+
+
 def bytes_of(folder, change):
-    path = folder / C.FILE
+    path = folder / FILE
     path.write_bytes(change(path.read_bytes()))
 
 
@@ -308,13 +356,13 @@ def other_config(folder):
 
 
 def raw_metadata(text):
-    return lambda f: save_file(load_file(f / C.FILE), f / C.FILE, metadata={"calibration": text})
+    return lambda f: save_file(load_file(f / FILE), f / FILE, metadata={"calibration": text})
 
 
 BASIS, CHANNELS = "layers.1.sals.basis", "layers.0.channels.qk"
 BAD = {  # what happened to the folder -> what the error says
-    "missing": (lambda f: (f / C.FILE).unlink(), "has none"),
-    "a folder": (lambda f: ((f / C.FILE).unlink(), (f / C.FILE).mkdir()), "has none"),
+    "missing": (lambda f: (f / FILE).unlink(), "has none"),
+    "a folder": (lambda f: ((f / FILE).unlink(), (f / FILE).mkdir()), "has none"),
     "empty": (lambda f: bytes_of(f, lambda b: b""), "cannot read"),
     "half of it": (lambda f: bytes_of(f, lambda b: b[: len(b) // 2]), "cannot read"),
     "a byte short": (lambda f: bytes_of(f, lambda b: b[:-1]), "cannot read"),
@@ -325,12 +373,15 @@ BAD = {  # what happened to the folder -> what the error says
     "a wrong shape": (lambda f: rewrite(f, cut(BASIS)), f"{BASIS} is of shape"),
     "a shape of another rank": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS][0].clone()})), "of shape"),
     "a tensor missing": (lambda f: rewrite(f, lambda t: t.pop(CHANNELS)), f"{CHANNELS} is missing"),
+    "a statistic missing": (lambda f: rewrite(f, drop("channels")), "--method double_sparsity"),
     "a channel twice": (lambda f: rewrite(f, lambda t: t[CHANNELS].copy_(0 * t[CHANNELS])), "no ranking"),
     "a channel out of range": (lambda f: rewrite(f, lambda t: t[CHANNELS].add_(1)), "no ranking"),
+    "a statistic of nobody spoilt": (lambda f: rewrite(f, set_entry("layers.0.pca.mean", math.nan)), "pca.mean holds"),
     "a ranking of floats": (lambda f: rewrite(f, lambda t: t.update({CHANNELS: 0.5 * t[CHANNELS]})), "ranking"),
-    "an older version": (lambda f: rewrite(f, version=C.VERSION - 1), "of version"),
-    "a newer version": (lambda f: rewrite(f, version=C.VERSION + 1), "of version"),
-    "no metadata": (lambda f: save_file(load_file(f / C.FILE), f / C.FILE), "of version"),
+    "an older version": (lambda f: rewrite(f, version=VERSION - 1), "of version"),
+    "a newer version": (lambda f: rewrite(f, version=VERSION + 1), "of version"),
+    "settings that are no object": (lambda f: rewrite(f, statistics=[1]), "of version"),
+    "no metadata": (lambda f: save_file(load_file(f / FILE), f / FILE), "of version"),
     "metadata that is no JSON": (raw_metadata("{"), "cannot read"),
     "metadata that is no object": (raw_metadata("[1]"), ""),
     "another fingerprint": (lambda f: rewrite(f, fingerprint="0" * 64), "another checkpoint"),
@@ -345,16 +396,16 @@ def test_a_bad_file_is_one_error_that_says_what_to_run(what, folder):
     spoil(folder)
     model = load_checkpoint(folder)
     with pytest.raises(InputError) as e:
-        C.Calibration.load(folder, model.args)
+        Calibration.load(folder, model.args).require(all_statistics())
     text = str(e.value)
     assert says in text and str(folder) in text and f"python calibrate.py --checkpoint {folder}" in text, text
     with pytest.raises(InputError):  # and so it reaches the user
-        model.setup_cache("double_sparsity", 1, 32)
+        model.setup_cache("0:double_sparsity,1:sals,value_bits=16", 1, 32)
 
 
 def test_a_damaged_file_never_gives_a_traceback(folder):
     """Random bytes changed, in the header above all: refused, or it still is a calibration."""
-    args, path = load_checkpoint(folder).args, folder / C.FILE
+    args, path = load_checkpoint(folder).args, folder / FILE
     good, rng = path.read_bytes(), np.random.default_rng(0)
     header = 8 + int.from_bytes(good[:8], "little")
     for i in range(150):
@@ -363,18 +414,19 @@ def test_a_damaged_file_never_gives_a_traceback(folder):
             data[rng.integers(0, header if i % 3 else len(data))] = rng.integers(0, 256)
         path.write_bytes(data)
         try:
-            got = C.Calibration.load(folder, args)
+            got = Calibration.load(folder, args).require(statistics())
         except InputError:
             continue
-        assert {k.split(".", 2)[2] for k in got.tensors} >= set(C.shapes(args))
+        assert {k.split(".", 2)[2] for k in got.tensors} >= set(parts(args))
 
 
 def test_random_weights_get_random_bases():
     """For throughput: of the right shapes, orthogonal, the same every time."""
     args = small(1, 3, 8)[0].args
-    calib, again = C.RandomCalibration(args), C.RandomCalibration(args)
-    for name, size in C.shapes(args).items():
-        t = calib.stack(name)
+    calib, again = RandomCalibration(args, statistics()), RandomCalibration(args).require(statistics())
+    part = ModelArgs(dim=24, n_head=2, n_kv_head=2, head_dim=8)
+    for name, like in parts(args).items():
+        t, size = calib.stack(name), like.shape
         assert tuple(t.shape) == (2, *size) and torch.equal(t, again.stack(name)), name
         assert name == "whiten.moments" or not torch.equal(t[0], t[1]), f"{name}: layers are alike"
         assert t.dtype == (torch.int64 if name.startswith("channels") else torch.float32)
@@ -382,8 +434,151 @@ def test_random_weights_get_random_bases():
             assert torch.equal(t.sort(-1).values, torch.arange(size[-1]).expand_as(t))
         if name.endswith("basis"):
             assert torch.allclose(t.mT @ t, torch.eye(size[-1]).expand_as(t), atol=1e-5)
-        part = ModelArgs(dim=24, n_head=2, n_kv_head=2, head_dim=8)
-        assert calib.heads(1, [2, 0]).get(1, name).shape == C.shapes(part)[name]
+        assert calib.heads(1, [2, 0], 3, statistics()).get(1, name).shape == parts(part)[name].shape
+
+
+# ---- a user's own ----
+
+TOY = '''"""Attends to the tokens that meet the query in the channels in which keys are large."""
+
+from cache.selecting import Selecting
+from cache.statistic import Statistic
+
+
+class Toy(Selecting):
+    statistics = (Statistic("toy", lambda t: dict(weight=t.k_rot.abs().sum(0))),)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        self.constant("weight", shape.kv[1::2], calib and calib.get(layer, "toy.weight"))
+
+    def scores(self, q, pos):
+        q = q.unflatten(1, (len(self.weight), -1)).sum(2) * self.weight  # [B, Hkv, D]
+        return (self.k[: len(q)] @ q[..., None])[..., 0].float()
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes a method file into a folder of KV_FAST_METHODS."""
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    monkeypatch.setenv("KV_FAST_METHODS", str(folder))
+
+    def write(text=TOY, name="toy"):
+        (folder / f"{name}.py").write_text(text)
+        sys.modules.pop(f"kv_methods.{name}", None)
+
+    yield write
+    for file in folder.glob("*.py"):
+        sys.modules.pop(f"kv_methods.{file.stem}", None)
+
+
+def command_here(script, argv, capsys, monkeypatch):
+    """`script argv` in this process -> exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", [script, *argv])
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as e:
+            run_cli(importlib.import_module(script.removesuffix(".py")).main)
+    finally:
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+    out = capsys.readouterr()
+    return e.value.code, out.out, out.err
+
+
+def one_line(result, *says):
+    code, out, err = result
+    lines = [line for line in err.splitlines() if line and "%|" not in line]  # but for progress bars
+    assert code == 2 and not out and len(lines) == 1 and lines[0].startswith("error: "), err
+    assert all(s in lines[0] for s in says), lines[0]
+
+
+def test_a_method_of_ones_own_with_its_statistic_is_one_file(own, checkpoint, text, capsys, monkeypatch):
+    """Twenty lines. It is told what to run, runs it, and generates; the file keeps what it held of others."""
+    assert len(TOY.splitlines()) <= 20
+    own()
+    shutil.copy(TINY / FILE, checkpoint)
+    before, generate = load_file(checkpoint / FILE), ["--checkpoint", str(checkpoint), "--method", "toy", "--prompt",
+                                                      "import argparse", "--max-new-tokens", "4"]  # fmt: skip
+    says = f"run: python calibrate.py --checkpoint {checkpoint} --method toy"
+    one_line(command_here("generate.py", generate, capsys, monkeypatch), "has no 'toy'", says)
+    code, out, _ = here(capsys, monkeypatch, [*flags(checkpoint, text), "--method", "toy", "--json"])
+    assert code == 0
+    how, after = json.loads(out)["statistics"], load_file(checkpoint / FILE)
+    assert how["toy"]["tokens"] == 128 and how["sals"]["tokens"] == 64 * 2048 and how["razor"]["random_tokens"] == 1024
+    assert {k for k in after if k not in before} == {f"layers.{i}.toy.weight" for i in range(6)}
+    assert all(torch.equal(after[k], t) and after[k].dtype == t.dtype for k, t in before.items())
+    model = load_checkpoint(checkpoint)
+    model.setup_cache("toy", 1, 32)
+    assert torch.equal(model.cache[2].weight, after["layers.2.toy.weight"])
+    code, out, err = command_here("generate.py", generate, capsys, monkeypatch)
+    assert code == 0 and out, err
+
+
+def test_functions_measure_what_a_class_would(own):
+    """The toy's weights are mean |k|; a random model, and a file that has one with the same weights."""
+    own()
+    for shape in SHAPES:
+        model, _, sequences = small(*shape)
+        calib = C.calibrate(model, sequences, N_RANDOM, all_statistics(["toy"]))
+        assert set(calib.tensors) == {"layers.0.toy.weight", "layers.1.toy.weight"}
+        for i, m in enumerate(moments(*shape)):
+            assert np.abs(calib.get(i, "toy.weight").numpy() - m["k"]).max() < 1e-5
+        model.setup_cache("toy", 1, 32)  # random weights: random bases
+        assert model.cache[0].weight.any()
+
+
+SUM = "t.k_rot.abs().sum(0)"
+BROKEN = {  # a change to the toy's statistic -> what the one line says
+    "it raises": (SUM, "t.k_rot @ t.v", ["'toy'", "toy.py", "line 8", "measure raised"]),
+    "it raises in the pass": (SUM, f"{SUM} / (1 if t.k.is_meta else t.none)", ["'toy'", "line 8"]),
+    "NaN": (SUM, "t.k_rot.log().sum(0)", ["'toy'", "NaN", "'weight' of layer 0"]),
+    "no dictionary": (f"dict(weight={SUM})", SUM, ["'toy'", "must return a dictionary"]),
+    "no tensors": (SUM, "1.0", ["'toy'", "must return a dictionary of tensors"]),
+    "integers that rank nothing": (f"{SUM}))", f"{SUM}), lambda m: dict(n=m['weight'].long()))", ["'n'", "no ranking"]),
+    "finish raises": (f"{SUM}))", f"{SUM}), lambda m: m.weight)", ["'toy'", "finish raised"]),
+    "a comma forgotten": (")),)", ")))", ["toy.py", "tuple"]),
+    "no statistic": ("statistics = (", "statistics = ('toy', ", ["holds 'toy'"]),
+    "no name": ('"toy", lambda', '"", lambda', ["needs a name"]),
+    "the name of another": ('"toy", lambda', '"sals", lambda', ["toy.py", "sals.py", "rename"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_statistic_is_one_line_that_names_it(what, own, checkpoint, text, capsys, monkeypatch):
+    old, new, says = BROKEN[what]
+    assert old in TOY
+    own(TOY.replace(old, new))
+    argv = flags(checkpoint, text) + ["--method", "toy", "sals"]
+    one_line(here(capsys, monkeypatch, argv), *says)
+    assert not (checkpoint / FILE).exists()
+    load_checkpoint(checkpoint).setup_cache("full", 1, 32)  # broken for itself alone
+    shutil.copy(TINY / FILE, checkpoint)
+    load_checkpoint(checkpoint).setup_cache("sals", 1, 128)
+
+
+def test_a_copy_of_a_method_shares_its_statistic(own):
+    own()
+    own(TOY.replace("class Toy", "class Other"), "other")
+    assert [s.name for s in all_statistics(["toy", "other"])] == ["toy"]
+    assert [s.name for s in all_statistics()].count("toy") == 1
+    own(TOY.replace("abs()", "square()"), "other")
+    with pytest.raises(InputError, match="rename one"):
+        all_statistics()
+    assert [s.name for s in all_statistics(["other"])] == ["toy"]
+
+
+def test_what_a_spec_needs():
+    def names(*specs, n_layer=6):
+        return sorted(s.name for s in all_statistics(specs, n_layer))
+
+    assert names("full") == names("self_index") == names("flexgen") == []
+    assert names("sals-12.5") == ["sals"] and names("ojakv-0.6", "double_sparsity-q") == ["channels", "oja"]
+    assert names("razor") == ["razor"] and names("razor,retrieval_method=sals") == ["razor", "sals"]
+    assert names("0-1:full,2-:double_sparsity") == ["channels"]
+    assert sorted(s.name for s in all_statistics()) == ["channels", "oja", "razor", "sals"]
 
 
 # ---- the command ----
@@ -399,7 +594,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def checkpoint(tmp_path):
     """The shipped model in a folder of its own, without a calibration."""
-    return shutil.copytree(TINY, tmp_path / "tiny", ignore=shutil.ignore_patterns("calibration*"))
+    return shutil.copytree(TINY, tmp_path / "tiny", ignore=UNCALIBRATED)
 
 
 def flags(checkpoint, text, samples=2):
@@ -408,17 +603,7 @@ def flags(checkpoint, text, samples=2):
 
 
 def here(capsys, monkeypatch, argv):
-    """`calibrate.py argv` in this process -> exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["calibrate.py", *argv])
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit) as e:
-            run_cli(C.main)
-    finally:
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-    out = capsys.readouterr()
-    return e.value.code, out.out, out.err
+    return command_here("calibrate.py", argv, capsys, monkeypatch)
 
 
 def process(argv, driver=None, **kw):
@@ -441,18 +626,21 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     before = {f.name for f in checkpoint.iterdir()}
     code, out, _ = here(capsys, monkeypatch, [*flags(checkpoint, text), "--json"])
     meta = json.loads(out)
-    assert code == 0 and meta["tokens"] == 128 and meta["random_tokens"] == 16 and meta["samples"] == 2
-    assert {f.name for f in checkpoint.iterdir()} == before | {C.FILE}
+    how = meta["statistics"]
+    assert code == 0 and list(how) == ["channels", "oja", "razor", "sals"]
+    assert all(how[name]["tokens"] == 128 and how[name]["samples"] == 2 for name in ("channels", "oja", "sals"))
+    assert how["razor"] == dict(random_tokens=16, dtype="fp32")
+    assert {f.name for f in checkpoint.iterdir()} == before | {FILE}
     model = load_checkpoint(checkpoint)
-    got = C.Calibration.load(checkpoint, model.args)
+    got = Calibration.load(checkpoint, model.args)
     from tokenizer import load_tokenizer
 
     ids = np.array(load_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8"), bos=True))
     want = C.calibrate(model, [torch.from_numpy(w) for w in C.draw(ids, 2, 64, 0)], 16)
     assert all(torch.equal(got.tensors[k], t) for k, t in want.tensors.items())
-    first = (checkpoint / C.FILE).read_bytes()
+    first = (checkpoint / FILE).read_bytes()
     assert here(capsys, monkeypatch, flags(checkpoint, text))[0] == 0
-    assert (checkpoint / C.FILE).read_bytes() == first, "the same command gives another file"
+    assert (checkpoint / FILE).read_bytes() == first, "the same command gives another file"
 
 
 BAD_FLAGS = {
@@ -470,6 +658,8 @@ BAD_FLAGS = {
     "missing text": (["--data", "/no/such.txt"], "/no/such.txt"),
     "a folder for text": (["--data", str(ROOT)], str(ROOT)),
     "device": (["--device", "abacus"], "abacus"),
+    "a method that needs none": (["--method", "full"], "no calibration"),
+    "an unknown method": (["--method", "sals", "zals"], "zals"),
     "dtype": (["--dtype", "int1"], "--dtype"),
 }
 
@@ -481,7 +671,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(name, checkpoint, text, capsys, 
     lines = [line for line in err.splitlines() if line]
     assert code == 2 and not out and len(lines) == 1, err
     assert lines[0].startswith("error: ") and says in lines[0]
-    assert not (checkpoint / C.FILE).exists()
+    assert not (checkpoint / FILE).exists()
 
 
 def test_text_that_is_too_short_or_not_utf8(checkpoint, tmp_path, capsys, monkeypatch):
@@ -497,22 +687,22 @@ def clean(tmp_path_factory, text):
 
     @functools.cache
     def run(samples):
-        folder = shutil.copytree(TINY, tmp_path_factory.mktemp("clean") / "tiny")
+        folder = shutil.copytree(TINY, tmp_path_factory.mktemp("clean") / "tiny", ignore=UNCALIBRATED)
         code, _, err = ended(process(flags(folder, text, samples)))
         assert code == 0, err
-        return (folder / C.FILE).read_bytes()
+        return (folder / FILE).read_bytes()
 
     return run
 
 
 INTERRUPT = """
-real, seen = C.add_sequence, []
+real, seen = C.Sums.add, []
 def counted(*a):
     real(*a)
     seen.append(1)
     if len(seen) == {after}:
         os.kill(os.getpid(), signal.{number})
-C.add_sequence = counted
+C.Sums.add = counted
 """
 
 
@@ -521,12 +711,12 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
     want = clean(4)
     code, _, err = ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=2, number=number)))
     assert code == 130 and "Traceback" not in err
-    assert (checkpoint / C.PARTIAL).exists() and not (checkpoint / C.FILE).exists()
-    counted = "n = []\nreal = C.add_sequence\nC.add_sequence = lambda *a: (real(*a), n.append(1))\n"
+    assert (checkpoint / C.PARTIAL).exists() and not (checkpoint / FILE).exists()
+    counted = "n = []\nreal = C.Sums.add\nC.Sums.add = lambda *a: (real(*a), n.append(1))\n"
     counted += "import atexit\natexit.register(lambda: print('sequences', len(n)))"
     code, out, err = ended(process(flags(checkpoint, text, 4), counted))
-    assert code == 0 and "sequences 2" in out, "it did not continue where it was"
-    assert (checkpoint / C.FILE).read_bytes() == want
+    assert code == 0 and "sequences 3" in out, "it did not continue where it was: 2 of text, 1 of repeated tokens"
+    assert (checkpoint / FILE).read_bytes() == want
     assert not (checkpoint / C.PARTIAL).exists() and not list(checkpoint.glob("*.tmp"))
 
 
@@ -536,7 +726,7 @@ def test_interrupted_at_every_sequence_gives_the_same_file(checkpoint, text, cle
     for _ in range(3):  # one sequence each time
         assert ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=1, number="SIGINT")))[0] == 130
     assert ended(process(flags(checkpoint, text, 4)))[0] == 0
-    assert (checkpoint / C.FILE).read_bytes() == want
+    assert (checkpoint / FILE).read_bytes() == want
 
 
 @pytest.mark.slow
@@ -544,7 +734,20 @@ def test_another_command_does_not_continue_from_the_partial_file(checkpoint, tex
     want = clean(3)
     assert ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=2, number="SIGINT")))[0] == 130
     assert ended(process(flags(checkpoint, text, 3)))[0] == 0
-    assert (checkpoint / C.FILE).read_bytes() == want
+    assert (checkpoint / FILE).read_bytes() == want
+
+
+@pytest.mark.slow
+def test_an_edited_statistic_does_not_continue_from_the_partial_file(own, checkpoint, text):
+    own()
+    argv, stopped = [*flags(checkpoint, text, 3), "--method", "toy"], INTERRUPT.format(after=2, number="SIGINT")
+    assert ended(process(argv, stopped))[0] == 130
+    own(TOY.replace("abs()", "square()"))
+    assert ended(process(argv))[0] == 0
+    got = load_file(checkpoint / FILE)
+    (checkpoint / FILE).unlink()
+    assert ended(process(argv))[0] == 0
+    assert all(torch.equal(got[k], t) for k, t in load_file(checkpoint / FILE).items())
 
 
 @pytest.mark.slow
@@ -554,32 +757,30 @@ def test_a_spoilt_partial_file_is_ignored(checkpoint, text, clean):
     partial = checkpoint / C.PARTIAL
     partial.write_bytes(partial.read_bytes()[:-1000])
     assert ended(process(flags(checkpoint, text, 3)))[0] == 0
-    assert (checkpoint / C.FILE).read_bytes() == want
+    assert (checkpoint / FILE).read_bytes() == want
 
 
 def test_a_partial_file_with_a_tensor_missing_leaves_nothing_in_the_sums(tmp_path):
     """What cannot be continued starts from zero: not from the half that could be read."""
-    args, settings, path = small(2, 2, 16)[0].args, dict(a=1), tmp_path / "partial"
-    full = C.Moments(args, "cpu")
-    for total in full.sums.values():
-        total += 1
-    full.tokens = 7
+    settings, path = dict(a=1), tmp_path / "partial"
+    full = C.Sums(statistics())
+    full.add(C.layer_tokens(small(2, 2, 16)[0])(torch.arange(7)[None]))
     C.save_partial(path, settings, full, 3)
-    again = C.Moments(args, "cpu")
+    again = C.Sums(statistics())
     assert C.load_partial(path, settings, again) == 3 and again.tokens == 7
+    assert again.sums.keys() == full.sums.keys() and all(torch.equal(again.sums[k], t) for k, t in full.sums.items())
     with safe_open(path, framework="pt") as f:
         meta = f.metadata()
     tensors = load_file(path)
-    tensors.pop("x")
+    tensors.pop("layers.1.whiten.moments")
     save_file(tensors, path, metadata=meta)
-    empty = C.Moments(args, "cpu")
-    assert C.load_partial(path, settings, empty) == 0 and empty.tokens == 0
-    assert not any(total.any() for total in empty.sums.values())
+    empty = C.Sums(statistics())
+    assert C.load_partial(path, settings, empty) == 0 and empty.tokens == 0 and not empty.sums
 
 
 # where SIGKILL strikes: before, in the middle of and after each of the writes
 KILL = """
-import safetensors.torch
+import cache.calibration as K
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 C.SAVE_EVERY = {every}
@@ -599,7 +800,8 @@ def replace(a, b):
     real_replace(a, b)
     if len(calls) == {write} and {where!r} == "renamed":
         die()
-C.save_file, C.os.replace = save, replace
+C.save_file = K.save_file = save
+os.replace = replace
 """
 
 
@@ -611,14 +813,14 @@ C.save_file, C.os.replace = save, replace
 def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(checkpoint, text, clean, write, where):
     """A partial file after each of four sequences, then the result; an old calibration is there."""
     new, old = clean(4), b"the file of before"
-    (checkpoint / C.FILE).write_bytes(old)
+    (checkpoint / FILE).write_bytes(old)
     p = process(flags(checkpoint, text, 4), KILL.format(every=-1, write=write, where=where))
     assert ended(p)[0] == -signal.SIGKILL
-    assert (checkpoint / C.FILE).read_bytes() == (new if (write, where) == (5, "renamed") else old)
+    assert (checkpoint / FILE).read_bytes() == (new if (write, where) == (5, "renamed") else old)
     if (write, where) == (5, "middle"):
         return  # that the command can be given again is for the slow tests
     assert ended(process(flags(checkpoint, text, 4)))[0] == 0
-    assert (checkpoint / C.FILE).read_bytes() == new
+    assert (checkpoint / FILE).read_bytes() == new
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp")), (
         "a kill leaves litter for good"
     )
@@ -632,12 +834,12 @@ def test_killed_at_any_moment_leaves_the_old_file_or_the_new_one(checkpoint, tex
     assert ended(process(flags(checkpoint, text, 6)))[0] == 0
     whole, old = time.time() - started, b"the file of before"
     for share in np.linspace(0.3, 1.0, 8):
-        (checkpoint / C.FILE).write_bytes(old)
+        (checkpoint / FILE).write_bytes(old)
         p = process(flags(checkpoint, text, 6))
         time.sleep(whole * share)
         p.kill()
         ended(p)
-        assert (checkpoint / C.FILE).read_bytes() in (old, new)
+        assert (checkpoint / FILE).read_bytes() in (old, new)
         load_checkpoint(checkpoint)
 
 
@@ -646,6 +848,8 @@ def test_a_real_process_with_the_default_text_and_bad_flags(checkpoint):
     code, _, err = ended(process(["--checkpoint", str(checkpoint), "--samples", "2", "--seq-len", "64",
                                   "--random-tokens", "16"]))  # fmt: skip
     assert code == 0, err
-    assert C.Calibration.load(checkpoint, load_checkpoint(checkpoint).args).meta["files"] == "default"
+    assert (
+        Calibration.load(checkpoint, load_checkpoint(checkpoint).args).meta["statistics"]["sals"]["files"] == "default"
+    )
     code, _, err = ended(process(["--checkpoint", "/no/such"]))
     assert code == 2 and err.startswith("error: ") and "Traceback" not in err

@@ -12,16 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors
 from errors import InputError
-from model import (
-    NAMED,
-    ModelArgs,
-    RopeArgs,
-    Transformer,
-    load_checkpoint,
-    random_transformer,
-    save_checkpoint_tensors,
-)
+from kernels.rope import RopeArgs
+from model import NAMED, ModelArgs, Transformer, random_transformer
 
 ROOT = Path(__file__).parents[1]
 CONFIG = dict(
@@ -62,7 +56,7 @@ def good(tmp_path_factory):
     """A checkpoint that loads."""
     folder = tmp_path_factory.mktemp("good")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = random_transformer(ModelArgs.from_hf(CONFIG), "cpu", torch.float32)
+    weights = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
     save_file(save_checkpoint_tensors(weights, torch.float32), folder / "model.safetensors")
     return folder
 
@@ -325,22 +319,22 @@ OPTIONAL = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
 def test_unsupported_config(what):
     changes, message = UNSUPPORTED[what]
     with pytest.raises(InputError, match=message):
-        ModelArgs.from_hf({**CONFIG, **changes})
+        args_from_hf({**CONFIG, **changes})
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", [8], True], ids=repr)
 @pytest.mark.parametrize("key", WHOLE + OPTIONAL)
 def test_size_is_no_positive_whole_number(key, value):
     with pytest.raises(InputError, match=key):
-        ModelArgs.from_hf({**CONFIG, key: value})
+        args_from_hf({**CONFIG, key: value})
 
 
 @pytest.mark.parametrize("key", WHOLE)
 def test_size_is_absent(key):
     with pytest.raises(InputError, match=key):
-        ModelArgs.from_hf({k: v for k, v in CONFIG.items() if k != key})
+        args_from_hf({k: v for k, v in CONFIG.items() if k != key})
     with pytest.raises(InputError, match=key):
-        ModelArgs.from_hf({**CONFIG, key: None})
+        args_from_hf({**CONFIG, key: None})
 
 
 NEUTRAL = {
@@ -359,7 +353,7 @@ NEUTRAL = {
 
 @pytest.mark.parametrize("what", NEUTRAL)
 def test_neutral_keys_are_accepted(what):
-    args = ModelArgs.from_hf({**CONFIG, **NEUTRAL[what]})
+    args = args_from_hf({**CONFIG, **NEUTRAL[what]})
     assert args.rope == RopeArgs()
     assert args.n_kv_head == 2
     assert args.windows == ()
@@ -369,7 +363,7 @@ def test_neutral_keys_are_accepted(what):
     ("eos", "ids"), [(None, ()), (2, (2,)), ([2, 5], (2, 5)), (0, (0,))], ids=["none", "one", "two", "zero"]
 )
 def test_eos_ids(eos, ids):
-    assert ModelArgs.from_hf({**CONFIG, "eos_token_id": eos}).eos_ids == ids
+    assert args_from_hf({**CONFIG, "eos_token_id": eos}).eos_ids == ids
 
 
 @pytest.mark.parametrize("name", ["float128x", "int8", "load", "torch.nothing", "nn"])
@@ -421,7 +415,7 @@ def test_pickle_is_not_read(folder, tmp_path, monkeypatch):
     assert not ran.exists()
 
 
-SOURCES = sorted(f for where in (".", "kernels", "kv_methods", "scripts") for f in (ROOT / where).glob("*.py"))
+SOURCES = sorted(f for f in ROOT.rglob("*.py") if f.relative_to(ROOT).parts[0] not in (".venv", "tests", "runs"))
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
@@ -486,7 +480,7 @@ def test_named_models_do_not_share_state():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_empty_models_keep_tied_weights_tied(tied):
-    args = ModelArgs.from_hf({**CONFIG, "tie_word_embeddings": tied})
+    args = args_from_hf({**CONFIG, "tie_word_embeddings": tied})
     model = random_transformer(args, "cpu", torch.float32)
     assert (model.output.weight is model.tok_embeddings.weight) == tied
     assert ("lm_head.weight" in save_checkpoint_tensors(model, torch.float32)) != tied
@@ -507,7 +501,7 @@ def test_transformers_reads_what_we_write(family, tmp_path):
     kind = family.split("-")[0]
     config = {**CONFIG, "model_type": kind, **FAMILIES[family]}
     config["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
-    model = random_transformer(ModelArgs.from_hf(config), "cpu", torch.float32)
+    model = random_transformer(args_from_hf(config), "cpu", torch.float32)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.25) if p.dim() > 1 else p.uniform_(0.5, 1.5)
@@ -527,7 +521,7 @@ def test_transformers_reads_what_we_write(family, tmp_path):
 
 
 def test_saved_tensors_are_copies():
-    model = random_transformer(ModelArgs.from_hf(CONFIG), "cpu", torch.float32)
+    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
     save_checkpoint_tensors(model, torch.float32)[K_PROJ].fill_(9)
     assert model.layers[1].attention.wqkv.weight.max() < 1
     assert {t.dtype for t in save_checkpoint_tensors(model, torch.bfloat16).values()} == {torch.bfloat16}

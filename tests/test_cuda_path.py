@@ -15,21 +15,20 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_contract import METHODS, small
+from test_contract import METHODS
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import kv_methods
-from calibrate import RandomCalibration
-from generate import Sampling
-from kernels import backend, offload
-from kv_methods import double_sparsity_offload, presets, resolve
+from cache.calibration import RandomCalibration
+from cache.spec import knob_names, parse_spec, presets, resolve
+from engine import Sampling
+from kernels import backend, offload, splits
+from kv_methods import double_sparsity_offload
 from kv_methods.ojakv import OjaKV
 from kv_methods.razor import Razor
-from model import ModelArgs, Rope, Transformer
-from scripts.bench_attention import split_knobs
+from model import ModelArgs, Transformer
 
 CUDA = torch.backends.cuda.is_built()
 DEVICE = "cuda" if CUDA else "meta"
@@ -148,11 +147,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(
         backend.triton.KernelInterface, "__getitem__", lambda kernel, grid: operators.launch(kernel, grid)
     )
-    backend.multiprocessors.cache_clear()
+    splits.multiprocessors.cache_clear()
     if not torch.cuda.is_available():
-        card = SimpleNamespace(multi_processor_count=backend.ASSUMED_SMS)
+        card = SimpleNamespace(multi_processor_count=splits.ASSUMED_SMS)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        monkeypatch.setattr("model.available_memory", lambda device: 80 << 30)
+        monkeypatch.setattr("runtime.available_memory", lambda device: 80 << 30)
     # streams and addresses are of real things
     stream = SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
@@ -169,12 +168,13 @@ def gpu(monkeypatch):
     path = "nonzero.return_value.flatten.return_value.tolist.return_value"
     monkeypatch.setattr(Razor, "_protected", lambda method: MagicMock(**{path: heads(method)}))
     if not CUDA:  # on `meta`, a cache is asked for its size alone, and has no angles; nor is torch.tensor faked there
-        monkeypatch.setattr(kv_methods, "Rope", lambda args, batch, n, device: Rope(args, batch, T, device))
+        rotary = ModelArgs.rotary
+        monkeypatch.setattr(ModelArgs, "rotary", lambda args, batch, n, device=None: rotary(args, batch, T, device))
         new = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **kw: new(*args, **kw).to(device))
     with FakeTensorMode(allow_non_fake_inputs=True), operators, torch.inference_mode():
         yield operators
-    backend.multiprocessors.cache_clear()
+    splits.multiprocessors.cache_clear()
 
 
 def model_with(setting, dtype, **args):
@@ -185,9 +185,11 @@ def model_with(setting, dtype, **args):
             if p is not None:
                 p = torch.empty_like(p, dtype=dtype, device=DEVICE)
                 module._parameters[name] = torch.nn.Parameter(p, requires_grad=False)
-    spec, knobs = split_knobs(setting)
-    method = resolve(spec)[0].__module__.rpartition(".")[2]
-    model.setup_cache(spec, B + 1, T, **small(method, KNOBS) | presets().get(spec, ("", {}))[1] | knobs)
+    (part,) = parse_spec(setting)
+    spec, knobs = part.name, part.knobs
+    cls = resolve(spec)[0]
+    method, few = cls.__module__.rpartition(".")[2], {k: x for k, x in KNOBS.items() if k in knob_names(cls)}
+    model.setup_cache(spec, B + 1, T, **few | presets().get(spec, ("", {}))[1] | knobs)
     assert {b.device.type for b in model.cache.buffers()} == {DEVICE}
     return model, method
 

@@ -8,11 +8,12 @@ import torch
 from oracle_double_sparsity import LabelHead, Probe, attended, random_keys, rotated
 from test_contract import prompt, run, tiny
 
-from calibrate import Calibration, calibrate
+from cache.calibration import Calibration
+from cache.spec import make_args, method_class
+from calibrate import calibrate
+from checkpoint import load_checkpoint
 from errors import InputError
-from kv_methods import build_cache, make_args, method_class
-from kv_methods.base import CacheShape
-from model import ModelArgs, Rope, load_checkpoint
+from model import ModelArgs
 from tokenizer import load_tokenizer
 
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
@@ -50,9 +51,9 @@ def calibration(h: int, d: int, n_layer: int = N_LAYER, seed: int = 0) -> Calibr
 def layer(knobs, shape, batch, T, layer=LAYER, calib=None, name="double_sparsity", dtype=torch.float32, device="cpu"):
     g, h, d = shape
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
-    size = CacheShape.of(args, layer, batch, T, dtype, device)
+    size = args.cache_shape(layer, batch, T, dtype, device)
     cls = method_class(name)
-    return cls(make_args(cls, knobs), size, layer, Rope(args, batch, T), calib or calibration(h, d))
+    return cls(make_args(cls, knobs), size, layer, args.rotary(batch, T), calib or calibration(h, d))
 
 
 def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], LabelHead]:
@@ -238,7 +239,9 @@ def test_offload_without_prediction_is_double_sparsity(knobs):
         setattr(method, name, call)
 
     model.setup_cache("double_sparsity", 4, 150, **knobs)
-    offload = build_cache(model, "double_sparsity_offload", 4, 150, predict=False, **knobs)
+    dense = model.cache
+    model.setup_cache("double_sparsity_offload", 4, 150, predict=False, **knobs)
+    offload, model.cache = model.cache, dense
     for method, other in zip(model.cache, offload, strict=True):
         beside(method, other, "prefill")
         beside(method, other, "decode")
@@ -261,10 +264,10 @@ def test_the_first_two_layers_and_the_last_fetch_by_the_true_query():
     cls = method_class("double_sparsity_offload")
     for n_layer, own in ((16, {0, 1, 15}), (32, {0, 1, 31}), (4, {0})):
         args = ModelArgs(n_head=2, n_kv_head=1, head_dim=32, n_layer=n_layer)
-        rope = Rope(args, 1, 64)
+        rope = args.rotary(1, 64)
         for i in range(n_layer):
             for predict in (True, False):
-                shape = CacheShape.of(args, i, 1, 64, torch.float32, "cpu")
+                shape = args.cache_shape(i, 1, 64, torch.float32, "cpu")
                 method = cls(cls.Args(predict=predict), shape, i, rope, calibration(1, 32, n_layer))
                 assert method.predicts == (predict and i not in own)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine as E
 import generate as G
-from errors import run_cli
-from kv_methods import method_files
-from model import ModelArgs, load_checkpoint, random_transformer
+from cache.spec import method_files
+from checkpoint import load_checkpoint
+from errors import InputError, run_cli
+from model import ModelArgs, random_transformer
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,9 +37,9 @@ def run(capsys, *argv, stdin=None, monkeypatch=None):
 
 
 def session(model, method, prompts, n, sampling=None, **knobs):
-    sampling = sampling or G.Sampling()
+    sampling = sampling or E.Sampling()
     model.setup_cache(method, len(prompts), max(map(len, prompts)) + n, **knobs)
-    return G.Session(model, G.make_step(model, sampling, compile=False), sampling)
+    return E.Session(model, E.make_step(model, sampling, compile=False), sampling)
 
 
 # ---- the loop ----
@@ -46,7 +48,7 @@ def session(model, method, prompts, n, sampling=None, **knobs):
 def test_greedy_is_teacher_forced_argmax(tiny):
     model, tk = tiny
     prompt = tk.encode("def read(self, size):\n", bos=True)
-    result = G.generate(session(model, "full", [prompt], 24), [prompt], 24)
+    result = E.generate(session(model, "full", [prompt], 24), [prompt], 24)
     ids = torch.tensor([prompt + result.tokens[0]])
     with torch.inference_mode():
         expected = model(ids)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -64,13 +66,13 @@ def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=backend, **options))
     torch._dynamo.reset()
     args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
-    model, sampling = random_transformer(args, "cpu", torch.float32), G.Sampling()
+    model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
     for graphs, batch in ((1, 3), (2, 2)):
         model.setup_cache("full", batch, 16)
-        s = G.Session(model, G.make_step(model, sampling, compile=True), sampling)
+        s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
         s.warm_up(batch)
         assert static == [True] * graphs
-        G.generate(s, [[1, 2]] * batch, 4)
+        E.generate(s, [[1, 2]] * batch, 4)
         assert static == [True] * graphs
 
 
@@ -79,19 +81,19 @@ def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
     model, tk = tiny
     texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]
     prompts = [tk.encode(t, bos=True) for t in texts]
-    together = G.generate(session(model, method, prompts, 16), prompts, 16).tokens
-    alone = [G.generate(session(model, method, [p], 16), [p], 16).tokens[0] for p in prompts]
+    together = E.generate(session(model, method, prompts, 16), prompts, 16).tokens
+    alone = [E.generate(session(model, method, [p], 16), [p], 16).tokens[0] for p in prompts]
     assert together == alone
 
 
 def test_stop_ids_end_a_row_and_are_not_part_of_it(tiny):
     model, tk = tiny
     prompts = [tk.encode(t, bos=True) for t in ("import os\n", "def f(x):\n    return")]
-    free = G.generate(session(model, "full", prompts, 12), prompts, 12).tokens
+    free = E.generate(session(model, "full", prompts, 12), prompts, 12).tokens
     stop = free[0][5]
     first = [row.index(stop) if stop in row else 12 for row in free]
     seen = []
-    got = G.generate(
+    got = E.generate(
         session(model, "full", prompts, 12), prompts, 12, frozenset([stop]), lambda r, t: seen.append((r, t))
     )
     assert got.tokens == [row[:n] for row, n in zip(free, first, strict=True)]
@@ -103,8 +105,8 @@ def test_sampling(tiny):
     prompt = [tk.encode("The ", bos=True)]
 
     def draw(**kw):
-        s = G.Sampling(**kw)
-        return G.generate(session(model, "full", prompt, 20, s), prompt, 20).tokens[0]
+        s = E.Sampling(**kw)
+        return E.generate(session(model, "full", prompt, 20, s), prompt, 20).tokens[0]
 
     greedy = draw()
     assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
@@ -116,14 +118,14 @@ def test_sampled_frequencies_follow_the_cut_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
     torch.manual_seed(0)
     p = logits[0].softmax(-1)
-    freq = torch.bincount(G.Sampling(1.0).draw(logits), minlength=4) / 20_000
+    freq = torch.bincount(E.Sampling(1.0).draw(logits), minlength=4) / 20_000
     assert (freq - p).abs().max() < 0.015
     for cut, kept in (
         (dict(top_k=2), 2),
         (dict(top_p=float(p[0] + p[1]) - 0.01), 2),
         (dict(top_p=float(p[0]) + 0.01), 2),
     ):
-        freq = torch.bincount(G.Sampling(1.0, **cut).draw(logits), minlength=4) / 20_000
+        freq = torch.bincount(E.Sampling(1.0, **cut).draw(logits), minlength=4) / 20_000
         want = p[:kept] / p[:kept].sum()
         assert freq[kept:].sum() == 0 and (freq[:kept] - want).abs().max() < 0.015
 
@@ -132,7 +134,7 @@ def test_a_lagging_reader_yields_the_same_tokens(tiny, monkeypatch):
     """The GPU's reader on CPU tensors: events and pinned memory replaced, the order of its queue kept."""
     model, tk = tiny
     prompt = [tk.encode("import sys\n", bos=True)]
-    direct = G.generate(session(model, "full", prompt, 10), prompt, 10).tokens
+    direct = E.generate(session(model, "full", prompt, 10), prompt, 10).tokens
 
     class Event:
         def record(self):
@@ -141,11 +143,11 @@ def test_a_lagging_reader_yields_the_same_tokens(tiny, monkeypatch):
         synchronize = record
 
     empty = torch.empty
-    monkeypatch.setattr(G.torch.cuda, "Event", Event)
-    monkeypatch.setattr(G.torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    monkeypatch.setattr(E.torch.cuda, "Event", Event)
+    monkeypatch.setattr(E.torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
     s = session(model, "full", prompt, 10)
-    s.lag = G.LAG
-    assert G.generate(s, prompt, 10).tokens == direct
+    s.lag = E.LAG
+    assert E.generate(s, prompt, 10).tokens == direct
 
 
 # ---- the command line ----
@@ -316,11 +318,11 @@ def test_a_real_process_exits_2_without_a_traceback():
 
 
 def test_prefill_that_does_not_fit_is_refused_before_it_starts(monkeypatch):
-    import model as M
+    import runtime
 
     args = ModelArgs(dim=32, n_layer=1, n_head=1, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=64)
     model = random_transformer(args, "cpu", torch.float32)
     model.setup_cache("full", 1, 64)
-    monkeypatch.setattr(M, "available_memory", lambda device: 1000)
-    with pytest.raises(M.InputError, match="prefill of 1 x 60 tokens needs"):
+    monkeypatch.setattr(runtime, "available_memory", lambda device: 1000)
+    with pytest.raises(InputError, match="prefill of 1 x 60 tokens needs"):
         model.prefill(torch.zeros(1, 60, dtype=torch.int64), torch.tensor([60]))

@@ -11,8 +11,9 @@ from oracles import causal_attention, snapkv
 
 from kernels import dense_attention
 from kernels.dense_attention import decode_attention, masked_attention, prefill_attention
+from kernels.prompt_scores import snapkv_scores
 from kernels.quantize import GROUP, dequantize, pack, quantize, unpack
-from kernels.select import snapkv_scores, topk_select
+from kernels.select import topk_select
 from kernels.sign_codes import lut_score, pack_codes, sign_codes, sign_patterns
 
 quick = settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""native.cpp against float64 oracles and the torch versions; how it is compiled; builds for other instruction sets.
+"""kernels/native against float64 oracles and the torch versions; how it is compiled; builds for other instruction sets.
 
 The oracles are written from the docstrings of kernels/: loops over rows and heads in numpy.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
 from kernels.label_score import label_score
+from kernels.native import build, ops
 from kernels.packed_attention import packed_attention
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
 from kernels.select import budget_select, topk_select
@@ -35,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-# around native.cpp's borders: N = 32 tokens of a block, BATCH = 256, CHUNK = 2048, SCORED = 4096, 4 * SAMPLE = 4096
+# around the borders of C++: N = 32 tokens of a block, BATCH = 256, CHUNK = 2048, SCORED = 4096, 4 * SAMPLE = 4096
 SHORT = (1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 255, 256, 257)
 LONG = (2047, 2048, 2049, 2081, 4095, 4096, 4097, 4353, 6200, 8193)
 
@@ -55,7 +57,7 @@ def in_cpp(monkeypatch):
 def torch_versions():
     with pytest.MonkeyPatch.context() as m:
         m.setenv("KV_FAST_BACKEND", "torch")
-        m.setattr(native, "call", lambda name, *rest: pytest.fail(f"{name} was called"))
+        m.setattr(ops, "call", lambda name, *rest: pytest.fail(f"{name} was called"))
         yield
 
 
@@ -949,8 +951,8 @@ def operations():
 def test_compiled_is_eager(name, monkeypatch):
     function, tensors = operations()[name]
     called = []
-    call = native.call
-    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name) or call(name, *args))
+    call = ops.call
+    monkeypatch.setattr(ops, "call", lambda name, *args: called.append(name) or call(name, *args))
     want = function(*tensors)
     torch._dynamo.reset()
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
@@ -988,8 +990,8 @@ def test_empty_batches_and_lists():
 
 SAY = """
 import sys, torch
-from kernels import native
 from kernels.dense_attention import decode_attention
+from kernels.native import build
 from kernels.select import budget_select
 torch.manual_seed(0)
 q, k, v = torch.randn(1, 2, 32), torch.randn(1, 1, 50, 32), torch.randn(1, 1, 50, 32)
@@ -999,7 +1001,7 @@ for _ in range(2):
     idx, count = budget_select(q[:, :, :20], torch.tensor([19]), torch.tensor([4]), 4)
     assert (y - w).abs().max() < 1e-5 and count.tolist() == [[4, 4]]
     assert idx[0, 0].sort().values.tolist() == q[0, 0, :20].topk(4).indices.sort().values.tolist()
-print(native.available(), native._available.cache_info().currsize)
+print(build.available(), build._available.cache_info().currsize)
 """
 
 
@@ -1026,9 +1028,9 @@ def test_without_a_compiler_torch_runs(tmp_path):
 def fresh(monkeypatch, tmp_path):
     """The library not loaded yet, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    built = Path(native.library()._name)
-    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
-    monkeypatch.setattr(native, "_available", functools.cache(native._available.__wrapped__))
+    built = Path(build.library()._name)
+    monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
+    monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
     return built
 
 
@@ -1073,15 +1075,15 @@ def test_a_cache_that_cannot_be_written(copier, monkeypatch, tmp_path):
     """The library is made in a folder that goes with the process."""
     (tmp_path / "cache").write_text("a file")
     assert native.available() and works() and copier() == 1
-    path = Path(native.library()._name)
+    path = Path(build.library()._name)
     assert tmp_path not in path.parents and path.exists()
     (tmp_path / "cache").unlink()
     (tmp_path / "cache").mkdir()
-    native.library.cache_clear()
+    build.library.cache_clear()
     access = os.access
     monkeypatch.setattr(os, "access", lambda at, mode: mode != os.W_OK and access(at, mode))  # root may write anywhere
     assert works() and libraries(tmp_path) == []
-    assert native.openmp() != "-lgomp", "torch brings its own"
+    assert build.openmp() != "-lgomp", "torch brings its own"
 
 
 def test_without_a_home(copier, monkeypatch, tmp_path):
@@ -1092,33 +1094,38 @@ def test_without_a_home(copier, monkeypatch, tmp_path):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
-    native.library.cache_clear()
+    build.library.cache_clear()
     monkeypatch.setattr(Path, "home", homeless)
     assert native.available() and works() and copier() == 2
 
 
 def test_it_is_compiled_once(copier, tmp_path):
     assert works() and works() and copier() == 1
-    native.library.cache_clear()
+    build.library.cache_clear()
     assert works() and copier() == 1, "the next process finds it"
 
 
 def test_the_name_tells_what_it_was_made_of(copier, monkeypatch, tmp_path):
     assert works()
     names = [libraries(tmp_path)]
-    source = tmp_path / "native.cpp"
-    source.write_text(native.SOURCE.read_text() + "// another\n")
-    for name, value in (("SOURCE", source), ("FLAGS", (*native.FLAGS, "-g")), ("openmp", lambda: "-lanother")):
-        monkeypatch.setattr(native, name, value)
-        native.library.cache_clear()
+    sources = [x.name for x in build.FOLDER.iterdir() if x.suffix != ".py" and x.is_file()]
+    assert len(sources) >= 7
+    folders = [shutil.copytree(build.FOLDER, tmp_path / f"edited {name}") for name in sources]
+    for folder, name in zip(folders, sources, strict=True):
+        with (folder / name).open("a") as f:
+            f.write("// another\n")
+    changes = [("FOLDER", folder) for folder in folders]
+    for name, value in (*changes, ("FLAGS", (*build.FLAGS, "-g")), ("openmp", lambda: "-lanother")):
+        monkeypatch.setattr(build, name, value)
+        build.library.cache_clear()
         assert works()
         names.append(libraries(tmp_path))
-    assert [len(x) for x in names] == [1, 2, 3, 4] and copier() == 4
+    assert [len(x) for x in names] == list(range(1, len(sources) + 4)) and copier() == len(sources) + 3
 
 
 def test_two_at_once_leave_one_complete_file(copier, tmp_path, fresh):
     got = []
-    each = [threading.Thread(target=lambda: got.append(native.library.__wrapped__())) for _ in range(2)]
+    each = [threading.Thread(target=lambda: got.append(build.library.__wrapped__())) for _ in range(2)]
     [x.start() for x in each], [x.join() for x in each]
     assert len(got) == 2 and all(hasattr(x, "kvf_select") for x in got) and copier() == 2
     (name,) = libraries(tmp_path)
@@ -1142,8 +1149,8 @@ def test_a_failing_compiler_in_a_process(tmp_path):
 
 def test_torch_is_asked_for(fresh, monkeypatch):
     """Nothing is compiled or loaded then, nor where a tensor is not for C++."""
-    monkeypatch.setattr(native, "library", lambda: pytest.fail("the library was asked for"))
-    monkeypatch.setattr(native, "_available", lambda: pytest.fail("the library was asked for"))
+    monkeypatch.setattr(build, "library", lambda: pytest.fail("the library was asked for"))
+    monkeypatch.setattr(build, "_available", lambda: pytest.fail("the library was asked for"))
     x = torch.zeros(2, 32)
     assert not backend.use_native(x.half()) and not backend.use_native(x, 24)
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
@@ -1182,10 +1189,10 @@ def test_other_instruction_sets(march, fresh, monkeypatch):
     """Tables of 16 numbers are looked up in another way with AVX2, and in a third without."""
     if not runs_here(march):
         pytest.skip(f"not a processor of {march}")
-    flags = [f"-march={march}" if x == "-march=native" else "-O1" if x == "-O3" else x for x in native.FLAGS]
-    assert flags != list(native.FLAGS)
-    monkeypatch.setattr(native, "FLAGS", tuple(flags))
-    assert native.available() and native.library()._name != str(fresh)
+    flags = [f"-march={march}" if x == "-march=native" else "-O1" if x == "-O3" else x for x in build.FLAGS]
+    assert flags != list(build.FLAGS)
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    assert native.available() and build.library()._name != str(fresh)
     decode_is_float64(0, 2, 1, 7, 80, 70, torch.float32, 8.0, 1, [(0, 70), (5, 69)], None)
     decode_is_float64(1, 2, 2, 3, 64, 70, torch.bfloat16, 1.0, 0, [(0, 70), (0, 33)], [9, 0])
     gather_is_float64(0, 2, 2, 5, 96, 70, torch.float32, 1.0, 1, 40, [40, 33, 1, 0], False, False)

@@ -11,11 +11,10 @@ import torch
 from oracle_ojakv import OjaRow, energy_rank, oja, orthonormal, residual_energy, subspace_overlap
 from oracles import causal_attention, rotate
 
-from calibrate import Calibration
+from cache.calibration import Calibration
+from cache.spec import make_args, method_class, resolve
 from errors import InputError
-from kv_methods import make_args, method_class, resolve
-from kv_methods.base import CacheShape
-from model import ModelArgs, Rope
+from model import ModelArgs
 
 SHORT = dict(exempt=4, update_every=6, query_window=8)
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
@@ -87,7 +86,7 @@ def numbers(seed: int, g: int, h: int, d: int, rows: int, n: int, shift: float =
 
     q, k, v = draw("k", rows, n, g, shift), draw("k", rows, n, 1, shift), draw("v", rows, n, 1, shift)
     q = q + 0.3 * torch.randn(q.shape, generator=gen)
-    at = Rope(ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1), 1, 400)
+    at = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1).rotary(1, 400)
     qc, kc = (at.rotate_prompt(draw("k", 1, 400, r, 0.0))[0].double() for r in (g, 1))
     vc = draw("v", 1, 400, 1, 0.0)[0].double()
     moments = dict(k=kc.mT @ kc + (qc.mT @ qc).view(h, g, d, d).sum(1), v=vc.mT @ vc)
@@ -101,8 +100,8 @@ def numbers(seed: int, g: int, h: int, d: int, rows: int, n: int, shift: float =
 
 def layer(knobs, g, h, d, batch, T, calib=None, dtype=torch.float32, device="cpu"):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
-    shape = CacheShape.of(args, 0, batch, T, dtype, device)
-    rope = Rope(args, batch, 1 if device == "meta" else T, device)
+    shape = args.cache_shape(0, batch, T, dtype, device)
+    rope = args.rotary(batch, 1 if device == "meta" else T, device)
     return ojakv()(make_args(ojakv(), knobs), shape, 0, rope, calib)
 
 
@@ -115,7 +114,7 @@ def rotated(rope, x, n):
 
 
 def oracle_knobs(args, calib, d):
-    """The method's knobs -> the oracle's, ranks worked out (Appendix A.2; card 2)."""
+    """The method's knobs -> the oracle's, ranks worked out (Appendix A.2; docs/design.md, OjaKV)."""
     knobs = asdict(args)
     share, rank = knobs.pop("energy"), round(knobs.pop("rank") * d)
     if share is not None:  # one rank for the layer: the largest of all heads, keys and values
@@ -462,8 +461,8 @@ def test_the_two_savings_multiply():
 
 
 def on_meta(args, knobs, batch, T):
-    shape = CacheShape.of(args, 0, batch, T, torch.bfloat16, "cpu").on("meta")
-    return ojakv()(make_args(ojakv(), knobs), shape, 0, Rope(args, batch, 1, "meta"))
+    shape = args.cache_shape(0, batch, T, torch.bfloat16, "cpu").on("meta")
+    return ojakv()(make_args(ojakv(), knobs), shape, 0, args.rotary(batch, 1, "meta"))
 
 
 def row_traffic(args, knobs, T):

@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import kernels.dense_attention
 import model as model_module
+from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
-from model import ModelArgs, RopeArgs, load_checkpoint, random_transformer, rope_inv_freq
+from kernels.rope import RopeArgs, rope_inv_freq
+from model import ModelArgs, random_transformer
 
 transformers = pytest.importorskip("transformers")
 
@@ -364,7 +366,7 @@ def test_args_are_the_config(case):
     assert a.head_dim == case.hf.model.layers[0].self_attn.head_dim
     assert (a.ffn_dim, a.vocab_size, a.max_seq_len) == (c.intermediate_size, c.vocab_size, c.max_position_embeddings)
     assert (a.norm_eps, a.tie_embeddings, a.dtype) == (c.rms_norm_eps, c.tie_word_embeddings, "float32")
-    inv_freq, scale = rope_inv_freq(a)
+    inv_freq, scale = rope_inv_freq(a.rope, a.head_dim, a.max_seq_len)
     rotary = type(case.hf.model.rotary_emb)(c)
     torch.testing.assert_close(inv_freq, rotary.inv_freq, rtol=1e-6, atol=0)
     assert scale == pytest.approx(rotary.attention_scaling, rel=1e-6)
@@ -380,11 +382,11 @@ def test_windows_without_layer_types(name):
     config = build_hf(name).config
     old = config.to_dict()
     del old["layer_types"]
-    assert ModelArgs.from_hf(old).windows == ModelArgs.from_hf(config.to_dict()).windows
+    assert args_from_hf(old).windows == args_from_hf(config.to_dict()).windows
     del old["sliding_window"]
     theirs = type(config)(**json.loads(json.dumps(old)))
     sliding = [theirs.sliding_window if t == "sliding_attention" else None for t in theirs.layer_types]
-    assert list(ModelArgs.from_hf(old).windows) == sliding
+    assert list(args_from_hf(old).windows) == sliding
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -394,7 +396,7 @@ def test_defaults_of_absent_keys(family):
     if family != "Llama":  # theirs default to the sizes of one model, not to the number of heads
         sizes["num_key_value_heads"] = 2
     config = getattr(transformers, f"{family}Config")(**sizes)
-    a = ModelArgs.from_hf(dict(sizes, model_type=family.lower()))
+    a = args_from_hf(dict(sizes, model_type=family.lower()))
     assert (a.n_kv_head, a.norm_eps) == (config.num_key_value_heads, config.rms_norm_eps)
     assert a.rope.theta == config.rope_parameters["rope_theta"]
     assert a.head_dim == getattr(config, "head_dim", None) or SIZES["hidden_size"] // 4
@@ -406,11 +408,11 @@ def test_yarn_factor_from_the_lengths():
     """A null factor is the ratio of the lengths, wherever the original one is given."""
     sizes = dict(SIZES, model_type="llama")
     scaling = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
-    want = ModelArgs.from_hf(dict(sizes, rope_parameters=YARN)).rope
+    want = args_from_hf(dict(sizes, rope_parameters=YARN)).rope
     assert want.factor == SIZES["max_position_embeddings"] / YARN["original_max_position_embeddings"]
-    assert ModelArgs.from_hf(dict(sizes, rope_parameters=dict(YARN, factor=None))).rope == want
+    assert args_from_hf(dict(sizes, rope_parameters=dict(YARN, factor=None))).rope == want
     config = dict(sizes, rope_parameters=dict(scaling, factor=None), original_max_position_embeddings=32)
-    assert ModelArgs.from_hf(config).rope == want
+    assert args_from_hf(config).rope == want
 
 
 def test_yarn_and_llama3_take_the_original_length_from_the_config():
@@ -423,7 +425,8 @@ def test_yarn_and_llama3_take_the_original_length_from_the_config():
             hf = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
                 transformers.LlamaConfig(**json.loads(json.dumps(config)))
             )
-            inv_freq, scale = rope_inv_freq(ModelArgs.from_hf(config))
+            a = args_from_hf(config)
+            inv_freq, scale = rope_inv_freq(a.rope, a.head_dim, a.max_seq_len)
             torch.testing.assert_close(inv_freq, hf.inv_freq, rtol=1e-6, atol=0)
             assert scale == pytest.approx(hf.attention_scaling)
 

@@ -11,12 +11,12 @@ from oracle_double_sparsity import Probe, random_keys, rotated
 from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
 from test_contract import prompt, run, tiny
 
-from calibrate import Calibration
+from cache.calibration import Calibration
+from cache.spec import make_args, resolve
 from errors import InputError
-from kv_methods import build_cache, make_args, resolve
-from kv_methods.base import CacheShape
-from kv_methods.razor import Razor, alibi_scope
-from model import ModelArgs, Rope
+from kernels.alibi import alibi_scope
+from kv_methods.razor import Razor
+from model import ModelArgs
 
 N_LAYER, LAYER, STEPS = 4, 1, 40
 HALF = dict(induction=0.2, echo=0.1)
@@ -58,8 +58,8 @@ def model_args(shape, n_layer: int = N_LAYER) -> ModelArgs:
 
 
 def layer(knobs, args, batch, T, at=LAYER, calib=None, dtype=torch.float32):
-    size = CacheShape.of(args, at, batch, T, dtype, "cpu")
-    return Razor(make_args(Razor, knobs), size, at, Rope(args, batch, T), calib or calibration(args))
+    size = args.cache_shape(at, batch, T, dtype, "cpu")
+    return Razor(make_args(Razor, knobs), size, at, args.rotary(batch, T), calib or calibration(args))
 
 
 def scores(calib: Calibration) -> tuple[np.ndarray, np.ndarray]:
@@ -252,8 +252,9 @@ def test_protected_heads_through_another_method_are_as_with_it_alone(name):
     mixed = layer(knobs | dict(retrieval_method=name), args, 2, n + steps, calib=calib)
     cls, preset = resolve(name)
     own = ModelArgs(dim=32, n_head=g * len(protected), n_kv_head=len(protected), head_dim=d, n_layer=N_LAYER)
-    size = CacheShape.of(own, LAYER, 2, n + steps, torch.float32, "cpu")
-    alone = cls(make_args(cls, preset), size, LAYER, mixed.rope, calib.heads(LAYER, protected))
+    size = own.cache_shape(LAYER, 2, n + steps, torch.float32, "cpu")
+    some = calib.heads(LAYER, protected, h, cls.statistics)
+    alone = cls(make_args(cls, preset), size, LAYER, mixed.rope, some)
     queries = [i * g + j for i in protected for j in range(g)]
     lengths, outs = torch.tensor([n, 57]), []
     every = slice(None)
@@ -301,10 +302,9 @@ def test_compression_at_long_context():
     for given, share, tol in ((calib, len(protected) / 1024, 0.003), (None, 5 / 32, 0.003)):
         used = 0
         for i in range(32):
-            shape = CacheShape.of(args, i, 1, T, torch.bfloat16, "cpu").on("meta")
-            method = Razor(Razor.Args(), shape, i, Rope(args, 1, 1, shape.device), given)
+            shape = args.cache_shape(i, 1, T, torch.bfloat16, "cpu").on("meta")
+            method = Razor(Razor.Args(), shape, i, args.rotary(1, 1, shape.device), given)
             used += sum(method.nbytes().values())
-            assert sum(method.nbytes().values()) == method.card_nbytes()
         assert dense / used == pytest.approx(1 / (share + 0.2 * (1 - share)), rel=tol)
         if given is not None:
             assert 0.14 <= share <= 0.1501 and 3.10 < dense / used < 3.21
@@ -327,7 +327,7 @@ def test_wrong_knobs_are_input_errors():
             layer(knobs, model_args((1, 2, 32)), 1, 64)
     model = tiny()
     with pytest.raises(InputError):
-        build_cache(model, "razor", 1, 64, retrieval_method="nope")
+        model.setup_cache("razor", 1, 64, retrieval_method="nope")
 
 
 def test_defaults_are_the_papers():
@@ -371,7 +371,7 @@ def test_alibi_scope_bounds_the_attention(layer_norm, scaled):
             far = np.subtract.outer(np.arange(n), np.arange(n)) > lengths[h]
             beyond += far.sum()
             assert (weights[far] <= epsilon).all()
-            # sound by the factors that DESIGN.md names, no longer than that
+            # sound by the factors that docs/design.md (RazorAttention) names, no longer than that
             norm = np.linalg.norm(wq[h * d : h * d + d].T @ wk[kv * d : kv * d + d], 2) * scale
             square = 2 * (dim * gamma.max() ** 2 + (0 if bias is None else bias @ bias))
             assert lengths[h] <= (2 * norm * square - math.log(epsilon)) / slope[h] * 1.001

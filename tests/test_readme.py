@@ -1,41 +1,76 @@
-"""What the README says is so: its tables are those of results/, its example method keeps the contract."""
+"""What the README says is so: its tables are those of results/, its code runs, its examples keep the contract."""
 
+import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-from tests.test_contract import checks
+import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from cache.spec import method_files
+from runtime import ROOT
+
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"<!-- tested: (\w+) -->\n```python\n(.*?)```", README, re.S)
+EXAMPLES = [code for kind, code in BLOCKS if kind == "method"]
+
+
+def run(*command, **env):
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."} | env
+    )
+
+
+def test_it_is_one_page():
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_block_of_python_is_tested():
+    assert README.count("```python") == len(BLOCKS) == 4
 
 
 def test_generated_sections_are_current():
-    r = subprocess.run(
-        [sys.executable, "scripts/update_readme.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert r.returncode == 0, r.stderr
+    done = run("scripts/report/update_readme.py", "--check")
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_example_method_keeps_the_contract(tmp_path, monkeypatch):
-    code = re.search(r"```python\n(.*?)```", README, re.S)[1]
-    (tmp_path / "readme_window.py").write_text(code)
-    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))
-    checks("readme_window")
+def test_the_library_section_runs():
+    code = dict(BLOCKS)["library"]
+    assert code.count("max_new_tokens=16") == 2
+    done = run("-c", code.replace("max_new_tokens=16", "max_new_tokens=4"))
+    assert done.returncode == 0 and not done.stderr.replace("\n", ""), done.stderr
+
+
+@pytest.mark.parametrize("method", sorted(method_files()))
+def test_the_decoder_section_runs_with_every_method(method):
+    code = dict(BLOCKS)["decoder"].replace("range(15)", "range(3)")
+    scope: dict = {}
+    exec(compile(code.replace('"self_index"', repr(method)), "README.md", "exec"), scope)
+    assert not scope["logits"].requires_grad and len(scope["trace"]) >= 3
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=["window", "h2o"])
+def test_the_example_methods_keep_the_contract(code, tmp_path):
+    file = tmp_path / "readme_example.py"
+    file.write_text(code)
+    done = run("-m", "cache.testing", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_linked_files_exist():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for file in ("README.md", "results/README.md", "docs/design.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / file).read_text()):
+            assert ((ROOT / file).parent / target).exists(), (file, target)
 
 
 def test_commands_name_flags_that_exist():
     helps = {}
-    for script, rest in re.findall(r"python ((?:scripts/)?\w+\.py)([^\n`]*)", README):
+    commands = re.findall(r"python ((?:scripts/\w+/|examples/)?\w+\.py)([^\n`]*)", README)
+    assert len(commands) >= 10
+    for script, rest in commands:
         if script not in helps:
-            run = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
-            helps[script] = run.stdout
-            assert run.returncode == 0, run.stderr
+            done = run(script, "--help")
+            helps[script] = done.stdout
+            assert done.returncode == 0, done.stderr
         for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
             assert flag in helps[script], (script, flag)

@@ -11,11 +11,10 @@ import torch
 from oracle_sals import SalsRow, memory_access, ratio_of, through_bits
 from oracles import causal_attention, check_top, rotate
 
-from calibrate import Calibration
+from cache.calibration import Calibration
+from cache.spec import make_args, method_class, resolve
 from errors import InputError
-from kv_methods import make_args, method_class, resolve
-from kv_methods.base import CacheShape
-from model import ModelArgs, Rope
+from model import ModelArgs
 
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "quarter": (dict(budget=16, sinks=2, recent=6), (1, 2, 64), (5, 6, 7, 40)),
@@ -76,12 +75,12 @@ def numbers(seed: int, g: int, h: int, d: int, rows: int, n: int):
 
 def layer(knobs, g, h, d, batch, T, basis=None, dtype=torch.float32, device="cpu"):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
-    shape = CacheShape.of(args, 0, batch, T, dtype, device)
+    shape = args.cache_shape(0, batch, T, dtype, device)
     calib = None
     if basis is not None:
         falling = torch.linspace(2, 1, h * d)
         calib = Calibration({"layers.0.sals.basis": basis, "layers.0.sals.eigenvalues": falling}, 1)
-    return sals()(make_args(sals(), knobs), shape, 0, Rope(args, batch, 1 if device == "meta" else T, device), calib)
+    return sals()(make_args(sals(), knobs), shape, 0, args.rotary(batch, 1 if device == "meta" else T, device), calib)
 
 
 def attended(idx, count, row: int, pos: int, recent: int) -> list[int]:
@@ -243,7 +242,7 @@ def test_the_comparison_catches(mutant):
 
 
 def test_oracle_sum_is_the_sum_of_all_heads():
-    """Card 1: sum over h of q_h . k_g(h) is what the group-summed query gives at full rank."""
+    """docs/design.md, SALS: sum over h of q_h . k_g(h) is what the group-summed query gives at full rank."""
     q, k, v, basis = (x.double().numpy() for x in numbers(2, 4, 2, 32, 1, 12))
     row = SalsRow(
         k[0], v[0], basis, rank=1.0, score_rank=1.0, value_bits=16, budget=1.0, sinks=0, recent=1, score="sum"
@@ -305,7 +304,7 @@ def test_tokens_in_the_window_are_sharper_than_older_ones(rank, bits):
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-8b"])
 @pytest.mark.parametrize(("preset", "size"), [("sals-25", 144), ("sals-12.5", 80)])
 def test_bytes_per_token(model, preset, size):
-    """Card 1: 0.281 and 0.156 of 512 bytes; Table 2 says 0.28 and 0.15."""
+    """docs/design.md, SALS: 0.281 and 0.156 of 512 bytes; Table 2 says 0.28 and 0.15."""
     args = ModelArgs.from_name(model)
     small, large = (on_meta(args, resolve(preset)[1], 2, T) for T in (4096, 8192))
     assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 4096 * 2 * args.n_kv_head * size
@@ -322,8 +321,8 @@ def test_bytes_of_the_window():
 
 
 def on_meta(args, knobs, batch, T):
-    shape = CacheShape.of(args, 0, batch, T, torch.bfloat16, "cpu").on("meta")
-    return sals()(make_args(sals(), knobs), shape, 0, Rope(args, batch, 1, "meta"))
+    shape = args.cache_shape(0, batch, T, torch.bfloat16, "cpu").on("meta")
+    return sals()(make_args(sals(), knobs), shape, 0, args.rotary(batch, 1, "meta"))
 
 
 def test_presets_are_the_rows_of_the_paper():

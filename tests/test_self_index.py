@@ -9,13 +9,14 @@ import pytest
 import torch
 from oracles import SelfIndexHead, check_top, rotate
 
+from cache.base import budget_cap, budget_tokens
+from cache.spec import make_args
 from errors import InputError
 from kernels import packed_gather_attention, sign_encode
 from kernels.sign_codes import codebook, sign_codes
-from kv_methods import make_args, self_index
-from kv_methods.base import CacheShape, budget_cap, budget_tokens
+from kv_methods import self_index
 from kv_methods.self_index import SelfIndex
-from model import ModelArgs, Rope
+from model import ModelArgs
 
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "default-64-sinks": (dict(budget=80), (2, 1, 32), (70, 120)),
@@ -59,8 +60,8 @@ def keys(seed: int, g: int, h: int, d: int, lengths, steps):
 
 def layer(knobs, g, h, d, batch, T, dtype=torch.float32):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
-    shape = CacheShape.of(args, 0, batch, T, dtype, "cpu")
-    return SelfIndex(make_args(SelfIndex, knobs), shape, 0, Rope(args, batch, T))
+    shape = args.cache_shape(0, batch, T, dtype, "cpu")
+    return SelfIndex(make_args(SelfIndex, knobs), shape, 0, args.rotary(batch, T))
 
 
 def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=1e-3):

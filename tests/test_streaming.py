@@ -7,11 +7,10 @@ import pytest
 import torch
 from oracles import streaming
 
+from cache.spec import make_args
 from errors import InputError
-from kv_methods import make_args
-from kv_methods.base import CacheShape
 from kv_methods.streaming import Streaming
-from model import ModelArgs, Rope
+from model import ModelArgs
 
 CASES = {  # sinks, recent, prompt lengths, steps
     "paper-shaped": (4, 28, (40, 3, 31, 33), 20),
@@ -26,8 +25,8 @@ CASES = {  # sinks, recent, prompt lengths, steps
 
 def layer(knobs, g, h, d, batch, T, window=None):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1, windows=(window,))
-    shape = CacheShape.of(args, 0, batch, T, torch.float32, "cpu")
-    return Streaming(make_args(Streaming, knobs), shape, 0, Rope(args, batch, T))
+    shape = args.cache_shape(0, batch, T, torch.float32, "cpu")
+    return Streaming(make_args(Streaming, knobs), shape, 0, args.rotary(batch, T))
 
 
 def drive(method, q, k, v, lengths, steps):

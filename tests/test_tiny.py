@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import load_checkpoint
-from scripts.eval_retrieval import Evaluation
-from scripts.tasks import Tasks
+from checkpoint import load_checkpoint
+from scripts.eval.eval_retrieval import Evaluation
+from scripts.eval.tasks import Tasks
 from tokenizer import load_tokenizer
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"

@@ -1,5 +1,6 @@
-"""tokenizer.py against the libraries that define the ids: `tokenizers` for byte-pair encoding, sentencepiece for its
-own models, transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded."""
+"""The tokenizer package against the libraries that define the ids: `tokenizers` for byte-pair encoding, sentencepiece
+for its own models, transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from errors import InputError
-from tokenizer import BYTE_CHARS, GPT2, LLAMA3, QWEN2, load_tokenizer, merge_pairs
+from tokenizer import load_tokenizer
+from tokenizer.bpe import merge_pairs
+from tokenizer.pretokenize import BYTE_CHARS, GPT2, LLAMA3, QWEN2
 
 hf = pytest.importorskip("tokenizers")
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402

@@ -13,10 +13,11 @@ from test_contract import prompt, run, same, tiny
 import kernels.backend as backend_module
 from errors import InputError
 from kernels import dense_attention
-from kernels.backend import ASSUMED_SMS, MAX_SPLITS, combine, split_count, use_triton
+from kernels.backend import use_triton
 from kernels.dense_attention import _decode_attention_masked, decode_attention, split_attention
 from kernels.gather_attention import gather_attention, launch
 from kernels.packed_attention import packed_attention
+from kernels.splits import ASSUMED_SMS, MAX_SPLITS, combine, split_count
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

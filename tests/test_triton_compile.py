@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from scripts.kernel_report import BANDWIDTH, LAUNCH, MODELS, accounts, kernel_files, load_widths, occupancy, problem
+from errors import InputError
+from scripts.report import kernel_report
+from scripts.report.kernel_report import (
+    BANDWIDTH,
+    LAUNCH,
+    MODELS,
+    accounts,
+    kernel_files,
+    launched,
+    load_widths,
+    occupancy,
+    problem,
+)
 from tests.compiling import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +60,7 @@ def test_the_main_kernel_compiles_for_an_h100(main_kernels, file):
 
 
 def test_attention_reads_whole_vectors_with_two_programs_a_multiprocessor(main_kernels):
-    """What dense_attention.PROGRAMS and backend.split_count count on."""
+    """What dense_attention.PROGRAMS and splits.split_count count on."""
     for r in main_kernels:
         if r["file"] in ("dense_attention", "packed_attention", "gather_attention"):
             assert r["programs"] >= 2 and r["loads"]["16"] >= 16, r
@@ -58,6 +70,41 @@ def test_attention_reads_whole_vectors_with_two_programs_a_multiprocessor(main_k
 @pytest.mark.parametrize("file", FILES)
 def test_every_kernel_compiles_for_every_card(file):
     sound(compiled("--cc", "80,89,90,100", "--files", file))
+
+
+# ---- which kernels there are ----
+
+LAUNCHING = """
+@triton.jit
+def helper(x):
+    return x
+
+
+@triton.jit
+def _kernel(x):
+    helper(x)
+
+
+def launch(x, table):
+    _kernel[(1,)](x)
+    table[0](x)
+"""
+
+
+@pytest.mark.parametrize(("file", "module"), list(kernel_files([])))
+def test_every_kernel_that_is_launched_is_listed(file, module):
+    listed = {entry[1].__name__ for entry in module.aot(32, 8, 128)}
+    assert launched((ROOT / "kernels" / f"{file}.py").read_text()) <= listed
+
+
+def test_a_file_of_kernels_without_an_entry_is_an_error(tmp_path, monkeypatch):
+    assert launched(LAUNCHING) == {"_kernel"}
+    (tmp_path / "newest.py").write_text(LAUNCHING)
+    monkeypatch.setattr(kernel_report, "KERNELS", tmp_path)
+    with pytest.raises(InputError, match="kernels/newest.py has kernels: list them in scripts/.*/newest.py"):
+        list(kernel_files([]))
+    (tmp_path / "newest.py").write_text(LAUNCHING.replace("_kernel[(1,)](x)", ""))
+    assert list(kernel_files([])) == [], "functions that kernels share are none"
 
 
 # ---- what the report calls a problem ----
@@ -76,7 +123,7 @@ def test_problems_are_told():
 SPILLING = """
 import triton
 import triton.language as tl
-from scripts import kernel_report
+from scripts.report import kernel_report
 
 
 @triton.jit

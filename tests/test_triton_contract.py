@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_methods import method_class
+from cache.spec import method_class
 from tests.test_contract import VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
 
 LENGTHS, STEPS = (3, 21), 4

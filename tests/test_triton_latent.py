@@ -13,8 +13,9 @@ from test_sals import compare
 import kernels.latent as latent
 from kernels.latent import LatentTokens, append_token, store_prompt
 from kernels.latent_attention import _launch as attention_launch
-from kernels.latent_attention import account, block_size, latent_attention
+from kernels.latent_attention import block_size, latent_attention
 from kernels.quantize import dequantize, quantize
+from scripts.report.kernels.latent_attention import account
 from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -393,7 +394,7 @@ def test_every_kernel_compiles_for_every_card():
 
 @pytest.mark.parametrize(("name", "size"), [("sals-25", 144), ("sals-12.5", 80)])
 def test_account_is_the_cards(name, size):
-    """Card 1: 144 and 80 bytes a token and KV head at D = 128; beside them a position's angles, once for all rows."""
+    """docs/design.md, SALS: 144 and 80 bytes a token and KV head at D = 128; a position's angles, once for all rows."""
     short, long = (
         {r["op"]: r for r in account(32, 8, 128, 4, n)}[f"latent attention {name}, all"] for n in (2**15, 2**16)
     )

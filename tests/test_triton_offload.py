@@ -13,6 +13,7 @@ from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
 
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
+from scripts.report.kernels.offload import account
 from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,5 +215,5 @@ def test_every_kernel_compiles_for_every_card():
 
 def test_account():
     """1/16 of the tokens but for those of the ring: written by the fetch, read by the attention."""
-    fetch, attend = offload.account(32, 8, 128, 8, 32768)
+    fetch, attend = account(32, 8, 128, 8, 32768)
     assert fetch["bytes"] == 8 * 8 * (2048 - 16) * (512 + 8) and fetch["bytes"] < attend["bytes"] < 1.1 * fetch["bytes"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import select as module
-from kernels.latent_score import empty_scores
 from kernels.select import budget_select, select, topk_select
+from kernels.splits import empty_scores
 from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -411,7 +411,7 @@ def test_accounts_are_of_the_papers_setting():
     llama, length = ModelArgs.from_name("llama-3.1-8b"), 32768
     shape = llama.n_head, llama.n_kv_head, llama.head_dim, 1, length
     rows = {r["op"]: r for name in ("sign_codes", "packed_gather_attention", "sign_encode", "quantize")
-            for r in importlib.import_module(f"kernels.{name}").account(*shape)}  # fmt: skip
+            for r in importlib.import_module(f"scripts.report.kernels.{name}").account(*shape)}  # fmt: skip
     dense = 2 * llama.n_kv_head * length * llama.head_dim * 2
     step = rows["lut_score"]["bytes"] + rows["packed_gather_attention"]["bytes"]
     assert 0.03 * dense < step < 0.1 * dense

@@ -1,0 +1,279 @@
+"""The contract of a KV-cache method: it owns the storage of one layer's keys and values, and the attention over them.
+
+A method is one file of kv_methods/. The smallest one that works:
+
+    class Mine(KVMethod):
+        def __init__(self, args, shape, layer, rope, calib=None):
+            super().__init__(args, shape, layer, rope, calib)
+            self.k, self.v = self.buffer("k", shape.kv), self.buffer("v", shape.kv)
+
+        def compress(self, q, k, v, lengths): ...    # once per prompt: store
+        def append(self, k, v, pos): ...             # one token per row, in place
+        def attend(self, q, idx, count, pos): ...    # [B, Hq, D] -> [B, Hq, D]
+
+`decode` is one static graph: fixed shapes, no `.item()`, no branch on data, no allocation that outlives the step.
+What cannot be so goes into `maintain`, which runs between steps. Two archetypes spare most methods the storage:
+`Evicting` (fixed slots, evicting.py) and `Selecting` (all tokens kept, a few attended, selecting.py).
+
+Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV heads, g = Hq / Hkv, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from errors import InputError
+from kernels.dense_attention import prefill_attention
+from kernels.native import in_huge_pages
+from kernels.rope import Rope, apply_rope
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a method needs to know to allocate: sizes, dtype and device of one layer's cache."""
+
+    max_batch: int
+    max_seq_len: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None  # the layer's sliding window, if it is narrower than max_seq_len
+    n_layer: int = 1
+    max_new_tokens: int | None = None  # how many of max_seq_len are decoded at most; None: not known, perhaps all
+
+    @property
+    def kv(self) -> tuple[int, int, int, int]:
+        """[B, Hkv, T, D], the shape of a dense K or V."""
+        return self.max_batch, self.n_kv_head, self.max_seq_len, self.head_dim
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt: what is not decoded."""
+        return self.max_seq_len - (self.max_new_tokens or 0)
+
+    @property
+    def max_decoded(self) -> int:
+        """Tokens that may be decoded after a prompt."""
+        return self.max_seq_len if self.max_new_tokens is None else self.max_new_tokens
+
+    def on(self, device: str | torch.device) -> CacheShape:
+        return replace(self, device=torch.device(device))
+
+    def zeros(self, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A cache's memory; dtype: by default that of keys and values."""
+        return in_huge_pages(torch.empty(size, dtype=dtype or self.dtype, device=self.device)).zero_()
+
+
+@dataclass
+class Attended:
+    """What one step of a method attended to, in the clear: how `observe` (trace.py) looks in. N is what is static.
+
+    softmax(q . k / sqrt(D) + log(tokens)) @ v over the N places is the step's output, up to the method's own rounding.
+    """
+
+    position: Tensor  # [B, Hkv, N] int64, of the text; -1: a token that stands for several; -2: nothing is here
+    q: Tensor  # [B, Hq, D] as it meets k
+    k: Tensor  # [B, Hkv, N, D] as attended to: rebuilt, rotated
+    v: Tensor  # [B, Hkv, N, D]
+    tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for; None: one each
+
+    def weights(self) -> Tensor:
+        """Softmax weights fp32 [B, Hq, N], 0 where nothing is."""
+        B, Hkv, N, D = self.k.shape
+        there = (self.position != -2)[:, :, None]
+        k = torch.where(there.mT, self.k.float(), 0)  # what is not there may be NaN
+        logits = self.q.float().view(B, Hkv, -1, D) @ k.mT * D**-0.5
+        if self.tokens is not None:
+            logits = logits + self.tokens.clamp(min=1).log()[:, :, None]
+        return logits.masked_fill(~there, float("-inf")).softmax(-1).flatten(1, 2)
+
+    def output(self) -> Tensor:
+        """The attention that follows from it, fp32 [B, Hq, D]."""
+        B, Hkv, _, D = self.k.shape
+        v = torch.where((self.position != -2)[..., None], self.v.float(), 0)
+        return (self.weights().unflatten(1, (Hkv, -1)) @ v).flatten(1, 2)
+
+
+def knob(default: Any, help: str) -> Any:
+    """A knob of a method's Args: its default and where both come from; --list-methods shows it."""
+    return field(default=default, metadata=dict(help=help))
+
+
+class KVMethod(nn.Module):
+    """Base of every method: rotation, exact prefill, and a decode step of append, select, attend."""
+
+    @dataclass
+    class Args:
+        """Knobs of the method; a subclass lists its own, with default and source."""
+
+    paper: ClassVar[str] = ""  # authors, title, year
+    lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
+    stress: ClassVar[dict[str, Any] | None] = None  # Args under which its limits bind within 40 tokens: tests use them
+    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
+    supports_window: ClassVar[bool] = False  # honours a model's sliding window
+    skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
+    skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
+    statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
+    predicts: bool = False  # the layer before calls `prefetch` with a predicted query
+    trace: Any = None  # what `observe` sets: told of every step
+    heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
+
+    args: Any
+    rope: Rope
+
+    def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
+        super().__init__()
+        self.args, self.shape, self.layer, self.calib = args, shape, layer, calib
+        object.__setattr__(self, "rope", rope)  # shared by all layers: not this module's to count or move
+        self.constants: set[str] = set()  # buffers that are set once, not by prompts: bases, lists of channels
+        if shape.window is not None and not self.supports_window:
+            raise InputError(
+                f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
+                f"use full or streaming, or keep the context within {shape.window}"
+            )
+
+    @classmethod
+    def needs(cls, args: Any) -> tuple[Any, ...]:
+        """The statistics needed with these Args. Without a calibration only sizes may be asked (meta device)."""
+        return cls.statistics
+
+    def buffer(self, name: str, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a buffer of zeros that counts as cache memory."""
+        t = self.shape.zeros(size, dtype)
+        self.register_buffer(name, t, persistent=False)
+        return t
+
+    def constant(
+        self, name: str, size: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A buffer that holds `value` (of the calibration) for good. Without one it is uninitialized: sizes only."""
+        t = self.buffer(name, size, dtype)
+        self.constants.add(name)
+        if value is not None and t.device.type != "meta":
+            assert tuple(value.shape) == tuple(size), f"{name}: {tuple(value.shape)} is not {tuple(size)}"
+            t.copy_(value)
+        return t
+
+    # ---- the prompt ----
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Exact causal attention over right-padded prompts, then `compress`.
+
+        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D].
+        """
+        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
+        y = prefill_attention(q_rot, k_rot, v, self.shape.window)
+        if self.pre_rope:
+            self.compress(q, k, v, lengths)
+        else:
+            self.compress(q_rot, k_rot, v, lengths)
+        return y
+
+    def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""
+        raise NotImplementedError
+
+    # ---- one token per row ----
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """q [B, Hq, D], k and v [B, Hkv, D] before rotation, pos [B] where the token stands -> [B, Hq, D]."""
+        if not self.pre_rope:
+            cos, sin = (t[:, None] for t in self.rope.at(pos))
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        self.append(k, v, pos)
+        idx, count = self.select(q, pos)
+        if self.trace is not None:
+            self.trace.step(self, self.attended(q, idx, count, pos), pos)
+        return self.attend(q, idx, count, pos)
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store one token per row, in place; a slot need not equal the position."""
+        raise NotImplementedError
+
+    def select(self, q: Tensor, pos: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What to attend to: idx [B, Hkv or 1, K] int, K fixed, of which the first count [B, Hkv or 1]; None: all."""
+        return None, None
+
+    def attend(self, q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Tensor:
+        """Attention of q [B, Hq, D] over the selection -> [B, Hq, D]."""
+        raise NotImplementedError
+
+    def attended(self, q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Attended:
+        """What `attend` will attend to, in the clear; for `observe`, in eager mode: it may allocate what it likes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it attends to")
+
+    def prefetch(self, q_hat: Tensor, pos: Tensor) -> None:
+        """Called before the previous layer's decode, if `predicts`, with the query that this layer is likely to see.
+
+        q_hat [B, Hq, D] before rotation, from the previous layer's input through this layer's norm and query weights.
+        """
+
+    def maintain(self, step: int) -> None:
+        """Between steps, outside the graph; `step` tokens have been decoded since the prompt."""
+
+    def reset(self) -> None:
+        """Empty the cache, same buffers. Slots that were not written are never read: often nothing to do."""
+
+    # ---- accounting ----
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of every buffer as allocated; works on the meta device."""
+        return {name: b.numel() * b.element_size() for name, b in self.named_buffers(recurse=True)}
+
+    card_nbytes: ClassVar[Any] = None  # a method of no arguments, where the paper states a formula: the bytes by it
+
+    def traffic(self, pos: int) -> int:
+        """Bytes of cache that one decode step reads, all rows at position `pos`; by default all of them."""
+        return sum(self.nbytes().values())
+
+
+# ---- budgets ----
+
+
+def check_budget(budget: int | float) -> None:
+    """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
+    if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
+        raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
+
+
+def budget_cap(budget: int | float, max_seq_len: int) -> int:
+    """The static number of slots a budget can ever need."""
+    return min(max_seq_len, math.ceil(budget * max_seq_len - 1e-6) if isinstance(budget, float) else budget)
+
+
+def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
+    """The budget at the current lengths [B] -> [B] int64, at most the length."""
+    # in fp64 and less a hair: in fp32, 0.075 of 200 tokens is a little more than 15, and would be 16
+    wanted = (
+        (length.double() * budget - 1e-6).ceil().long()
+        if isinstance(budget, float)
+        else torch.full_like(length, budget)
+    )
+    return torch.minimum(wanted, length)
+
+
+def check_forced(budget: int | float, sinks: int, recent: int) -> None:
+    """Sinks and the recent window must be sizes, and fit into a budget given as a number of tokens."""
+    if sinks < 0 or recent < 1:
+        raise InputError(f"sinks must be >= 0 and recent >= 1, got {sinks} and {recent}")
+    if isinstance(budget, int) and budget < sinks + recent:
+        raise InputError(f"the budget of {budget} tokens is smaller than its {sinks} sinks + {recent} recent")
+
+
+def selection_cap(budget: int | float, max_seq_len: int, forced: int) -> int:
+    """Static slots of a selection with `forced` tokens always in it."""
+    return min(max_seq_len, max(budget_cap(budget, max_seq_len), forced))
+
+
+def selection_size(budget: int | float, pos: int, forced: int) -> int:
+    """How many tokens are attended with the newest at `pos`; for `traffic`."""
+    wanted = math.ceil(budget * (pos + 1) - 1e-6) if isinstance(budget, float) else budget
+    return min(pos + 1, max(wanted, forced))

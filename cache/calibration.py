@@ -1,0 +1,261 @@
+"""calibration.safetensors: what the methods' statistics have measured of a model, and the pass that measures it.
+
+The file holds `layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor
+ranks channels. Sums are kept in fp64: memory is O(width^2), not O(tokens).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
+from errors import InputError
+
+FILE, VERSION = "calibration.safetensors", 3
+
+
+# ---- one pass ----
+
+
+class Sums:
+    """Float64 sums of what statistics measure, `layers.{i}.{name}.{part}` each, and over how many tokens."""
+
+    def __init__(self, statistics: Iterable[Statistic]):
+        self.statistics, self.sums, self.tokens = list(statistics), dict[str, Tensor](), 0
+
+    @torch.inference_mode()
+    def add(self, layers: Iterable[Tokens]) -> None:
+        """One sequence, its layers one after the other."""
+        S = 0
+        for t in layers:
+            S = len(t.x)
+            for s in self.statistics:
+                for part, value in s._step("measure", t, t.layer).items():
+                    key = f"layers.{t.layer}.{s.name}.{part}"
+                    if key in self.sums:
+                        self.sums[key] += value.double()
+                    else:
+                        self.sums[key] = value.double().clone()
+        self.tokens += S
+
+    def finish(self, n_layer: int) -> dict[str, Tensor]:
+        """The tensors of the file, in fp32."""
+        out: dict[str, Tensor] = {}
+        for s in self.statistics:
+            if not self.tokens:
+                raise InputError(f"{s} is measured on text, and there is none")
+            # what RepeatedTokens measure is of all copies but the first
+            count = self.tokens - (self.tokens // REPEATS if isinstance(s, RepeatedTokens) else 0)
+            for i in range(n_layer):
+                pre = f"layers.{i}.{s.name}."
+                mean = {k.removeprefix(pre): t.cpu() / count for k, t in self.sums.items() if k.startswith(pre)}
+                for part, t in s._step("finish", mean, i).items():
+                    out[pre + part] = t.float() if t.is_floating_point() else t.long()
+        return out
+
+
+LayerTokens = Callable[[Tensor], Iterator[Tokens]]  # teacher forcing of tokens [1, S] on the CPU, layer by layer
+
+
+def repeated_sums(
+    args: Sizes, layer_tokens: LayerTokens, statistics: Iterable[Statistic], n_random: int, progress: bool = False
+) -> Sums:
+    """The pass over n_random tokens, drawn once and repeated."""
+    sums = Sums(s for s in statistics if isinstance(s, RepeatedTokens))
+    if sums.statistics:
+        low = min(260, args.vocab_size // 2)  # control pieces and bytes are no words
+        tokens = torch.randint(low, args.vocab_size, (1, n_random), generator=torch.Generator().manual_seed(0))
+        layers = layer_tokens(tokens.repeat(1, REPEATS))
+        sums.add(tqdm(layers, total=args.n_layer, desc="random tokens", disable=not progress))
+    return sums
+
+
+def collect(
+    args: Sizes,
+    layer_tokens: LayerTokens,
+    sequences: Sequence[Tensor],
+    statistics: Iterable[Statistic],
+    n_random: int,
+    progress: bool = False,
+) -> Calibration:
+    """Measure in memory: sequences of tokens [S] for statistics of text, n_random tokens for those of repetition."""
+    statistics = unique(statistics)
+    sums = Sums(s for s in statistics if not isinstance(s, RepeatedTokens))
+    for tokens in tqdm(sequences if sums.statistics else (), desc="calibration", disable=not progress):
+        sums.add(layer_tokens(tokens[None]))
+    repeated = repeated_sums(args, layer_tokens, statistics, n_random, progress)
+    return Calibration(sums.finish(args.n_layer) | repeated.finish(args.n_layer), args.n_layer, args=args)
+
+
+# ---- the file ----
+
+
+class Calibration:
+    """The tensors of a calibration file, in fp32 (rankings int64) on the CPU, with its metadata."""
+
+    path: Path | None = None  # of the file, if it was read from one
+    args: Any  # of the model, or None: shapes cannot be checked
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        n_layer: int,
+        meta: dict[str, Any] | None = None,
+        args: Sizes | None = None,
+    ):
+        self.tensors, self.n_layer, self.meta, self.args = tensors, n_layer, meta or {}, args
+
+    def get(self, layer: int, name: str) -> Tensor:
+        """One tensor of one layer, e.g. get(3, "sals.basis"). InputError if there is none."""
+        if f"layers.{layer}.{name}" not in self.tensors:
+            raise InputError(f"{self._where()} has no {name} of layer {layer}; {self._again()}")
+        return self.tensors[f"layers.{layer}.{name}"]
+
+    def stack(self, name: str) -> Tensor:
+        """The same tensor of all layers -> [n_layer, ...]."""
+        return torch.stack([self.get(i, name) for i in range(self.n_layer)])
+
+    def require(self, statistics: Iterable[Statistic]) -> Calibration:
+        """Itself, if it holds these whole and in the model's shapes. InputError says what is wrong and what to run."""
+        for s in unique(statistics):
+            again = self._again(s.method)
+            if not self.parts(0, s.name):
+                raise InputError(f"{self._where()} has no {s.name!r}, which this method needs; {again}")
+            for part, want in s.layout(self.args).items() if self.args else ():
+                for i in range(self.n_layer):
+                    key, t = f"layers.{i}.{s.name}.{part}", self.tensors.get(f"layers.{i}.{s.name}.{part}")
+                    if t is None or t.shape != want.shape:
+                        found = "missing" if t is None else f"of shape {[*t.shape]}, expected {[*want.shape]}"
+                        raise InputError(f"{self._where()}: {key} is {found}; {again}")
+                    if t.is_floating_point() != want.is_floating_point():
+                        kind = "is a ranking" if want.is_floating_point() else "is no ranking of the channels"
+                        raise InputError(f"{self._where()}: {key} {kind}; {again}")
+        return self
+
+    def parts(self, layer: int, statistic: str) -> dict[str, Tensor]:
+        """What it holds of a statistic."""
+        pre = f"layers.{layer}.{statistic}."
+        return {key.removeprefix(pre): t for key, t in self.tensors.items() if key.startswith(pre)}
+
+    def heads(self, layer: int, kv_heads: list[int], n_kv_head: int, statistics: Iterable[Statistic]) -> Calibration:
+        """What statistics of a layer of n_kv_head would be with these KV heads alone: for a method that stores some.
+
+        Of this layer it holds nothing else: what was not asked for would be of other heads.
+        """
+        out = {k: t for k, t in self.tensors.items() if not k.startswith(f"layers.{layer}.")}
+        for s in statistics:
+            taken = s.take_heads(self.parts(layer, s.name), kv_heads, n_kv_head)
+            out |= {f"layers.{layer}.{s.name}.{part}": t for part, t in taken.items()}
+        return Calibration(out, self.n_layer, self.meta)
+
+    def save(self, path: Path) -> None:
+        """Written under a temporary name, then renamed: a reader finds the old file or the new one."""
+        tmp = path.with_name(path.name + ".tmp")
+        kept = {k: t if t.is_floating_point() else t.to(ranking_dtype(t)) for k, t in self.tensors.items()}
+        save_file({k: t.contiguous() for k, t in kept.items()}, tmp, metadata={"calibration": json.dumps(self.meta)})
+        tmp.chmod(0o644)  # safetensors writes files for their owner alone
+        os.replace(tmp, path)
+
+    @classmethod
+    def load(cls, folder: Path, args: Sizes) -> Calibration:
+        """Read the file of a checkpoint's folder. InputError says what is wrong with it and what to run.
+
+        Of every tensor, also of statistics that nobody declares, it is checked that it is finite or ranks channels;
+        their shapes, and that they are there, by `require`, which those who need them ask.
+        """
+        path, again = folder / FILE, f"run: python calibrate.py --checkpoint {folder}"
+        if not path.is_file():
+            raise InputError(f"this method needs a calibration and {folder} has none; {again}")
+        try:
+            with safe_open(path, framework="pt") as f:
+                meta = json.loads((f.metadata() or {}).get("calibration", "{}"))
+                tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118, a safe_open is no dict
+        except (SafetensorError, OSError, ValueError) as e:
+            raise InputError(f"cannot read {path}: {e}; {again}") from None
+        whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
+        version = meta.get("version") if whole else None
+        if version != VERSION:
+            raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
+        for key, t in tensors.items():
+            if not t.float().isfinite().all():
+                raise InputError(f"{path}: {key} holds NaN or infinity; {again}")
+            if not is_ranking(t):
+                raise InputError(f"{path}: {key} is no ranking of the channels; {again}")
+        if meta.get("fingerprint") != fingerprint(folder):
+            raise InputError(f"{path} was made from another checkpoint than the one beside it; {again}")
+        out = cls({k: t.float() if t.is_floating_point() else t.long() for k, t in tensors.items()}, args.n_layer, meta)
+        out.args, out.path = args, path
+        return out
+
+    def _where(self) -> str:
+        return str(self.path or "this calibration")
+
+    def _again(self, method: str | None = None) -> str:
+        checkpoint = self.path.parent if self.path else "DIR"
+        return f"run: python calibrate.py --checkpoint {checkpoint}" + (f" --method {method}" if method else "")
+
+
+class RandomCalibration(Calibration):
+    """Random tensors of the right shapes, made when asked for: for throughput with random weights alone."""
+
+    def __init__(self, args: Any, statistics: Iterable[Statistic] = (), seed: int = 0):
+        super().__init__({}, args.n_layer, dict(random=True), args)
+        self.statistics, self.seed = unique(statistics), seed
+
+    @cached_property
+    def layouts(self) -> dict[str, Tensor]:
+        return {f"{s.name}.{part}": t for s in self.statistics for part, t in s.layout(self.args).items()}
+
+    def require(self, statistics: Iterable[Statistic]) -> Calibration:
+        return RandomCalibration(self.args, statistics, self.seed)
+
+    def get(self, layer: int, name: str) -> Tensor:
+        like = self.layouts[name]
+        gen = torch.Generator().manual_seed(self.seed + 1000 * layer + zlib.crc32(name.encode()))
+        t = torch.rand(like.shape, generator=gen)
+        if not like.is_floating_point():
+            return t.argsort(-1)
+        if name.endswith("basis"):
+            return torch.linalg.qr(t - 0.5).Q
+        if name.endswith("moments"):
+            return torch.eye(like.shape[-1]).expand(like.shape)
+        return t.sort(-1, descending=True).values if name.endswith("eigenvalues") else t
+
+    def heads(self, layer: int, kv_heads: list[int], n_kv_head: int, statistics: Iterable[Statistic]) -> Calibration:
+        n, g = len(kv_heads), self.args.n_head // self.args.n_kv_head
+        return RandomCalibration(replace(self.args, n_kv_head=n, n_head=n * g), statistics, self.seed)
+
+
+def ranking_dtype(t: Tensor) -> torch.dtype:
+    return torch.int16 if t.shape[-1] <= 1 << 15 else torch.int32
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a checkpoint: its config and, of every weight file, the size, the header and 64 KiB at 16 places.
+
+    Sampled, because hashing the whole of a large checkpoint takes longer than loading it.
+    """
+    h = hashlib.sha256((folder / "config.json").read_bytes())
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
+    for file in files:
+        size = file.stat().st_size
+        h.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as f:
+            for i in range(17):
+                f.seek(size * i // 17)
+                h.update(f.read(1 << 16))
+    return h.hexdigest()

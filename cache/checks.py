@@ -1,0 +1,338 @@
+"""What a method computes, held to dense attention and to itself: checks of the contract (base.py), run by testing.py.
+
+Each takes a method's name and, where they matter, knobs: the tests run them on files written on the spot, too. Broken
+says what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, KVMethod
+from cache.explain import Broken, Ties, file_of
+from cache.harness import (
+    TOL,
+    at,
+    buffers,
+    knob_text,
+    methods_of,
+    poison,
+    prompt,
+    rounds,
+    run,
+    sensitivity,
+    teacher,
+    tiny,
+)
+from cache.spec import method_class
+from cache.trace import observe
+from errors import InputError
+
+EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
+RAGGED = (3, 17, 64, 130)
+SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
+SAMPLE = [(4, 64), (3, 96)]
+ROUNDED = 2e-2  # of logits, where sums in another order put a code on the other side of its rounding border
+Knobs = dict[str, Any]
+
+
+# ---- settings ----
+
+
+def settings(name: str) -> list[Knobs]:
+    """What a method is tested at: its defaults, its stress, and that with budgets as shares of about the same size."""
+    cls = method_class(name)
+    out: list[Knobs] = [{}]
+    if cls.stress:
+        kinds = {f.name: re.findall(r"\w+", str(f.type)) for f in dataclasses.fields(cls.Args)}
+        tokens = [k for k, x in cls.stress.items() if type(x) is int and {"int", "float"} <= {*kinds.get(k, ())}]
+        out.append(dict(cls.stress))
+        if tokens:
+            out.append(cls.stress | {k: min(cls.stress[k] / 100, 1.0) for k in tokens})
+    return out
+
+
+def told(knobs: Knobs) -> str:
+    return f"at {', '.join(knob_text(knobs))}" if knobs else "at its defaults"
+
+
+def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "") -> None:
+    """Logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly."""
+
+    def first(wrong: Tensor) -> str:
+        row, step = wrong.nonzero()[0].tolist()
+        return f"row {row}, {f'decode step {step}' if step else 'the prompt'}"
+
+    if got.isnan().any():
+        raise Broken(f"{what}: NaN, first in {first(got.isnan().any(-1))}", todo)
+    gap = (got - want).abs().amax(-1)
+    if gap.max() > tol:
+        raise Broken(f"{what}: logits differ by {gap.max():.2e}, first in {first(gap > tol)}", todo)
+    other = got.argmax(-1) != want.argmax(-1)
+    if other.any():
+        raise Broken(f"{what}: another token in {first(other)}", todo)
+
+
+def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
+    """The same numbers, to the bit."""
+    if not torch.equal(got, want):
+        same(got, want, what, 0.0, todo)
+
+
+# ---- the checks ----
+
+
+def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any = EDGES, steps: int = 40) -> None:
+    """At its `lossless` knobs it is dense attention."""
+    model, prompts, knobs = tiny(*shape), [prompt(n) for n in lengths], method_class(name).lossless
+    model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
+    got, fed = run(model, prompts, steps)
+    n_head, n_kv_head, head_dim = model.args.n_head, model.args.n_kv_head, model.args.head_dim
+    what = f"not dense attention {told(knobs)} with {n_head} query heads, {n_kv_head} KV heads, head_dim {head_dim}"
+    todo = (
+        "the newest token attends to itself; slots, lengths and pos are each row's own"
+        if knobs
+        else "state `lossless`, the knobs at which it equals dense attention (for example dict(budget=1.0))"
+    )
+    same(got, teacher(model, prompts, fed), what, todo=todo)
+
+
+def check_stress(name: str) -> str | None:
+    """Its limits bind in these tests: they test more than dense attention."""
+    cls, model = method_class(name), tiny()
+
+    def binds(knobs: Knobs, lengths: tuple[int, ...], steps: int) -> bool:
+        prompts = [prompt(n) for n in lengths]
+        model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
+        got, fed = run(model, prompts, steps)
+        return bool((got - teacher(model, prompts, fed)).abs().max() > TOL)
+
+    if cls.stress is not None:
+        if binds(cls.stress, (4, 20), 20):
+            return None
+        raise Broken(
+            f"`stress` = {cls.stress} does not bind: with 40 tokens the method still is dense attention",
+            "lower its knobs until tokens are dropped, selected or rounded within 40 tokens",
+        )
+    if binds({}, RAGGED, 40):
+        return "no `stress`: tested at the defaults alone"
+    if not dataclasses.fields(cls.Args):
+        return "dense attention: no limits to test"
+    raise Broken(
+        f"at its defaults it is dense attention on all that is tested here ({max(RAGGED)} + 40 tokens)",
+        "state `stress`, knobs under which its limits bind within 40 tokens (for example stress = dict(budget=24)): "
+        "without, eviction or selection are not tested at all",
+    )
+
+
+def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any = "cpu") -> None:
+    """Slots that were not filled are never read. In a cache larger than the batch, too."""
+    model, prompts = tiny(device=device), [prompt(n).to(device) for n in lengths]
+    model.setup_cache(name, len(prompts) + 1, 128, **knobs)
+    want, fed = run(model, prompts)
+    if want.isnan().any():
+        same(want, want, told(knobs), todo="a softmax over nothing, or a division by 0")
+    model.setup_cache(name, len(prompts) + 1, 128, **knobs)
+    poison(model)
+    model.reset_cache()
+    equal(
+        run(model, prompts, feed=fed)[0], want, f"slots that were not filled are read {told(knobs)}",
+        "they hold NaN here, what an earlier prompt left in use: give the right count or stop, and mask values too, "
+        "as 0 * NaN is NaN",
+    )  # fmt: skip
+
+
+def check_ragged(name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = RAGGED, steps: int = 40) -> None:
+    """A row of a ragged batch is the row alone."""
+    model, prompts = tiny(*shape), [prompt(n) for n in lengths]
+    T = max(lengths) + steps
+    model.setup_cache(name, len(prompts), T, **knobs)
+    got, fed = run(model, prompts, steps)
+    model.setup_cache(name, 1, T, **knobs)
+    for row, p in enumerate(prompts):
+        model.reset_cache()
+        fed_row = fed[row : row + 1]
+        want = run(model, [p], steps, fed_row)[0]
+        off = (got[row] - want[0]).abs().max()
+        if off > TOL and rounds(model) and off <= 3 * sensitivity(model, p, fed_row, want):
+            continue
+        try:
+            same(
+                got[row : row + 1],
+                want,
+                f"{told(knobs)} row {row} of prompts of {lengths} tokens is not that row alone",
+            )
+        except Broken as e:
+            todo = _why_ragged(model, p, fed_row, want, max(lengths) - len(p))
+            raise Broken(e.what.replace(" row 0,", ""), todo) from None
+
+
+def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> str:
+    """Whether padding is what makes the difference, and if so, whether equal scores are chosen among."""
+    model.reset_cache()
+    padded = run(model, [p], fed.shape[1], fed, pad=pad)[0]
+    if (padded - want).abs().max() <= TOL:
+        return (
+            "alone it is right however far it is padded, so something is taken from another row: index by each row's "
+            "own scores, lengths and pos, never by row 0 or by the longest"
+        )
+    model.reset_cache()
+    with Ties(file_of(type(model.cache[0]))) as ties:
+        run(model, [p], 0, pad=pad)
+    if ties.found:
+        return (
+            f"padding alone changes it, and {ties.found[0]} chooses among equal scores: ties must be stable under "
+            "padding, use sort(stable=True) and take its first"
+        )
+    return "padding alone changes it: what stands at or after lengths [B] must not be scored, kept or averaged"
+
+
+def check_reset(name: str, knobs: Knobs) -> None:
+    """The same prompt gives the same tokens after another, longer one, and after warm-up steps without a prompt."""
+    model, prompts = tiny(), [prompt(6), prompt(33)]
+    model.setup_cache(name, 2, 160, **knobs)
+    want, fed = run(model, prompts)
+    model.reset_cache()
+    run(model, [prompt(100, seed=1), prompt(90, seed=1)], 50)
+    model.reset_cache()
+    todo = "reset() empties what compress() does not overwrite, its Python attributes too"
+    equal(run(model, prompts, feed=fed)[0], want, f"the prompt before leaks {told(knobs)}", todo)
+    model.reset_cache()
+    with torch.inference_mode():
+        for _ in range(3):
+            at("a warm-up step at position 0, before any prompt")
+            model.decode(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    model.reset_cache()
+    equal(
+        run(model, prompts, feed=fed)[0], want, f"warm-up leaks {told(knobs)}",
+        f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}",
+    )  # fmt: skip
+
+
+def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:
+    """A second turn, which comes through decode, continues the cache: what was decoded before it stays."""
+    model, prompts = model or tiny(device=device), [prompt(n).to(device) for n in (12, 45)]
+    turn = torch.stack((prompt(25), prompt(25, seed=2))).to(device)
+    model.setup_cache(name, 2, 128, **knobs)
+    first, answer = run(model, prompts, 20)
+    lengths, more = torch.tensor([12, 45], device=device) + 20, []
+    with torch.inference_mode():
+        for i in range(25):
+            at(f"decode step {21 + i} after prompts of [12, 45] tokens, a second turn")
+            more.append(model.decode(turn[:, i], lengths + i))
+            model.maintain(21 + i)
+    fed = torch.cat((answer, turn), 1)
+    got = torch.cat((first, torch.stack(more, 1)), 1)
+    if lossless:
+        same(got, teacher(model, prompts, fed), f"a second turn is not dense attention {told(knobs)}")
+    model.setup_cache(name, 2, 128, **knobs)
+    equal(
+        run(model, prompts, 45, fed)[0], got, f"a second turn differs from its tokens fed at once {told(knobs)}",
+        "a step may depend on the cache and on pos alone",
+    )  # fmt: skip
+
+
+def check_window(name: str) -> str | None:
+    """A model's sliding window is honoured or refused. Layer 0 slides over 20 tokens, layer 1 sees everything."""
+    model, prompts = tiny(windows=(20, None)), [prompt(n) for n in (5, 19, 20, 21, 70)]
+    cls = method_class(name)
+    if not cls.supports_window:
+        with_window = "it says supports_window = False, and takes a model with a sliding window of 20 all the same"
+        try:
+            model.setup_cache(name, 5, 128, **cls.lossless)
+            raise Broken(with_window, "call super().__init__, which refuses it")
+        except InputError as e:
+            if "window" not in str(e):
+                raise Broken(f"{with_window}, but for: {e}", "call super().__init__ first, which refuses it") from None
+        model.setup_cache(name, 1, 20, **cls.lossless)  # a context within the window needs no window
+        got, fed = run(model, prompts[:1], 15)
+        same(got, teacher(model, prompts[:1], fed), "not dense attention in a context within the window")
+        return "refused"
+    model.setup_cache(name, 5, 128, **cls.lossless)
+    got, fed = run(model, prompts)
+    todo = "attend to pos - shape.window + 1 and later alone, or leave out supports_window = True: it is refused then"
+    same(got, teacher(model, prompts, fed), "a sliding window of 20 is not honoured", todo=todo)
+    poison(model)
+    model.reset_cache()
+    equal(run(model, prompts, feed=fed)[0], got, "with a sliding window, slots that were not filled are read", todo)
+    return "honoured"
+
+
+def check_sizes(name: str, knobs: Knobs) -> None:
+    """A longer max_seq_len changes nothing; nor does a known max_new_tokens, which takes no more bytes."""
+    model, prompts, steps = tiny(), [prompt(9), prompt(60)], 30
+    model.setup_cache(name, 2, 90, **knobs)
+    held = sum(b.nbytes for b in buffers(model).values())
+    want, fed = run(model, prompts, steps)
+    tol = ROUNDED if rounds(model) else TOL
+    todo = "a share of the length is of the current length, never of max_seq_len; max_new_tokens may only save slots"
+    for T, new in ((90, steps), (150, None)):
+        model.setup_cache(name, 2, T, max_new_tokens=new, **knobs)
+        got = run(model, prompts, steps, fed)[0]
+        what = f"max_seq_len={T}" if new is None else f"max_new_tokens={new}"
+        same(got, want, f"{told(knobs)} {what} changes the output", tol, todo)
+        if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > held:
+            raise Broken(f"{told(knobs)} {what} takes {bytes_now} bytes, without it is {held}", todo)
+
+
+def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
+    """What `attended` tells is what `attend` does, and the softmax weights sum to 1."""
+    model, prompts, steps = tiny(), [prompt(n) for n in (5, 33, 90)], 40
+    model.setup_cache(name, 4, 140, **knobs)
+    methods = methods_of(model)
+    if any(type(m).attended is KVMethod.attended for m in methods):
+        return "not observable: it does not define `attended`"
+    wrong: list[str] = []
+
+    def watch(method: KVMethod) -> None:
+        attended, attend = method.attended, method.attend
+        expected: list[Tensor] = []
+
+        def tell(q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Attended:
+            a = attended(q, idx, count, pos)
+            expected[:] = [a.output()]
+            p = a.position
+            if (p > pos[:, None, None]).any():
+                wrong.append(f"a position after that of the newest token, {p.max()}, at pos {pos.tolist()}")
+            ranked = p.sort(-1).values
+            if ((ranked[..., 1:] == ranked[..., :-1]) & (ranked[..., 1:] >= 0)).any():
+                wrong.append(f"a position twice, at pos {pos.tolist()}")
+            if not torch.allclose(total := a.weights().sum(-1), torch.ones(()), atol=1e-4):
+                wrong.append(f"weights that sum to {total.min():.4f} to {total.max():.4f}, at pos {pos.tolist()}")
+            return a
+
+        def compare(q: Tensor, idx: Tensor | None, count: Tensor | None, pos: Tensor) -> Tensor:
+            y = attend(q, idx, count, pos)
+            if expected:
+                gap = (expected.pop().float() - y.float()).abs().max()
+                if not gap <= tol:
+                    wrong.append(f"an output that differs from that of `attend` by {gap:.2e}, at pos {pos.tolist()}")
+            return y
+
+        method.attended, method.attend = tell, compare  # type: ignore[method-assign]
+
+    for method in methods:
+        watch(method)
+    with observe(model) as trace:
+        run(model, prompts, steps)
+    if len(trace) < steps * len(model.cache):
+        wrong.append(f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must tell self.trace")
+    if wrong:
+        raise Broken(
+            f"{told(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
+        )
+    return None
+
+
+def check_half(name: str, knobs: Knobs) -> None:
+    """It runs in bfloat16."""
+    model, prompts = tiny(dtype=torch.bfloat16), [prompt(9), prompt(50)]
+    model.setup_cache(name, 2, 80, **knobs)
+    got = run(model, prompts, 30)[0]
+    if got.dtype != torch.bfloat16 or got.isnan().any():
+        raise Broken(f"{told(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")

@@ -1,0 +1,29 @@
+"""Every key and value in the model's dtype, slot = position: what `full` and the selecting methods stand on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.base import KVMethod
+
+
+class Dense(KVMethod):
+    k: Tensor  # [B, Hkv, T, D], rotated unless pre_rope
+    v: Tensor
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        self.buffer("k", shape.kv), self.buffer("v", shape.kv)
+
+    def compress(self, q, k, v, lengths):
+        B, _, S, _ = k.shape
+        self.k[:B, :, :S], self.v[:B, :, :S] = k, v
+
+    def append(self, k, v, pos):
+        row = torch.arange(len(pos), device=pos.device)
+        self.k[row, :, pos], self.v[row, :, pos] = k, v
+
+    def token_bytes(self) -> int:
+        """Of K and V of one token and KV head."""
+        return 2 * self.shape.head_dim * self.shape.dtype.itemsize

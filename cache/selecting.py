@@ -1,0 +1,74 @@
+"""All tokens are kept, a few are attended: a subclass scores them at every step.
+
+    class Mine(Selecting):
+        def scores(self, q, pos):        # q [B, Hq, D] rotated, pos [B] -> fp32 [B, Hkv, T]
+            ...
+
+is a method with a budget, sinks and a recent window, its own knobs beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, budget_tokens, check_budget, check_forced, knob, selection_cap, selection_size
+from cache.dense import Dense
+from kernels.gather_attention import gather_attention, gather_rows
+from kernels.select import budget_select
+
+
+class Selecting(Dense):
+    lossless = dict(budget=1.0)
+    stress = dict(budget=24, sinks=4, recent=16)
+
+    @dataclass
+    class Args:
+        budget: int | float = knob(0.125, "tokens attended, sinks and recent included")
+        sinks: int = knob(4, "first tokens always attended")
+        recent: int = knob(16, "newest tokens always attended")
+
+        def __post_init__(self):
+            check_budget(self.budget)
+            check_forced(self.budget, self.sinks, self.recent)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        self.k_static = selection_cap(args.budget, shape.max_seq_len, args.sinks + args.recent)
+
+    def scores(self, q: Tensor, pos: Tensor) -> Tensor:
+        """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
+
+        What stands after pos may score anything. A selection is made once per KV head: reduce the group's queries.
+        """
+        raise NotImplementedError
+
+    def select(self, q, pos):
+        a = self.args
+        wanted = budget_tokens(a.budget, pos + 1)
+        return budget_select(self.scores(q, pos), pos, wanted, self.k_static, a.sinks, a.recent)
+
+    def attend(self, q, idx, count, pos):
+        return gather_attention(q, self.k, self.v, idx, count)
+
+    def attended(self, q, idx, count, pos):
+        chosen = torch.arange(idx.shape[2], device=idx.device) < count[..., None]
+        at = torch.where(chosen, idx, 0)
+        return Attended(torch.where(chosen, idx, -2), q, gather_rows(self.k, at), gather_rows(self.v, at))
+
+    # ---- accounting ----
+
+    def score_bytes(self, pos: int) -> int:
+        """What `scores` reads of one row and KV head, the newest token at pos."""
+        return 0
+
+    def chosen(self, pos: int) -> int:
+        """Tokens attended, the newest at pos."""
+        return selection_size(self.args.budget, pos, self.args.sinks + self.args.recent)
+
+    def traffic(self, pos):
+        """What scoring reads, and the keys and values of the chosen tokens."""
+        heads = self.shape.max_batch * self.shape.n_kv_head
+        return heads * (self.score_bytes(pos) + self.chosen(pos) * self.token_bytes())

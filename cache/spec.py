@@ -1,0 +1,341 @@
+"""One grammar of methods: names, knobs and layers in a line of text -> the cache of a model.
+
+    self_index                              a method
+    sals-12.5                               a preset: a method with knobs that reproduce a row of its paper
+    self_index,budget=160                   with a knob
+    0-1:full,2-:sals-12.5,budget=0.1        by layers; knobs belong to the part that they follow, later parts win
+
+A method is a file of kv_methods/, or of a folder named in KV_FAST_METHODS, found by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from cache.base import CacheShape, KVMethod
+from cache.statistic import Statistic, unique
+from errors import InputError
+from kernels.rope import Rope
+from runtime import ROOT, require_memory
+
+HERE = ROOT / "kv_methods"
+
+# ---- methods, by file ----
+
+
+def own_folders() -> list[Path]:
+    """The folders of KV_FAST_METHODS. InputError if one is not there."""
+    folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"KV_FAST_METHODS names {folder}, which is no folder: create it, or correct the variable")
+    return [folder.resolve() for folder in folders]
+
+
+def method_files() -> dict[str, Path]:
+    """Every method file by name; those of this repository first, then those of KV_FAST_METHODS."""
+    files = [f for folder in (HERE, *own_folders()) for f in sorted(folder.glob("*.py"))]
+    return {f.stem: f for f in reversed(files) if not f.stem.startswith("_")}
+
+
+def _module(name: str) -> types.ModuleType:
+    """The file of a method, imported. InputError, with the reason in one line, if it cannot be."""
+    path, full = method_files()[name], f"kv_methods.{name}"
+    package = importlib.import_module("kv_methods")
+    package.__path__ = [str(HERE), *map(str, own_folders())]
+    importlib.invalidate_caches()
+    loaded = sys.modules.get(full)
+    if loaded is not None and loaded.__file__ != str(path):  # another folder's file of the same name
+        del sys.modules[full]
+    try:
+        return importlib.import_module(full)
+    except InputError:
+        raise
+    except Exception as e:
+        where = _line_of(e, path)
+        raise InputError(f"{path}{where} does not import: {type(e).__name__}: {e}") from e
+
+
+def _line_of(e: BaseException, path: Path) -> str:
+    """`:12`, the last line of the file that was running."""
+    lines, tb = [getattr(e, "lineno", None)] if getattr(e, "filename", None) == str(path) else [], e.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == str(path):
+            lines.append(tb.tb_lineno)
+        tb = tb.tb_next
+    return f":{lines[-1]}" if lines and lines[-1] else ""
+
+
+def method_class(name: str) -> type[KVMethod]:
+    """The one KVMethod subclass that the file `name` defines."""
+    module = _module(name)
+    found = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, KVMethod)]
+    found = [c for c in found if c.__module__ == module.__name__ and not c.__name__.startswith("_")]
+    if len(found) != 1:
+        raise InputError(f"{module.__file__} must define one KVMethod subclass, found {len(found)}")
+    if not isinstance(found[0].statistics, tuple):  # the comma is easily forgotten
+        raise InputError(f"{module.__file__}: statistics must be a tuple, such as statistics = (Mine(),)")
+    return found[0]
+
+
+def presets() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Preset name -> (method, knobs), of every file that imports."""
+    out = {}
+    for name in method_files():
+        try:
+            table = getattr(_module(name), "PRESETS", {})
+        except InputError:
+            continue  # it is broken for itself alone: whoever names it is told
+        out.update({preset: (name, knobs) for preset, knobs in table.items()})
+    return out
+
+
+def resolve(name: str) -> tuple[type[KVMethod], dict[str, Any]]:
+    """A method's or preset's name -> its class and the preset's knobs. InputError if there is none."""
+    if name in method_files():
+        return method_class(name), {}
+    known = presets()
+    if name in known:
+        method, knobs = known[name]
+        return method_class(method), dict(knobs)
+    raise InputError(f"unknown method {name!r}: use one of {', '.join(sorted([*method_files(), *known]))}")
+
+
+# ---- knobs ----
+
+
+def knob_names(cls: type[KVMethod]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls.Args)]
+
+
+def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
+    """A knob's value, from text if it is text, checked against the annotation of its field."""
+    hint = _hints(cls)[key]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            for choice in typing.get_args(kind):
+                if value == choice or (isinstance(value, str) and value == str(choice)):
+                    return choice
+        elif isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
+            return value
+    if isinstance(value, int) and float in kinds and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        if bool in kinds and value.lower() in ("true", "false", "1", "0", "yes", "no"):
+            return value.lower() in ("true", "1", "yes")
+        if type(None) in kinds and value.lower() == "none":
+            return None
+        for kind in (k for k in (int, float) if k in kinds):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    names = [
+        " or ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is typing.Literal else k.__name__
+        for k in kinds
+    ]
+    raise InputError(f"{method_name(cls)}: {key}={value!r} is not {' or '.join(names)}")
+
+
+def _hints(cls: type[KVMethod]) -> dict[str, Any]:
+    """Annotations of all knobs, each read in the module of the class that states it."""
+    out: dict[str, Any] = {}
+    for base in reversed(cls.Args.__mro__):
+        out |= typing.get_type_hints(base, vars(sys.modules[base.__module__])) if base is not object else {}
+    return out
+
+
+def method_name(cls: type[KVMethod]) -> str:
+    return cls.__module__.rpartition(".")[2]
+
+
+def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
+    """The method's Args from knobs given as values or as text; its own checks (`__post_init__`) raise InputError."""
+    known = knob_names(cls)
+    if unknown := [k for k in knobs if k not in known]:
+        raise InputError(f"method {method_name(cls)} has no knob {unknown[0]!r}: it takes {', '.join(known) or 'none'}")
+    try:
+        return cls.Args(**{k: parse_knob(cls, k, v) for k, v in knobs.items()})
+    except InputError as e:
+        name = method_name(cls)
+        raise InputError(str(e) if name in str(e) else f"{name}: {e}") from None
+
+
+# ---- the grammar ----
+
+
+@dataclass
+class Part:
+    """Some layers, first to last (None: to the end), a method's or preset's name, and the knobs that follow it."""
+
+    name: str
+    first: int = 0
+    last: int | None = None
+    knobs: dict[str, str] = field(default_factory=dict)
+
+
+def parse_spec(spec: str) -> list[Part]:
+    """The text of --method -> its parts. InputError says what cannot be read; layers are checked by `layer_parts`."""
+    parts: list[Part] = []
+    last_knob = ""
+    for item in (x.strip() for x in spec.split(",")):
+        key, eq, value = item.partition("=")
+        if eq and key.isidentifier() and parts:
+            parts[-1].knobs[key] = value
+            last_knob = key
+        elif last_knob and re.fullmatch(r"-?\d+", item):  # skip_layers=0,1,-1
+            parts[-1].knobs[last_knob] += f",{item}"
+        elif m := re.fullmatch(r"(\d+)(-(\d*))?:([^:=]+)", item):
+            first = int(m[1])
+            last = first if m[2] is None else int(m[3]) if m[3] else None
+            parts.append(Part(m[4].strip(), first, last))
+            last_knob = ""
+        elif item and not parts and ":" not in item and not eq:
+            parts.append(Part(item))
+            last_knob = ""
+        else:
+            raise InputError(
+                f"cannot read {item!r} in --method {spec!r}: write it like self_index,budget=160 or "
+                "0-1:full,2-:sals-12.5,budget=0.1"
+            )
+    return parts
+
+
+def layer_parts(spec: str, n_layer: int) -> list[Part]:
+    """The part that each layer follows; later parts win. InputError where layers are outside, or are left out."""
+    out: list[Part | None] = [None] * n_layer
+    for part in parse_spec(spec):
+        last = n_layer - 1 if part.last is None else part.last
+        if not part.first <= last < n_layer:
+            raise InputError(f"layers {part.first}-{last} in --method {spec!r} are outside 0-{n_layer - 1}")
+        out[part.first : last + 1] = [part] * (last - part.first + 1)
+    if None in out:
+        raise InputError(f"--method {spec!r} names no method for layer {out.index(None)}")
+    return typing.cast("list[Part]", out)
+
+
+def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = None) -> list[tuple[type[KVMethod], Any]]:
+    """The class and Args of every layer. `knobs` go to all parts that have them; a part's own come first.
+
+    skip_layers is a knob of every method: layers that stay dense, "auto" (the paper's choice in models of 16 layers or
+    more), "none", or a list like "0,1,-1".
+    """
+    given = dict(knobs or {})
+    parts = layer_parts(spec, n_layer)
+    taken = {"skip_layers"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
+    if unknown := sorted(set(given) - taken):
+        raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(taken))}")
+    out = []
+    for layer, part in enumerate(parts):
+        cls, preset = resolve(part.name)
+        own = {k: v for k, v in given.items() if k in knob_names(cls)} | part.knobs
+        skip_layers = str(own.pop("skip_layers", given.get("skip_layers", "auto")))
+        args = {**preset, **own}
+        make_args(cls, args)  # wrong knobs are told of where every layer is skipped, too
+        if layer in _skipped(cls, skip_layers, n_layer):
+            cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
+        out.append((cls, make_args(cls, args)))
+    return out
+
+
+def _skipped(cls: type[KVMethod], skip_layers: str, n_layer: int) -> set[int]:
+    if skip_layers == "none":
+        return set()
+    if skip_layers == "auto":
+        return {i % n_layer for i in cls.skip_layers} if n_layer >= 16 else set()
+    try:
+        layers = [int(i) for i in skip_layers.split(",")]
+    except ValueError:
+        raise InputError(f"skip_layers={skip_layers!r} is neither auto, none, nor a list like 0,1,-1") from None
+    if bad := [i for i in layers if not -n_layer <= i < n_layer]:
+        raise InputError(f"skip_layers names layer {bad[0]}, the model has {n_layer}")
+    return {i % n_layer for i in layers}
+
+
+def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list[Statistic]:
+    """What methods want measured of a model, each once: those of `specs`, or None: of every file that imports."""
+    if specs is not None:
+        return unique(s for spec in specs for cls, args in layer_methods(spec, n_layer) for s in cls.needs(args))
+    found: list[Statistic] = []
+    for name in method_files():
+        try:
+            found += method_class(name).statistics
+        except InputError:
+            continue  # it is broken for itself alone: whoever names it is told
+    return unique(found)
+
+
+# ---- the cache of a model ----
+
+
+def build_cache(
+    spec: str,
+    shapes: Sequence[CacheShape],
+    make_rope: Callable[[torch.device], Rope],
+    calibration: Callable[[], Any],
+    knobs: Mapping[str, Any] | None = None,
+) -> nn.ModuleList:
+    """One method per layer, all buffers allocated, after checking on the meta device that they fit.
+
+    shapes: one a layer; make_rope: the table that all layers share, on a device; calibration: asked for if a method
+    needs one.
+    """
+    layers = layer_methods(spec, len(shapes), knobs)
+    needed = [s for cls, args in layers for s in cls.needs(args)]
+    calib = calibration().require(needed) if needed else None
+
+    def build(device: torch.device) -> nn.ModuleList:
+        rope = make_rope(device)
+        return nn.ModuleList(
+            cls(args, shape.on(device), i, rope, calib)
+            for i, ((cls, args), shape) in enumerate(zip(layers, shapes, strict=True))
+        )
+
+    s = shapes[0]
+    # methods that offload keep buffers named host_* in the memory of the host
+    need = {True: 0, False: 0}
+    for buffer, b in build(torch.device("meta")).named_buffers():
+        need[buffer.rpartition(".")[2].startswith("host_")] += b.numel() * b.element_size()
+    what = f"the KV cache of {spec} for batch {s.max_batch} and {s.max_seq_len} tokens"
+    if s.device.type != "cpu":
+        require_memory(need[True], torch.device("cpu"), f"{what}, its part on the host,", "lower --batch-size")
+        need[True] = 0
+    require_memory(
+        sum(need.values()), s.device, what, "lower --batch-size, --max-new-tokens or the prompt, or compress more"
+    )
+    return build(s.device)
+
+
+def describe() -> str:
+    """What --list-methods prints: each method, its paper, and its knobs with their defaults; or why it is broken."""
+    out = []
+    for name in sorted(method_files()):
+        try:
+            cls = method_class(name)
+        except InputError as e:
+            out.append(f"{name}: broken: {e}")
+            continue
+        first = (sys.modules[cls.__module__].__doc__ or "").strip().split("\n")[0]
+        out.append(f"{name}: {first}")
+        if cls.paper:
+            out.append(f"    paper: {cls.paper}")
+        for f in dataclasses.fields(cls.Args):
+            out.append(f"    {f.name}={f.default}  {f.metadata.get('help', '')}".rstrip())
+        for preset, (method, knobs) in presets().items():
+            if method == name:
+                out.append(f"    preset {preset}: {', '.join(f'{k}={v}' for k, v in knobs.items())}")
+    return "\n".join(out)

@@ -1,0 +1,235 @@
+"""What a method may want to know about a model before the first prompt: declared in the method's own file.
+
+    class Keys(Statistic):
+        name = "mine"
+
+        def measure(self, t):            # one sequence in one layer -> sums over its tokens
+            return dict(kk=torch.einsum("snd,sne->nde", t.k_rot, t.k_rot))
+
+        def finish(self, mean):          # the means of these over all tokens -> the tensors of the file
+            return dict(basis=principal(mean["kk"])[1])
+
+    class Mine(KVMethod):
+        statistics = (Keys(),)           # and later self.calib.get(layer, "mine.basis")
+
+`python calibrate.py --method mine` is the pass over text that measures it; calibration.py is the file it writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+from kernels.rope import apply_rope
+
+REPEATS = 4  # copies of the random tokens (RazorAttention, Sec. 3.3)
+QUERY_BLOCK = 256  # queries of repeated tokens at a time: bounds their attention matrix
+
+
+class Sizes(Protocol):
+    """Of a model; a ModelArgs has them."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_head(self) -> int: ...
+    @property
+    def n_kv_head(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+# ---- what a method may want to know ----
+
+
+@dataclass
+class Tokens:
+    """One sequence in one layer, in fp32 on the model's device: what a statistic measures."""
+
+    layer: int
+    x: Tensor  # [S, dim], the attention's input
+    q: Tensor  # [S, Hq, D], before rotation
+    k: Tensor  # [S, Hkv, D], before rotation
+    v: Tensor  # [S, Hkv, D]
+    cos: Tensor  # [S, 1, D/2]
+    sin: Tensor
+
+    def __post_init__(self) -> None:
+        self.x, self.q, self.k, self.v = (t.float() for t in (self.x, self.q, self.k, self.v))
+
+    @cached_property
+    def q_rot(self) -> Tensor:
+        """[S, Hq, D], rotated."""
+        return apply_rope(self.q, self.cos, self.sin)
+
+    @cached_property
+    def k_rot(self) -> Tensor:
+        """[S, Hkv, D], rotated."""
+        return apply_rope(self.k, self.cos, self.sin)
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """[S, Hkv, g, D], rotated queries by the KV head they read."""
+        return self.q_rot.unflatten(1, (self.k.shape[1], -1))
+
+    @classmethod
+    def meta(cls, args: Sizes, S: int) -> Tokens:
+        """Shapes alone."""
+        D, kv = args.head_dim, (S, args.n_kv_head, args.head_dim)
+        sizes = (S, args.dim), (S, args.n_head, D), kv, kv, (S, 1, D // 2), (S, 1, D // 2)
+        return cls(0, *(torch.empty(size, device="meta") for size in sizes))
+
+
+Step = Callable[[Any], dict[str, Tensor]]
+
+
+class Statistic:
+    """What one pass over text can tell of a model, layer by layer: what is summed over tokens, what the means become.
+
+    A subclass says it, or functions do: Statistic("mine", lambda t: dict(size=t.k_rot.abs().sum(0))).
+
+    Both steps are also run on the meta device, where tensors have shapes and no values: a tensor made in them goes to
+    the device of what is given. For random weights nothing is measured: a part whose name ends in `basis` then has
+    orthonormal columns, in `eigenvalues` falls, in `moments` is the identity, and is uniform in [0, 1) otherwise.
+    """
+
+    name: str  # its tensors are `{name}.{part}`
+
+    def __init__(self, name: str = "", measure: Step | None = None, finish: Step | None = None):
+        for key, value in dict(name=name, measure=measure, finish=finish).items():
+            if value:
+                setattr(self, key, value)
+
+    def measure(self, t: Tokens) -> dict[str, Tensor]:
+        """Sums over the tokens of a sequence; fp32 is precise enough here."""
+        raise NotImplementedError
+
+    def finish(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One layer's means over all tokens, fp64 on the CPU -> tensors of the file; integers rank channels."""
+        return mean
+
+    def take_heads(self, tensors: dict[str, Tensor], kv_heads: list[int], n_kv_head: int) -> dict[str, Tensor]:
+        """One layer's tensors if it had these KV heads alone; by default heads are their first dimension."""
+        return {part: t[kv_heads] for part, t in tensors.items()}
+
+    def layout(self, args: Sizes) -> dict[str, Tensor]:
+        """The tensors of one layer on the meta device."""
+        given = Tokens.meta(args, 16 * REPEATS)
+        return self._step("finish", {k: t.double() for k, t in self._step("measure", given).items()})
+
+    def _step(self, step: str, given: Any, layer: int = 0) -> dict[str, Tensor]:
+        """`measure` or `finish`, held to what they may return. InputError names the statistic and its line."""
+        try:
+            out = getattr(self, step)(given)
+        except InputError:
+            raise
+        except Exception as e:
+            lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == self.file]
+            where = f" (line {lines[-1]})" if lines else ""
+            raise InputError(f"{self}: {step} raised {type(e).__name__}{where}: {e}") from e
+        if not isinstance(out, dict) or not out or not all(isinstance(t, Tensor) for t in out.values()):
+            raise InputError(f"{self}: {step} must return a dictionary of tensors, found {type(out).__name__}")
+        for part, t in out.items():
+            if not t.is_meta and not t.isfinite().all():
+                raise InputError(f"{self}: {step} gives NaN or infinity in {part!r} of layer {layer}")
+            if step == "finish" and not t.is_meta and not is_ranking(t):
+                raise InputError(f"{self}: {part!r} holds integers that are no ranking: return floats, or a ranking")
+        return out
+
+    @property
+    def _module(self) -> str:
+        """Where it is written: its class, or the function that it was given."""
+        return vars(self).get("measure", type(self)).__module__
+
+    @property
+    def file(self) -> str:
+        return getattr(sys.modules.get(self._module), "__file__", None) or ""
+
+    @property
+    def method(self) -> str | None:
+        """The method in whose file it is declared."""
+        package, _, name = self._module.rpartition(".")
+        return name if package == "kv_methods" else None
+
+    def __str__(self) -> str:
+        return f"statistic {self.name!r} of {self.file or 'this program'}"
+
+
+class RepeatedTokens(Statistic):
+    """Measured on random tokens repeated REPEATS times, which no text explains: what attention does with repetition."""
+
+    def measure_attention(self, p: Tensor, rows: Tensor, n_random: int) -> dict[str, Tensor]:
+        """Sums over some queries of the second copy and those after it.
+
+        p [Hq, Q, S]: causal attention of the queries at rows [Q] of the S = REPEATS * n_random tokens.
+        """
+        raise NotImplementedError
+
+    def measure(self, t):
+        S, D = len(t.k), t.k.shape[2]
+        q, k = t.q_rot.transpose(0, 1), t.k_rot.transpose(0, 1)
+        k = k.repeat_interleave(len(q) // len(k), 0)  # [Hq, S, D]
+        out: dict[str, Tensor] = {}
+        at = torch.arange(S, device=k.device)
+        for rows in at[S // REPEATS :].split(QUERY_BLOCK):
+            logits = q[:, rows] @ k.mT * D**-0.5  # [Hq, Q, S]
+            p = logits.masked_fill(at > rows[:, None], float("-inf")).softmax(-1)
+            for part, total in self.measure_attention(p, rows, S // REPEATS).items():
+                out[part] = out.get(part, 0) + total.double()
+        return out
+
+
+def _alike(a: Statistic, b: Statistic) -> bool:
+    """Whether one stands for the other: a method file may be a copy of another, its statistics with it."""
+    if type(a) is type(b) and vars(a) == vars(b):
+        return True
+    written = [[inspect.getsource(x) if callable(x) else x for x in (type(s), *vars(s).values())] for s in (a, b)]
+    return written[0] == written[1]
+
+
+def unique(statistics: Iterable[Statistic]) -> list[Statistic]:
+    """Each name once. InputError for what is no statistic, and for two of one name."""
+    out: dict[str, Statistic] = {}
+    for s in statistics:
+        if not isinstance(s, Statistic):
+            raise InputError(f"a method's `statistics` holds {s!r}: expected instances of subclasses of Statistic")
+        if not str(getattr(s, "name", "")).isidentifier():
+            raise InputError(f"{type(s).__name__} in {s.file} needs a name, such as name = 'mine'")
+        other = out.setdefault(s.name, s)
+        if not _alike(s, other):
+            raise InputError(f"{other} and {s} are of one name and different: rename one, or choose with --method")
+    return list(out.values())
+
+
+# ---- for `finish` ----
+
+
+def principal(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric [..., m, m] -> eigenvalues [..., m] falling, eigenvectors as columns [..., m, m] with fixed signs.
+
+    The largest entry of every eigenvector is positive, so that two runs give the same file.
+    """
+    values, vectors = torch.linalg.eigh(moments.double())
+    values, vectors = values.flip(-1).clamp(min=0), vectors.flip(-1)
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return values, vectors * torch.where(largest < 0, -1.0, 1.0)
+
+
+def is_ranking(t: Tensor) -> bool:
+    """Whether every row of integers is a permutation; floats are no ranking and need not be one: True."""
+    if t.is_floating_point():
+        return True
+    return t.dim() > 0 and torch.equal(t.long().sort(-1).values, torch.arange(t.shape[-1]).expand(t.shape))

@@ -1,0 +1,190 @@
+"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See testing.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cache.checks import ROUNDED, Knobs, same, told
+from cache.explain import Broken
+from cache.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
+from cache.spec import make_args, method_class
+
+# ---- bytes ----
+
+
+def meta_method(name: str, args: Any, batch: int, T: int, dtype: torch.dtype, knobs: Knobs, calib: Any = None) -> Any:
+    """One layer's method on the meta device: its sizes alone."""
+    cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu").on("meta")
+    at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
+    return cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)
+
+
+def check_nbytes(name: str, knobs: Knobs) -> None:
+    """Bytes told = allocated = the card's formula if there is one, also where nothing is allocated."""
+    model = tiny()
+
+    def held(method: Any, sizes: dict[str, int] | None, where: str) -> None:
+        told_of = method.nbytes()
+        if sizes is not None and told_of != sizes:
+            wrong = sorted(k for k in told_of.keys() | sizes if told_of.get(k) != sizes.get(k))
+            raise Broken(
+                f"nbytes() of {wrong[0]} is {told_of.get(wrong[0])}, {sizes.get(wrong[0])} are allocated",
+                "every buffer is made by self.buffer(name, size), is no view of another, and nbytes() is the base's",
+            )
+        total = sum(told_of.values())
+        if not total:
+            raise Broken(f"it has no buffers {where}", "allocate with self.buffer(name, size) in __init__")
+        if method.card_nbytes is not None and method.card_nbytes() != total:
+            raise Broken(
+                f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {where}",
+                "correct the formula, or leave it out: it is for methods whose paper states one",
+            )
+
+    model.setup_cache(name, 3, 77, **knobs)
+    for method in model.cache:
+        storages = {k: b.untyped_storage() for k, b in method.named_buffers()}
+        held(method, {k: x.nbytes() for k, x in storages.items()}, told(knobs))
+        at_home = {x.data_ptr(): k for k, x in storages.items() if x.nbytes()}
+        if shared := [k for k, x in storages.items() if x.nbytes() and at_home[x.data_ptr()] != k]:
+            raise Broken(
+                f"buffers {shared[0]} and {at_home[storages[shared[0]].data_ptr()]} share memory: counted twice"
+            )
+    cls, real = method_class(name), model.cache[0]
+    calib = model.measured(needed) if (needed := cls.needs(make_args(cls, knobs))) else None
+    meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)
+    if meta.nbytes() != real.nbytes():
+        raise Broken(f"on the meta device its bytes are {meta.nbytes()}, they are {real.nbytes()}")
+    held(meta, None, "on the meta device")
+    for batch, T in ((1, 4096), (8, 32768)):
+        held(meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs), None, f"for Llama-3.1-8B, {batch} x {T} tokens")
+
+
+def check_traffic(name: str, knobs: Knobs) -> None:
+    """Bytes read by a step grow along the text, up to what there is."""
+    for args, T in ((tiny().args, 128), (LLAMA, 8192)):
+        method = meta_method(name, args, 2, T, torch.bfloat16, knobs)
+        read = [method.traffic(pos) for pos in range(0, T, max(1, T // 200))] + [method.traffic(T - 1)]
+        if read[0] <= 0 or read != sorted(read):
+            raise Broken(
+                f"traffic(pos) falls along the text {told(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
+            )
+        if read[-1] > 1.05 * (held := sum(method.nbytes().values())):
+            raise Broken(
+                f"traffic({T - 1}) is {read[-1]} bytes {told(knobs)}, its buffers have {held}",
+                "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
+                "all of them",
+            )
+
+
+# ---- the compiled step ----
+
+
+def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: int = 100) -> None:
+    """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
+    torch._dynamo.reset()
+    model, prompts, feed = tiny(), [prompt(n) for n in (5, 40)], None
+    if backend == "inductor":
+        # The first layer gives a repeated token the score of its copy. Which of the two is taken then hangs on the last
+        # bit: inductor sums in another order. So no token comes twice.
+        tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+        prompts, feed, steps = [tokens[:5], tokens[-40:]], torch.stack((tokens[5:45], tokens[:40])), 40
+    counter = CompileCounterWithBackend(backend)
+    model.setup_cache(name, 2, 40 + steps, **knobs)
+    want, fed = run(model, prompts, steps, feed)
+    model.reset_cache()
+    places = {k: b.data_ptr() for k, b in buffers(model).items()}
+    decode = torch.compile(model.decode, fullgraph=True, backend=counter)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = run(model, prompts, steps, fed, decode)[0]
+        model.reset_cache()  # a second conversation runs the same graph
+        again = run(model, [prompt(9), prompt(3)], 5, decode=decode)[0]
+    if counter.frame_count != 1:
+        raise Broken(f"{counter.frame_count} graphs were compiled {told(knobs)}", "a step has fixed shapes")
+    moved = [k for k, b in buffers(model).items() if places.get(k) != b.data_ptr()]
+    if moved:
+        raise Broken(f"buffer {moved[0]} moved", "write into it (x.copy_, x[...] = ), never assign another tensor")
+    tol = ROUNDED if backend == "inductor" and rounds(model) else TOL
+    todo = "a step may not depend on what Python remembers: a graph is traced once"
+    same(got, want, f"compiled, it differs from eager mode {told(knobs)}", tol, todo)
+    model.reset_cache()
+    want = run(model, [prompt(9), prompt(3)], 5)[0]
+    same(again, want, f"compiled, a second prompt differs from eager mode {told(knobs)}", tol, todo)
+
+
+class _Seen(Exception):
+    """Ends a compilation."""
+
+
+def step_code(model: Any, *args: Tensor) -> str:
+    """The code that inductor makes of a step, not compiled."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.graph import GraphLowering
+
+    code: list[str] = []
+
+    def stop(graph: Any) -> None:
+        code.append(graph.codegen()[0].value)
+        raise _Seen
+
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # no vectors: a compiler would try each kind
+        config.patch(fx_graph_cache=False),
+        functorch.patch(enable_autograd_cache=False),
+        torch.inference_mode(),
+    ):
+        try:
+            torch.compile(model.decode, fullgraph=True, dynamic=False)(*args)
+        except Exception:
+            if not code:
+                raise
+    torch._dynamo.reset()
+    return code[0]
+
+
+def check_copies(name: str, T: int = 2053) -> None:
+    """A compiled step allocates nothing of the size of a cache: it writes in place."""
+    model, B = tiny(2, 64), 2
+    # T is prime, and the batch smaller than the cache: nothing else of a step has the size of a buffer, or of its rows
+    for knobs in ({}, method_class(name).lossless):
+        model.setup_cache(name, B + 1, T, **knobs)
+        large: dict[Any, set[str]] = {}
+        for k, b in buffers(model).items():
+            if b.shape[:1] == (B + 1,) and b.numel() > (B + 1) * model.args.n_head * T:  # more than scores
+                for rows in (B, B + 1):
+                    large.setdefault((b.numel() // (B + 1) * rows, b.dtype), set()).add(k.partition(".")[2])
+        if large:
+            break
+    else:
+        return None  # nothing grows with the text
+    run(model, [prompt(50), prompt(9)], 1)
+    at("compiling a step")
+    layers, held = model.layers, model.cache
+    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in held}) == 1:  # one layer is like the other
+        model.layers, model.cache = layers[-1:], held[-1:]
+    code = step_code(model, torch.tensor([1, 2]), torch.tensor([51, 10]))
+    model.layers, model.cache = layers, held
+    made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \([\d, ]*\), (torch\.\w+)\)", code)
+    if not made:
+        raise Broken("cannot read inductor's code: torch is newer than this check")
+    for size, dtype in made:
+        n = 1
+        for x in filter(str.strip, size.split(",")):
+            n *= int(x)
+        if names := large.get((n, getattr(torch, dtype.removeprefix("torch.")))):
+            of = " or ".join(sorted(names))
+            raise Broken(
+                f"a compiled step makes a tensor of [{size.strip(', ')}], as large as its buffer {of}",
+                "a slot that is read before it is written costs a copy of the whole cache (use replace_token of "
+                "kernels/packed_attention.py); so do roll, cat, where, masked_fill, float() and contiguous() on all of "
+                "it (use the operators of kernels/, which read what is filled)",
+            )
+    return None

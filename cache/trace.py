@@ -1,0 +1,82 @@
+"""Looking in: what every layer attended to at every step, and with which weight.
+
+    with observe(model) as trace:
+        model.decode(tokens, pos)
+    trace[0].position, trace[0].weight
+
+Works for every method, in eager mode: a compiled step is not traced, as it was compiled without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, KVMethod
+
+
+@dataclass
+class Step:
+    """One layer's attention at one decode step, over N places of its cache.
+
+    A method of two kinds of heads (razor) makes two of them, each with the KV heads it is of.
+    """
+
+    layer: int
+    pos: Tensor  # [B] int64, of the token that was decoded
+    position: Tensor  # [B, Hkv, N] int64, places in the text; -1: a token that stands for several; -2: nothing
+    weight: Tensor  # fp32 [B, Hq, N], softmax weights, 0 where nothing is
+    heads: list[int] | None = None  # the KV heads of the layer that these are; None: all
+
+    def mass(self, length: int) -> Tensor:
+        """The weights by position in the text, fp32 [B, Hq, length]: what stands for several tokens is left out."""
+        B, Hq, N = self.weight.shape
+        at = self.position.repeat_interleave(Hq // self.position.shape[1], 1)
+        inside = (at >= 0) & (at < length)
+        out = torch.zeros(B, Hq, length, device=self.weight.device)
+        return out.scatter_add(2, torch.where(inside, at, 0), torch.where(inside, self.weight, 0.0))
+
+
+@dataclass
+class Trace:
+    """The steps of all layers in the order in which they ran."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def step(self, method: KVMethod, attended: Attended, pos: Tensor) -> None:
+        """Called by KVMethod.decode."""
+        heads = None if method.heads is None else method.heads.tolist()
+        # copies: both may be views of what the next step overwrites
+        self.steps.append(Step(method.layer, pos.clone(), attended.position.clone(), attended.weights().clone(), heads))
+
+    def layer(self, layer: int) -> list[Step]:
+        return [s for s in self.steps if s.layer == layer]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, i: int) -> Step:
+        return self.steps[i]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+
+@contextlib.contextmanager
+def observe(model: Any) -> Iterator[Trace]:
+    """Record every decode step inside of it. model: a Transformer with a cache, or an LLM."""
+    model = getattr(model, "model", model)
+    trace = Trace()
+    methods = [m for m in model.cache.modules() if isinstance(m, KVMethod)]
+    for method in methods:
+        method.trace = trace
+    try:
+        yield trace
+    finally:
+        for method in methods:
+            method.trace = None

@@ -1,0 +1,282 @@
+"""Hugging Face checkpoint folders: config.json -> ModelArgs, *.safetensors -> the parameters of a Transformer.
+
+No conversion step: weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from errors import InputError
+from kernels.rope import RopeArgs
+from model import ModelArgs, Transformer, empty_transformer
+
+# model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
+FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
+    "llama": ("attention_bias", "attention_bias", False),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", True),
+}
+# Keys of other architectures or of quantized checkpoints that change the numbers, with the values that do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1.0, 1),
+    "quantization_config": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logits_scaling": (1.0, 1),
+    "logit_scale": (1.0, 1),
+    "embedding_multiplier": (1.0, 1),
+    "residual_multiplier": (1.0, 1),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (),
+    "num_local_experts": (0, 1),
+    "num_experts": (0, 1),
+    "no_rope_layers": (),
+    "attention_chunk_size": (),
+}
+ROPE_KEYS = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {f.name for f in fields(RopeArgs)} - {"theta", "type", "low_freq_factor", "high_freq_factor"},
+}
+
+
+def args_from_hf(c: dict[str, Any]) -> ModelArgs:
+    """From a config.json as a dict. InputError names any key that would change the numbers and is not supported."""
+    family = c.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise InputError(f"unsupported architecture {family!r} in config.json: supported are {', '.join(FAMILIES)}")
+    for key, neutral in NEUTRAL.items():
+        if c.get(key) is not None and c[key] not in neutral:
+            raise InputError(
+                f"config.json sets {key} = {str(c[key])[:80]}, which is not supported and changes the output"
+            )
+    dim, n_layer, n_head = (_number(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    n_kv_head = _number(c, "num_key_value_heads", n_head)
+    head_dim = _number(c, "head_dim", 128 if family == "qwen3" else dim // n_head)
+    if head_dim % 2:
+        raise InputError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs of channels")
+    if n_head % n_kv_head:
+        raise InputError(f"config.json: num_attention_heads {n_head} is no multiple of num_key_value_heads {n_kv_head}")
+    flag = [c.get(f, False) if isinstance(f, str) else f for f in FAMILIES[family]]
+    context = {"llama": 2048, "mistral": 131072}.get(family, 32768)  # transformers' defaults for an absent key
+    max_seq_len = _number(c, "max_position_embeddings", context)
+    eos = [] if c.get("eos_token_id") is None else c["eos_token_id"]
+    eos = eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(i, int) for i in eos):
+        raise InputError(f"config.json: eos_token_id must be one or several token numbers, found {c['eos_token_id']!r}")
+    return ModelArgs(
+        dim=dim,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=head_dim,
+        ffn_dim=_number(c, "intermediate_size"),
+        vocab_size=_number(c, "vocab_size"),
+        max_seq_len=max_seq_len,
+        norm_eps=_number(c, "rms_norm_eps", 1e-6, whole=False),
+        rope=_rope_from_hf(c, max_seq_len),
+        tie_embeddings=c.get("tie_word_embeddings", False),
+        qkv_bias=bool(flag[0]),
+        o_bias=bool(flag[1]),
+        mlp_bias=family == "llama" and c.get("mlp_bias", False),
+        qk_norm=bool(flag[2]),
+        windows=_windows_from_hf(c, family, n_layer),
+        dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_ids=tuple(eos),
+    )
+
+
+def _number(c: dict[str, Any], key: str, default: float | None = None, whole: bool = True) -> Any:
+    """A positive number of the config; InputError names the key if it is anything else."""
+    value: Any = default if c.get(key) is None else c[key]
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        kind = "whole number" if whole else "number"
+        raise InputError(f"config.json: {key} must be a positive {kind}, found {value!r}")
+    return value
+
+
+def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
+    """Mistral slides in every layer, Qwen from max_window_layers on (or as layer_types says) if use_sliding_window."""
+    if family == "llama" or (family != "mistral" and not c.get("use_sliding_window", False)):
+        return ()
+    if c.get("sliding_window", 4096) is None:
+        return ()
+    window = _number(c, "sliding_window", 4096)
+    types = c.get("layer_types")
+    if family == "mistral":
+        if types and set(types) != {"sliding_attention"}:
+            raise InputError("config.json sets layer_types on a mistral model, which is not supported")
+        return (window,) * n_layer
+    if not types:
+        full = c.get("max_window_layers", 28)
+        types = ["full_attention" if i < full else "sliding_attention" for i in range(n_layer)]
+    if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
+    """Both layouts: rope_theta + rope_scaling, and the newer rope_parameters (transformers v5)."""
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if not isinstance(p, dict):
+        raise InputError(f"config.json: rope_scaling or rope_parameters must be an object, found {p!r}")
+    p = dict(p)
+    if any(isinstance(v, dict) for v in p.values()):
+        raise InputError("config.json: rope_parameters per layer type are not supported")
+    kind = p.pop("rope_type", None) or p.pop("type", None) or "default"
+    p.pop("type", None)
+    theta = _number(
+        {"rope_theta": p.pop("rope_theta", None) or c.get("rope_theta")}, "rope_theta", 10_000.0, whole=False
+    )
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise InputError(f"unsupported rope type {kind!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
+    if p.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
+    known = {k: v for k, v in p.items() if k in ROPE_KEYS[kind] and v is not None}
+    extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[kind]
+    if kind != "default" and extra - {"original_max_position_embeddings"}:
+        raise InputError(f"config.json: rope parameter {sorted(extra)[0]!r} is not known for rope type {kind!r}")
+    if kind in ("llama3", "yarn") and c.get("original_max_position_embeddings"):
+        known["original_max_position_embeddings"] = c["original_max_position_embeddings"]
+    for key in known.keys() - {"truncate"}:
+        _number(known, key, whole=False)
+    if "factor" in ROPE_KEYS[kind] and "factor" not in known:
+        if kind == "yarn" and "original_max_position_embeddings" in known:
+            known["factor"] = max_seq_len / known["original_max_position_embeddings"]
+        else:
+            raise InputError(f"config.json: rope type {kind!r} needs a factor")
+    return RopeArgs(theta=float(theta), type=kind, **known)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; InputError if it is missing or is not one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: a checkpoint is a Hugging Face folder with config.json, *.safetensors "
+                         "and tokenizer files") from None  # fmt: skip
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise InputError(f"cannot read {path} as JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def load_checkpoint(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = torch.float32
+) -> Transformer:
+    """Read a Hugging Face folder as it is: config.json and *.safetensors, one file or shards with an index.
+
+    Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
+    checkpoint's. InputError if a file is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise InputError(f"checkpoint folder {folder} not found: give --checkpoint a Hugging Face model folder")
+    args = args_from_hf(read_json(folder / "config.json"))
+    if dtype is None:
+        if args.dtype not in ("float32", "bfloat16", "float16"):
+            raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
+        dtype = getattr(torch, args.dtype)
+    model = empty_transformer(args, device, dtype)
+    model.folder = folder
+    targets, head = _load_targets(model), None
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as f:
+                for name in f.keys():  # noqa: SIM118, a safe_open is no dict
+                    if name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if name == "lm_head.weight" and args.tie_embeddings:
+                        head = f.get_tensor(name)
+                        continue
+                    if name not in targets:
+                        raise InputError(f"unexpected tensor {name} in {file}: config.json describes another model")
+                    target = targets.pop(name)
+                    if (found := tuple(f.get_slice(name).get_shape())) != tuple(target.shape):
+                        raise InputError(
+                            f"tensor {name} in {file} has shape {list(found)}, "
+                            f"expected {list(target.shape)} by config.json"
+                        )
+                    if (kind := f.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                        raise InputError(f"tensor {name} in {file} is {kind}: quantized checkpoints are not supported")
+                    target.copy_(f.get_tensor(name))
+        except (SafetensorError, OSError) as e:
+            raise InputError(f"cannot read {file}: {e}; the file is truncated or is no safetensors file") from None
+    if targets:
+        raise InputError(f"tensor {next(iter(targets))} is missing from {folder} ({len(targets)} missing in all)")
+    if head is not None and not torch.equal(head.to(model.output.weight), model.output.weight):
+        raise InputError(f"lm_head.weight in {folder} is not the embedding, as tie_word_embeddings in config.json says")
+    return model.eval()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The shards an index names, or every *.safetensors of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+            raise InputError(f"{index} has no weight_map from tensors to files")
+        files = [folder / name for name in sorted(set(shards.values()))]
+        if gone := [f.name for f in files if f.parent != folder or not f.is_file()]:
+            raise InputError(f"{index} names {gone[0]}, which is not in the folder: download the missing shard")
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
+    if not files:
+        raise InputError(f"no *.safetensors in {folder}: only safetensors checkpoints are read, pickles never are")
+    return files
+
+
+def _load_targets(model: Transformer) -> dict[str, Tensor]:
+    """Hugging Face's tensor names -> views of our parameters; fused ones are slices."""
+    a = model.args
+    out: dict[str, Tensor] = {}
+
+    def add(name: str, module: nn.Module) -> None:
+        for kind, p in module.named_parameters(recurse=False):
+            out[f"{name}.{kind}"] = p.data
+
+    def add_fused(names: list[str], sizes: list[int], module: nn.Module) -> None:
+        for kind, p in module.named_parameters(recurse=False):
+            out.update({f"{n}.{kind}": part for n, part in zip(names, p.data.split(sizes), strict=True)})
+
+    add("model.embed_tokens", model.tok_embeddings)
+    add("model.norm", model.norm)
+    if not a.tie_embeddings:
+        add("lm_head", model.output)
+    block: Any  # nn.ModuleList does not know what it holds
+    for i, block in enumerate(model.layers):
+        at, ff, pre = block.attention, block.feed_forward, f"model.layers.{i}"
+        heads = [a.n_head * a.head_dim, a.n_kv_head * a.head_dim, a.n_kv_head * a.head_dim]
+        add_fused([f"{pre}.self_attn.{x}_proj" for x in "qkv"], heads, at.wqkv)
+        add_fused([f"{pre}.mlp.{x}_proj" for x in ("gate", "up")], [a.ffn_dim] * 2, ff.w13)
+        add(f"{pre}.self_attn.o_proj", at.wo)
+        add(f"{pre}.self_attn.q_norm", at.q_norm)
+        add(f"{pre}.self_attn.k_norm", at.k_norm)
+        add(f"{pre}.mlp.down_proj", ff.w2)
+        add(f"{pre}.input_layernorm", block.attention_norm)
+        add(f"{pre}.post_attention_layernorm", block.ffn_norm)
+    return out
+
+
+def save_checkpoint_tensors(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's weights under Hugging Face's names, unfused, contiguous: what safetensors' save_file takes."""
+    return {name: t.to(dtype).contiguous().clone() for name, t in _load_targets(model).items()}

@@ -1,0 +1,450 @@
+"""Generation: sampling, the decode loop over a batch and its cache, and `LLM`, which puts them together.
+
+from engine import LLM
+print(LLM("models/tiny", method="self_index").generate("import os", max_new_tokens=32)[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.spec import layer_methods
+from checkpoint import load_checkpoint
+from errors import InputError
+from model import ModelArgs, Transformer, random_transformer
+from runtime import TINY, pick_device, pick_dtype, synchronize
+from tokenizer import load_tokenizer
+from tokenizer.random import RandomVocabulary
+
+LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
+CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
+
+Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B], pos [B] -> the next tokens [B]
+
+
+# ---- sampling ----
+
+
+@dataclass
+class Sampling:
+    """temperature 0 is greedy; top_k and top_p cut the distribution before drawing; seed makes a run repeatable."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise InputError(f"--temperature {self.temperature} is below 0: use 0 for greedy decoding")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"--top-k {self.top_k} is below 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"--top-p {self.top_p} is outside (0, 1]")
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """logits [B, V] -> tokens [B]; no synchronization."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
+        probs = logits.softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_probs, order = probs.sort(-1, descending=True)
+            kept = sorted_probs.cumsum(-1) - sorted_probs < self.top_p  # the token that crosses top_p is kept
+            probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
+        # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
+        return (probs / torch.empty_like(probs).exponential_(1.0)).argmax(-1)
+
+
+# ---- the decode loop ----
+
+
+def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
+    """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
+
+    def step(tokens: Tensor, pos: Tensor) -> Tensor:
+        return sampling.draw(model.decode(tokens, pos))
+
+    if not compile:
+        return step
+    cuda = model.device.type == "cuda"
+    # a cache of another size, as the last batch of a run may have, is another static graph, not one of any size
+    return torch.compile(step, fullgraph=True, dynamic=False, mode="reduce-overhead" if cuda else None)
+
+
+def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded tokens [B, S] int64 and lengths [B], what `Transformer.prefill` takes."""
+    lengths = torch.tensor([len(p) for p in prompts])
+    tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+    for row, p in enumerate(prompts):
+        tokens[row, : len(p)] = torch.tensor(p)
+    return tokens.to(device), lengths.to(device)
+
+
+class Session:
+    """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow."""
+
+    def __init__(self, model: Transformer, step: Step, sampling: Sampling):
+        self.model, self.step, self.sampling = model, step, sampling
+        self.device = model.device
+        self.lag = LAG if self.device.type == "cuda" else 0
+        self.decoded = 0  # steps since the prompt, what `maintain` counts
+        self.pos = self.next = torch.empty(0, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def warm_up(self, batch: int) -> float:
+        """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
+        start = time.perf_counter()
+        # two tensors: the code for one that is both would be compiled again at the first real step
+        tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
+        for _ in range(3):
+            self.step(tokens, pos)
+        synchronize(self.device)
+        self.model.reset_cache()
+        return time.perf_counter() - start
+
+    @torch.inference_mode()
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Right-pad the prompts, run them, and draw the first new token of each row."""
+        tokens, self.pos = pad(prompts, self.device)
+        self.decoded = 0
+        torch.manual_seed(self.sampling.seed)
+        self.next = self.sampling.draw(self.model.prefill(tokens, self.pos))
+
+    @torch.inference_mode()
+    def advance(self, tokens: Tensor) -> None:
+        """One decode step with these tokens; `next` is what follows them."""
+        # a clone: under CUDA graphs the output's memory is reused by the next replay
+        self.next = self.step(tokens, self.pos).clone()
+        self.pos = self.pos + 1
+        self.decoded += 1
+        self.model.maintain(self.decoded)
+
+    @torch.inference_mode()
+    def feed(self, tokens: list[int]) -> None:
+        """A further turn of a single row: its tokens go through decode, what was compressed stays as it is."""
+        for t in tokens:
+            self.advance(torch.tensor([t], device=self.device))
+
+    def tokens(self, n: int) -> Iterator[list[int]]:
+        """Yield n times the next token of every row.
+
+        With `lag` steps in flight a token is read on the host after the steps that follow it were launched: the device
+        never waits for us, and has run up to `lag` steps too many when the caller stops. With lag 0 a token is yielded
+        before it is fed, so that stopping leaves the cache at the text's end.
+        """
+        flying: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        for i in range(n):
+            if self.lag == 0:
+                yield self.next.tolist()
+            else:
+                host = torch.empty(self.next.shape, dtype=self.next.dtype, pin_memory=True)
+                host.copy_(self.next, non_blocking=True)
+                flying.append((host, torch.cuda.Event()))
+                flying[-1][1].record()
+            if i + 1 < n:
+                self.advance(self.next)
+            while len(flying) > (self.lag if i + 1 < n else 0):
+                host, ready = flying.popleft()
+                ready.synchronize()
+                yield host.tolist()
+
+
+@dataclass
+class Result:
+    """A batch: the tokens of each row (a stop token not included), and what it took."""
+
+    tokens: list[list[int]]
+    prompt_tokens: list[int]
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    compile_s: float = 0.0
+    kv_bytes: int = 0  # of all buffers of the cache, as allocated
+    kv_bytes_full: int = 0  # of a dense K and V of the same capacity
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self.steps * len(self.tokens) / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass
+class Completion:
+    """What one prompt got; `batch` holds times and bytes of the rows that ran with it."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    batch: Result
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of the whole batch."""
+        return self.batch.decode_tokens_per_s
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.batch.kv_bytes
+
+    @property
+    def kv_bytes_full(self) -> int:
+        return self.batch.kv_bytes_full
+
+
+def generate(
+    session: Session,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    on_token: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Prefill `prompts` and decode until every row has met a stop id or has max_new_tokens.
+
+    on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is.
+    """
+    result = Result([[] for _ in prompts], [len(p) for p in prompts])
+    synchronize(session.device)
+    start = time.perf_counter()
+    session.prefill(prompts)
+    synchronize(session.device)
+    result.prefill_s = time.perf_counter() - start
+    continue_rows(session, result, max_new_tokens, stop_ids, on_token)
+    return result
+
+
+def continue_rows(
+    session: Session,
+    result: Result,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    on_token: Callable[[int, int], None] | None,
+) -> None:
+    """The decode loop: from `session.next` on, until all rows stop."""
+    done, before, start = [False] * len(result.tokens), session.decoded, time.perf_counter()
+    with contextlib.suppress(KeyboardInterrupt):
+        for ids in session.tokens(max_new_tokens):
+            for row, token in enumerate(ids):
+                done[row] = done[row] or token in stop_ids
+                if not done[row]:
+                    result.tokens[row].append(token)
+                    if on_token:
+                        on_token(row, token)
+            if all(done):
+                break
+    synchronize(session.device)
+    result.decode_s += time.perf_counter() - start
+    result.steps += session.decoded - before
+
+
+def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> int:
+    """The slots needed; InputError if the model's context has fewer."""
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
+    longest, context = max(map(len, prompts)), model.args.context
+    if longest >= context:
+        raise InputError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
+    if longest + max_new_tokens > context:
+        raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed the model's context "
+                         f"of {context}: use --max-new-tokens {context - longest} or less")  # fmt: skip
+    return longest + max_new_tokens
+
+
+# ---- for a user ----
+
+
+class LLM:
+    """A model, its tokenizer and a KV-cache method.
+
+        llm = LLM("models/tiny", method="self_index,budget=160")
+        for c in llm.generate(["import os", "def main():"], max_new_tokens=64):
+            print(c.text, c.decode_tokens_per_s, c.kv_bytes / c.kv_bytes_full)
+        for piece in llm.stream("import os"):
+            print(piece, end="")
+
+    method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
+    gets random weights. compile: torch.compile the decode step, by default on a GPU.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path = TINY,
+        method: str = "full",
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        compile: bool | None = None,
+        random_init: str | None = None,
+        seed: int = 0,
+        **knobs: Any,
+    ):
+        where = device if isinstance(device, torch.device) else pick_device(device)
+        kind = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, where)
+        self.compile = where.type == "cuda" if compile is None else compile
+        self.tokenizer: Any
+        if random_init:
+            self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed)
+            self.tokenizer = RandomVocabulary()
+        else:
+            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind), load_tokenizer(checkpoint)
+        self.use(method, **knobs)
+
+    def use(self, method: str, /, **knobs: Any) -> LLM:
+        """Another method from here on. InputError if it or a knob is unknown or out of range."""
+        layer_methods(method, self.model.args.n_layer, knobs)
+        self.method, self.knobs = method, knobs
+        self._steps: dict[Any, Step] = {}  # sampling -> step on the cache that is set up
+        self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
+        return self
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.tokenizer.eos_ids | frozenset(self.model.args.eos_ids)
+
+    def session(self, batch: int, max_seq_len: int, max_new_tokens: int | None, sampling: Sampling) -> Session:
+        """An empty cache for so many rows and tokens, and the step on it: those of the last call if they fit."""
+        size = (batch, max_seq_len, max_new_tokens)
+        if self.model.cache is not None and self._ready == (self.model.cache, size):
+            self.model.reset_cache()
+        else:
+            self._steps = {}
+            self.model.setup(self.method, *size, self.knobs)
+            self._ready = (self.model.cache, size)
+        key = dataclasses.astuple(sampling)
+        if key not in self._steps:
+            self._steps[key] = make_step(self.model, sampling, self.compile)
+        return Session(self.model, self._steps[key], sampling)
+
+    def encode(self, prompt: str | list[int], chat: bool = False) -> list[int]:
+        """Tokens of a prompt: text, or tokens as they are. InputError if there are none."""
+        if isinstance(prompt, str):
+            if chat:
+                prompt = self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+            else:
+                prompt = self.tokenizer.encode(prompt, bos=True)
+        assert isinstance(prompt, list)
+        if not prompt:
+            raise InputError("a prompt has no tokens: give some text")
+        return prompt
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | list[int]],
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        *,
+        chat: bool = False,
+        batch_size: int | None = None,
+        on_text: Callable[[int, str], None] | None = None,
+    ) -> list[Completion]:
+        """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
+
+        on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
+        new tokens exceed the model's context or the free memory.
+        """
+        rows = [self.encode(p, chat) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        if not rows:
+            raise InputError("no prompt was given")
+        sampling, out = sampling or Sampling(), []
+        max_seq_len = check_length(self.model, rows, max_new_tokens)
+        step = batch_size or len(rows)
+        for first in range(0, len(rows), step):
+            batch = rows[first : first + step]
+            session = self.session(len(batch), max_seq_len, max_new_tokens, sampling)
+            compile_s = session.warm_up(len(batch)) if self.compile else 0.0
+            streams = [self.tokenizer.stream() for _ in batch]
+
+            def show(row: int, token: int, first: int = first, streams: list = streams) -> None:
+                if on_text:
+                    on_text(first + row, streams[row].put(token))
+
+            result = generate(session, batch, max_new_tokens, self.stop_ids, show)
+            result.compile_s, result.kv_bytes = compile_s, self.model.kv_bytes()
+            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), max_seq_len)
+            for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
+                if on_text:
+                    on_text(first + row, stream.flush())
+                out.append(Completion(self.tokenizer.decode(ids), ids, len(batch[row]), result))
+        return out
+
+    def stream(
+        self, prompt: str | list[int], max_new_tokens: int = 128, sampling: Sampling | None = None, chat: bool = False
+    ) -> Iterator[str]:
+        """The completion of one prompt, piece by piece."""
+        ids, sampling = self.encode(prompt, chat), sampling or Sampling()
+        size = check_length(self.model, [ids], max_new_tokens)
+        session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
+        session.prefill([ids])
+        for (token,) in session.tokens(max_new_tokens):
+            if token in self.stop_ids:
+                break
+            yield stream.put(token)
+        yield stream.flush()
+
+    def conversation(self, sampling: Sampling | None = None, chat: bool = False) -> Conversation:
+        """Turns that continue one cache."""
+        return Conversation(self, sampling or Sampling(), chat)
+
+
+class Conversation:
+    """Turns of one row: the first is prefilled, later ones go through decode into the same cache."""
+
+    def __init__(self, llm: LLM, sampling: Sampling, chat: bool):
+        self.llm, self.chat = llm, chat
+        self.size = min(llm.model.args.context, CONVERSATION)
+        self.session = llm.session(1, self.size, None, sampling)
+        self.session.lag = 0  # the next turn continues exactly where this one stopped
+        self.compile_s = self.session.warm_up(1) if llm.compile else 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Start over."""
+        self.messages: list[dict[str, str]] = []
+        self.held: list[int] = []  # tokens in the cache
+
+    def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
+        """One turn. InputError, and the conversation is as before, if the context has no room for it."""
+        llm, tk, session = self.llm, self.llm.tokenizer, self.session
+        messages, held = [*self.messages, {"role": "user", "content": text}], self.held
+        if self.chat:
+            ids = tk.encode_chat(messages)
+            if ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole
+                held = []
+        else:
+            ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
+        if len(ids) + 1 > self.size:
+            raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
+        result = Result([[]], [len(ids) - len(held)], compile_s=self.compile_s)
+        self.compile_s = 0.0
+        synchronize(session.device)
+        start = time.perf_counter()
+        if held:
+            session.feed(ids[len(held) :])
+        else:
+            llm.model.reset_cache()
+            session.prefill([ids])
+        synchronize(session.device)
+        result.prefill_s = time.perf_counter() - start
+        stream = tk.stream()
+        show = None if on_text is None else lambda row, token: on_text(stream.put(token))
+        continue_rows(session, result, min(max_new_tokens, self.size - len(ids)), llm.stop_ids, show)
+        if on_text is not None:
+            on_text(stream.flush())
+        self.held = ids + result.tokens[0]
+        # the last token, drawn but not fed if max_new_tokens ended the turn
+        session.feed(self.held[int(session.pos[0]) :])
+        answer = tk.decode(result.tokens[0])
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
+        return Completion(answer, result.tokens[0], result.prompt_tokens[0], result)

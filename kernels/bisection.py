@@ -1,0 +1,86 @@
+"""Scores as integers of their order, and the lowest one to be taken: what kernels of selection do in registers."""
+
+from __future__ import annotations
+
+from kernels.backend import tl, triton
+
+LOW, HIGH = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of what may not be chosen, and of what is forced in
+
+
+@triton.jit
+def target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent):
+    """How many slots row b, head h is to choose, and the last slot that may be chosen."""
+    want, last = tl.load(wanted + b * wanted_row + h * wanted_head), T - 1
+    if pos is not None:
+        last = tl.minimum(tl.load(pos + b), T - 1).to(tl.int32)
+        want = tl.minimum(tl.maximum(want, tl.minimum(sinks + recent, last + 1)), last + 1)
+    return tl.maximum(tl.minimum(want, K), 0).to(tl.int32), last
+
+
+@triton.jit
+def keys_of(scores, mask, t, last, T, width, sinks, recent):
+    """Scores of slots t of a row as int32 of the same order, LOW and HIGH apart. -0 is 0, NaN is large."""
+    # the bound is a multiple of 16, so that a thread loads 16 bytes at once: to that end rows are read past their end
+    x = tl.load(scores + t, mask=t < tl.minimum(tl.cdiv(last + 1, 16) * 16, width), other=0.0)
+    bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    key = tl.maximum(tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGH - 1), LOW + 1)
+    if mask is not None:
+        return tl.where(tl.load(mask + t, mask=t < T, other=0) != 0, key, LOW)
+    key = tl.where((t < sinks) | (t > last - recent), HIGH, key)
+    return tl.where(t <= last, key, LOW)
+
+
+@triton.jit
+def ends_of(keys):
+    """The lowest key that is neither LOW nor HIGH, and the highest plus one; how many are not LOW, how many HIGH."""
+    lo = tl.min(tl.where(keys > LOW, keys, HIGH))
+    hi = tl.max(tl.where(keys < HIGH, keys, LOW)) + 1
+    return lo, hi, tl.sum((keys > LOW).to(tl.int32)), tl.sum((keys == HIGH).to(tl.int32))
+
+
+@triton.jit
+def slot_of(i, chunk, S, SPAN: tl.constexpr):
+    """Where in a row the i-th key of a chunk is, of S interleaved chunks."""
+    return (i // SPAN * S + chunk) * SPAN + i % SPAN
+
+
+@triton.jit
+def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
+    """Narrows lo < hi, of which many >= want > few keys are not below, until many == want or nothing is between.
+
+    Stops as soon as no more than SLACK keys are between them.
+    """
+    if (many > want) & (lo < 0) & (hi > 0):
+        n = tl.sum((keys >= 0).to(tl.int32))
+        lo, many = tl.where(n >= want, 0, lo), tl.where(n >= want, n, many)
+        hi, few = tl.where(n >= want, hi, 0), tl.where(n >= want, few, n)
+    # keys of one sign differ by less than 2^31: the sign of a difference compares them, and is added as it is
+    near = tl.maximum(tl.minimum(keys, hi), lo - 1)
+    while (many > want) & (hi > lo + 1) & (many - few > SLACK):
+        middle = lo + ((hi - lo) >> 1)
+        n = keys.shape[0] - tl.sum(((near - middle).to(tl.uint32, bitcast=True) >> 31).to(tl.int32))
+        enough = n >= want
+        lo, many = tl.where(enough, middle, lo), tl.where(enough, n, many)
+        hi, few = tl.where(enough, hi, middle), tl.where(enough, few, n)
+    return lo, hi, many, few
+
+
+@triton.jit
+def write_slots(to, taken, words, start, chunk, S, SPAN: tl.constexpr):
+    """Writes the slots of which `taken` [N] is true to to[start], to[start + 1], ..., in order.
+
+    words [N / 32] is memory by which 32 flags become a word of one thread: it then counts and writes them by itself.
+    """
+    w = tl.arange(0, taken.shape[0] // 32)
+    bits = tl.reshape(taken.to(tl.int32), [taken.shape[0] // 32, 32]) << tl.arange(0, 32)[None, :]
+    tl.store(words + w, tl.sum(bits, 1))
+    tl.debug_barrier()
+    word = tl.load(words + w)
+    n = word - ((word >> 1) & 0x55555555)
+    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
+    n = (((n + (n >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    at, slot = start + tl.cumsum(n, 0) - n, slot_of(w * 32, chunk, S, SPAN).to(to.dtype.element_ty)
+    for j in tl.static_range(32):
+        bit = (word >> j) & 1
+        tl.store(to + at, slot + (j // SPAN * S * SPAN + j % SPAN), mask=bit != 0)
+        at += bit

@@ -1,0 +1,101 @@
+"""The library: compiled for the processor at hand, kept, and loaded.
+
+It is kept in $XDG_CACHE_HOME/kv_fast, by default ~/.cache/kv_fast, under a name that tells sources, compiler and
+instruction set. It needs $CXX, g++ or c++, with an OpenMP that goes with torch's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+MAIN = "native.cpp"  # includes all others: compiled one by one, the headers five times, they took 13 s and not 8
+# no trapping, no errno: comparisons and roots may be vectors. Nothing that changes results
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wno-psabi")
+
+
+def compiler() -> str:
+    """The C++ compiler to be used; OSError if there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++"):
+        if found := shutil.which(name):
+            return found
+    raise OSError("no C++ compiler found")
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        lines = [x for x in done.stderr.splitlines() if "error" in x] or done.stderr.splitlines() or ["no message"]
+        raise OSError(f"{command[0]} failed: {lines[0].strip()}")
+    return done.stdout
+
+
+def openmp() -> str:
+    """The OpenMP library that torch has loaded: a second one would bring threads that wait for cores in vain."""
+    loaded = re.findall(r" (/.*/lib(?:gomp|omp|iomp5)\b.*)", Path("/proc/self/maps").read_text())
+    # other packages bring theirs, too
+    return min(loaded, key=lambda path: "/torch" not in path, default="-lgomp")
+
+
+def cache_path(name: str) -> Path:
+    """Where a library is kept; if nothing can be, in a folder that goes with this process."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(home) if home else Path.home() / ".cache") / "kv_fast"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / name).exists() or os.access(folder, os.W_OK):
+            return folder / name
+    except (OSError, RuntimeError):  # the latter where there is no home
+        pass
+    own = tempfile.mkdtemp(prefix="kv_fast-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return Path(own, name)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The sources, compiled unless that was done before. OSError, with the reason in one line, if it cannot be."""
+    if sys.platform != "linux":
+        raise OSError(f"they are for Linux, this is {sys.platform}")
+    cxx, omp = compiler(), openmp()
+    # what the compiler defines tells its version and every instruction set of the processor
+    target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
+    sources = (x.read_text() for x in sorted(FOLDER.iterdir()) if x.suffix in (".h", ".cpp"))
+    key = hashlib.sha256("\0".join((*sources, target, omp, *FLAGS)).encode()).hexdigest()[:16]
+    path = cache_path(f"native-{key}.so")
+    if not path.exists():
+        print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
+            made, built = f"{folder}/native.o", f"{folder}/native.so"
+            run(cxx, *FLAGS, "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
+            run(cxx, "-shared", made, omp, "-o", built)
+            os.replace(built, path)
+    return ctypes.CDLL(str(path))
+
+
+@torch.compiler.assume_constant_result  # of a graph, and by that out of the reach of what traces it
+def available() -> bool:
+    """Whether there is a library; the first time that there is none, a note on stderr says why."""
+    return _available()
+
+
+@functools.cache
+def _available() -> bool:
+    try:
+        library()
+    except OSError as e:
+        print(f"note: the CPU kernels in C++ are not used ({e}): torch's are slower", file=sys.stderr)
+        return False
+    return True

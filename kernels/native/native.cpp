@@ -1,0 +1,10 @@
+// What decode does with a KV cache on a CPU: all files of this folder as one unit, which build.py compiles.
+//
+// ops.py says what every argument is. Work is cut by sizes alone, never by the number of threads: the same numbers come
+// out with any.
+#include "attention.cpp"
+#include "latent_attention.cpp"
+#include "observed.cpp"
+#include "packed_attention.cpp"
+#include "scores.cpp"
+#include "selection.cpp"

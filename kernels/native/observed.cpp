@@ -1,0 +1,68 @@
+// Attention over the filled slots that also says what it looked at: logits go to a buffer, and become weights at the end.
+#include <memory>
+
+#include "softmax.h"
+
+namespace {
+
+// `Seen::add`, which also writes the logits, in log 2, of the G query heads to `logits`, `width` a head.
+template <class T>
+void add_observed(Seen& seen, const float* q, const Next<T>& block, const Next<T>& next, float* logits, int64_t width) {
+    static const Next<T> nothing{};  // for all query heads but the first few
+    int D = seen.D;
+    by_heads(seen.G, [&](auto m, int g) { dots<m>(q + g * D, block.k, block.n, D, &seen.p[g * N], g ? nothing : next); });
+    for (int g = 0; g < seen.G; g++) {
+        std::copy_n(&seen.p[g * N], block.n, logits + g * width);
+        float shrink = seen.soften(g, &seen.p[g * N], block.n, N);
+        for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+    }
+    by_heads(seen.G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], block.v, block.n, D, &seen.y[g * D], g ? nothing : next); });
+}
+
+}  // namespace
+
+extern "C" {
+
+// weights [B, H, T_]: of each slot the softmax weights of a group's query heads, summed up; 0 from stop [B] on
+void kvf_observed_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* stop, void* out,
+                            float* weights, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head, int64_t k_slot,
+                            int64_t v_row, int64_t v_head, int64_t v_slot, int64_t B, int64_t H, int64_t G, int64_t D,
+                            int64_t T_, int64_t threads) {
+    int64_t longest = 0;
+    for (int64_t b = 0; b < B; b++) longest = std::max(longest, stop[b]);
+    std::unique_ptr<float[]> logits(new float[B * H * G * longest]);
+    std::vector<float> lse(B * H * G);
+    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
+        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+            int64_t b = group / H, h = group % H, lo = part * CHUNK, hi = std::min(stop[b], lo + CHUNK);
+            Next<T> block[2];
+            auto rows = [&](int64_t first, Next<T>& to) {
+                to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
+                for (int i = 0; i < to.n; i++) {
+                    to.k[i] = (const T*)k + b * k_row + h * k_head + (first + i) * k_slot;
+                    to.v[i] = (const T*)v + b * v_row + h * v_head + (first + i) * v_slot;
+                }
+            };
+            rows(lo, block[0]);
+            for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
+                rows(first + N, block[i ^ 1]);
+                add_observed(seen, query, block[i], block[i ^ 1], &logits[group * G * longest + first], longest);
+            }
+        }, 0, lse.data()))
+    int64_t parts = parts_of(T_);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t item = 0; item < B * H * parts; item++) {
+        int64_t group = item / parts, lo = item % parts * CHUNK, hi = std::min(T_, lo + CHUNK);
+        int64_t filled = std::max(lo, std::min(stop[group / H], hi));
+        float* to = weights + group * T_;
+        for (int64_t t = lo; t < filled; t += L) {
+            int n = (int)std::min<int64_t>(L, filled - t);
+            vf total = {};
+            for (int64_t head = group * G; head < (group + 1) * G; head++)
+                total += exp2_of(load_some<vf>(&logits[head * longest + t], n) - lse[head] * LOG2_E);
+            std::memcpy(to + t, &total, n * 4);
+        }
+        std::fill(to + filled, to + hi, 0.0f);
+    }
+}
+}

@@ -1,0 +1,185 @@
+"""What the functions of the library are called with; shapes as in the files of kernels/ of the same names."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.native import build
+
+VECTOR = 16  # floats: rows are read in whole vectors
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def call(name: str, *args: Tensor | int | None) -> None:
+    """Call a function of the library with pointers to the data of tensors, and int64; and the number of threads."""
+    given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else None if x is None else ctypes.c_int64(x)
+             for x in (*args, torch.get_num_threads())]  # fmt: skip
+    getattr(build.library(), name)(*given)
+
+
+def is_bf16(*tensors: Tensor | None) -> int:
+    """0 or 1, of tensors of one dtype."""
+    some = {x.dtype for x in tensors if x is not None}
+    assert len(some) == 1 and some <= {*DTYPES}, f"one of {DTYPES} is needed, not {some}"
+    return int(torch.bfloat16 in some)
+
+
+def expect(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    """What C++ takes for granted: it would read other memory, and not notice."""
+    for x in tensors:
+        if x is not None and (x.dtype != dtype or x.device.type != "cpu"):
+            raise TypeError(f"a tensor of {dtype} on the CPU is needed, not of {x.dtype} on {x.device}")
+
+
+def whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# ---- the operations ----
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor,
+    mean: Sequence[Tensor | None] = (None, None, None),
+) -> Tensor:  # fmt: skip
+    """`decode_attention` and, with mean = (mean_k, mean_v, count), `packed_attention`."""
+    (B, Hq, D), H = q.shape, k.shape[1]
+    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
+    expect(torch.int64, start, stop, mean[2])
+    expect(torch.float32, *mean[:2])
+    out = q.new_empty(B, Hq, D)
+    start, stop, extra = whole(start), stop.contiguous(), [whole(x) for x in mean]
+    call("kvf_decode_attention", is_bf16(q, k, v), q, k, v, start, stop, *extra, out, *q.stride()[:2], *k.stride()[:3],
+         *v.stride()[:3], B, H, Hq // H, D)  # fmt: skip
+    return out
+
+
+def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
+    (B, Hq, D), H = q.shape, k.shape[1]
+    assert q.stride(2) == k.stride(3) == v.stride(3) == idx.stride(2) == 1, "the last dimension must be contiguous"
+    expect(torch.int64, idx, count)
+    out = q.new_empty(B, Hq, D)
+    lists = [x.stride()[:2] if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
+    call("kvf_gather_attention", is_bf16(q, k, v), q, k, v, idx, count, out, *q.stride()[:2], *k.stride()[:3],
+         *v.stride()[:3], *lists[0], *lists[1], B, H, Hq // H, D, idx.shape[2])  # fmt: skip
+    return out
+
+
+def packed_gather_attention(
+    q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,
+    alpha: Tensor | None, codes: Tensor | None, sink_k: Tensor, sink_v: Tensor, tail_k: Tensor, tail_v: Tensor,
+    pos: Tensor, prompt_len: Tensor, flushed: Tensor, bits: int,
+) -> Tensor:  # fmt: skip
+    (B, Hq, D), (H, K) = q.shape, idx.shape[1:]
+    buffers = (k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v)
+    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
+    expect(torch.int64, idx, count, pos, prompt_len, flushed)
+    expect(torch.float16, k_params, v_params)
+    expect(torch.float32, alpha)
+    expect(torch.uint8, codes, *((k, v) if bits < 16 else ()))
+    out = q.new_empty(B, Hq, D)
+    stored = (k, v) if bits == 16 else ()
+    idx, count, pos = idx.contiguous(), count.contiguous(), pos.contiguous()
+    call("kvf_packed_gather_attention", is_bf16(q, sink_k, sink_v, tail_k, tail_v, *stored), bits, q, idx, count,
+         *buffers, pos, prompt_len, flushed, out, *q.stride()[:2], B, H, Hq // H, D, k.shape[2], K, sink_k.shape[2],
+         tail_k.shape[2])  # fmt: skip
+    return out
+
+
+def latent_attention(
+    q: Tensor, basis: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None, lead: Tensor, rest: Tensor,
+    v: Tensor, params: Tensor | None, pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
+    ring_bits: int, bits: int,
+) -> Tensor:  # fmt: skip
+    """torch multiplies with the basis, as fast as the processor can; what follows would be a pass each in torch."""
+    (B, Hq, D), R, T = q.shape, *(x.shape[1] for x in (ring_k, lead))
+    if idx is None or count is None:  # the last R slots of a store never hold anything
+        K, count, parts = T - R, pos + 1 - R, [lead[:B, : T - R], rest[:B, : T - R]]
+    else:
+        K, idx, count = idx.shape[1], idx.contiguous(), count.contiguous()
+        at = (idx + torch.arange(B)[:, None] * T).flatten()
+        parts = [x.flatten(0, 1).index_select(0, at).unflatten(0, (B, K)) for x in (lead, rest)]
+    r, keys = lead.shape[2], q.new_empty(B * (R + K), basis.shape[1])
+    held, listed = keys.split((B * R, B * K))
+    torch.mm(ring_k[:B].flatten(0, 1), basis[: ring_k.shape[2]], out=held)
+    torch.mm(parts[0].flatten(0, 1), basis[:r], out=listed)
+    listed.addmm_(parts[1].flatten(0, 1), basis[r : r + rest.shape[2]])
+    buffers = (ring_v, ring_params, v, params)
+    assert all(x is None or x.is_contiguous() for x in (lead, rest, cos, sin, *buffers)) and q.stride(2) == 1
+    expect(torch.int64, pos, idx, count)
+    expect(torch.float32, cos, sin)
+    expect(torch.float16, ring_params, params)
+    out = q.new_empty(B, Hq, D)
+    H, pos = basis.shape[1] // D, pos.contiguous()
+    call("kvf_latent_attention", is_bf16(q, held), ring_bits, bits, q, held, listed, *buffers, pos, idx, count, cos,
+         sin, out, *q.stride()[:2], cos.stride(0) if len(cos) > 1 else 0, B, H, Hq // H, D, T, R, K)  # fmt: skip
+    return out
+
+
+def latent_space_attention(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, stored: Tensor, channels: int
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention in a latent space, and the logarithm of what each softmax sums up to.
+
+    q [B, Hq, r] fp32, folded; k_lat and v_lat [B, Hkv, C, r], coordinate by coordinate in memory, of which row b holds
+    the first stored[b]; scale 1/sqrt(channels) -> fp32 [B, Hq, r] and [B, Hq], zeros and -inf where nothing is stored.
+    """
+    (B, Hq, r), H = q.shape, k_lat.shape[1]
+    assert k_lat.stride() == v_lat.stride() and k_lat.stride(2) == 1, "tokens must lie side by side"
+    expect(torch.int64, stored)
+    q = torch.nn.functional.pad(q.float(), (0, -r % VECTOR)).contiguous()
+    out, lse, stored = torch.empty_like(q), q.new_empty(B, Hq), stored.contiguous()
+    row, head, _, chan = k_lat.stride()
+    call("kvf_latent_space_attention", is_bf16(k_lat, v_lat), q, k_lat, v_lat, stored, out, lse, row, head, chan,
+         B, H, Hq // H, q.shape[2], r, channels)  # fmt: skip
+    return out[..., :r], lse
+
+
+def look_up(
+    table: Tensor, codes: Tensor, params: Tensor | None, total: Tensor | None, pos: Tensor | None, skip: Tensor | None
+) -> Tensor:
+    """Sums of looked-up numbers: fp32 [B, H, T].
+
+    table [B, H, C, 16] fp32, what each value of each of a token's C codes adds; codes [>= B, H, T, C / 2] uint8, two a
+    byte, the first in the low half; params [>= B, H, T, 2] fp16, a scale of the sum and a zero, which is multiplied by
+    total [B, H]. pos [B] is the last slot that is scored, slots skip [B, H, n] get -inf.
+    """
+    B, H, C, _ = table.shape
+    T, W = codes.shape[2:]
+    assert codes.stride(3) == 1 and codes.stride(2) == W and C == 2 * W
+    table = torch.nn.functional.pad(table, (0, 0, 0, -C % 8)).contiguous()  # codes are read 8 at a time
+    assert params is None or params[0, 0].is_contiguous()
+    expect(torch.float32, table, total)
+    expect(torch.float16, params)
+    expect(torch.uint8, codes)
+    expect(torch.int64, pos, skip)
+    out = torch.empty(B, H, -(-T // 16) * 16, dtype=torch.float32)[..., :T]  # as `empty_scores`: a graph counts on it
+    strides = (0, 0) if params is None else params.stride()[:2]
+    total, pos, skip = whole(total), whole(pos), whole(skip)
+    call("kvf_look_up", table, codes, params, total, pos, skip, out, *codes.stride()[:2], *strides, *out.stride()[:2],
+         B, H, T, W, 0 if skip is None else skip.shape[2])  # fmt: skip
+    return out
+
+
+def select(
+    scores: Tensor, mask: Tensor | None, pos: Tensor | None, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`topk_select`, with a mask, and `budget_select`, with pos, wanted [B] and what is forced in."""
+    B, H, T = scores.shape
+    scores = scores.float()
+    scores = scores if scores.stride(2) == 1 else scores.contiguous()
+    expect(torch.int64, pos, wanted)
+    expect(torch.bool, mask)
+    idx = torch.empty(B, H, min(k, T), dtype=torch.int64)
+    count = torch.empty(B, H, dtype=torch.int64)
+    wanted = wanted.view(B, -1).expand(B, H)
+    mask = None if mask is None else mask.contiguous().expand(B, H, T)
+    strides = (0, 0) if mask is None else mask.stride()[:2]
+    pos = whole(pos)
+    call("kvf_select", scores, mask, pos, wanted, idx, count, *scores.stride()[:2], *strides, *wanted.stride(), B, H, T,
+         idx.shape[2], sinks, recent)  # fmt: skip
+    return idx, count

@@ -1,0 +1,112 @@
+// Scores of tokens by table look-up.
+#include "vectors.h"
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE __builtin_shufflevector
+#else
+#define SHUFFLE(X, Y, ...) __builtin_shuffle(X, Y, vi{__VA_ARGS__})
+#endif
+
+namespace {
+
+constexpr int64_t SCORED = 4096;  // tokens of a work item
+
+vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table);
+#elif defined(__AVX2__)
+    __m256 half[2], out[2]; __m256i at[2];
+    std::memcpy(half, &table, sizeof table); std::memcpy(at, &i, sizeof i);
+    for (int j = 0; j < 2; j++)
+        out[j] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(half[0], at[j]), _mm256_permutevar8x32_ps(half[1], at[j]),
+                                  _mm256_castsi256_ps(_mm256_slli_epi32(at[j], 28)));
+    vf y; std::memcpy(&y, out, sizeof y); return y;
+#else
+    vf y; for (int j = 0; j < L; j++) y[j] = table[i[j] & 15]; return y;
+#endif
+}
+
+void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 2] words -> [2, 16], `row` apart
+    vu x = load_as<vu>(from), y = load_as<vu>(from + 64);
+    vu first = SHUFFLE(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    vu second = SHUFFLE(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    std::memcpy(to, &first, 64), std::memcpy(to + row, &second, 64);
+}
+
+void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] words -> [4, 16]
+    vu x[4], y[4];
+    for (int i = 0; i < 4; i++) x[i] = load_as<vu>(from + i * 64);  // four tokens each
+    for (int i = 0; i < 4; i += 2) {
+        y[i] = SHUFFLE(x[i], x[i + 1], 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+        y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+    }
+    for (int i = 0; i < 2; i++) {
+        vu first = SHUFFLE(y[i], y[i + 2], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        vu second = SHUFFLE(y[i], y[i + 2], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        std::memcpy(to + 2 * i * row, &first, 64), std::memcpy(to + (2 * i + 1) * row, &second, 64);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// table [B * H, words * 8, 16]: what each value of each of a token's 4-bit codes adds to its score; W bytes a token
+void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* params, const float* total, const int64_t* pos,
+                 const int64_t* skip, float* out, int64_t code_row, int64_t code_head, int64_t param_row,
+                 int64_t param_head, int64_t out_row, int64_t out_head, int64_t B, int64_t H, int64_t T, int64_t W,
+                 int64_t n_skip, int64_t threads) {
+    int64_t words = (W + 3) / 4, parts = (T + SCORED - 1) / SCORED;
+    constexpr int BATCH = 16 * L;  // tokens whose words are transposed at a time
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<uint32_t> turned(words * BATCH);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * H * parts; item++) {
+            int64_t group = item / parts, b = group / H, h = group % H;
+            int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, T, pos ? pos[b] + 1 : T});
+            const uint8_t* from = codes + b * code_row + h * code_head;
+            const uint16_t* pairs = params ? params + b * param_row + h * param_head : nullptr;
+            const float* entries = table + group * words * 8 * L;
+            float* to = out + b * out_row + h * out_head;
+            for (int64_t first = lo; first < hi; first += BATCH) {
+                int n = (int)std::min<int64_t>(BATCH, hi - first);
+                int t = 0;
+                if (W == 16 || W == 8)  // 128 or 64 channels
+                    for (; t + L <= n; t += L)
+                        (W == 16 ? transpose4 : transpose2)(from + (first + t) * W, &turned[t], BATCH);
+                for (; t < n; t++)
+                    for (int64_t w = 0; w < words; w++) {
+                        uint32_t word = 0;
+                        std::memcpy(&word, from + (first + t) * W + w * 4, std::min<int64_t>(4, W - w * 4));
+                        turned[w * BATCH + t] = word;
+                    }
+                for (int t = 0; t < n; t += 2 * L) {  // two vectors: a table is loaded once for them
+                    vf score[2] = {};
+                    for (int64_t w = 0; w < words; w++) {
+                        vu one = load_as<vu>(&turned[w * BATCH + t]), two = load_as<vu>(&turned[w * BATCH + t + L]);
+                        for (int c = 0; c < 8; c++) {
+                            vf entry = load(entries + (w * 8 + c) * L);
+                            score[0] += look_up(entry, one >> (4 * c)), score[1] += look_up(entry, two >> (4 * c));
+                        }
+                    }
+                    for (int i = 0; i < 2 && t + i * L < n; i++) {
+                        int64_t at = first + t + i * L;
+                        int some = std::min(L, n - t - i * L);
+                        if (pairs) {  // fp16 scale, then zero
+                            vu both = load_some<vu>(pairs + at * 2, some);
+                            score[i] = half_to_float(both & 0xffff) * score[i] + half_to_float(both >> 16) * total[group];
+                        }
+                        if (some == L) store(to + at, score[i]);
+                        else std::memcpy(to + at, &score[i], some * 4);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < n_skip; i++) {
+                int64_t slot = skip[group * n_skip + i];
+                if (slot >= lo && slot < hi) to[slot] = -INFINITY;
+            }
+        }
+    }
+}
+}

@@ -1,0 +1,101 @@
+// Vectors of 16 floats, whatever the machine has: the compiler splits them. Numbers of 16, 8, 4 and 2 bits become fp32.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+#if defined(__AVX2__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+struct bf16 { uint16_t bits; };
+
+constexpr int L = 16;  // floats of a vector
+
+template <class V, class P> V load_as(const P* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
+template <class V, class P> V load_some(const P* p, int n) {  // n of 16 numbers of 4 bytes, then zeros
+    if (n == L) return load_as<V>(p);  // a copy of a size that is known is one instruction
+    V x = {}; std::memcpy(&x, p, n * 4); return x;
+}
+vf load(const float* p) { return load_as<vf>(p); }
+vf load(const bf16* p) {
+    typedef uint16_t half_vector __attribute__((vector_size(32)));
+    return (vf)(__builtin_convertvector(load_as<half_vector>(p), vu) << 16);
+}
+void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+void store(bf16* p, vf x) {  // to nearest, ties to even
+    vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
+    for (int i = 0; i < L; i++) p[i].bits = x[i] != x[i] ? 0x7fc0 : (uint16_t)rounded[i];
+}
+
+template <class Op> float fold(vf x, Op op) {  // op over all 16 numbers
+    typedef float v8 __attribute__((vector_size(32)));
+    typedef float v4 __attribute__((vector_size(16)));
+    v8 half[2]; std::memcpy(half, &x, sizeof x);
+    v8 a = op(half[0], half[1]);
+    v4 quarter[2]; std::memcpy(quarter, &a, sizeof a);
+    v4 b = op(quarter[0], quarter[1]);
+    return op(op(b[0], b[2]), op(b[1], b[3]));
+}
+float sum(vf x) { return fold(x, [](auto a, auto b) { return a + b; }); }
+float largest(vf x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
+
+vf exp2_of(vf x) {  // x <= 0; below -126 it stays at 2^-126, which adds to nothing
+    x = x < -126.0f ? vf{} - 126.0f : x;
+    vf whole = (x + 12582912.0f) - 12582912.0f, f = x - whole;  // 1.5 * 2^23: rounds to integers
+    vf y = ((((((1.54035304e-4f * f + 1.33335581e-3f) * f + 9.61812911e-3f) * f + 5.55041087e-2f) * f +
+              2.40226507e-1f) * f + 6.93147181e-1f) * f + 1.0f);
+    return (vf)((vu)y + ((vu)__builtin_convertvector(whole, vi) << 23));
+}
+
+vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is made up by a multiplication
+    vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)x | (h & 0x8000) << 16);
+}
+float half_to_float(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    return half_to_float(vu{h})[0];
+#endif
+}
+
+template <int BITS> vf codes_of(const uint8_t* p) {  // 16 channels
+    if constexpr (BITS == 8) {
+        typedef uint8_t v16 __attribute__((vector_size(16)));
+        return __builtin_convertvector(load_as<v16>(p), vf);
+    }
+    vu word;
+    vu shift = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * BITS;
+    if constexpr (BITS == 2) word = vu{} + load_as<uint32_t>(p);
+    if constexpr (BITS == 4) {
+        uint32_t a = load_as<uint32_t>(p), b = load_as<uint32_t>(p + 4);
+        word = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
+        shift &= 31;
+    }
+    return __builtin_convertvector((vi)((word >> shift) & ((1u << BITS) - 1)), vf);
+}
+
+template <int BITS> void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs, int D, float* out) {
+    // the even subvector's code is in the low half of a byte, its first channel in the highest bit of the half
+    const vu up = {28, 29, 30, 31, 24, 25, 26, 27, 20, 21, 22, 23, 16, 17, 18, 19};
+    for (int d = 0; d < D; d += L) {
+        const uint16_t* pair = params + d / 32 * 2;
+        vf x = codes_of<BITS>(packed + d * BITS / 8) * half_to_float(pair[0]) + half_to_float(pair[1]);
+        if (signs) x = (vf)((vu)x ^ (((vu{} + ~(uint32_t)load_as<uint16_t>(signs + d / 8)) << up) & 0x80000000u));
+        store(out + d, x);
+    }
+}
+
+}  // namespace
+
+// CALL with T as the type of a cache
+#define FLOAT_OR_BF16(CALL) \
+    if (is_bf16) { typedef bf16 T; CALL; } else { typedef float T; CALL; }

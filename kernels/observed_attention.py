@@ -1,0 +1,259 @@
+"""Attention that also tells what was attended to: the weights by which evicting methods rank a cache's tokens.
+
+At a decode step keys are read once: logits go to a buffer, and become weights where the parts of a softmax are joined.
+Over a prompt the weights that make the output are the ones that are summed up: nothing is computed twice, and what is
+held at a time is bounded whatever the prompt's length.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import tl, triton, use_native, use_triton
+from kernels.dense_attention import prefill_attention
+from kernels.native import ops
+from kernels.splits import COMBINE_D, block_size, blocks_of, split_count
+from kernels.tiles import LOG2_E, dot, softmax_step, write_part
+
+# ---- prompts ----
+
+QUERY_BLOCK = 256  # queries whose weights are held at a time: half of a block of keys at the causal border is in vain
+WEIGHTS = dict(cpu=1 << 22, gpu=1 << 25)  # and how many of them, in fp32: what a cache holds; few launches
+
+
+def prefill_attention_mass(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, last: int | None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`prefill_attention` of right-padded prompts, and the attention mass that their tokens get.
+
+    q [B, Hq, S, D], k and v [B, Hkv, S, D] (rotated), lengths [B] -> y [B, Hq, S, D] and mass fp32 [B, Hkv, S]: softmax
+    weights summed over the `last` queries of each prompt (None: all of its queries) and the group's query heads; 0 past
+    the prompt's end. `window` as in `prefill_attention`.
+    """
+    if last is None:
+        return _attention_and_mass(q, k, v, lengths, window)
+    return prefill_attention(q, k, v, window), _last_mass(q, k, lengths, last, window)
+
+
+def _most(x: Tensor) -> int:
+    return WEIGHTS["cpu" if x.device.type == "cpu" else "gpu"]
+
+
+def _steps(B: int, H: int, most: int, weights: int) -> list[tuple[slice, slice]]:
+    """Rows and KV heads to be taken at a time, if `most` weights may be held and each head of a row has `weights`."""
+    n = max(1, most // weights)
+    heads, rows = min(n, H), max(1, n // H)
+    return [(slice(b, b + rows), slice(h, h + heads)) for b in range(0, B, rows) for h in range(0, H, heads)]
+
+
+def _last_mass(q: Tensor, k: Tensor, lengths: Tensor, last: int, window: int | None) -> Tensor:
+    """The mass of the last queries alone, in fp32."""
+    (B, Hq, S, D), H = q.shape, k.shape[1]
+    W, t = min(last, S), torch.arange(S, device=q.device)
+    at = lengths[:, None] - W + torch.arange(W, device=q.device)  # [B, W] positions; negative before the prompt
+    seen = t <= at[..., None]  # [B, W, S]
+    if window is not None:
+        seen &= t > at[..., None] - window
+    x = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(B, Hq, W, D)).unflatten(1, (H, -1))  # [B, H, g, W, D]
+    mass = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+    for b, h in _steps(B, H, _most(q), Hq // H * W * S):
+        logits = x[b, h].flatten(2, 3).float() @ k[b, h].float().mT * D**-0.5  # [B, H, g * W, S]
+        p = logits.unflatten(2, (-1, W)).masked_fill_(~seen[b, None, None], float("-inf")).softmax(-1)
+        mass[b, h] = p.masked_fill_((at[b] < 0)[:, None, None, :, None], 0).sum((2, 3))
+    return mass
+
+
+def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Blocks of queries, whose weights make both; keys up to the causal border only."""
+    (B, Hq, S, D), H = q.shape, k.shape[1]
+    g, window, most = Hq // H, window or S, _most(q)
+    size = min(QUERY_BLOCK, S, max(16, most // (g * S)))
+    t = torch.arange(S, device=q.device)
+    real = t < lengths[:, None]  # [B, S]
+    y, mass = torch.empty_like(q), torch.zeros(B, H, S, dtype=torch.float32, device=q.device)
+    queries, out = q.unflatten(1, (H, g)), y.unflatten(1, (H, g))
+    for b, h in _steps(B, H, most, g * size * S):
+        # padding may hold NaN, which would come through at weight 0
+        keys, values = (x[b, h].masked_fill(~real[b, None, :, None], 0).contiguous() for x in (k, v))
+        for i in range(0, S, size):
+            j, lo = min(i + size, S), max(0, i - window + 1)
+            x = queries[b, h, :, i:j].masked_fill(~real[b, None, None, i:j, None], 0) * D**-0.5  # [B, H, g, n, D]
+            logits = (x.flatten(2, 3) @ keys[:, :, lo:j].mT).unflatten(2, (g, -1))  # [B, H, g, n, j - lo]
+            rows, cols = t[i:j, None], t[lo:j]
+            logits[..., i - lo :].masked_fill_(cols[i - lo :] > rows, float("-inf"))
+            if lo or j > window:
+                logits[..., : j - i].masked_fill_(cols[: j - i] <= rows - window, float("-inf"))
+            p = logits.softmax(-1, dtype=torch.float32).flatten(2, 3)
+            counted = real[b, None, None, i:j].expand(-1, 1, g, -1).flatten(2, 3).float()  # [B, 1, g * n]
+            mass[b, h, lo:j] += (counted[:, :, None] @ p)[:, :, 0]
+            out[b, h, :, i:j] = (p.to(values.dtype) @ values[:, :, lo:j]).unflatten(2, (g, -1))
+    return y, mass
+
+
+# ---- decode: Triton ----
+
+NUM_STAGES = 3  # as of dense attention
+JOIN_TILE = 2048  # logits of a program that turns them into weights
+
+
+@triton.jit
+def _observed_attention_parts(
+    q, k, v, stop, logits, part, lse,
+    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, H, S, width,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): attention of the group's G query heads over its part of the filled slots."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = group // H, group % H
+    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    heads = (g[:, None] < G) & (d < D)
+    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=heads, other=0.0).to(k.dtype.element_ty)
+
+    filled = tl.load(stop + b).to(tl.int32)
+    step = tl.cdiv(tl.cdiv(filled, S), BLOCK_N) * BLOCK_N
+    lo = split * step
+    hi = tl.minimum(filled, lo + step)
+    k += b * k_row + h * k_head
+    v += b * v_row + h * v_head
+    logits += group * G * width
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for first in range(lo, hi, BLOCK_N):
+        slot, inside = (first + n).to(tl.int64), first + n < hi
+        real = inside[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
+        keys = tl.load(k + slot[:, None] * k_slot + d, mask=real, other=0.0)
+        values = tl.load(v + slot[:, None] * v_slot + d, mask=real, other=0.0)
+        logit = dot(x, tl.trans(keys)) * (D**-0.5 * LOG2_E)
+        tl.store(logits + g[:, None] * width + first + n, logit, mask=(g[:, None] < G) & inside)
+        top, total, y = softmax_step(logit, inside, values, top, total, y)
+    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+
+
+@triton.jit
+def _join(
+    logits, part, lse, stop, y, weights, H, S, N, width,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, i): the i-th slots' weights, and the i-th channels of the output from its parts."""
+    group, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, s, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), i * BLOCK_N + tl.arange(0, BLOCK_N)
+    filled = tl.load(stop + group // H)
+    sums = tl.load(lse + (group * G + g[:, None]) * S + s, mask=(g[:, None] < G) & (s < S), other=float("-inf"))
+    top = tl.max(sums, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    whole = top + tl.log2(tl.maximum(tl.sum(tl.exp2(sums - top[:, None]), 1), 1e-30))
+    seen = (g[:, None] < G) & (n < filled)
+    logit = tl.load(logits + (group * G + g[:, None]) * width + n, mask=seen, other=float("-inf"))
+    tl.store(weights + group * N + n, tl.sum(tl.exp2(logit - whole[:, None]), 0), mask=n < N)
+
+    CHANNELS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    if i < G * CHANNELS:
+        head, d = group * G + i // CHANNELS, i % CHANNELS * BLOCK_D + tl.arange(0, BLOCK_D)
+        weight = tl.load(lse + head * S + s, mask=s < S, other=float("-inf"))
+        x = tl.load(part + (head * S + s[:, None]) * D + d, mask=(s[:, None] < S) & (d < D), other=0.0)
+        most = tl.max(weight)
+        weight = tl.exp2(weight - tl.where(most == float("-inf"), 0.0, most))
+        mean = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
+        tl.store(y + head * D + d, mean.to(y.dtype.element_ty), mask=d < D)
+
+
+def join_config(G: int, D: int, splits: int) -> dict[str, int]:
+    """Constants of `_join`."""
+    heads = triton.next_power_of_2(G)
+    block = max(64, JOIN_TILE // heads)
+    return dict(G=G, D=D, BLOCK_G=heads, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=COMBINE_D, BLOCK_N=block)
+
+
+def parts_options(tile: dict[str, int], itemsize: int) -> dict[str, int]:
+    """More warps where the query heads, which every warp holds, are too many registers for four."""
+    return dict(num_warps=4 if tile["BLOCK_G"] * tile["BLOCK_D"] * itemsize < 8192 else 8, num_stages=NUM_STAGES)
+
+
+JOIN_OPTIONS = dict(num_warps=4, num_stages=1)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, stop: Tensor, block: int | None = None, splits: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The Triton version of `observed_attention`; tests give block (a power of two >= 16) and splits."""
+    (B, Hq, D), (H, N) = q.shape, k.shape[1:3]
+    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
+    tile = blocks_of(Hq, H, D)
+    block = block or block_size(B * H, N, tile["BLOCK_D"] * k.element_size(), q.device)
+    splits = splits or split_count(B * H, N, block, q.device)
+    width = -(-N // 16) * 16  # whole vectors are stored and loaded
+    logits, part, lse = (
+        torch.empty(B, Hq, *size, dtype=torch.float32, device=q.device) for size in ((width,), (splits, D), (splits,))
+    )
+    y = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    weights = torch.empty(B, H, N, dtype=torch.float32, device=q.device)
+    stop = stop.contiguous()
+    _observed_attention_parts[(B * H, splits)](
+        q, k, v, stop, logits, part, lse, *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], H, splits, width,
+        **tile, BLOCK_N=block, **parts_options(tile, k.element_size()),
+    )  # fmt: skip
+    join = join_config(Hq // H, D, splits)
+    grid = (B * H, max(triton.cdiv(N, join["BLOCK_N"]), Hq // H * triton.cdiv(D, COMBINE_D)))
+    _join[grid](logits, part, lse, stop, y, weights, H, splits, N, width, **join, **JOIN_OPTIONS)
+    return y, weights
+
+
+# ---- decode: the operator ----
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("observed_attention(Tensor q, Tensor k, Tensor v, Tensor stop) -> (Tensor, Tensor)")
+
+
+def observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """One query per row over slots t < stop of its row, and each slot's softmax weight summed over a group's heads.
+
+    q [B, Hq, D], k and v [>= B, Hkv, N, D] (rotated), stop [B] int64, at least 1 -> y [B, Hq, D] and weights fp32
+    [B, Hkv, N], 0 at slots >= stop, which may hold anything. Scale 1/sqrt(D).
+    """
+    return torch.ops.kv_fast.observed_attention(q, k, v, stop)
+
+
+def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(len(q), *k.shape[1:3], dtype=torch.float32)
+
+
+def _observed_attention_torch(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """On a CPU up to the last slot that any row has filled; on a GPU no length may reach the host."""
+    (B, Hq, D), (H, N) = q.shape, k.shape[1:3]
+    ends = [] if q.is_cuda else stop.tolist()
+    n = max(ends, default=N)
+    keys, values = k[:B, :, :n].float(), v[:B, :, :n].float()
+    empty = torch.arange(n, device=q.device) >= stop[:, None]  # [B, n]
+    if min(ends, default=0) < n:
+        values = values.masked_fill(empty[:, None, :, None], 0)  # 0 * NaN is NaN
+    logits = q.reshape(B, H, -1, D).float() @ keys.mT * D**-0.5  # [B, H, g, n]
+    p = logits.masked_fill(empty[:, None, None], float("-inf")).softmax(-1)
+    y = (p @ values).to(q.dtype).view(B, Hq, D)
+    return y, F.pad(p.sum(2), (0, N - n))
+
+
+def _observed_attention_cpp(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    (B, Hq, D), (H, N) = q.shape, k.shape[1:3]
+    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
+    ops.expect(torch.int64, stop)
+    (y, weights), stop = _outputs(q, k), stop.contiguous()
+    ops.call("kvf_observed_attention", ops.is_bf16(q, k, v), q, k, v, stop, y, weights, *q.stride()[:2],
+             *k.stride()[:3], *v.stride()[:3], B, H, Hq // H, D, N)  # fmt: skip
+    return y, weights
+
+
+def _observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    if use_triton(q):
+        return launch(q, k, v, stop)
+    if use_native(q, q.shape[2]):
+        return _observed_attention_cpp(q, k, v, stop)
+    return _observed_attention_torch(q, k, v, stop)
+
+
+_lib.impl("observed_attention", _observed_attention, "CPU")
+_lib.impl("observed_attention", _observed_attention, "CUDA")
+torch.library.register_fake("kv_fast::observed_attention", lambda q, k, v, stop: _outputs(q, k), lib=_lib)

@@ -1,0 +1,145 @@
+"""Rotary embedding: the inverse frequencies of every rope type, the tables of a cache, and the rotation itself.
+
+Half-split layout, as in Hugging Face's checkpoints: channel i turns with channel i + D/2, and no weights, channel
+lists or bases are ever permuted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+
+@dataclass
+class RopeArgs:
+    """Rotary embedding: `type` is default, linear, dynamic, llama3 or yarn; the rest as in Hugging Face's configs."""
+
+    theta: float = 10_000.0
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0  # 0: the model's context
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def rope_inv_freq(r: RopeArgs, d: int, context: int, seq_len: int | Tensor = 0) -> tuple[Tensor, float]:
+    """Inverse frequencies [..., D/2] in fp32 and the factor on cos and sin.
+
+    d = head_dim; context: tokens that the model was trained for; seq_len [...] matters to dynamic alone.
+    """
+    original = r.original_max_position_embeddings or context
+    theta, scale = r.theta, 1.0
+    exponent = torch.arange(0, d, 2, dtype=torch.float32, device="cpu") / d
+    if r.type == "dynamic":
+        n = torch.as_tensor(seq_len, dtype=torch.float64, device="cpu").clamp(min=context)
+        base = theta * (r.factor * n / context - (r.factor - 1)) ** (d / (d - 2))
+        return 1.0 / base.float()[..., None] ** exponent, scale
+    inv_freq = 1.0 / theta**exponent
+    if r.type == "linear":
+        inv_freq = inv_freq / r.factor
+    elif r.type == "llama3":  # slow down the wavelengths above the original context, blend those around it
+        turns = original * inv_freq / (2 * math.pi)
+        blend = ((turns - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)).clamp(0, 1)
+        inv_freq = inv_freq * (blend + (1 - blend) / r.factor)
+    elif r.type == "yarn":  # Peng et al. 2023: interpolate the channels that turn less than beta_slow times
+
+        def channel(turns: float) -> float:
+            return d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = channel(r.beta_fast), channel(r.beta_slow)
+        if r.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
+        ramp = ((torch.arange(d // 2, device="cpu") - low) / (high - low or 0.001)).clamp(0, 1)
+        inv_freq = inv_freq * (1 - ramp) + inv_freq / r.factor * ramp
+
+        def mscale(m: float) -> float:
+            return 0.1 * m * math.log(r.factor) + 1.0 if r.factor > 1 else 1.0
+
+        if r.attention_factor is not None:
+            scale = r.attention_factor
+        elif r.mscale and r.mscale_all_dim:
+            scale = mscale(r.mscale) / mscale(r.mscale_all_dim)
+        else:
+            scale = mscale(1.0)
+    return inv_freq, scale
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., D] in halves (x1, x2) by cos, sin [..., D/2] that broadcast against it; computed in fp32."""
+    x1, x2 = x.float().chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
+
+
+class Rope(nn.Module):
+    """cos and sin of every position a cache can hold, [R, T, D/2] fp32; what a method rotates with.
+
+    R is 1, but for dynamic NTK, whose angles depend on each row's prompt length, it is the batch size. As in
+    Hugging Face, a prompt longer than the model's context is rotated by its own length's base, and each token decoded
+    after it by the base of its own position.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, args: RopeArgs, head_dim: int, context: int, max_batch: int, max_seq_len: int, device: Any = None
+    ):
+        super().__init__()
+        self.of = args, head_dim, context
+        self.per_row = args.type == "dynamic" and max_seq_len > context
+        pos = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
+        if self.per_row:
+            inv_freq, scale = rope_inv_freq(*self.of, pos + 1)
+            angle = pos[:, None] * inv_freq
+        else:
+            inv_freq, scale = rope_inv_freq(*self.of)
+            angle = torch.outer(pos, inv_freq)
+        R = max_batch if self.per_row else 1
+        tables = torch.stack((angle.cos() * scale, angle.sin() * scale)).to(device or torch.get_default_device())
+        for name, table in zip(("cos", "sin"), tables, strict=True):
+            self.register_buffer(name, table.expand(R, -1, -1).clone(), persistent=False)
+
+    def set_prompt(self, lengths: Tensor) -> None:
+        """Fit the tables to a batch of prompts; a no-op for all types but dynamic. lengths [B]."""
+        if not self.per_row:
+            return
+        T = self.cos.shape[1]
+        fresh = Rope(*self.of, 1, T, self.cos.device)
+        self.cos.copy_(fresh.cos.expand_as(self.cos))
+        self.sin.copy_(fresh.sin.expand_as(self.sin))
+        for row, n in enumerate(lengths.tolist()):
+            angle = torch.outer(torch.arange(n, dtype=torch.float32), rope_inv_freq(*self.of, n)[0])
+            self.cos[row, :n], self.sin[row, :n] = angle.cos().to(self.cos), angle.sin().to(self.sin)
+
+    def prompt(self, S: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, 1, S, D/2] of positions 0..S-1, ready for [B, H, S, D]."""
+        return self.cos[:, None, :S], self.sin[:, None, :S]
+
+    def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [B, ..., D/2] at positions pos [B, ...] int64."""
+        if not self.per_row:
+            return self.cos[0][pos], self.sin[0][pos]
+        row = torch.arange(pos.shape[0], device=pos.device).view(-1, *[1] * (pos.dim() - 1))
+        return self.cos[row, pos], self.sin[row, pos]
+
+    def rotate_prompt(self, x: Tensor) -> Tensor:
+        """x [B, H, S, D] at positions 0..S-1."""
+        cos, sin = self.prompt(x.shape[2])
+        return apply_rope(x, cos[: len(x)], sin[: len(x)])
+
+    def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
+        """x [B, H, D], one token per row, at pos [B]."""
+        cos, sin = self.at(pos)
+        return apply_rope(x, cos[:, None], sin[:, None])

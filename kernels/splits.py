@@ -1,0 +1,92 @@
+"""How the work of a launch is cut into tiles and programs, where they write, and how their parts are joined.
+
+All of it follows from sizes alone, never from a length on the GPU: a captured graph keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from kernels.backend import tl, triton
+
+ASSUMED_SMS = 132  # where there is no GPU to ask: an H100's
+MAX_SPLITS = 64
+COMBINE_D = 32  # channels of a program that joins parts: a full line of 128 bytes, and enough programs at batch 1
+TILE_BYTES = 16384  # of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else ASSUMED_SMS
+
+
+def split_count(programs: int, n: int, block: int, device: torch.device) -> int:
+    """Into how many parts to split n tokens, so that `programs` x parts fill the card.
+
+    Two programs per multiprocessor are a wave. The fewest parts whose waves are full to 95 % of the best that any
+    number of parts reaches (FlashDecoding's rule): a part costs its partial output, an idle multiprocessor costs more.
+    A part is at least one block of `block` tokens.
+    """
+    wave = 2 * multiprocessors(device)
+    most = max(1, min(triton.cdiv(n, block), MAX_SPLITS))
+    full = [programs * s / (wave * triton.cdiv(programs * s, wave)) for s in range(1, most + 1)]
+    return next(s for s, share in enumerate(full, 1) if share >= 0.95 * max(full))
+
+
+def blocks_of(n_head: int, n_kv_head: int, head_dim: int) -> dict[str, int]:
+    """G, D and their tiles: a group's query heads are padded to the 16 rows of a tensor-core instruction."""
+    G = n_head // n_kv_head
+    return dict(G=G, D=head_dim, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_D=triton.next_power_of_2(head_dim))
+
+
+def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> int:
+    """Tokens per block: tiles of TILE_BYTES, smaller where that many would leave multiprocessors idle.
+
+    A list is short (160 tokens in Self-Indexing KVCache): one row of it in blocks of 64 is three programs a head.
+    """
+    block = max(16, min(128, TILE_BYTES // row_bytes))
+    while block > 16 and programs * triton.cdiv(n, block) < 2 * multiprocessors(device):
+        block //= 2
+    return block
+
+
+def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
+    """Where `splits` programs a head write: their outputs and weights; one alone writes the result."""
+    if splits == 1:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device), None
+    part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
+    return part, torch.empty(part.shape[:3], dtype=torch.float32, device=q.device)
+
+
+@triton.jit
+def _combine(part, lse, out, S, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    weight = tl.load(lse + row * S + s, mask=s < S, other=float("-inf"))
+    y = tl.load(part + (row * S + s[:, None]) * D + d, mask=(s[:, None] < S) & (d < D), other=0.0)
+    top = tl.max(weight)
+    weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))  # a part that saw no token weighs nothing
+    y = tl.sum(tl.where(weight[:, None] > 0, y, 0.0) * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
+    tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=d < D)
+
+
+def combine(part: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax-weighted mean of partial attention outputs.
+
+    part [..., S, D] fp32, each normalized by its own part; lse [..., S] fp32 the log2 of each part's sum of
+    exp2(logit), -inf where it saw no token -> [..., D]. Zeros where no part saw one.
+    """
+    *lead, S, D = part.shape
+    out = torch.empty(*lead, D, dtype=dtype, device=part.device)
+    grid = (lse.numel() // S, triton.cdiv(D, COMBINE_D))
+    _combine[grid](part, lse, out, S, D=D, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=COMBINE_D, num_warps=2)
+    return out
+
+
+def empty_scores(*size: int, device: torch.device) -> Tensor:
+    """Uninitialized fp32 [..., T] whose rows start at multiples of 64 bytes, for wide loads and stores at any T."""
+    *lead, T = size
+    return torch.empty(*lead, triton.cdiv(T, 16) * 16, dtype=torch.float32, device=device)[..., :T]

@@ -1,0 +1,114 @@
+"""What the Triton kernels of several operations do to a tile in registers: multiply, attend, pack and unpack.
+
+Functions of Triton alone; how many tiles a launch takes, and where they go, is in kernels/splits.py.
+"""
+
+from __future__ import annotations
+
+from kernels.backend import INTERPRETED, tl, triton
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b + acc on tensor cores, to fp32; fp32 operands as three TF32 products, which keep fp32's precision."""
+    if _INTERPRETED:  # the interpreter would multiply the bit patterns of bf16
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def filled(pos, b, T):
+    """Slots of row b that matter: all T, or those up to its position."""
+    n = T
+    if pos is not None:
+        n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
+    return n
+
+
+# ---- softmax attention over blocks of tokens ----
+
+
+@triton.jit
+def softmax_step(logits, inside, values, top, total, y):
+    """Online softmax over a block of tokens of which the first is inside: logits [G, N] in units of log 2,
+    inside [N], values [N, D]; top, total [G] and y [G, D] are the running maximum, sum and output, and returned."""
+    logits = tl.where(inside[None, :], logits, float("-inf"))
+    new = tl.maximum(top, tl.max(logits, 1))
+    p, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
+    total = total * shrink + tl.sum(p, 1)
+    return new, total, dot(p.to(values.dtype), values, y * shrink[:, None])
+
+
+@triton.jit
+def write_part(top, total, y, part, lse, head, g, split, S, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store what a program has seen, of query heads `head` [G] of the batch: normalized, and the log of its weight."""
+    d = tl.arange(0, BLOCK_D)
+    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
+    at = head * S + split
+    y = (y / total[:, None]).to(part.dtype.element_ty)
+    tl.store(part + at[:, None] * D + d, y, mask=(g[:, None] < G) & (d < D))
+    if lse is not None:
+        tl.store(lse + at, top + tl.log2(total), mask=g < G)
+
+
+# ---- packed tokens: 8 channels are a word of BITS bytes, 32 have a scale and a zero ----
+
+
+@triton.jit
+def scale_zero(params):
+    """int32 that hold two fp16 numbers -> scale, zero in fp32."""
+    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None."""
+    x = ((word >> (BITS * r)) & (2**BITS - 1)).to(tl.float32) * scale + zero
+    if codes is not None:
+        # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
+        bit: tl.constexpr = 3 - r if r < 4 else 11 - r
+        x = tl.where((codes >> bit) & 1 != 0, x, -x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def unpack_tile(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order.
+
+    All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
+    """
+    N: tl.constexpr = word.shape[0]
+    U: tl.constexpr = word.shape[1]
+    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
+    c = codes
+    x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
+    x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
+    x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE), _channel(word, s, z, c, 6, BITS, DTYPE))
+    x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE), _channel(word, s, z, c, 7, BITS, DTYPE))
+    x = tl.join(tl.join(x04, x26), tl.join(x15, x37))
+    return tl.reshape(x, [N, 8 * U])
+
+
+@triton.jit
+def encode_groups(x, BITS: tl.constexpr):
+    """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero.
+
+    Divisions are rounded as torch does, and ties go to the even code, so that both versions give the same bytes.
+    """
+    LEVELS: tl.constexpr = 2**BITS - 1
+    zero = tl.minimum(tl.maximum(tl.min(x, 1), -65504.0), 65504.0).to(tl.float16)
+    scale = tl.div_rn(tl.max(x, 1) - zero.to(tl.float32), LEVELS * 1.0)
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)
+    code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
+    code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
+    words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
+    pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return words, pair | (zero.to(tl.int16, bitcast=True).to(tl.int32) << 16)

@@ -1,0 +1,105 @@
+"""What the machine gives: device, dtype, free memory, threads, files. Command lines ask here, and so does the model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+from errors import InputError
+
+ROOT = Path(__file__).resolve().parent
+TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU if there is one. InputError if it is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device {name} is no device: use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {name} is not supported: use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
+    return device
+
+
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name; None: bf16 on a GPU that has it, else fp32."""
+    if name is None:
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if bf16 else torch.float32
+    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InputError("--dtype bf16 is not supported by this GPU: use --dtype fp16 or fp32")
+    return DTYPES[name]
+
+
+def set_threads(n: int | None) -> None:
+    """Threads of torch on the CPU; None leaves what torch chose."""
+    if n is None:
+        return
+    if n < 1:
+        raise InputError(f"--threads {n} is below 1")
+    torch.set_num_threads(n)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was launched: before and after a measured time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_text(file: str | Path) -> str:
+    """A UTF-8 file; InputError if it cannot be read or is none."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}; convert it first") from None
+    except OSError as e:
+        raise InputError(f"cannot read {file}: {e.strerror}") from None
+
+
+# ---- memory ----
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # no Linux: what the machine has bounds what is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_memory(need: int, device: torch.device, what: str, advice: str) -> None:
+    """InputError before an allocation that cannot succeed: better than being killed in the middle."""
+    if device.type != "meta" and need > (free := available_memory(device)):
+        raise InputError(f"{what} needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {device}: {advice}")
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# ---- what a report names ----
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,0 +1,357 @@
+"""Time one layer's attention of a decode step, whole and by stage, beside the best dense attention in the same run.
+
+    python scripts/bench/bench_attention.py --length 32768 --threads 2                      # a CPU, Llama-3.1-8B shapes
+    python scripts/bench/bench_attention.py --model llama-2-7b --batch 8 16 --length 4096 --out results/attention.json
+    compute-sanitizer python scripts/bench/bench_attention.py --once --method all --batch 2 --length 300    # no timing
+
+Caches are filled with random keys through the methods' own `compress`, at little more than the length asked for; no
+weights are needed. A method may carry knobs: `sals-12.5,budget=512`; one layer is timed, so that a spec by layers is
+refused. Every method is compiled with fullgraph at fixed shapes, and on a GPU each call is one CUDA graph.
+
+operator    the whole of `decode`: rotate, append, select, attend. It writes the same slot again and again. On a CPU,
+            --layers layers with caches of their own in one graph, and the time of one: a real step runs all layers at
+            one call, and calling from Python costs as much as a short layer. (A CUDA graph has no such cost.)
+append, select, attend    the stages apart, each compiled by itself; `score` is the part of `select` before top-k,
+            `prefetch` what an offloading method does a layer ahead (part of `operator` too).
+dense       attention alone over the same number of tokens, without rotation and append: the baseline has less to do.
+            The fastest of all that are installed counts, if it agrees with the definition; all are in the file.
+limit       bytes of `traffic()` / the best bandwidth that reading or copying reaches in this run.
+
+Calls take turns: in each round every dense attention, and every method with its stages, is called once, so that a noisy
+machine slows all alike and all rows of a size stand against one baseline. `times_dense` is the median over the rounds
+of dense / method of the same round, and its spread beside it. Methods whose caches do not fit into memory together
+are timed in groups, each with the baseline in its rounds. Ctrl-C times what is ready, and keeps what is measured.
+
+Before each timed call a buffer several times the size of the last-level cache is read (not written: lines waiting to be
+written back would slow what follows), because between two uses of a layer's cache a real step reads all other layers
+and weights. `--cache warm` leaves that out. `floor_ms` is what the clock shows for an empty call; it is not subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.base import KVMethod  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from model import ModelArgs  # noqa: E402
+from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads  # noqa: E402
+from scripts.bench.dense import prepare_dense  # noqa: E402
+from scripts.bench.layer import build, cache_bytes, fill, one_layer, prompt, shapes, stage_calls  # noqa: E402
+from scripts.shared.options import SPECS, check_run, earlier, expand  # noqa: E402
+from scripts.shared.progress import Progress  # noqa: E402
+from scripts.shared.results import record, write_json  # noqa: E402
+from scripts.shared.timing import Call, Clock, ceilings, flush_bytes, reason, recover, spread, summary  # noqa: E402
+
+SPARE = 16  # slots beyond the filled ones
+MEMORY = 0.8  # share of the free memory that the caches of methods timed together may take
+STAGES = ("prefetch", "append", "score", "select", "attend")
+Row = dict[str, Any]
+
+
+# ---- a size ----
+
+
+@dataclasses.dataclass
+class Size:
+    """A model's shapes, batch and length; what every method of it is filled with, and every dense attention of it."""
+
+    model: str
+    batch: int
+    length: int
+    args: ModelArgs
+    opt: argparse.Namespace
+    clock: Clock
+    kv: tuple[Tensor, Tensor] | None = None  # [B, Hkv, S, D]
+    q: Tensor | None = None  # [B, Hq, D]
+    failed: str = ""  # why there is none
+    dense: dict[str, Call] = dataclasses.field(default_factory=dict)
+    tried: list[Row] = dataclasses.field(default_factory=list)  # a row for every dense attention
+
+    @property
+    def where(self) -> Row:
+        return dict(model=self.model, batch=self.batch, length=self.length)
+
+    def __str__(self) -> str:
+        return f"{self.model} batch {self.batch} length {self.length}"
+
+    def fill(self) -> None:
+        """Allocate keys and values, and prepare the baseline."""
+        clock, opt = self.clock, self.opt
+        try:
+            self.kv, self.q = prompt(self.args, self.batch, self.length, opt.dtype, clock.device)
+            if not opt.once:
+                self.dense, self.tried = prepare_dense(self.q, *self.kv, opt.compile, clock, opt.layers)
+        except Exception as e:  # out of memory, before or within an allocation
+            self.failed = reason(e)
+
+    def method(self, text: str) -> tuple[list[KVMethod], tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """A method of `opt.layers` layers, filled, and q, k, v, pos of the step after."""
+        if self.kv is None:
+            raise InputError(self.failed)
+        a, opt, device = self.args, self.opt, self.clock.device
+        T = self.length + SPARE
+        methods = [build(text, a, self.batch, T, opt.dtype, device, opt.layers) for _ in range(opt.layers)]
+        gen = torch.Generator(device).manual_seed(1)
+        q, k, v = (torch.randn(self.batch, n, a.head_dim, generator=gen, device=device, dtype=opt.dtype)
+                   for n in (a.n_head, a.n_kv_head, a.n_kv_head))  # fmt: skip
+        for method in methods:
+            fill(method, q[:, :, None], *self.kv)
+        return methods, (q, k, v, torch.full((self.batch,), self.length, device=device))
+
+    def groups(self, texts: list[str]) -> Iterator[list[str]]:
+        """Methods whose caches fit into memory together."""
+        free = MEMORY * available_memory(self.clock.device)
+        group: list[str] = []
+        used = 0
+        for text in texts:
+            try:
+                need = self.opt.layers * cache_bytes(text, self.args, self.batch, self.length + SPARE, self.opt.dtype)
+            except InputError:  # what it refuses is told where it is built
+                need = 0
+            if group and used + need > free:
+                yield group
+                group, used = [], 0
+            group, used = [*group, text], used + need
+        yield group
+
+
+@torch.inference_mode()
+def run_once(size: Size, text: str) -> Row:
+    """Every kernel of a method, untimed."""
+    methods, (q, k, v, pos) = size.method(text)
+    for step in range(SPARE):  # with settings that are due by then, `maintain` has its kernels to run
+        y = methods[0].decode(q, k, v, pos + step)
+        methods[0].maintain(step + 1)
+    return account(methods[0], size.length) | dict(finite=bool(y.isfinite().all()))
+
+
+def account(method: KVMethod, length: int) -> Row:
+    return dict(nbytes=sum(method.nbytes().values()), traffic=method.traffic(length))
+
+
+@torch.inference_mode()
+def prepare(size: Size, text: str) -> tuple[Row, dict[tuple[str, str], Call]]:
+    """A method's row as far as it needs no clock, and its stages, ready to be timed."""
+    methods, step = size.method(text)
+    ready = stage_calls(methods, *step, size.opt.compile, size.opt.stages)
+    calls = {(text, stage): size.clock.prepare(call) for stage, call in ready.items()}
+    return account(methods[0], size.length), calls
+
+
+@torch.inference_mode()
+def measure(
+    size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Progress
+) -> tuple[list[Row], bool]:
+    """Methods and all dense attentions in turns -> a row each, and whether Ctrl-C ended it.
+
+    late(): whether to prepare no more of them. What is left out, or has seen no round, has no row.
+    """
+    n, interrupted = size.opt.rounds, False
+    rows: dict[str, Row] = {}
+    calls: dict[tuple[str, str], Call] = {("dense", name): call for name, call in size.dense.items()}
+    try:
+        for text in group:
+            if late():
+                break
+            progress.now("prepare", f"{size}: {text}, {'compiling and ' * size.opt.compile}filling its cache")
+            try:
+                row, ready = prepare(size, text)
+                calls |= ready
+                rows[text] = row
+            except Exception as e:  # recorded in the row: the grid goes on
+                rows[text] = dict(error=reason(e))
+                recover(size.clock.device)
+    except KeyboardInterrupt:
+        interrupted = True
+    timed = [text for text, row in rows.items() if "error" not in row]
+    what = f"{size}: {len(size.dense)} dense attentions and {len(timed)} methods in turns"
+    if interrupted:
+        what = f"interrupted, once more ends it at once; {what}"
+    times: dict[tuple[str, str], list[float]] = {}
+    try:
+        if timed:
+            size.clock.rounds(calls, n, times, lambda i: progress.now("round", f"{what}, round {i + 1} of {n}"))
+        else:
+            progress.drop("round", n)
+    except KeyboardInterrupt:
+        interrupted = True
+    except Exception as e:
+        rows |= {text: dict(error=reason(e)) for text in timed}
+    if times:
+        judge(size, {text: row for text, row in rows.items() if "error" not in row}, times, bandwidth)
+    found = {text: row for text, row in rows.items() if "operator" in row or "error" in row}
+    return [size.where | dict(method=text) | row for text, row in found.items()], interrupted
+
+
+def judge(size: Size, rows: dict[str, Row], times: dict[tuple[str, str], list[float]], bandwidth: float) -> None:
+    """Enter what the rounds say into the methods' rows and into the rows of the dense attentions."""
+    layers = size.opt.layers
+    each = {key: [ms / layers for ms in t] for key, t in times.items()}
+    dense = {name: t for (kind, name), t in each.items() if kind == "dense"}
+    best = min(dense, key=lambda name: statistics.median(dense[name]), default=None)
+    for row in size.tried:
+        if (name := row["name"]) in dense:
+            row |= summary(row.get("each", []) + dense[name])
+            row["bytes_per_s"] = sum(x.nbytes for x in size.kv or ()) / row["ms"] * 1e3
+    fastest = min((r["ms"] for r in size.tried if "ms" in r), default=None)
+    for row in size.tried:
+        row["best"] = row.get("ms") == fastest and fastest is not None
+    for text, row in rows.items():
+        row |= {stage: summary(t) for (kind, stage), t in each.items() if kind == text}
+        ms = row["operator"]["ms"]
+        if best is not None:
+            ratios = [d / o for d, o in zip(dense[best], row["operator"]["each"], strict=True)]
+            row |= dict(dense=dict(name=best) | summary(dense[best]), times_dense=statistics.median(ratios),
+                        times_dense_spread=spread(ratios))  # fmt: skip
+        row["bytes_per_s"] = row["traffic"] / ms * 1e3
+        row["limit_ms"] = 1e3 * row["traffic"] / bandwidth
+        row["limit_share"] = row["limit_ms"] / ms
+
+
+# ---- the command ----
+
+
+def line(row: Row) -> str:
+    where = f"{row['model']} batch {row['batch']} length {row['length']} {row['method']}"
+    if "error" in row:
+        return f"{where}: {row['error']}"
+    if "operator" not in row:
+        return f"{where}: ran, {'finite' if row['finite'] else 'NOT finite'}"
+    parts = "".join(f" {s} {row[s]['ms']:.3f}" for s in STAGES if s in row)
+    dense = ""
+    if "dense" in row:
+        d = row["dense"]
+        dense = (f"{row['times_dense']:.2f}x the best dense, spread {100 * row['times_dense_spread']:.0f} % "
+                 f"({d['name']}, {d['ms']:.3f} ms); ")  # fmt: skip
+    return (f"{where}: {row['operator']['ms']:.3f} ms ({dense}{parts.strip()};"
+            f" {row['bytes_per_s'] / 1e9:.0f} GB/s, {100 * row['limit_share']:.0f} % of the byte limit)")  # fmt: skip
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--model", nargs="+", default=["llama-3.1-8b"], help="shapes: a known model, or a path to a config.json")
+    a("--method", nargs="+", default=["full", "double_sparsity", "sals-12.5", "self_index-7.5"],
+      help=f"{SPECS}; `all` is every method")  # fmt: skip
+    a("--batch", type=int, nargs="+", default=[1])
+    a("--length", type=int, nargs="+", default=[8192, 32768], help="tokens in the cache")
+    a("--size", nargs="+", metavar="BxT", help="batch x tokens, in this order, instead of --batch and --length")
+    a("--layers", type=int, help="layers in one graph, default: 4 on a CPU, 1 on a GPU")
+    a("--rounds", type=int, default=15)
+    a("--cache", choices=["cold", "warm"], default="cold", help="warm: do not flush the last-level cache between calls")
+    a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages too")
+    a("--once", action="store_true", help="run every method's compress and decode, time nothing")
+    a("--ceilings", action="store_true", help="measure bandwidth and matmul alone")
+    a("--device")
+    a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    a("--compile", action=argparse.BooleanOptionalAction, default=True)
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--time-limit", type=float, metavar="S", help="prepare no further method after S seconds")
+    a("--resume", action="store_true", help="keep the rows that --out has and measure the missing ones")
+    a("--out", help="result file, e.g. results/attention_cpu.json; written after every size")
+    a("--json", action="store_true", help="print the result file's content and nothing else")
+    opt = p.parse_args()
+    check_run(opt)
+    if opt.layers is not None and opt.layers < 1:
+        raise InputError(f"--layers {opt.layers} is below 1")
+    opt.method = expand(opt.method)
+    for text in opt.method:
+        one_layer(text)  # a wrong name or knob ends the run before it starts
+    for name in opt.model:
+        shapes(name)
+    set_threads(opt.threads)
+    opt.device = pick_device(opt.device)
+    opt.dtype = pick_dtype(opt.dtype, opt.device)
+    opt.layers = opt.layers or (4 if opt.device.type == "cpu" and not opt.once else 1)
+    return opt
+
+
+def main() -> None:
+    opt, begin = parse_args(), time.monotonic()
+    device = opt.device
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000  # one a size
+    known = dict(dtype=str(opt.dtype).removeprefix("torch."), cache=opt.cache, layers=opt.layers)
+    old: dict[str, list[Any]] = {}
+    if opt.resume:
+        old = earlier(opt.out, record(device, **known), ("device", "commit", *known), ("rows", "dense"))
+        old["rows"] = [r for r in old.get("rows", []) if "error" not in r]
+    done = {(r["model"], r["batch"], r["length"], r["method"]) for r in old.get("rows", [])}
+    grid = [(m, b, n, [t for t in opt.method if (m, b, n, t) not in done])
+            for m in opt.model for b, n in opt.size if not opt.ceilings]  # fmt: skip
+    grid = [g for g in grid if g[3]]
+    plan = dict(prepare=sum(len(todo) for *_, todo in grid), round=0 if opt.once else opt.rounds * len(grid))
+
+    def late() -> bool:
+        stop = opt.time_limit is not None and time.monotonic() - begin > opt.time_limit
+        if stop:
+            data["stopped"] = f"the time limit of {opt.time_limit:g} s"
+        return stop
+
+    with Progress(plan) as progress:
+        progress.now("ceilings", "bandwidth and matrix products of this machine")
+        limits = {} if opt.once else ceilings(device, opt.dtype)
+        clock = Clock(device, opt.cache == "cold" and not opt.once)
+        data = record(device, **known, flush_bytes=flush_bytes(device), **limits, rows=[], dense=[]) | old
+
+        def enter(rows: list[Row]) -> None:
+            data["rows"] += rows
+            if opt.out:
+                write_json(opt.out, data)
+            if not opt.json:
+                for row in rows:
+                    progress.write(line(row))
+
+        enter([])
+        for name, batch, length, todo in grid:
+            if late():
+                break
+            torch._dynamo.reset()
+            recover(device)
+            size = Size(name, batch, length, shapes(name), opt, clock)
+            progress.now("dense", f"{size}: keys and values, and every dense attention over them")
+            size.fill()
+            if opt.once:
+                for text in todo:
+                    progress.now("prepare", f"{size}: {text}")
+                    enter([size.where | dict(method=text) | attempt(size, text)])
+                continue
+            for group in size.groups(todo):
+                rows, interrupted = measure(size, group, limits["bandwidth"], late, progress)
+                data["dense"] = [r for r in data["dense"] if any(r[k] != v for k, v in size.where.items())]
+                data["dense"] += [size.where | r for r in size.tried]
+                enter(rows)
+                recover(device)
+                if interrupted:
+                    raise KeyboardInterrupt
+    if opt.json:
+        print(json.dumps(data))
+    elif opt.ceilings:
+        print(f"read {data['read_bytes_per_s'] / 1e9:.1f} GB/s, copy {data['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+              f"matmul {data['matmul_flops'] / 1e12:.2f} TFLOP/s in {data['matmul_dtype']}")  # fmt: skip
+    if opt.once and any("error" in r or not r["finite"] for r in data["rows"]):
+        raise SystemExit(1)
+
+
+def attempt(size: Size, text: str) -> Row:
+    try:
+        return run_once(size, text)
+    except Exception as e:  # recorded in the row: the grid goes on
+        return dict(error=reason(e))
+    finally:
+        recover(size.clock.device)
+
+
+if __name__ == "__main__":
+    run_cli(main)

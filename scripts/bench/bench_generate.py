@@ -1,0 +1,300 @@
+"""Decode tokens/s end to end, each method eager and compiled, beside peers in the same run; and what prefill costs.
+
+    python scripts/bench/bench_generate.py --peer transformers
+    python scripts/bench/bench_generate.py --method full self_index --batch 1 8 --length 2048 --out generate.json
+    python scripts/bench/bench_generate.py --random-init llama-3.1-8b --synthetic --peer gpt-fast:../gpt-fast
+    python scripts/bench/bench_generate.py --prefill --method full self_index --size 1x4096 2x2048
+
+Prompts are random tokens. `--synthetic` leaves the prefill out: every layer's cache is filled with random keys and
+values through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
+
+Modes: `eager`; `compiled`, what generate.py does (on a GPU with CUDA graphs, reduce-overhead); `captured`, the same
+step compiled without that and captured into a CUDA graph by hand; `blocks`, one layer compiled, all layers captured by
+hand, which compiles n_layer times faster. On the CPU nothing is captured.
+
+On a CPU the runs of a batch and length take turns (ours, peer, ours, peer, ...), so that a noisy machine slows all
+alike; on a GPU, where two caches may not fit, one follows the other (`--interleave` if they fit). `--prefill` always
+takes turns with `full`. Medians and ratios of medians are reported, the raw times of every round are in the JSON.
+Compilation and prefill are not counted. What runs now, and about how long it all takes, is on standard error; Ctrl-C
+ends the run and keeps what is measured.
+`limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, as a share of the step's time.
+
+`second_token_s`: the prompt and the first decode step, where there is a prefill.
+
+Peers decode greedily at the same batch, length and number of tokens. `transformers`: its generate(), dynamic and
+static cache, a run of one token subtracted; with --synthetic its forward in a loop.
+`gpt-fast:PATH`, `double-sparse:PATH`: a checkout of gpt-fast, or of the published Double Sparsity that builds on it, in
+a process of its own, its cache filled with random keys, see peer_decode.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.spec import layer_methods  # noqa: E402
+from checkpoint import args_from_hf, load_checkpoint, read_json  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from model import ModelArgs, Transformer, random_transformer  # noqa: E402
+from runtime import DTYPES, TINY, pick_device, pick_dtype, set_threads  # noqa: E402
+from scripts.bench.layer import shapes  # noqa: E402
+from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
+from scripts.bench.peer_runs import Run, Work, check_peer, peer_runs  # noqa: E402
+from scripts.shared.options import SPECS_BY_LAYER, check_run, earlier, expand  # noqa: E402
+from scripts.shared.progress import Progress  # noqa: E402
+from scripts.shared.results import record, write_json  # noqa: E402
+from scripts.shared.timing import ceilings, reason, recover, spread  # noqa: E402
+
+# what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
+PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_double_sparse": "double-sparse"}
+
+
+# ---- rows ----
+
+
+def weight_bytes(model: Transformer) -> int:
+    """What a step reads of the weights: all but the rows of an untied embedding that no token asks for."""
+    unread = {id(model.tok_embeddings.weight)} if not model.args.tie_embeddings else set()
+    return sum(p.nbytes for p in model.parameters() if id(p) not in unread)
+
+
+def rounds(group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress) -> None:
+    """Runs that take turns -> out: {name: {"step": [seconds, ...], "prefill": [...]}}, or {"error": why there is none}.
+
+    Filled as it goes: what was measured before an interruption is there.
+    """
+    opened: list[Run] = []
+
+    def attempt(run: Run, kind: str, what: str, left: int) -> dict[str, float]:
+        """What a run says of one round; on an error, none, and it takes no further part."""
+        progress.now(kind, f"batch {run.work.batch} length {run.work.length}: {run.name}, {what}")
+        try:
+            if kind == "round":
+                return run()
+            run.open()
+        except Exception as e:  # out of memory, or a peer that is missing or fails: the others go on
+            out[run.name] = dict(error=reason(e))
+            progress.drop("round", left)
+        return {}
+
+    try:
+        for run in group:
+            opened.append(run)
+            attempt(run, "prepare", run.opening, warm + n)
+        for i in range(warm + n):
+            for run in [r for r in group if "error" not in out.get(r.name, {})]:
+                what = f"round {i - warm + 1} of {n}" if i >= warm else f"warm-up round {i + 1} of {warm}"
+                times = attempt(run, "round", what, warm + n - i - 1)
+                for key, seconds in times.items() if i >= warm else ():
+                    out.setdefault(run.name, {}).setdefault(key, []).append(seconds)
+    finally:
+        for run in opened:
+            run.close()
+
+
+def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for run in [r for r in group if r.name in times]:
+        t, row = times[run.name], dict[str, Any](batch=work.batch, length=work.length, run=run.name, kv_bytes=None)
+        rows.append(row)
+        if isinstance(run, Ours):
+            row |= dict(method=run.method, mode=run.mode)
+        row |= run.info
+        if "error" in t:
+            row["error"] = t["error"]
+        if "step" in t:
+            step = statistics.median(t["step"])
+            row |= dict(
+                tokens_per_s=round(work.batch / step, 1), seconds_per_step=t["step"], spread=round(spread(t["step"]), 3)
+            )
+            if isinstance(run, Ours):
+                row["limit_share"] = (weight_bytes(work.model) + run.info["traffic"]) / bandwidth / step
+        if "prefill" in t:
+            row |= dict(prefill_s=t["prefill"], prefill_spread=round(spread(t["prefill"]), 3))
+        if "second_token" in t:
+            row["second_token_s"] = t["second_token"]
+    return rows
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add to our rows of one batch and length how they stand against `full` in the same mode, and against the peers."""
+    for row in (r for r in rows if "method" in r):
+        same = [r for r in rows if (r.get("method"), r.get("mode")) == ("full", row["mode"]) and "error" not in r]
+        timed = all("prefill_s" in r and "prefill_overhead" not in r for r in (row, *same))
+        if same and timed and row["method"] != "full":
+            mine, full = statistics.median(row["prefill_s"]), statistics.median(same[0]["prefill_s"])
+            row |= dict(prefill_overhead=mine / full - 1, full_prefill_s=same[0]["prefill_s"],
+                        full_second_token_s=same[0]["second_token_s"])  # fmt: skip
+        if "tokens_per_s" not in row:
+            continue
+        if same:
+            row["times_full"] = round(row["tokens_per_s"] / same[0]["tokens_per_s"], 3)
+        for key, peer in PEERS.items():
+            theirs = [r for r in rows if r["run"].startswith(peer) and "tokens_per_s" in r and r.get("compiled", True)]
+            if theirs:  # a peer that could not be compiled is shown, but is nothing to be held against
+                row[key] = round(row["tokens_per_s"] / max(r["tokens_per_s"] for r in theirs), 2)
+
+
+def line(row: dict[str, Any]) -> str:
+    text = f"batch {row['batch']:3d} length {row['length']:6d}  {row['run']:32s}"
+    if "error" in row:
+        return f"{text} {row['error']}"
+    if "tokens_per_s" in row:
+        text += f" {row['tokens_per_s']:10.1f} tokens/s"
+    if not row.get("compiled", True):
+        text += f"  (not compiled: {row['why']})"
+    if "limit_share" in row:
+        text += f"  {100 * row['limit_share']:3.0f} % of the byte limit"
+    if "prefill_s" in row:
+        text += f"  prefill {statistics.median(row['prefill_s']):.3f} s"
+    if "prefill_overhead" in row:
+        text += f" ({100 * row['prefill_overhead']:+.1f} % on full)"
+    for key, what in (("times_full", "full"), *PEERS.items()):
+        if key in row:
+            text += f"  {row[key]:.2f}x {what.strip()}"
+    return text
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY))
+    a("--random-init", metavar="NAME", help="random weights of a known model, or of a config.json, instead")
+    a("--method", nargs="+", default=["full"], help=SPECS_BY_LAYER)
+    a("--batch", nargs="+", type=int, default=[1, 8])
+    a("--length", nargs="+", type=int, default=[512], help="prompt tokens")
+    a("--size", nargs="+", metavar="BxT", help="batch x prompt tokens, in this order, instead of --batch and --length")
+    a("--new", type=int, default=128, help="tokens decoded")
+    a("--synthetic", action="store_true", help="fill the caches with random keys and values: no prefill")
+    a("--prefill", action="store_true", help="measure the prefill alone, each method in turns with full")
+    a("--mode", nargs="+", choices=MODES, default=["eager", "compiled"])
+    a("--eager-only", action="store_true", help="as --mode eager")
+    a("--rounds", type=int, default=5)
+    a("--warm-up", type=int, default=1, metavar="N", help="rounds before those that count")
+    a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
+    a("--peer", nargs="*", default=[], metavar="PEER", help="transformers, gpt-fast:PATH, double-sparse:PATH")
+    a("--device")
+    a("--dtype", choices=DTYPES)
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--time-limit", type=float, metavar="S", help="start no further run after S seconds")
+    a("--resume", action="store_true", help="keep the runs that --out has and measure the missing ones")
+    a("--out", help="result file, written after every run, or group of runs that take turns")
+    a("--json", action="store_true", help="print the result file's content and nothing else")
+    opt = p.parse_args()
+    if opt.eager_only:
+        opt.mode = ["eager"]
+    check_run(opt)
+    if opt.warm_up < 0:
+        raise InputError(f"--warm-up {opt.warm_up} is below 0")
+    if opt.new < 2:
+        raise InputError(f"--new {opt.new} is below 2: the time of a step is that of the steps after the first token")
+    for peer in opt.peer:
+        check_peer(peer)
+    if opt.peer and opt.prefill:
+        raise InputError("--prefill compares methods with full: drop --peer")
+    if opt.synthetic and opt.prefill:
+        raise InputError("--synthetic leaves out what --prefill measures: drop one of them")
+    opt.method, args = expand(opt.method), model_shapes(opt)
+    for method in opt.method:
+        layer_methods(method, args.n_layer)  # a wrong name or knob ends the run before it starts
+    set_threads(opt.threads)
+    return opt
+
+
+def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
+    """The runs of a size; those of one group take turns."""
+    if opt.prefill:  # a ratio of a few percent is one of neighbours in time
+        others = [m for m in opt.method if m != "full"]
+        return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
+    runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
+    for peer in opt.peer:
+        runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads or 0)
+    return [runs] if opt.interleave else [[run] for run in runs]
+
+
+def model_shapes(opt: argparse.Namespace) -> ModelArgs:
+    """Before any weight is loaded. InputError if there is no such model or checkpoint."""
+    return shapes(opt.random_init) if opt.random_init else args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+
+
+def main() -> None:
+    opt, begin = parse_args(), time.monotonic()
+    device = pick_device(opt.device)
+    dtype = pick_dtype(opt.dtype, device)
+    if opt.interleave is None:
+        opt.interleave = device.type == "cpu"
+    # every run compiles code of the same functions: none may be dropped while runs take turns
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
+    lengths = list(dict.fromkeys(length for _, length in opt.size))
+    known = dict(prompt_tokens=lengths[0] if len(lengths) == 1 else lengths, new_tokens=opt.new,
+                 dtype=str(dtype).removeprefix("torch."), model=opt.random_init or Path(opt.checkpoint).name,
+                 synthetic=opt.synthetic)  # fmt: skip
+    old = earlier(opt.out, record(device, **known), ("device", "commit", "dtype", "model", "new_tokens", "synthetic"),
+                  ("rows",)) if opt.resume else {}  # fmt: skip
+    with Progress() as progress:
+        progress.now("load", f"{'making' if opt.random_init else 'loading'} {known['model']}")
+        if opt.random_init:
+            model = random_transformer(shapes(opt.random_init), device, dtype)
+        else:
+            model = load_checkpoint(opt.checkpoint, device, dtype)
+        progress.now("ceilings", "bandwidth and matrix products of this machine")
+        limits = ceilings(device, dtype, 3)
+        data = record(device, **known, weight_bytes=weight_bytes(model), **limits, rows=[]) | old
+        run_all(model, opt, data, begin, progress)
+    if opt.out:
+        write_json(opt.out, data)
+    if opt.json:
+        print(json.dumps(data))
+
+
+def run_all(
+    model: Transformer, opt: argparse.Namespace, data: dict[str, Any], begin: float, progress: Progress
+) -> None:
+    """Every group of runs that is not in data, entered into it."""
+    todo: list[tuple[Work, list[Run]]] = []
+    for batch, length in opt.size:
+        work = Work(model, batch, length, opt.new, opt.synthetic)
+        known = {r["run"] for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and "error" not in r}
+        # what the run that this one resumes has measured is left out
+        todo += [(work, group) for group in groups(work, opt) if not {run.name for run in group} <= known]
+    runs = sum(len(group) for _, group in todo)
+    progress.plan |= dict(prepare=runs, round=runs * (opt.warm_up + opt.rounds))
+    for work, group in todo:
+        if opt.time_limit and time.monotonic() - begin > opt.time_limit:
+            data["stopped"] = f"the time limit of {opt.time_limit:g} s"
+            break
+        torch._dynamo.reset()
+        times: dict[str, dict[str, Any]] = {}
+        try:
+            rounds(group, opt.rounds, opt.warm_up, times, progress)
+        finally:
+            rows = make_rows(work, group, times, data["bandwidth"])
+            enter(data, work, rows)
+            if opt.out:
+                write_json(opt.out, data)
+            if rows and not opt.json:
+                progress.write("\n".join(map(line, rows)))
+        recover(work.device)
+
+
+def enter(data: dict[str, Any], work: Work, rows: list[dict[str, Any]]) -> None:
+    """New rows replace those of the same runs; all of a batch and length are compared."""
+
+    def here(row: dict[str, Any]) -> bool:
+        return (row["batch"], row["length"]) == (work.batch, work.length)
+
+    new = {r["run"] for r in rows}
+    data["rows"] = [r for r in data["rows"] if not (here(r) and r["run"] in new)] + rows
+    compare([r for r in data["rows"] if here(r)])
+
+
+if __name__ == "__main__":
+    run_cli(main)

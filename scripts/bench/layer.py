@@ -1,0 +1,139 @@
+"""One layer's method by itself: its cache filled with random keys, its decode step and the stages of it as calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.base import KVMethod
+from cache.calibration import RandomCalibration
+from cache.spec import make_args, parse_spec, resolve
+from checkpoint import args_from_hf, read_json
+from errors import InputError
+from kernels.native import in_huge_pages
+from model import ModelArgs
+from runtime import require_memory
+from scripts.shared.timing import Call
+
+LAYER = 8  # a layer that no paper leaves dense
+
+
+def one_layer(spec: str) -> tuple[type[KVMethod], Any]:
+    """Class and Args of a spec. InputError if a name or a knob is wrong, or if it tells layers apart."""
+    part, *more = parse_spec(spec)
+    if more or (part.first, part.last) != (0, None) or "skip_layers" in part.knobs:
+        raise InputError(
+            f"--method {spec} tells layers apart, and a single layer is timed here: give its methods one by one, "
+            f"like --method {' '.join(dict.fromkeys(p.name for p in (part, *more)))}"
+        )
+    cls, preset = resolve(part.name)
+    return cls, make_args(cls, preset | part.knobs)
+
+
+def shapes(name: str) -> ModelArgs:
+    """Of a known model, or of a config.json as checkpoints have it."""
+    return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
+
+
+def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device: torch.device
+           ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
+    """Random k and v [B, Hkv, S, D], which all methods of a size are filled with, and q [B, Hq, D]."""
+    gen = torch.Generator(device).manual_seed(0)
+    size = (batch, args.n_kv_head, length, args.head_dim)
+    need = 2 * batch * args.n_kv_head * length * args.head_dim * dtype.itemsize
+    require_memory(need, device, "the dense cache", "lower --batch or --length")
+    # as caches have them
+    k, v = (in_huge_pages(torch.empty(size, device=device, dtype=dtype)).normal_(generator=gen) for _ in range(2))
+    return (k, v), torch.randn(batch, args.n_head, args.head_dim, generator=gen, device=device, dtype=dtype)
+
+
+def cache_bytes(text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype) -> int:
+    """Of one layer's cache, without making it."""
+    cls, own = one_layer(text)
+    layer = min(LAYER, args.n_layer // 2)
+    shape = args.cache_shape(layer, batch, T, dtype, "meta")
+    return sum(cls(own, shape, layer, args.rotary(batch, 1, "meta")).nbytes().values())
+
+
+def build(
+    text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype, device: torch.device, layers: int = 1
+) -> KVMethod:
+    """One layer's method with all its buffers, after checking that those of as many layers fit."""
+    cls, own = one_layer(text)
+    layer = min(LAYER, args.n_layer // 2)
+    need = layers * cache_bytes(text, args, batch, T, dtype)
+    require_memory(need, device, f"{layers} layers of {text}", "lower --batch, --length or --layers")
+    needs = cls.needs(own)
+    calib = RandomCalibration(args, needs) if needs else None
+    shape = args.cache_shape(layer, batch, T, dtype, device)
+    return cls(own, shape, layer, args.rotary(batch, T, device), calib)
+
+
+def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Compress k and v [B, Hkv, S, D] as a prompt whose queries are all q [B, Hq, 1, D]: they take no memory.
+
+    Only the last few queries of a prompt matter to any method.
+    """
+    B, H, S, _ = k.shape
+    method.rope.set_prompt(lengths := torch.full((B,), S, device=k.device))
+    if (other := getattr(method, "other", None)) is not None:  # heads are split between two methods (cache/routing.py)
+        if not method.n_own:
+            return fill(other, q, k, v)
+        groups, (P, order) = q.unflatten(1, (H, -1)), (method.n_other, method.order)
+        fill(other, groups[:, order[:P]].flatten(1, 2), k[:, order[:P]], v[:, order[:P]])
+        q, k, v = groups[:, order[P:]].flatten(1, 2), k[:, order[P:]], v[:, order[P:]]
+    method.compress(q.expand(-1, -1, S, -1), k, v, lengths)
+
+
+def score_function(method: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What a method scores all tokens with, where that is a function (q, pos) of its own."""
+    for owner in (method, getattr(method, "label", None)):
+        for name in ("score", "scores", "_score", "_scores"):
+            if callable(f := getattr(owner, name, None)):
+                return f
+    return None
+
+
+def stage_calls(
+    methods: list[KVMethod], q: Tensor, k: Tensor, v: Tensor, pos: Tensor, compile: bool, stages: bool
+) -> dict[str, Call]:
+    """The operator and its stages as calls, of all layers one after the other. q [B, Hq, D], k and v [B, Hkv, D] before
+    rotation, pos [B]."""
+    wrap: Any = torch.compile(fullgraph=True, dynamic=False) if compile else lambda f: f
+    method, raw = methods[0], (q, k, v)
+
+    def all_layers(f: Callable[..., Any], *args: Any, each: list[Any] | None = None) -> Call:
+        """f(layer, *args), and with `each` what belongs to that layer besides."""
+        run = wrap(lambda *args: [f(m, *args, *x) for m, x in zip(methods, each or [()] * len(methods), strict=True)])
+        return lambda: run(*args)
+
+    def operator(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        for m in methods:
+            if m.predicts:  # what the layer before calls belongs to this layer's work
+                m.prefetch(q, pos)
+            q = m.decode(q, k, v, pos)
+        return q
+
+    step = wrap(operator)
+    calls: dict[str, Call] = dict(operator=lambda: step(*raw, pos))
+    # a method with a decode of its own (razor) has no stages that add up to it; and where one stage starts a copy that
+    # another waits for (offload), a CUDA graph must hold both: apart they cannot be captured
+    copies = q.is_cuda and hasattr(method, "fetched")
+    if not stages or type(method).decode is not KVMethod.decode or copies:
+        return calls
+    if not method.pre_rope:
+        q, k = method.rope.rotate(q, pos), method.rope.rotate(k, pos)
+    if method.predicts:
+        calls["prefetch"] = all_layers(lambda m, *args: m.prefetch(*args), raw[0], pos)
+    calls["append"] = all_layers(lambda m, *args: m.append(*args), k, v, pos)
+    chosen = [m.select(q, pos) for m in methods]
+    if chosen[0][0] is not None:
+        if score_function(method) is not None:
+            calls["score"] = all_layers(lambda m, *args: score_function(m)(*args), q, pos)  # type: ignore[misc]
+        calls["select"] = all_layers(lambda m, *args: m.select(*args), q, pos)
+    calls["attend"] = all_layers(lambda m, q, pos, idx, count: m.attend(q, idx, count, pos), q, pos, each=chosen)
+    return calls

@@ -1,0 +1,145 @@
+"""Our side of bench_generate.py: a method in one of the modes, opened, run and closed like a peer."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import Result, Sampling, Session, Step, continue_rows, make_step
+from model import Transformer
+from runtime import synchronize
+from scripts.bench.layer import fill
+from scripts.bench.peer_runs import Run, Work
+
+MODES = ("eager", "compiled", "captured", "blocks")
+
+
+@contextlib.contextmanager
+def compiled_blocks(model: Transformer) -> Iterator[None]:
+    """Inside, a layer's decode is compiled by itself: layers of one method share the code."""
+    compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False)
+    for block in model.layers:
+        block.forward = compiled.__get__(block)
+    try:
+        yield
+    finally:
+        for block in model.layers:
+            del block.forward
+
+
+def capture(step: Step, batch: int, device: torch.device) -> Step:
+    """The step as one CUDA graph; its output is overwritten by the next call, as with reduce-overhead."""
+    tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(2))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(tokens, pos)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(tokens, pos)
+
+    def replay(t: Tensor, p: Tensor) -> Tensor:
+        tokens.copy_(t)
+        pos.copy_(p)
+        graph.replay()
+        return out
+
+    return replay
+
+
+class Ours(Run):
+    def __init__(self, work: Work, method: str, mode: str):
+        self.work, self.method, self.mode, self.name = work, method, mode, f"{method} {mode}"
+        self.opening = "setting up" if mode == "eager" else "compiling"
+        self.sampling, self.info = Sampling(), dict[str, Any]()
+
+    def open(self) -> None:
+        w = self.work
+        if w.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(w.device)
+        size = w.length + w.new
+        w.model.setup_cache(self.method, w.batch, size)
+        self.cache: Any = w.model.cache
+        model, sampling = w.model, self.sampling
+        if self.mode in ("eager", "compiled"):
+            self.step = make_step(model, sampling, self.mode == "compiled")
+        else:
+            self.step = lambda tokens, pos: sampling.draw(model.decode(tokens, pos))
+            if self.mode == "captured":
+                self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
+            if w.device.type == "cuda":
+                with self._blocks():
+                    self.step = capture(self.step, w.batch, w.device)
+        with self._blocks():
+            Session(model, self.step, sampling).warm_up(w.batch)
+        read = sum(m.traffic(w.length + w.new // 2) for m in self.cache)
+        self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, size), traffic=read)
+
+    def _blocks(self) -> Any:
+        return compiled_blocks(self.work.model) if self.mode == "blocks" else contextlib.nullcontext()
+
+    @torch.inference_mode()
+    def __call__(self) -> dict[str, float]:
+        """Fill the cache or run the prompt, then decode: new steps, the first of them apart where there is a prompt."""
+        w = self.work
+        with self._blocks():
+            session = self._session()
+            times = {} if w.synthetic else self._prompt(session)
+            if w.synthetic:
+                self._fill(session)
+            result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
+            synchronize(w.device)
+            # one token is there before the first step
+            continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
+        if result.steps < w.new + w.synthetic - 1:
+            raise KeyboardInterrupt  # which the loop takes for the wish to end it
+        return times | dict(step=result.decode_s / max(1, result.steps))
+
+    def _session(self) -> Session:
+        self.work.model.cache = self.cache
+        self.work.model.reset_cache()
+        return Session(self.work.model, self.step, self.sampling)
+
+    def _prompt(self, session: Session) -> dict[str, float]:
+        w = self.work
+        synchronize(w.device)
+        start = time.perf_counter()
+        session.prefill(w.tokens.tolist())
+        synchronize(w.device)
+        prefill = time.perf_counter() - start
+        session.advance(session.next)
+        synchronize(w.device)
+        return dict(prefill=prefill, second_token=time.perf_counter() - start)
+
+    def _fill(self, session: Session) -> None:
+        w, a = self.work, self.work.model.args
+        k, v = w.random_kv()
+        q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.dtype)
+        for method in self.cache:
+            fill(method, q, k, v)
+        session.pos = torch.full((w.batch,), w.length, device=w.device)
+        session.next = w.tokens[:, -1].to(w.device)
+
+    def close(self) -> None:
+        if self.work.device.type == "cuda":
+            self.info["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.work.device)
+        self.cache = self.work.model.cache = self.step = None  # type: ignore[assignment]
+
+
+class Prefill(Ours):
+    """The prompt and one step."""
+
+    def __init__(self, work: Work, method: str):
+        super().__init__(work, method, "eager")
+        self.name = f"{method} prefill"
+
+    @torch.inference_mode()
+    def __call__(self) -> dict[str, float]:
+        return self._prompt(self._session())

@@ -1,0 +1,14 @@
+"""One analysis a file: what it measures in a layer, its table and its plot."""
+
+from scripts.eval.analyses import adjacent, channels, heads, latent_scores, shift, signs, spectra
+
+ANALYSES = {
+    "spectra": spectra.ANALYSIS,
+    "overlap": latent_scores.OVERLAP,
+    "recall": latent_scores.RECALL,
+    "channels": channels.ANALYSIS,
+    "adjacent": adjacent.ANALYSIS,
+    "shift": shift.ANALYSIS,
+    "heads": heads.ANALYSIS,
+    "signs": signs.ANALYSIS,
+}

@@ -1,0 +1,96 @@
+"""A basis from prose on code, before and after Oja's update (OjaKV, Section 4, Table 1)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cache.statistic import principal
+from kernels.oja import oja_step, orthonormalize
+from kernels.prompt_scores import snapkv_scores
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table, mean
+from scripts.eval.analyses.measures import covariance, residual_energy, subspace_overlap
+
+OJA_RANKS, ETA, IMPORTANT = (0.6, 0.8), 0.1, 0.05  # ojakv's presets and defaults
+
+
+def shift(layer: Layer) -> Series:
+    """Every sequence of code adapts the bases of prose with its first half, and is measured as a whole.
+
+    keys: PCA of keys alone, before and after, as in the paper's table; keys (q and k): the method's basis of keys and
+    queries together, whose residual is larger than that of keys alone also where nothing has shifted.
+    """
+
+    def heads(x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+    def basis(moments: Tensor) -> Tensor:
+        return principal(moments)[1].float()
+
+    def moments(c: Capture) -> dict[str, Tensor]:
+        k = covariance(c.k_rot, centred=False)
+        q = covariance(c.q_rot.unflatten(1, (c.k.shape[1], -1)).transpose(1, 2).flatten(0, 1), centred=False)
+        g = c.q.shape[1] // c.k.shape[1]
+        return {"keys": k, "keys (q and k)": k + g * q, "values": covariance(c.v, centred=False)}
+
+    sums = [moments(c) for c in layer.text["calibration"]]
+    out: Series = {}
+    for name in sums[0]:
+        static = basis(torch.stack([s[name] for s in sums]).sum(0))  # [n, d, d]
+        d = static.shape[-1]
+        for rank in OJA_RANKS:
+            u, rows = static[..., : max(1, round(rank * d))], []
+            home = [residual_energy(heads(c.v if name == "values" else c.k_rot), u) for c in layer.text["prose"]]
+            for c in layer.text["code"]:
+                x = heads(c.v if name == "values" else c.k_rot)
+                best = basis(moments(c)["values" if name == "values" else "keys"])[..., : u.shape[-1]]
+                adapted = orthonormalize(oja_step(u[None], x[None, :, important(c)], ETA))[0]
+                row = {
+                    f"rer_{key}": residual_energy(x, w)
+                    for key, w in dict(static=u, adapted=adapted, oracle=best).items()
+                }
+                rows.append(row | dict(so_static=subspace_overlap(u, best), so_adapted=subspace_overlap(adapted, best)))
+            out[f"{name}, {rank}"] = dict(rer_in_domain=float(np.mean(home))) | mean(rows)
+    return out
+
+
+def important(c: Capture) -> Tensor:
+    """Tokens of the first half with the most attention of its last 32 queries, one set per layer (Sec. 5.2)."""
+    P = len(c.k) // 2
+    q, k = (t[:P].transpose(0, 1)[None] for t in (c.q_rot, c.k_rot))
+    scores = snapkv_scores(q, k, torch.tensor([P], device=k.device), pool=1).sum(1)[0]
+    return scores.topk(math.ceil(IMPORTANT * P)).indices
+
+
+def shift_table(rows: list[Series]) -> Table:
+    body = [[name, *mean([r[name] for r in rows]).values()] for name in rows[0]]
+    return ["basis, rank", *next(iter(rows[0].values()))], body
+
+
+def shift_plot(plt: Any, rows: list[Series]) -> Any:
+    fig, axes = plt.subplots(2, len(OJA_RANKS), figsize=(11, 8), sharey="row")
+    energy = (("rer_in_domain", "static, on prose", "0.75"), ("rer_static", "static, on code", "C0"),
+              ("rer_adapted", "adapted, on code", "C1"), ("rer_oracle", "best for each sequence", "C2"))  # fmt: skip
+    overlaps = (("so_static", "static, on code", "C0"), ("so_adapted", "adapted, on code", "C1"))
+    for column, rank in enumerate(OJA_RANKS):
+        names = [n for n in rows[0] if n.endswith(f", {rank}")]
+        for ax, bars in zip(axes[:, column], (energy, overlaps), strict=True):
+            width = 0.8 / len(bars)
+            for j, (key, label, color) in enumerate(bars):
+                height = [float(np.mean([r[n][key] for r in rows])) for n in names]
+                at = np.arange(len(names)) + (j - (len(bars) - 1) / 2) * width
+                drawn = ax.bar(at, height, width, color=color, label=label if column == 0 else None)
+                ax.bar_label(drawn, [f"{h:.3f}".lstrip("0") for h in height], fontsize=8)
+            ax.set_xticks(range(len(names)), [n.rpartition(",")[0] for n in names])
+        axes[0, column].set(title=f"Basis from prose, rank {rank} of head_dim")
+    axes[0, 0].set(ylabel="residual energy ratio")
+    axes[1, 0].set(ylabel="overlap with the best basis", ylim=(0, 1.1))
+    return fig
+
+
+ANALYSIS = Analysis("residual energy ratio (rer) and subspace overlap (so) on code of a basis from prose",
+                    shift, shift_table, shift_plot)  # fmt: skip

@@ -1,0 +1,197 @@
+"""The analyses behind the methods, from their papers' own figures, on any checkpoint.
+
+    python scripts/eval/analyze.py --out results/analysis.json --plots results
+    python scripts/eval/analyze.py --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
+
+spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
+overlap   attention mass that tokens chosen by latent scores cover (SALS, Sec. 3.2, Fig. 2)
+recall    how many of the oracle's tokens latent scores find, by the coordinates scored with (SALS, Sec. 4.3)
+channels  outlier channels of the calibration against those of the text at hand (Double Sparsity, Fig. 9)
+adjacent  inputs of adjacent layers, and tokens chosen by a predicted query (Double Sparsity, Sec. 5.2)
+shift     a basis from prose on code, before and after Oja's update (OjaKV, Table 1)
+heads     induction and echo scores, and the KV heads they protect (RazorAttention, Sec. 3.3)
+signs     entropy of key signs, and tokens found by sign codes (Self-Indexing KVCache, eq. 5-8)
+
+The text is the held-out split of corpus.py, as much code as prose. Bases, channels and head scores come from
+the checkpoint's calibration.safetensors; without one they are made in memory from a little text of the training split.
+A model of wide keys needs more tokens (--samples x --seq-len) than channels (KV heads x head_dim) for its spectra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.calibration import FILE, Calibration  # noqa: E402
+from cache.spec import all_statistics  # noqa: E402
+from calibrate import calibrate, draw  # noqa: E402
+from checkpoint import load_checkpoint  # noqa: E402
+from corpus import collect  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from kernels.rope import apply_rope  # noqa: E402
+from model import Transformer  # noqa: E402
+from runtime import DTYPES, TINY, pick_device, set_threads  # noqa: E402
+from scripts.eval.analyses import ANALYSES  # noqa: E402
+from scripts.eval.analyses.axes import integer_axis  # noqa: E402
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
+
+MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
+RANDOM_TOKENS = 512  # of the head scores, where no calibration file holds them
+
+
+@torch.inference_mode()
+def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration | None, names: list[str]) -> Series:
+    """Teacher forcing of text {kind: [N, S]}, all of it layer by layer, so that memory holds one layer's keys."""
+    some = next(iter(text.values()))
+    cos, sin = model.rope_tables(some.shape[1])
+    device = model.norm.weight.device
+    inputs = {kind: model.tok_embeddings(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
+    before: dict[str, Tensor] = {}
+    out: Series = {name: [] for name in names}
+    for i, block in enumerate(tqdm(model.layers, desc="layers")):
+        captures: dict[str, list[Capture]] = {kind: [] for kind in text}
+        for kind, xs in inputs.items():
+            for row, x in enumerate(xs):
+                q, k, v = (t.float() for t in block.attention.qkv(block.attention_norm(x)))
+                rotated = apply_rope(q, cos[0], sin[0]), apply_rope(k, cos[0], sin[0])
+                captures[kind].append(Capture(before[kind][row] if before else None, x, q, k, v, *rotated))
+        layer = Layer(i, block, calib, (cos[0], sin[0]), captures)
+        for name in tqdm(names, desc=f"layer {i}", leave=False):
+            out[name].append(ANALYSES[name].measure(layer))
+        before = inputs
+        attend = block.attention.uncached(cos, sin)
+        inputs = {kind: torch.cat([block(x[None], attend) for x in xs]) for kind, xs in inputs.items()}
+    return out
+
+
+def draw_plot(path: Path, analysis: Analysis, rows: list[Series]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig = analysis.plot(plt, rows)
+    fig.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)  # makes room for the legends below the axes
+    for ax in fig.axes:
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+        if not ax.images and ax.get_label() != "<colorbar>":
+            ax.spines[["top", "right"]].set_visible(False)
+        if ax.get_xlabel().startswith("layer"):
+            integer_axis(ax.xaxis)
+    tmp = path.with_suffix(".tmp.png")
+    fig.savefig(tmp, dpi=110)
+    tmp.replace(path)
+    plt.close(fig)
+
+
+def show_table(name: str, what: str, table: Table) -> None:
+    head, body = table
+    cells = [head, *([f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in body)]
+    widths = [max(len(row[j]) for row in cells) for j in range(len(head))]
+    print(f"\n{name}: {what}")
+    for row in cells:
+        print("  " + "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)))
+
+
+def rounded(x: Any) -> Any:
+    """Four significant digits of every float of a result."""
+    if isinstance(x, dict):
+        return {k: rounded(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [rounded(v) for v in x]
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+# ---- the command ----
+
+
+def windows(tk: Any, docs: list, kinds: tuple[str, ...], samples: int, seq_len: int) -> Tensor:
+    """Random windows of the documents of these kinds [samples, seq_len]."""
+    ids = np.array([i for d in docs if d.kind in kinds for i in tk.encode(d.text, bos=True)])
+    return torch.from_numpy(draw(ids, samples, seq_len, seed=0))
+
+
+def prepare(
+    model: Transformer, checkpoint: Path, names: list[str], samples: int, seq_len: int
+) -> tuple[Calibration | None, dict[str, Tensor], str | None]:
+    """The calibration where an analysis asks for one, the text by kind [samples, seq_len], and what calibrated."""
+    tk, held_out = load_tokenizer(checkpoint), [d for d in collect(only_held_out=True) if d.held_out]
+    text = {kind: windows(tk, held_out, (kind,), samples, seq_len) for kind in ("code", "prose")}
+    methods = sorted({m for n in names for m in ANALYSES[n].reads})
+    in_file = (checkpoint / FILE).is_file()
+    train = []
+    if "shift" in names or (methods and not in_file):  # the standard library is enough here, and read in seconds
+        train = [d for d in collect(packages=()) if not d.held_out]
+    if "shift" in names:
+        text["calibration"] = windows(tk, train, ("prose",), 2 * samples, seq_len)
+    if not methods:
+        return None, text, None
+    if in_file:
+        return Calibration.load(checkpoint, model.args).require(all_statistics(methods)), text, FILE
+    rows = windows(tk, train, ("code", "prose"), 4 * samples, seq_len)
+    print(f"{checkpoint} has no {FILE}: one is made in memory from {rows.numel()} tokens", file=sys.stderr)
+    random_tokens = min(RANDOM_TOKENS, model.args.context // 4)
+    calib = calibrate(model, list(rows), random_tokens, all_statistics(methods), progress=True)
+    return calib, text, f"in memory, {rows.numel()} tokens"
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder")
+    a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="default: all of them")
+    a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose")
+    a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 1024 or the model's context if shorter")
+    a("--out", help="result file, e.g. results/analysis.json")
+    a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
+    a("--device")
+    a("--dtype", choices=sorted(DTYPES), default="fp32")
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--json", action="store_true", help="print the result object instead of tables")
+    opt = p.parse_args(argv)
+    set_threads(opt.threads)
+    names = list(dict.fromkeys(opt.only.split(",")))
+    if unknown := [n for n in names if n not in ANALYSES]:
+        raise InputError(f"unknown analysis {unknown[0]!r} in --only: use {', '.join(ANALYSES)}")
+    check_out(opt.out)  # said before minutes of work
+    check_out(opt.plots and Path(opt.plots) / "analysis.png", "--plots")
+    if opt.plots and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
+    checkpoint, device = Path(opt.checkpoint), pick_device(opt.device)
+    model = load_checkpoint(checkpoint, device, DTYPES[opt.dtype])
+    # a sliding window would hide tokens that every measure here takes for visible
+    longest = min([model.args.context, *(w for w in model.args.windows if w)])
+    seq_len = opt.seq_len or min(1024, longest)
+    for flag, value, low, high in (("--samples", opt.samples, 1, 1 << 20), ("--seq-len", seq_len, MIN_LENGTH, longest)):
+        if not low <= value <= high:
+            raise InputError(f"{flag} {value} is out of range: this model takes {low} to {high}")
+    calib, text, source = prepare(model, checkpoint, names, opt.samples, seq_len)
+    found = go_through(model, text, calib, names)
+    data = record(device, checkpoint=checkpoint.name, samples=opt.samples, seq_len=seq_len, calibration=source,
+                  analyses={n: dict(what=ANALYSES[n].what, layers=rounded(found[n])) for n in names})  # fmt: skip
+    if opt.out:
+        write_json(opt.out, data)
+    if opt.plots:
+        for name in tqdm(names, desc="plots"):
+            draw_plot(Path(opt.plots) / f"analysis_{name}.png", ANALYSES[name], found[name])
+    if opt.json:
+        print(json.dumps(data))
+        return
+    for name in names:
+        show_table(name, ANALYSES[name].what, ANALYSES[name].table(found[name]))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,317 @@
+"""Retrieval and perplexity of a checkpoint under any KV-cache methods, side by side on the same samples.
+
+    python scripts/eval/eval_retrieval.py                                   # the shipped model, full cache
+    python scripts/eval/eval_retrieval.py --method full self_index --lengths 1024,2048 --samples 50
+    python scripts/eval/eval_retrieval.py --method all --out results/methods.json         # every method and preset
+    python scripts/eval/eval_retrieval.py --tasks perplexity --out results/perplexity.json
+
+Tasks: needle (one plain statement in a haystack of held-out text), needle4 (four of them, one asked), ruler (one, in
+RULER's wording), ruler4, key_value (nothing but `"key": value` lines, one asked), repeats (random tokens twice;
+predicted on the second copy), perplexity (held-out code and prose). Keys are made of words that training never saw,
+values are fresh digits.
+
+The default is query-agnostic: the context is prefilled and compressed, then the question comes through decode, so no
+method knows it when it compresses. --query-in-prompt prefills context and question together.
+
+Prompts are prefilled once for all methods whose prefill is exact attention; the others prefill for themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.base import KVMethod  # noqa: E402
+from cache.spec import layer_methods  # noqa: E402
+from checkpoint import args_from_hf, load_checkpoint, read_json  # noqa: E402
+from corpus import collect  # noqa: E402
+from engine import pad  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from runtime import TINY, pick_device, set_threads  # noqa: E402
+from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402
+from scripts.shared.options import SPECS_BY_LAYER, expand, parse_knobs, takes  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
+
+NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
+               ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip
+WORDS = TINY / "words.json"
+
+
+class Shared(KVMethod):
+    """One layer of several caches that are filled by the same exact prefill."""
+
+    def __init__(self, members: list[KVMethod]):
+        nn.Module.__init__(self)
+        self.members, self.rope, self.shape = members, members[0].rope, members[0].shape
+
+    def compress(self, q, k, v, lengths):  # rotated
+        for m in self.members:
+            if not m.pre_rope:
+                m.compress(q, k, v, lengths)
+
+    def prefill(self, q, k, v, lengths):
+        y = super().prefill(q, k, v, lengths)
+        for m in self.members:
+            if m.pre_rope:
+                m.compress(q, k, v, lengths)
+        return y
+
+
+class Evaluation:
+    def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int):
+        self.model = load_checkpoint(checkpoint, device)
+        self.tk = load_tokenizer(checkpoint)
+        self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
+        docs = [d for d in collect(only_held_out=True) if d.held_out]
+        self.texts = {
+            kind: np.array([i for d in docs if d.kind == kind for i in self.tk.encode(d.text, bos=True)])
+            for kind in ("code", "prose")
+        }
+        self.words = json.loads(WORDS.read_text())["held_out"]
+
+    def tasks(self, *seed: int) -> Tasks:
+        return Tasks(self.tk, list(self.texts.values()), [0.5, 0.5], self.words, [self.seed, *seed])
+
+    def prefill(self, prompts: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
+        """Fill every cache with the prompts -> the last token's logits by method, and the lengths [B]."""
+        tokens, lengths = pad(prompts, self.device)
+        exact = [n for n, c in self.caches.items() if all(type(m).prefill is KVMethod.prefill for m in c)]
+        logits = {}
+        if exact:
+            self.model.cache = nn.ModuleList(
+                Shared([m for m in same]) for same in zip(*(self.caches[n] for n in exact), strict=True)
+            )
+            logits = dict.fromkeys(exact, self.model.prefill(tokens, lengths))
+        for name in self.caches.keys() - set(exact):
+            self.model.cache = self.caches[name]
+            logits[name] = self.model.prefill(tokens, lengths)
+        return logits, lengths
+
+    @torch.inference_mode()
+    def run_rows(
+        self, prompts: list[list[int]], forced: list[list[int]], n_new: int
+    ) -> dict[str, tuple[list[list[int]], float]]:
+        """Prefill, feed each row its `forced` tokens through decode, then n_new greedy tokens; for each method:
+
+        the argmax after each of forced[:-1] and the greedy tokens that follow, and the sum of the forced tokens'
+        log-probabilities. Rows may have prompts and forced parts of different lengths.
+        """
+        for cache in self.caches.values():
+            for m in cache:
+                m.reset()
+        first, lengths = self.prefill(prompts)
+        results = {}
+        for name, cache in self.caches.items():
+            self.model.cache = cache
+            results[name] = self._decode(first[name], lengths, forced, n_new)
+        return results
+
+    def _decode(
+        self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: int
+    ) -> tuple[list[list[int]], float]:
+        out: list[list[int]] = [[] for _ in forced]
+        logp, steps = 0.0, max(map(len, forced)) + n_new
+        for step in range(steps):
+            best = logits.argmax(-1)
+            given = [f[step] if step < len(f) else None for f in forced]
+            known = [b for b, g in enumerate(given) if g is not None]
+            if known:
+                picked = torch.tensor([given[b] for b in known], device=self.device)
+                logp += F.log_softmax(logits[known].float(), -1).gather(1, picked[:, None]).sum().item()
+            host = best.tolist()
+            for b, token in enumerate(host):
+                out[b].append(token)
+            if step == steps - 1:
+                break
+            nxt = torch.tensor([h if g is None else g for h, g in zip(host, given, strict=True)], device=self.device)
+            logits = self.model.decode(nxt, pos)
+            pos = pos + 1
+            self.model.maintain(step + 1)
+        return out, logp
+
+    def setup(self, methods: dict[str, tuple[str, dict]], size: int) -> None:
+        """Allocate a cache of `size` tokens a row for every label: (method, knobs)."""
+        self.caches, self.size = {}, size
+        for label, (method, knobs) in methods.items():
+            self.model.setup(method, self.batch, size, None, knobs)
+            self.caches[label] = self.model.cache
+
+    def bytes(self, label: str, pos: int) -> dict[str, float]:
+        """Of a cache: bytes, their share of full's, and of the bytes that one step reads at `pos`."""
+        self.model.cache = self.caches[label]
+        used, dense = self.model.kv_bytes(), self.model.kv_bytes_full(self.batch, self.size)
+        s = self.caches[label][0].shape
+        read = sum(m.traffic(pos) for m in self.model.cache)
+        whole = 2 * s.max_batch * s.n_kv_head * (pos + 1) * s.head_dim * s.dtype.itemsize * len(self.model.cache)
+        return dict(kv_bytes=used, kv_share=round(used / dense, 4), read_share=round(read / whole, 4))
+
+    def needles(self, name: str, T: int, samples: int) -> dict[str, list[int]]:
+        """By method, 1 for each sample whose whole value is generated, else 0; single needles at even depths."""
+        hits: dict[str, list[int]] = {label: [] for label in self.caches}
+        for first in tqdm(range(0, samples, self.batch), desc=f"{name} {T}", leave=False):
+            cases = [self.case(name, T, i, samples) for i in range(first, min(first + self.batch, samples))]
+            forced: list[list[int]]
+            if self.query_in_prompt:
+                prompts, forced = [c + q for c, q, _ in cases], [[] for _ in cases]
+            else:
+                prompts, forced = [c for c, _, _ in cases], [q for _, q, _ in cases]
+            results = self.run_rows(prompts, forced, max(len(v) for *_, v in cases))
+            for label, (out, _) in results.items():
+                for row, f, (_, _, value) in zip(out, forced, cases, strict=True):
+                    hits[label].append(int(row[len(f) : len(f) + len(value)] == value))
+        return hits
+
+    def case(self, name: str, T: int, i: int, samples: int) -> tuple[list[int], list[int], list[int]]:
+        """Sample i of a task: context, question, answer."""
+        tasks = self.tasks(T, i, [*NEEDLES, "key_value"].index(name))
+        if name == "key_value":
+            context, asked = tasks.key_value_case(T)
+            return context.ids, asked.query, asked.value
+        kw = NEEDLES[name]
+        depth = (i + 0.5) / samples if kw["n"] == 1 else None
+        made = tasks.needle_case(T, depth=depth, digits_only=True, **kw)
+        if made is None:
+            raise InputError(f"a length of {T} has no room for the needles of {name}")
+        return made[0].ids, self.tk.encode("\n", bos=False) + made[1][0].query, made[1][0].value
+
+    def repeats(self, T: int, samples: int, decoded: int) -> dict[str, list[float]]:
+        """By method, the share predicted of a second copy of T / 2 random tokens, or of its first `decoded` tokens."""
+        shares: dict[str, list[float]] = {label: [] for label in self.caches}
+        for first in tqdm(range(0, samples, self.batch), desc=f"repeats {T}", leave=False):
+            rows = range(first, min(first + self.batch, samples))
+            copies = [
+                self.tasks(T, i).rng.integers(FIRST_PLAIN_ID, self.tk.vocab_size, T // 2 - 1).tolist() for i in rows
+            ]
+            bos = [self.tk.bos_id] if self.tk.bos_id is not None else []
+            second = [c[:decoded] for c in copies]
+            for label, (out, _) in self.run_rows([bos + c for c in copies], second, 0).items():
+                # that there is a second copy shows from its first token, which cannot be predicted
+                shares[label] += [
+                    float(np.mean(np.array(o[1:]) == np.array(c[1:]))) for o, c in zip(out, second, strict=True)
+                ]
+        return shares
+
+    def perplexity(self, T: int, samples: int, decoded: int) -> dict[str, dict[str, float]]:
+        """By method, of the last `decoded` tokens, at most half, of windows of T: what stands before is compressed."""
+        out: dict[str, dict[str, float]] = {label: {} for label in self.caches}
+        for kind, ids in self.texts.items():
+            n = max(1, min(samples, (len(ids) - 1) // T))
+            starts = np.linspace(0, len(ids) - T, n).astype(int)
+            logp, count, cut = dict.fromkeys(self.caches, 0.0), 0, T - min(decoded, T // 2)
+            for first in tqdm(range(0, n, self.batch), desc=f"perplexity {kind} {T}", leave=False):
+                rows = [ids[s : s + T].tolist() for s in starts[first : first + self.batch]]
+                count += len(rows) * (T - cut)
+                for label, (_, lp) in self.run_rows([r[:cut] for r in rows], [r[cut:] for r in rows], 0).items():
+                    logp[label] += lp
+            for label in self.caches:
+                out[label][f"perplexity_{kind}"] = round(math.exp(-logp[label] / count), 3)
+        return out
+
+
+def evaluate(
+    ev: Evaluation,
+    methods: dict[str, tuple[str, dict]],
+    tasks: list[str],
+    T: int,
+    samples: int,
+    text_samples: int,
+    decoded: int,
+) -> list[dict]:
+    """The rows of the table at one length, one per method."""
+    ev.setup(methods, T + (64 if set(tasks) & {*NEEDLES, "key_value"} else 8))
+    rows = {
+        label: dict(
+            method=name,
+            knobs=knobs,
+            seq_len=T,
+            samples=samples,
+            text_samples=text_samples,
+            query_in_prompt=ev.query_in_prompt,
+        )
+        | ev.bytes(label, T - 1)
+        for label, (name, knobs) in methods.items()
+    }
+    for task in tasks:
+        if task == "perplexity":
+            for label, numbers in ev.perplexity(T, text_samples, decoded).items():
+                rows[label] |= numbers
+            continue
+        each = ev.repeats(T, text_samples, decoded) if task == "repeats" else ev.needles(task, T, samples)
+        for label, values in each.items():
+            rows[label] |= {task: round(float(np.mean(values)), 4), f"{task}_each": values}
+    return list(rows.values())
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY))
+    a("--method", nargs="+", default=["full"], help=f"{SPECS_BY_LAYER}; `all`: every method and preset")
+    a("--method-arg", action="append", default=[], metavar="K=V", help="a knob, given to every method that has it")
+    a("--lengths", default="512,1024,2048,4096")
+    a("--tasks", default="needle,needle4,ruler,ruler4,repeats,perplexity")
+    a("--samples", type=int, default=100, help="of every needle and key-value cell")
+    a("--text-samples", type=int, default=10, help="sequences of repeats, and of perplexity for each kind of text")
+    a("--decoded", type=int, default=512, help="at most this many tokens of a sequence go through decode")
+    a("--batch-size", type=int, default=4)
+    a("--seed", type=int, default=1)
+    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
+    a("--device")
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--out", help="result file, e.g. results/retrieval.json")
+    a("--json", action="store_true", help="print the result object")
+    opt = p.parse_args()
+    opt.tasks, known = opt.tasks.split(","), [*NEEDLES, "key_value", "repeats", "perplexity"]
+    if unknown := set(opt.tasks) - set(known):
+        raise InputError(f"unknown task {sorted(unknown)[0]!r}: use {', '.join(known)}")
+    if min(opt.samples, opt.text_samples, opt.batch_size) < 1 or opt.decoded < 2:
+        raise InputError("--samples, --text-samples and --batch-size must be at least 1, --decoded at least 2")
+    args = args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+    try:
+        opt.lengths = [int(n) for n in opt.lengths.split(",")]
+    except ValueError:
+        raise InputError(f"--lengths {opt.lengths} is not a list such as 512,1024") from None
+    if min(opt.lengths) < 32:
+        raise InputError(f"--lengths {min(opt.lengths)} is below 32: there is no room for a task")
+    check_out(opt.out)
+    knobs = parse_knobs(opt.method_arg)
+    opt.method = {n: (n, {k: v for k, v in knobs.items() if takes(n, k)}) for n in expand(opt.method, True)}
+    for spec, own in opt.method.values():
+        layer_methods(spec, args.n_layer, own)  # a wrong name or knob ends the run before it starts
+    if unused := knobs.keys() - {k for _, own in opt.method.values() for k in own}:
+        raise InputError(f"--method-arg {min(unused)}: none of the methods has this knob")
+    set_threads(opt.threads)
+    return opt
+
+
+def main() -> None:
+    opt = parse_args()
+    device = pick_device(opt.device)
+    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed)
+    rows: list[dict] = []
+    for T in opt.lengths:
+        rows += evaluate(ev, opt.method, opt.tasks, T, opt.samples, opt.text_samples, opt.decoded)
+        data = record(device, checkpoint=Path(opt.checkpoint).name, rows=rows)
+        if opt.out:
+            write_json(opt.out, data)  # after every length: an interrupted run keeps what it has
+        if not opt.json:
+            for row in rows[-len(opt.method) :]:
+                print(" ".join(f"{k}={v}" for k, v in row.items() if not isinstance(v, list)), flush=True)
+    if opt.json:
+        print(json.dumps(data))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,79 @@
+"""What the methods retrieve and predict: the comparison of all, what explains its losses, and the shipped model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.report.tables.markdown import NONE, files, folded, percent, source, table
+from scripts.shared.results import method_rows
+
+OPEN = 2048  # the length whose comparison is shown unfolded
+TASKS = ("needle", "needle4", "key_value", "repeats")
+TEXTS = ("perplexity_code", "perplexity_prose")
+
+
+def knobs(row: dict[str, Any]) -> str:
+    return "".join(f" {k}={v}" for k, v in row["knobs"].items())
+
+
+def comparison() -> str:
+    """results/methods*.json: one table a length, every method and preset."""
+    rows = method_rows()
+    if not rows:
+        return NONE
+    tasks, texts = ([t for t in names if any(t in r for r in rows)] for names in (TASKS, TEXTS))
+    lengths, out = sorted({r["seq_len"] for r in rows}), []
+    for T in lengths:
+        cells = [
+            [f"`{r['method']}`{knobs(r)}", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}"]
+            + [percent(r[t]) if t in r else "-" for t in tasks]
+            + [f"{r[t]:.1f}" if t in r else "-" for t in texts]
+            for r in rows
+            if r["seq_len"] == T
+        ]
+        header = [f"{T} tokens", "KV bytes", "bytes read", *tasks, *(t.replace("perplexity_", "ppl ") for t in texts)]
+        body = table(header, cells)
+        out.append(body if T == OPEN else folded(f"{T} tokens", body))
+    n = [f"{T}: {next(r['samples'] for r in rows if r['seq_len'] == T)}" for T in lengths]
+    sources = "\n\n".join(source(*f) for f in files("methods*.json"))
+    return "\n\n".join(out) + f"\n\nSamples a needle cell, {', '.join(n)}.\n\n{sources}"
+
+
+def losses() -> str:
+    """results/losses*.json beside the cells of the comparison that they explain: the same method, other knobs."""
+    known = {(r["method"], r["seq_len"]): r for r in method_rows()}
+    rows, sources = [], []
+    for name, data in files("losses*.json"):
+        sources.append(source(name, data))
+        for r in data["rows"]:
+            as_above = known[r["method"], r["seq_len"]]
+            changed = [f"{k}={v}" for k, v in r["knobs"].items()] + ["the question is known"] * r["query_in_prompt"]
+            for task in TASKS:
+                if task in r and task in as_above:
+                    before, after = (percent(x[task]) for x in (as_above, r))
+                    rows.append([f"`{r['method']}`", str(r["seq_len"]), task, before, ", ".join(changed), after])
+    if not rows:
+        return NONE
+    return table(["method", "tokens", "task", "as above", "with", ""], rows) + "\n\n" + "\n\n".join(sources)
+
+
+def retrieval(only: str | None = None, folder: str = "") -> str:
+    """The rows of every results/retrieval*.json, of one method only if asked."""
+    tasks = ["needle", "needle4", "ruler", "repeats"]
+
+    def cell(row: dict, key: str) -> str:
+        return "-" if key not in row else f"{row[key]:.1f}" if key in TEXTS else percent(row[key])
+
+    rows, sources = [], []
+    for name, data in files("retrieval*.json"):
+        mine = [r for r in data["rows"] if only in (None, r["method"])]
+        rows += [
+            [r["method"] + knobs(r), str(r["seq_len"]), f"{r['kv_share']:.3f}"] + [cell(r, t) for t in [*tasks, *TEXTS]]
+            for r in mine
+        ]
+        if mine:
+            sources.append(f"{mine[0]['samples']} samples a needle cell: {source(name, data, folder)}")
+    if not rows:
+        return NONE
+    header = ["method", "tokens", "KV bytes / full", *tasks, "ppl code", "ppl prose"]
+    return table(header, rows) + "\n\n" + "\n\n".join(sources)

@@ -1,0 +1,92 @@
+"""What a CPU did: one layer's attention, decode end to end; and what the GPU kernels are compiled to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from scripts.report.tables.gpu import section
+from scripts.report.tables.markdown import NONE, RESULTS, files, percent, source, table
+
+
+def attention() -> str:
+    """results/attention*.json: one layer's operator, how many times the best dense attention it is, and every dense."""
+    out = []
+    for file, data in files("attention*.json"):
+        done = [r for r in data["rows"] if "operator" in r]
+        for model, batch in dict.fromkeys((r["model"], r["batch"]) for r in done):
+            mine = [r for r in done if (r["model"], r["batch"]) == (model, batch)]
+            lengths = sorted({r["length"] for r in mine})
+            cells = {(r["method"], r["length"]): cell(r) for r in mine}
+            rows = [[f"`{m}`", *(cells.get((m, n), "-") for n in lengths)] for m in dict.fromkeys(m for m, _ in cells)]
+            dense = {(r["name"], r["length"]): f"{r['ms']:.2f} ms" for r in data["dense"]
+                     if (r["model"], r["batch"]) == (model, batch) and "ms" in r}  # fmt: skip
+            names = dict.fromkeys(name for name, _ in dense)
+            rows += [[f"dense: {name}", *(dense.get((name, n), "-") for n in lengths)] for name in names]
+            out.append(table([f"{model}, batch {batch}", *(f"{n} tokens" for n in lengths)], rows))
+        out.append(f"{data['dtype']}. {source(file, data)}")
+    return "\n\n".join(out) or NONE
+
+
+def cell(r: dict[str, Any]) -> str:
+    """Time and ratio; the ratio's spread over the rounds, where the file has it."""
+    text = f"{r['operator']['ms']:.2f} ms"
+    if "times_dense" in r:
+        text += f", {r['times_dense']:.2f}x"
+    if "times_dense_spread" in r:
+        text += f" (spread {percent(r['times_dense_spread'])})"
+    return text
+
+
+def speed() -> str:
+    """results/generate_cpu*.json: a table each, with a column of whatever its runs are compared with."""
+    out = []
+    for file, data in files("generate_cpu*.json"):
+        done = [r for r in data["rows"] if "tokens_per_s" in r]
+        against = {k: name for k, name in dict(times_peer="transformers", times_full="full").items()
+                   if any(r.get(k, 1) != 1 for r in done)}  # fmt: skip
+        rows = [
+            [f"{r['batch']} x {r['length']}", r["run"], f"{r['tokens_per_s']:,.3g}", percent(r["spread"])]
+            + [f"{r[k]:.2f}x" if k in r else "-" for k in against]
+            for r in done
+        ]
+        header = [f"{data['model']}, batch x tokens", "run", "tokens/s (median)", "spread"]
+        out.append(table([*header, *(f"against {name}" for name in against.values())], rows))
+        out.append(f"{data['new_tokens']} new tokens, {data['dtype']}. {source(file, data)}")
+    return "\n\n".join(out) or NONE
+
+
+def gpu() -> str:
+    """results/h100: what gpu_suite.sh measured, beside the papers."""
+    return section(RESULTS / "h100")
+
+
+def kernels() -> str:
+    """results/kernels.json: the main kernel of each file as compiled for an H100, and what an operation moves."""
+    path = RESULTS / "kernels.json"
+    if not path.exists():
+        return "Not compiled yet."
+    data, model = json.loads(path.read_text()), "llama-3.1-8b"
+    first = {r["file"]: r for r in reversed(data["rows"]) if r["model"] == model and r["cc"] == 90}
+    header = ["kernel", "registers", "spills", "shared", "programs a multiprocessor", "limited by"]
+    rows = [
+        [f"{r['file']}: {r['kernel']}", *(str(r[c]) for c in ("registers", "spills", "shared", "programs", "limit"))]
+        for r in sorted(first.values(), key=lambda r: r["file"])
+    ]
+    moved = [r for r in data["account"] if r["model"] == model]
+    ops = [[r["op"], f"{r['bytes'] / 1e6:.1f}", str(r["launches"]), f"{1e6 * r['seconds']:.0f}"] for r in moved]
+    size = f"batch {moved[0]['batch']}, {moved[0]['length']} tokens"
+    assumed = f"{data['assumed']['bandwidth'] / 1e12:g} TB/s and {1e6 * data['assumed']['launch']:g} us a launch"
+    bad = sum(bool(r["problem"]) for r in data["rows"])
+    n = len({(r["file"], r["kernel"]) for r in data["rows"]})
+    cards = ", ".join(f"{cc / 10:g}" for cc in sorted({r["cc"] for r in data["rows"]}))
+    return "\n\n".join([
+        f"{n} kernels, {len(data['rows'])} compilations for compute "
+        f"capabilities {cards}: {bad} with a spill, too much shared memory or an error.",
+        table(header, rows),
+        f"<details><summary>Bytes and launches of every operation, {model}, {size}; us predicted from {assumed}"
+        "</summary>",
+        table([f"{size}", "MB", "launches", "us predicted"], ops),
+        "</details>",
+        source(path.name, data),
+    ])  # fmt: skip

@@ -1,0 +1,94 @@
+"""Write what is generated of README.md, results/README.md and the model card, from the code and results/*.json.
+
+    python scripts/report/update_readme.py            # the tables
+    python scripts/report/update_readme.py --demo     # run `make demo` too and show its output
+    python scripts/report/update_readme.py --check    # exit 2 if a page is not what this would write
+
+A section stands between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from errors import InputError, Parser, run_cli  # noqa: E402
+from runtime import ROOT  # noqa: E402
+from scripts.report.tables.accuracy import comparison, losses, retrieval  # noqa: E402
+from scripts.report.tables.methods import methods, settings  # noqa: E402
+from scripts.report.tables.speed import attention, gpu, kernels, speed  # noqa: E402
+from scripts.shared.results import check_out  # noqa: E402
+
+# page -> section -> what writes it
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": dict(methods=methods),
+    "results/README.md": dict(comparison=comparison, losses=losses, retrieval=retrieval, attention=attention,
+                              speed=speed, gpu=gpu, kernels=kernels, settings=settings),
+    "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
+}  # fmt: skip
+
+
+def demo() -> str:
+    run = subprocess.run(["make", "-s", "demo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if run.returncode:
+        raise InputError(f"make demo failed: {run.stdout[-300:]}")
+    return "```\n" + run.stdout.strip() + "\n```"
+
+
+def fill(text: str, name: str, body: str) -> str:
+    """Replace what stands between the two markers of a section."""
+    pattern = re.compile(rf"(<!-- begin:{name} -->\n).*?(<!-- end:{name} -->)", re.S)
+    if not pattern.search(text):
+        raise InputError(f"no section {name}: put back its begin and end markers")
+    return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
+
+
+def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str]:
+    """Write the pages below root -> those that changed. check: InputError if one would."""
+    changed: dict[Path, str] = {}
+    for page, sections in PAGES.items():
+        path = root / page
+        if not path.is_file():
+            raise InputError(
+                f"{page} is not there: its text is written by hand, around the sections {', '.join(sections)}"
+            )
+        text = old = path.read_text()
+        bodies = {name: make() for name, make in sections.items()}
+        if with_demo and page == "README.md":
+            bodies["demo"] = demo()
+        for name, body in bodies.items():
+            try:
+                text = fill(text, name, body)
+            except InputError as e:
+                raise InputError(f"{page}: {e}") from None
+        if text != old:
+            changed[path] = text
+    if check and changed:
+        stale = next(iter(changed)).relative_to(root)
+        raise InputError(f"{stale} is not up to date: run python scripts/report/update_readme.py")
+    for path, text in changed.items():
+        check_out(path)
+        path.write_text(text)
+    return [str(path.relative_to(root)) for path in changed]
+
+
+def main() -> None:
+    p = Parser(__doc__)
+    p.add_argument("--demo", action="store_true", help="run `make demo` for the README's first section")
+    p.add_argument("--check", action="store_true", help="write nothing")
+    p.add_argument("--json", action="store_true", help="print the pages that changed as JSON")
+    opt = p.parse_args()
+    changed = update(ROOT, opt.demo, opt.check)
+    if opt.json:
+        print(json.dumps(changed))
+    else:
+        print("\n".join(f"wrote {page}" for page in changed) or "all pages are up to date")
+
+
+if __name__ == "__main__":
+    run_cli(main)

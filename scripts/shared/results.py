@@ -1,0 +1,111 @@
+"""What every result file holds beside its numbers, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from errors import InputError
+from runtime import ROOT
+
+
+def git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit() -> str:
+    """The revision, with +dirty if tracked files other than results differ from it."""
+    try:
+        changed = git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results")
+        return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def gpu(device: torch.device) -> dict[str, Any]:
+    """What decides a GPU's speed: the card, and the driver, clocks and power limit as they are now."""
+    p = torch.cuda.get_device_properties(device)
+    out = dict(name=p.name, capability=f"{p.major}.{p.minor}", memory=p.total_memory, l2_cache=p.L2_cache_size,
+               multiprocessors=p.multi_processor_count, cuda=torch.version.cuda)  # fmt: skip
+    fields = "driver_version,power.limit,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,temperature.gpu"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id=GPU-{p.uuid}"]
+        line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return out | dict(zip(fields.split(","), line.split(", "), strict=True))
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as e:
+        return out | dict(nvidia_smi=f"{type(e).__name__}: {e}")
+
+
+def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
+    """The command, device, versions, commit and date, then the numbers."""
+    device = torch.device(device)
+    packages = {}
+    for name in ("torch", "triton", "transformers", "flash-attn", "flashinfer-python", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    cuda = device.type == "cuda"
+    return dict(
+        command=" ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        device=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
+        **(dict(gpu=gpu(device)) if cuda else {}),
+        versions=dict(python=platform.python_version(), **packages),
+        commit=commit(),
+        date=time.strftime("%Y-%m-%d"),
+        **numbers,
+    )
+
+
+def check_out(path: str | Path | None, flag: str = "--out") -> None:
+    """InputError, before anything is computed, if no file can be written there. None: nothing will be."""
+    if path is None:
+        return
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
+    try:  # as it will be written: permissions alone do not tell (a full or read-only disk, /proc)
+        trial = _temporary(path)
+        trial.touch()
+        trial.unlink()
+    except OSError as e:
+        raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """Written to a temporary name, then renamed: an interrupted run leaves the old file."""
+    path = Path(path)
+    check_out(path)
+    tmp = _temporary(path)
+    tmp.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(tmp, path)
+
+
+def method_rows() -> list[dict[str, Any]]:
+    """Rows of results/methods*.json; what was measured again, in a file later by name, replaces the first."""
+    files = sorted((ROOT / "results").glob("methods*.json"))
+    rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
+    return list({(r["seq_len"], r["method"], str(r["knobs"])): r for r in rows}.values())

@@ -1,0 +1,70 @@
+"""The shipped model's vocabulary, token arrays and words, made once from the text of corpus.py, and tasks over them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import sentencepiece as spm
+from tqdm import tqdm
+
+from corpus import collect
+from scripts.eval.tasks import Tasks
+
+VOCAB = 2048
+
+
+class Pieces:
+    """The SentencePiece vocabulary, with the two things scripts/eval/tasks.py asks of a tokenizer."""
+
+    def __init__(self, path: Path):
+        self.sp = spm.SentencePieceProcessor(model_file=str(path))
+        self.vocab_size: int = self.sp.get_piece_size()
+        self.bos_id: int | None = self.sp.bos_id()
+
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        return [self.sp.bos_id()] * bos + self.sp.encode(text)
+
+
+def prepare(data: Path) -> None:
+    """Vocabulary, token arrays and word lists from the corpus, written once into `data`."""
+    if (data / "meta.json").exists():
+        return
+    data.mkdir(parents=True, exist_ok=True)
+    docs = collect(progress=True)
+    train = [d for d in docs if not d.held_out]
+    sample = data / "vocabulary.txt"
+    prose = "\n".join(d.text for d in train if d.kind == "prose")
+    sample.write_text(prose + "\n" + "\n".join(d.text for d in train if d.kind == "code"), encoding="utf-8")
+    spm.SentencePieceTrainer.train(
+        input=str(sample), model_prefix=str(data / "tokenizer"), vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+        split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True, user_defined_symbols=["\n"], character_coverage=0.9995,
+        input_sentence_size=200_000, shuffle_input_sentence=True, max_sentence_length=8000, minloglevel=2,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=2,
+    )  # fmt: skip
+    sample.unlink()
+    pieces = Pieces(data / "tokenizer.model")
+    meta: dict[str, dict[str, float]] = {}
+    for split in ("train", "held_out"):
+        for kind in ("code", "prose"):
+            texts = [d.text for d in docs if d.kind == kind and d.held_out == (split == "held_out")]
+            ids = [i for t in tqdm(texts, desc=f"{split} {kind}") for i in pieces.encode(t, bos=True)]
+            np.save(data / f"{split}_{kind}.npy", np.array(ids, dtype=np.uint16), allow_pickle=False)
+            n_bytes = sum(len(t.encode()) for t in texts)
+            meta[f"{split}_{kind}"] = dict(documents=len(texts), tokens=len(ids), bytes=n_bytes)
+    counts = Counter(re.findall(r"(?<![A-Za-z_])[a-z]{3,8}(?![A-Za-z_(])", prose))
+    words = [w for w, _ in counts.most_common(5000) if len(pieces.encode(" " + w)) <= 3]
+    np.random.default_rng(0).shuffle(words)
+    (data / "words.json").write_text(json.dumps(dict(train=words[:-400], held_out=words[-400:])))
+    (data / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def make_tasks(data: Path, held_out: bool, seed: object, pieces: Pieces | None = None) -> Tasks:
+    split = "held_out" if held_out else "train"
+    texts = [np.load(data / f"{split}_{kind}.npy", mmap_mode="r") for kind in ("code", "prose")]
+    words = json.loads((data / "words.json").read_text())[split]
+    return Tasks(pieces or Pieces(data / "tokenizer.model"), texts, [0.5, 0.5], words, seed)

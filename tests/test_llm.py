@@ -1,0 +1,134 @@
+"""engine.LLM: what a notebook does. Every method generates, streams, and lets itself be looked into."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cache.spec import method_files
+from cache.trace import observe
+from engine import LLM, Sampling
+from errors import InputError
+from runtime import ROOT, TINY
+
+METHODS = sorted(method_files())
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(TINY)
+
+
+def prompt_of(llm, n, seed=0):
+    return torch.randint(300, 1900, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_stream_and_decode_agree(llm, method):
+    """Batched, streamed and by hand the same greedy tokens, and none of them keeps an autograd history."""
+    llm.use(method)
+    prompts = [prompt_of(llm, 90), prompt_of(llm, 33, 1)]
+    both = llm.generate(prompts, max_new_tokens=12)
+    assert [c.prompt_tokens for c in both] == [90, 33] and both[0].batch is both[1].batch
+    assert both[0].kv_bytes > 0 and both[0].decode_tokens_per_s > 0 and both[0].batch.prefill_s > 0
+    assert "".join(llm.stream(prompts[0], max_new_tokens=12)) == both[0].text
+    model = llm.model
+    model.setup_cache(method, 1, 102)
+    tokens, pos, got = torch.tensor([prompts[0]]), torch.tensor([90]), []
+    logits = model.prefill(tokens, pos)
+    for step in range(12):
+        assert not logits.requires_grad and logits.grad_fn is None
+        got.append(int(logits.argmax()))
+        logits = model.decode(logits.argmax(-1), pos)
+        model.maintain(step + 1)
+        pos = pos + 1
+    n = len(both[0].tokens)  # a stop token ends it early
+    assert got[:n] == both[0].tokens and (n == 12 or got[n] in llm.stop_ids)
+    assert not any(b.requires_grad for b in model.cache.buffers())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_observe_sees_what_each_step_attended_to(llm, method):
+    model = llm.model
+    model.setup_cache(method, 2, 120)
+    tokens = torch.tensor([prompt_of(llm, 100), prompt_of(llm, 100, 1)])
+    model.prefill(tokens, torch.tensor([100, 40]))
+    pos = torch.tensor([100, 40])
+    with observe(model) as trace:
+        for step in range(3):
+            model.decode(tokens[:, step], pos + step)
+            model.maintain(step + 1)
+    model.decode(tokens[:, 3], pos + 3)  # no longer looked at
+    assert {s.layer for s in trace} == set(range(model.args.n_layer)) and len(trace) >= 3 * model.args.n_layer
+    for s in trace:
+        torch.testing.assert_close(s.weight.sum(-1), torch.ones(s.weight.shape[:2]))
+        assert s.position.max() <= s.pos.max() and s.position.min() >= -2
+        for row in range(2):  # nobody attends to what is not there, or twice to one token
+            for head in range(s.position.shape[1]):
+                real = s.position[row, head][s.position[row, head] >= 0]
+                assert len(real.unique()) == len(real) and real.max() == s.pos[row]
+        known = s.mass(120).sum(-1)
+        assert (known <= 1 + 1e-5).all()
+    if method == "full":
+        assert all((s.mass(120).sum(-1) > 1 - 1e-5).all() for s in trace)
+
+
+def test_a_second_call_of_the_same_size_uses_the_same_cache(llm):
+    llm.use("self_index,budget=80")
+    first = llm.generate([prompt_of(llm, 50)], 5)
+    cache = llm.model.cache
+    assert llm.generate([prompt_of(llm, 50)], 5)[0].tokens == first[0].tokens and llm.model.cache is cache
+    llm.generate([prompt_of(llm, 60)], 5)
+    assert llm.model.cache is not cache
+
+
+def test_streams_text_and_samples_repeatably(llm):
+    llm.use("full")
+    pieces, draw = [], Sampling(temperature=0.9, top_p=0.9, seed=3)
+    (c,) = llm.generate("import os\n", 20, draw, on_text=lambda row, piece: pieces.append(piece))
+    assert "".join(pieces) == c.text and llm.generate("import os\n", 20, draw)[0].tokens == c.tokens
+
+
+def test_short_contexts_allocate_what_they_can_fill(llm):
+    """A prompt of 11 tokens once took 3.4 times the bytes of full."""
+    for method, most in (("self_index", 1.05), ("streaming", 1.0), ("double_sparsity", 1.2)):
+        (c,) = llm.use(method).generate([prompt_of(llm, 11)], 128)
+        assert c.kv_bytes <= most * c.kv_bytes_full, method
+
+
+def test_more_tokens_than_were_promised_are_refused(llm):
+    model = llm.model
+    model.setup_cache("self_index", 1, 40, max_new_tokens=10)
+    with pytest.raises(InputError, match="does? not fit|do not fit"):
+        model.prefill(torch.tensor([prompt_of(llm, 31)]), torch.tensor([31]))
+    model.prefill(torch.tensor([prompt_of(llm, 30)]), torch.tensor([30]))
+    model.maintain(10)
+    with pytest.raises(InputError, match="max_new_tokens=10"):
+        model.maintain(11)
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda llm: llm.use("nope"), "unknown method"),
+        (lambda llm: llm.use("self_index", colour=1), "no knob 'colour'"),
+        (lambda llm: llm.use("self_index", self=1, method="x"), "no knob"),
+        (lambda llm: llm.generate([]), "no prompt"),
+        (lambda llm: llm.generate([[]]), "no tokens"),
+        (lambda llm: llm.generate([[5] * 5000]), "context"),
+        (lambda llm: LLM("/no/such"), "/no/such"),
+    ],
+)
+def test_bad_input(llm, call, says):
+    with pytest.raises(InputError, match=says):
+        call(llm)
+
+
+def test_engine_needs_no_command_line():
+    """Importing it reads no arguments and pulls in neither scripts nor a command line."""
+    code = "import sys, engine; print([m for m in sys.modules if m in ('generate', 'calibrate') or m[:7] == 'scripts'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,103 @@
+"""The grammar of --method: names, knobs and layers; files of a user's own folder."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.spec import Part, describe, layer_methods, method_class, parse_spec, resolve
+from errors import InputError
+from kv_methods.full import Full
+from kv_methods.sals import Sals
+from kv_methods.self_index import SelfIndex
+
+
+def test_grammar():
+    assert parse_spec("self_index") == [Part("self_index")]
+    assert parse_spec("sals-12.5,budget=0.1,sinks=8") == [Part("sals-12.5", knobs=dict(budget="0.1", sinks="8"))]
+    assert parse_spec("0-1:full, 2-:sals-12.5, budget=0.1") == [
+        Part("full", 0, 1), Part("sals-12.5", 2, None, dict(budget="0.1"))]  # fmt: skip
+    assert parse_spec("3:full")[0] == Part("full", 3, 3)
+    assert parse_spec("sals,skip_layers=0,1,-1,budget=0.2")[0].knobs == dict(skip_layers="0,1,-1", budget="0.2")
+
+
+UNREADABLE = [
+    "", ",", "=", "a=1", "full,", "full,streaming", "0-1:", ":full", "x:full", "0-1-2:full", "0:full,streaming",
+    "full,,budget=1", "full,1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_what_cannot_be_read_is_named(text):
+    with pytest.raises(InputError, match="cannot read|unknown"):
+        parse_spec(text)
+
+
+def test_knobs_belong_to_their_part_and_common_ones_to_all_that_have_them():
+    layers = layer_methods("0-1:full,2:self_index,budget=80,3-:self_index", 5, dict(budget=100))
+    assert [c for c, _ in layers] == [Full, Full, SelfIndex, SelfIndex, SelfIndex]
+    assert [a.budget for _, a in layers[2:]] == [80, 100, 100]
+    assert [a.rank for _, a in layer_methods("sals-12.5", 2)] == [0.125] * 2
+
+
+def test_later_parts_win_and_skipped_layers_take_the_methods_own_rule():
+    assert [c for c, _ in layer_methods("0-:self_index,1:full", 3)] == [SelfIndex, Full, SelfIndex]
+    layers = layer_methods("sals,budget=0.2", 16)
+    assert [a.budget for _, a in layers[:3]] == [1.0, 1.0, 0.2] and layers[-1][1].budget == 1.0
+    assert {c for c, _ in layers} == {Sals}
+    assert [c for c, _ in layer_methods("double_sparsity,skip_layers=0,-1", 3)][::2] == [Full, Full]
+    assert all(a.budget == 0.2 for _, a in layer_methods("sals,budget=0.2,skip_layers=none", 16))
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("self_index,colour=red", "no knob 'colour'"),
+        ("0-99:full", "outside"),
+        ("0:full", "no method for layer 1"),
+        ("self_index,budget=lots", "budget='lots'"),
+        ("sals,skip_layers=7", "layer 7"),
+        ("sals,skip_layers=some", "neither auto"),
+        ("full,budget=3", "no knob 'budget'"),
+    ],
+)
+def test_wrong_specs(spec, says):
+    with pytest.raises(InputError, match=says):
+        layer_methods(spec, 4)
+
+
+# ---- a folder of one's own ----
+
+FIRST = "from kv_methods.full import Full\nNEAR = 7\nclass First(Full):\n    pass\n"
+SECOND = "from kv_methods.own_first import NEAR, First\nclass Second(First):\n    near = NEAR\n"
+
+
+def test_siblings_import_each_other_and_a_broken_file_breaks_itself_alone(tmp_path, monkeypatch):
+    (tmp_path / "own_first.py").write_text(FIRST)
+    (tmp_path / "own_second.py").write_text(SECOND)
+    (tmp_path / "own_broken.py").write_text("import torch\n\nthis is no Python\n")
+    (tmp_path / "own_raises.py").write_text('"""Mine."""\nx = 1\nraise KeyError("gone")\n')
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))
+    assert method_class("own_second").near == 7
+    assert resolve("sals-12.5")[0].__name__ == "Sals"  # presets are looked up in every file
+    listed = describe()
+    assert "own_broken: broken: " in listed and "own_broken.py:3 does not import: SyntaxError" in listed
+    assert "own_raises.py:3 does not import: KeyError: 'gone'" in listed and "own_second: " in listed
+    for name in ("own_broken", "own_raises"):
+        with pytest.raises(InputError, match=f"{name}.py:3"):
+            resolve(name)
+    (tmp_path / "own_raises.py").write_text(FIRST.replace("First", "Raises"))
+    assert method_class("own_raises").__name__ == "Raises"  # mended, and read again
+
+
+def test_a_missing_folder_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="nowhere.* no folder"):
+        resolve("full")
+
+
+def test_the_same_name_in_another_folder_is_another_method(tmp_path, monkeypatch):
+    for folder, near in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own_near.py").write_text(FIRST.replace("pass", f"near = {near}"))
+        monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path / folder))
+        assert method_class("own_near").near == near
