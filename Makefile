@@ -23,7 +23,7 @@ test: .venv/dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"
 
 test-all: .venv/dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
 lint: .venv/dev
 	.venv/bin/ruff check .

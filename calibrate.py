@@ -109,11 +109,11 @@ def load_partial(path: Path, settings: dict, sums: Sums, device: torch.device | 
             meta = json.loads((f.metadata() or {}).get("partial", "{}"))
             if not isinstance(meta, dict) or meta.get("settings") != settings:
                 return 0
-            sums.sums = {name: f.get_tensor(name).to(device) for name in meta["sums"]}
-    except (SafetensorError, OSError, ValueError):
+            kept, tokens, done = {n: f.get_tensor(n).to(device) for n in meta["sums"]}, meta["tokens"], meta["done"]
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0
-    sums.tokens = meta["tokens"]
-    return meta["done"]
+    sums.sums, sums.tokens = kept, tokens
+    return done
 
 
 def save_partial(path: Path, settings: dict, sums: Sums, done: int) -> None:

@@ -65,9 +65,14 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
             raise InputError(
                 f"config.json sets {key} = {str(c[key])[:80]}, which is not supported and changes the output"
             )
-    dim, n_layer, n_head = (_number(c, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    n_kv_head = _number(c, "num_key_value_heads", n_head)
-    head_dim = _number(c, "head_dim", 128 if family == "qwen3" else dim // n_head)
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        if c.get(key) not in (None, True, False):
+            raise InputError(f"config.json: {key} must be true or false, found {_short(c[key])}")
+    dim = _number(c, "hidden_size", most=1 << 20)
+    n_layer = _number(c, "num_hidden_layers", most=1000)
+    n_head = _number(c, "num_attention_heads", most=1 << 14)
+    n_kv_head = _number(c, "num_key_value_heads", n_head, most=1 << 14)
+    head_dim = _number(c, "head_dim", 128 if family == "qwen3" else dim // n_head, most=1 << 14)
     if head_dim % 2:
         raise InputError(f"config.json: head_dim {head_dim} is odd, rotary embeddings need pairs of channels")
     if n_head % n_kv_head:
@@ -85,7 +90,7 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         n_head=n_head,
         n_kv_head=n_kv_head,
         head_dim=head_dim,
-        ffn_dim=_number(c, "intermediate_size"),
+        ffn_dim=_number(c, "intermediate_size", most=1 << 24),
         vocab_size=_number(c, "vocab_size"),
         max_seq_len=max_seq_len,
         norm_eps=_number(c, "rms_norm_eps", 1e-6, whole=False),
@@ -101,14 +106,26 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
     )
 
 
-def _number(c: dict[str, Any], key: str, default: float | None = None, whole: bool = True) -> Any:
-    """A positive number of the config; InputError names the key if it is anything else."""
+def _number(
+    c: dict[str, Any], key: str, default: float | None = None, whole: bool = True, most: float | None = None
+) -> Any:
+    """A positive number of the config, not above what any model has; InputError names the key if it is anything else.
+
+    most: by default what an int32 holds, or 1e15 if it need not be whole.
+    """
     value: Any = default if c.get(key) is None else c[key]
     kinds = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         kind = "whole number" if whole else "number"
-        raise InputError(f"config.json: {key} must be a positive {kind}, found {value!r}")
+        raise InputError(f"config.json: {key} must be a positive {kind}, found {_short(value)}")
+    if value > (limit := most or (2**31 - 1 if whole else 1e15)):
+        raise InputError(f"config.json: {key} is {_short(value)}, no model has more than {limit:,}: correct it")
     return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
@@ -119,12 +136,16 @@ def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int 
         return ()
     window = _number(c, "sliding_window", 4096)
     types = c.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
+        raise InputError(f"config.json: layer_types must be a list of names, found {_short(types)}")
     if family == "mistral":
         if types and set(types) != {"sliding_attention"}:
             raise InputError("config.json sets layer_types on a mistral model, which is not supported")
         return (window,) * n_layer
     if not types:
         full = c.get("max_window_layers", 28)
+        if not isinstance(full, int):
+            raise InputError(f"config.json: max_window_layers must be a whole number, found {_short(full)}")
         types = ["full_attention" if i < full else "sliding_attention" for i in range(n_layer)]
     if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
         raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
@@ -171,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path} is missing: a checkpoint is a Hugging Face folder with config.json, *.safetensors "
                          "and tokenizer files") from None  # fmt: skip
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:  # no UTF-8, no JSON, 5000 digits, 10,000 brackets
         raise InputError(f"cannot read {path} as JSON: {e}") from None
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
@@ -221,9 +242,20 @@ def load_checkpoint(
             raise InputError(f"cannot read {file}: {e}; the file is truncated or is no safetensors file") from None
     if targets:
         raise InputError(f"tensor {next(iter(targets))} is missing from {folder} ({len(targets)} missing in all)")
+    _check_finite(model)
     if head is not None and not torch.equal(head.to(model.output.weight), model.output.weight):
         raise InputError(f"lm_head.weight in {folder} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
+
+
+def _check_finite(model: Transformer) -> None:
+    """InputError names a tensor with NaN or infinity. Minimum and maximum are one fast reading; NaN is both of them."""
+    params = [p.data if p.is_contiguous() else p.data.t() for p in model.parameters()]  # as they lie in memory
+    if torch.stack([x for p in params for x in torch.aminmax(p)]).isfinite().all():
+        return
+    name, t = next((name, t) for name, t in _load_targets(model).items() if not t.isfinite().all())
+    raise InputError(f"tensor {name} in {model.folder} holds NaN or infinity as {str(t.dtype).removeprefix('torch.')}: "
+                     "download it again" + ("" if t.dtype == torch.float32 else ", or try --dtype fp32"))  # fmt: skip
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ print(LLM("models/tiny", method="self_index").generate("import os", max_new_toke
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -20,13 +19,14 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
-from errors import InputError
+from errors import InputError, check_range
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
 
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
+NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B], pos [B] -> the next tokens [B]
@@ -45,12 +45,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise InputError(f"--temperature {self.temperature} is below 0: use 0 for greedy decoding")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"--top-k {self.top_k} is below 1")
+        if self.temperature != 0:  # logits over less than the least would be infinite
+            check_range("--temperature", self.temperature, 1e-4, 1e4, "use 0 for greedy decoding, or 0.1 to 2")
+        if self.top_k is not None:
+            check_range("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"--top-p {self.top_p} is outside (0, 1]")
+        check_range("--seed", self.seed, 0, 2**63 - 1)
 
     def draw(self, logits: Tensor) -> Tensor:
         """logits [B, V] -> tokens [B]; no synchronization."""
@@ -62,7 +63,8 @@ class Sampling:
         probs = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             sorted_probs, order = probs.sort(-1, descending=True)
-            kept = sorted_probs.cumsum(-1) - sorted_probs < self.top_p  # the token that crosses top_p is kept
+            # the token that crosses top_p is kept; far below 1e-30, fp32 has only 0, and would keep none
+            kept = sorted_probs.cumsum(-1) - sorted_probs < max(self.top_p, 1e-30)
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
         # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
         return (probs / torch.empty_like(probs).exponential_(1.0)).argmax(-1)
@@ -71,11 +73,32 @@ class Sampling:
 # ---- the decode loop ----
 
 
+class Ended(InputError):
+    """What ended a run in the middle of its text; `completions` holds what there is."""
+
+    def __init__(self, message: str, completions: list[Completion]):
+        super().__init__(message)
+        self.completions = completions
+
+
+def draw_finite(sampling: Sampling, logits: Tensor) -> Tensor:
+    """logits [B, V] -> tokens [B]; NO_TOKEN where one is NaN or infinite, which the sum then is, too."""
+    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits), NO_TOKEN)
+
+
+def check_drawn(token: int, step: int) -> None:
+    """InputError if a row's logits were not finite. step: tokens decoded before."""
+    if token == NO_TOKEN:
+        raise InputError(f"logits are NaN or infinite at step {step}: the dtype's range or the method's knobs are "
+                         "exceeded; try --dtype fp32 or bf16, or --method full")  # fmt: skip
+
+
 def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
 
     def step(tokens: Tensor, pos: Tensor) -> Tensor:
-        return sampling.draw(model.decode(tokens, pos))
+        # steps in flight may follow a NO_TOKEN before it is read
+        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos))
 
     if not compile:
         return step
@@ -121,7 +144,7 @@ class Session:
         tokens, self.pos = pad(prompts, self.device)
         self.decoded = 0
         torch.manual_seed(self.sampling.seed)
-        self.next = self.sampling.draw(self.model.prefill(tokens, self.pos))
+        self.next = draw_finite(self.sampling, self.model.prefill(tokens, self.pos))
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
@@ -143,9 +166,11 @@ class Session:
 
         With `lag` steps in flight a token is read on the host after the steps that follow it were launched: the device
         never waits for us, and has run up to `lag` steps too many when the caller stops. With lag 0 a token is yielded
-        before it is fed, so that stopping leaves the cache at the text's end.
+        before it is fed, so that stopping leaves the cache at the text's end. What a step raises is raised when the
+        tokens before it are read.
         """
         flying: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        error: InputError | None = None
         for i in range(n):
             if self.lag == 0:
                 yield self.next.tolist()
@@ -155,11 +180,16 @@ class Session:
                 flying.append((host, torch.cuda.Event()))
                 flying[-1][1].record()
             if i + 1 < n:
-                self.advance(self.next)
-            while len(flying) > (self.lag if i + 1 < n else 0):
+                try:
+                    self.advance(self.next)
+                except InputError as e:
+                    error = e
+            while len(flying) > (self.lag if i + 1 < n and not error else 0):
                 host, ready = flying.popleft()
                 ready.synchronize()
                 yield host.tolist()
+            if error:
+                raise error
 
 
 @dataclass
@@ -174,6 +204,7 @@ class Result:
     compile_s: float = 0.0
     kv_bytes: int = 0  # of all buffers of the cache, as allocated
     kv_bytes_full: int = 0  # of a dense K and V of the same capacity
+    interrupted: bool = False  # by Ctrl-C
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -203,18 +234,24 @@ class Completion:
         return self.batch.kv_bytes_full
 
 
+def empty_result(prompts: list[list[int]]) -> Result:
+    return Result([[] for _ in prompts], [len(p) for p in prompts])
+
+
 def generate(
     session: Session,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: frozenset[int] = frozenset(),
     on_token: Callable[[int, int], None] | None = None,
+    result: Result | None = None,
 ) -> Result:
     """Prefill `prompts` and decode until every row has met a stop id or has max_new_tokens.
 
-    on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is.
+    on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is. InputError if logits
+    are not finite, or a method cannot go on; `result`, an `empty_result`, then holds what came before.
     """
-    result = Result([[] for _ in prompts], [len(p) for p in prompts])
+    result = result or empty_result(prompts)
     synchronize(session.device)
     start = time.perf_counter()
     session.prefill(prompts)
@@ -233,19 +270,23 @@ def continue_rows(
 ) -> None:
     """The decode loop: from `session.next` on, until all rows stop."""
     done, before, start = [False] * len(result.tokens), session.decoded, time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt):
-        for ids in session.tokens(max_new_tokens):
+    try:
+        for step, ids in enumerate(session.tokens(max_new_tokens)):
             for row, token in enumerate(ids):
                 done[row] = done[row] or token in stop_ids
                 if not done[row]:
+                    check_drawn(token, step)
                     result.tokens[row].append(token)
                     if on_token:
                         on_token(row, token)
             if all(done):
                 break
-    synchronize(session.device)
-    result.decode_s += time.perf_counter() - start
-    result.steps += session.decoded - before
+    except KeyboardInterrupt:
+        result.interrupted = True
+    finally:
+        synchronize(session.device)
+        result.decode_s += time.perf_counter() - start
+        result.steps += session.decoded - before
 
 
 def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> int:
@@ -279,6 +320,7 @@ class LLM:
 
     def __init__(
         self,
+        /,  # a knob may be called self
         checkpoint: str | Path = TINY,
         method: str = "full",
         *,
@@ -351,12 +393,12 @@ class LLM:
         """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
 
         on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
-        new tokens exceed the model's context or the free memory.
+        new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
         rows = [self.encode(p, chat) for p in ([prompts] if isinstance(prompts, str) else prompts)]
         if not rows:
             raise InputError("no prompt was given")
-        sampling, out = sampling or Sampling(), []
+        sampling, out = sampling or Sampling(), list[Completion]()
         max_seq_len = check_length(self.model, rows, max_new_tokens)
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
@@ -369,13 +411,27 @@ class LLM:
                 if on_text:
                     on_text(first + row, streams[row].put(token))
 
-            result = generate(session, batch, max_new_tokens, self.stop_ids, show)
+            result, error = empty_result(batch), None
+            try:
+                generate(session, batch, max_new_tokens, self.stop_ids, show, result)
+            except InputError as e:
+                if not out and not any(result.tokens):
+                    raise
+                error = e
+            except KeyboardInterrupt:  # in the prompt
+                if not out:
+                    raise
+                result.interrupted = True
             result.compile_s, result.kv_bytes = compile_s, self.model.kv_bytes()
             result.kv_bytes_full = self.model.kv_bytes_full(len(batch), max_seq_len)
             for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
                 if on_text:
                     on_text(first + row, stream.flush())
                 out.append(Completion(self.tokenizer.decode(ids), ids, len(batch[row]), result))
+            if error:
+                raise Ended(str(error), out)
+            if result.interrupted:
+                break
         return out
 
     def stream(
@@ -386,9 +442,10 @@ class LLM:
         size = check_length(self.model, [ids], max_new_tokens)
         session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
         session.prefill([ids])
-        for (token,) in session.tokens(max_new_tokens):
+        for step, (token,) in enumerate(session.tokens(max_new_tokens)):
             if token in self.stop_ids:
                 break
+            check_drawn(token, step)
             yield stream.put(token)
         yield stream.flush()
 
@@ -412,23 +469,24 @@ class Conversation:
         """Start over."""
         self.messages: list[dict[str, str]] = []
         self.held: list[int] = []  # tokens in the cache
+        self.stale = False  # or not there any more: a turn that failed has overwritten them
 
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
-        """One turn. InputError, and the conversation is as before, if the context has no room for it."""
+        """One turn. InputError, and the conversation is as before, if the context has no room or a step fails."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
         messages, held = [*self.messages, {"role": "user", "content": text}], self.held
         if self.chat:
             ids = tk.encode_chat(messages)
-            if ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole
-                held = []
         else:
             ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
+        if self.stale or ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole
+            held = []
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
         result = Result([[]], [len(ids) - len(held)], compile_s=self.compile_s)
         self.compile_s = 0.0
         synchronize(session.device)
-        start = time.perf_counter()
+        start, self.stale = time.perf_counter(), True
         if held:
             session.feed(ids[len(held) :])
         else:
@@ -444,7 +502,7 @@ class Conversation:
         self.held = ids + result.tokens[0]
         # the last token, drawn but not fed if max_new_tokens ended the turn
         session.feed(self.held[int(session.pos[0]) :])
-        answer = tk.decode(result.tokens[0])
+        answer, self.stale = tk.decode(result.tokens[0]), False
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
         return Completion(answer, result.tokens[0], result.prompt_tokens[0], result)

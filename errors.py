@@ -28,6 +28,17 @@ def run_cli(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
+def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:
+    """InputError unless low <= value <= high; NaN is nowhere."""
+    if not low <= value <= high:
+        found = str(value) if len(str(value)) <= 24 else f"{str(value)[:20]}..."
+        raise InputError(f"{what} {found} is {_beside(value, low, high)}{advice and f': {advice}'}")
+
+
+def _beside(value: float, low: float, high: float) -> str:
+    return f"below {low}" if value < low else f"above {high}" if value > high else "no number"
+
+
 class Parser(argparse.ArgumentParser):
     """A command line whose help is the script's docstring, and whose errors are one line like all others."""
 

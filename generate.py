@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from cache.spec import describe
-from engine import LLM, Completion, Sampling
-from errors import InputError, Parser, run_cli
-from runtime import DTYPES, TINY, device_name, peak_memory, read_text, versions
+from engine import LLM, Completion, Ended, Sampling
+from errors import InputError, Parser, check_range, run_cli
+from runtime import DTYPES, TINY, check_out, device_name, peak_memory, read_text, temporary, versions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,6 +92,7 @@ class Report:
     method: str
     device: torch.device
     completions: list[Completion] = field(default_factory=list)
+    error: InputError | None = None  # what ended the run before its time
 
     def totals(self) -> dict[str, Any]:
         batches = list({id(c.batch): c.batch for c in self.completions}.values())
@@ -113,7 +114,7 @@ class Report:
         rows = self.completions
         said = dict(method=self.method, text=[c.text for c in rows], tokens=[c.tokens for c in rows],
                     prompt_tokens=[c.prompt_tokens for c in rows])  # fmt: skip
-        return json.dumps(said | self.totals())
+        return json.dumps(said | ({"error": str(self.error)} if self.error else {}) | self.totals())
 
     def summary(self) -> str:
         t, prompt = self.totals(), sum(c.prompt_tokens for c in self.completions)
@@ -130,20 +131,19 @@ class Report:
 
 @contextlib.contextmanager
 def profiled(trace: str | None) -> Iterator[None]:
-    """A Chrome trace of what runs inside, written to a temporary name first."""
+    """A Chrome trace of what runs inside, also if an error ends it, written to a temporary name first."""
     if trace is None:
         yield
         return
-    path = Path(trace)
-    if not path.parent.is_dir():
-        raise InputError(f"--profile {trace}: the folder {path.parent} does not exist")
     from torch.profiler import profile
 
-    with profile() as prof:
-        yield
-    tmp = path.with_name(path.name + ".tmp")
-    prof.export_chrome_trace(str(tmp))
-    tmp.replace(path)
+    path, prof = Path(trace), profile()
+    try:
+        with prof:
+            yield
+    finally:
+        prof.export_chrome_trace(str(temporary(path)))
+        temporary(path).replace(path)
 
 
 def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
@@ -155,10 +155,14 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
         prompts *= opt.batch_size or 1
     streaming = not opt.json and len(prompts) == 1
     show = (lambda row, piece: print(piece, end="", flush=True)) if streaming else None
-    with profiled(opt.profile):
-        report.completions += llm.generate(
-            prompts, opt.max_new_tokens, sampling, batch_size=opt.batch_size, on_text=show
-        )
+    try:
+        with profiled(opt.profile):
+            report.completions += llm.generate(
+                prompts, opt.max_new_tokens, sampling, batch_size=opt.batch_size, on_text=show
+            )
+    except Ended as e:
+        report.completions += e.completions
+        report.error = e
     if streaming:
         print()
     elif not opt.json:
@@ -196,16 +200,16 @@ def main(argv: list[str] | None = None) -> int:
     if opt.list_methods:
         print(describe())
         return 0
-    if opt.max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {opt.max_new_tokens} is below 1")
-    if opt.batch_size is not None and opt.batch_size < 1:
-        raise InputError(f"--batch-size {opt.batch_size} is below 1")
+    check_range("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
+    if opt.batch_size is not None:
+        check_range("--batch-size", opt.batch_size, 1, 1_000_000)
     if opt.checkpoint and opt.random_init:
         raise InputError("give --checkpoint or --random-init, not both")
     if opt.interactive and (opt.prompt or opt.prompt_file or opt.random_init or (opt.batch_size or 1) > 1):
         raise InputError(
             "--interactive reads its turns from standard input: drop --prompt, --batch-size, --random-init"
         )
+    check_out(opt.profile, "--profile")
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
               random_init=opt.random_init, seed=opt.seed)  # fmt: skip
@@ -215,7 +219,14 @@ def main(argv: list[str] | None = None) -> int:
         run_interactive(opt, llm, sampling, report)
     else:
         run_batches(opt, llm, sampling, report)
-    print(report.json() if opt.json else report.summary(), file=sys.stdout if opt.json else sys.stderr)
+    if opt.json:
+        print(report.json(), flush=True)
+    elif not report.error:
+        print(report.summary(), file=sys.stderr)
+    if report.error:
+        raise report.error
+    if not opt.interactive and any(c.batch.interrupted for c in report.completions):
+        raise KeyboardInterrupt
     return 0
 
 

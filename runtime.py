@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from errors import InputError
+from errors import InputError, check_range
 
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
@@ -45,8 +45,7 @@ def set_threads(n: int | None) -> None:
     """Threads of torch on the CPU; None leaves what torch chose."""
     if n is None:
         return
-    if n < 1:
-        raise InputError(f"--threads {n} is below 1")
+    check_range("--threads", n, 1, 4096)
     torch.set_num_threads(n)
 
 
@@ -64,6 +63,38 @@ def read_text(file: str | Path) -> str:
         raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}; convert it first") from None
     except OSError as e:
         raise InputError(f"cannot read {file}: {e.strerror}") from None
+
+
+def own_folders() -> list[Path]:
+    """The folders of KV_FAST_METHODS. InputError if one is not there."""
+    folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"KV_FAST_METHODS names {folder}, which is no folder: create it, or correct the variable")
+    return [folder.resolve() for folder in folders]
+
+
+def temporary(path: Path) -> Path:
+    """Beside a file: what is written under this name and then renamed is there whole, or not at all."""
+    return path.with_name(path.name + ".tmp")
+
+
+def check_out(path: str | Path | None, flag: str = "--out") -> None:
+    """InputError, before anything is computed, if no file can be written there. None: nothing will be."""
+    if path is None:
+        return
+    path = Path(path)
+    try:
+        if not path.parent.is_dir():
+            raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")
+        if path.is_dir():
+            raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
+        # as it will be written: permissions alone do not tell (a full or read-only disk, /proc)
+        trial = temporary(path)
+        trial.touch()
+        trial.unlink()
+    except OSError as e:
+        raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
 
 
 # ---- memory ----

@@ -102,9 +102,12 @@ class Attended:
         return (self.weights().unflatten(1, (Hkv, -1)) @ v).flatten(1, 2)
 
 
-def knob(default: Any, help: str) -> Any:
-    """A knob of a method's Args: its default and where both come from; --list-methods shows it."""
-    return field(default=default, metadata=dict(help=help))
+def knob(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
+    """A knob of a method's Args: its default and where both come from; --list-methods shows it.
+
+    low and high: the least and the largest number it may be (default: those of LIMITS), checked before `__post_init__`.
+    """
+    return field(default=default, metadata=dict(help=help, low=low, high=high))
 
 
 class KVMethod(nn.Module):

@@ -26,6 +26,7 @@ from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, i
 from errors import InputError
 
 FILE, VERSION = "calibration.safetensors", 3
+KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes of a file, as safetensors names them
 
 
 # ---- one pass ----
@@ -183,8 +184,13 @@ class Calibration:
         try:
             with safe_open(path, framework="pt") as f:
                 meta = json.loads((f.metadata() or {}).get("calibration", "{}"))
-                tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118, a safe_open is no dict
-        except (SafetensorError, OSError, ValueError) as e:
+                for name in f.keys():  # noqa: SIM118, a safe_open is no dict
+                    if (kind := f.get_slice(name).get_dtype()) not in KINDS:
+                        raise InputError(f"{path}: {name} is {kind}, expected one of {', '.join(KINDS)}; {again}")
+                tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
+        except InputError:
+            raise
+        except (SafetensorError, OSError, ValueError, RecursionError) as e:
             raise InputError(f"cannot read {path}: {e}; {again}") from None
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None

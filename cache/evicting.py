@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod, budget_cap, budget_tokens, check_budget, knob
-from errors import InputError
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_rows
 from kernels.observed_attention import observed_attention, prefill_attention_mass
@@ -39,12 +38,10 @@ class Evicting(KVMethod):
     @dataclass
     class Args:
         budget: int | float = knob(0.25, "tokens kept, or their share of the length; recent included")
-        recent: int = knob(32, "newest tokens, never evicted")
+        recent: int = knob(32, "newest tokens, never evicted", low=1)
 
         def __post_init__(self):
             check_budget(self.budget)
-            if self.recent < 1:
-                raise InputError(f"recent must be at least 1, the current token, got {self.recent}")
 
     # ---- what a subclass says ----
 

@@ -27,8 +27,8 @@ class Selecting(Dense):
     @dataclass
     class Args:
         budget: int | float = knob(0.125, "tokens attended, sinks and recent included")
-        sinks: int = knob(4, "first tokens always attended")
-        recent: int = knob(16, "newest tokens always attended")
+        sinks: int = knob(4, "first tokens always attended", low=0)
+        recent: int = knob(16, "newest tokens always attended", low=1)
 
         def __post_init__(self):
             check_budget(self.budget)

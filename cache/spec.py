@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import re
 import sys
 import types
@@ -29,20 +28,12 @@ from cache.base import CacheShape, KVMethod
 from cache.statistic import Statistic, unique
 from errors import InputError
 from kernels.rope import Rope
-from runtime import ROOT, require_memory
+from runtime import ROOT, own_folders, require_memory
 
 HERE = ROOT / "kv_methods"
+LIMITS = (-(10**9), 10**9)  # of a knob that states none: the sum of two is an int32 still
 
 # ---- methods, by file ----
-
-
-def own_folders() -> list[Path]:
-    """The folders of KV_FAST_METHODS. InputError if one is not there."""
-    folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
-    for folder in folders:
-        if not folder.is_dir():
-            raise InputError(f"KV_FAST_METHODS names {folder}, which is no folder: create it, or correct the variable")
-    return [folder.resolve() for folder in folders]
 
 
 def method_files() -> dict[str, Path]:
@@ -133,7 +124,7 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
         elif isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value
     if isinstance(value, int) and float in kinds and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) <= LIMITS[1] else value  # out of any limits: `check_limits` says so
     if isinstance(value, str):
         if bool in kinds and value.lower() in ("true", "false", "1", "0", "yes", "no"):
             return value.lower() in ("true", "1", "yes")
@@ -148,7 +139,23 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
         " or ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is typing.Literal else k.__name__
         for k in kinds
     ]
-    raise InputError(f"{method_name(cls)}: {key}={value!r} is not {' or '.join(names)}")
+    raise InputError(f"{method_name(cls)}: {key}={short(value)} is not {' or '.join(names)}")
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it: what was pasted by mistake may be long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_limits(cls: type[KVMethod], key: str, value: Any) -> None:
+    """InputError unless a knob's number is within the limits that `knob` states, or within LIMITS; NaN never is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    meta = next(f for f in dataclasses.fields(cls.Args) if f.name == key).metadata
+    low, high = (LIMITS[i] if meta.get(end) is None else meta[end] for i, end in enumerate(("low", "high")))
+    if not low <= value <= high:
+        raise InputError(f"{method_name(cls)}: {key}={short(value)} is out of range: give {low:,} to {high:,}")
 
 
 def _hints(cls: type[KVMethod]) -> dict[str, Any]:
@@ -169,7 +176,10 @@ def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
     if unknown := [k for k in knobs if k not in known]:
         raise InputError(f"method {method_name(cls)} has no knob {unknown[0]!r}: it takes {', '.join(known) or 'none'}")
     try:
-        return cls.Args(**{k: parse_knob(cls, k, v) for k, v in knobs.items()})
+        values = {k: parse_knob(cls, k, v) for k, v in knobs.items()}
+        for key, value in values.items():
+            check_limits(cls, key, value)
+        return cls.Args(**values)
     except InputError as e:
         name = method_name(cls)
         raise InputError(str(e) if name in str(e) else f"{name}: {e}") from None
@@ -199,7 +209,7 @@ def parse_spec(spec: str) -> list[Part]:
             last_knob = key
         elif last_knob and re.fullmatch(r"-?\d+", item):  # skip_layers=0,1,-1
             parts[-1].knobs[last_knob] += f",{item}"
-        elif m := re.fullmatch(r"(\d+)(-(\d*))?:([^:=]+)", item):
+        elif m := re.fullmatch(r"(\d{1,9})(-(\d{0,9}))?:([^:=]+)", item):
             first = int(m[1])
             last = first if m[2] is None else int(m[3]) if m[3] else None
             parts.append(Part(m[4].strip(), first, last))

@@ -1,12 +1,13 @@
 """Low-rank keys and values: projection, and attention over latents (OjaKV). kernels/oja.py updates the bases.
 
 A basis is [B or 1, Hkv, D, r] in fp32, orthonormal columns: one per row and KV head, or shared by all rows (1).
-Latents [B, Hkv, n, r] are the coordinates of tokens [B, Hkv, n, D] in it, in the cache's dtype.
+Latents [B, Hkv, n, r] are the coordinates of tokens [B, Hkv, n, D] in it, in the cache's dtype. Keys and values have
+ranks of their own, r_k and r_v.
 
 The Triton kernels attend in the latent space, whatever `latent` says: the two forms are equal (App. A.3), and this one
-reads 2 r elements a token and never forms its D channels. Three launches, because the bases are read once for a head
-and not once for every part of its tokens: `_fold` turns the queries into the key basis, `_attend` splits latents and
-full-rank tokens over programs, and `_expand` adds up the parts, those of latents through the value basis.
+reads r_k + r_v elements a token and never forms its D channels. Three launches, because the bases are read once for a
+head and not once for every part of its tokens: `_fold` turns the queries into the key basis, `_attend` splits latents
+and full-rank tokens over programs, and `_expand` adds up the parts, those of latents through the value basis.
 
 A rank is seldom a multiple of 8 (77 of 128), and rows of 77 bf16 begin at any even address: a thread could read 2
 bytes at once. So the cache lays latents out with tokens side by side, [B, Hkv, r, C], and hands out the transposed
@@ -24,7 +25,6 @@ from torch import Tensor
 from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
-from kernels.oja import change_basis, oja_step, orthonormalize  # noqa: F401  # until importers move
 from kernels.splits import blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step
 
@@ -55,10 +55,12 @@ def lowrank_attention(
 ) -> Tensor:
     """One query per row over latents and full-rank tokens together. Scale 1/sqrt(D), softmax in fp32.
 
-    q [B, Hq, D]; k_lat and v_lat [B, Hkv, C, r] of which row b holds the first stored[b]; bases [B or 1, Hkv, D, r];
-    k_full and v_full [B, Hkv, F, D] of which filled [B, F] are held -> [B, Hq, D]. Other slots may hold anything.
+    q [B, Hq, D]; k_lat [B, Hkv, C, r_k] and v_lat [B, Hkv, C, r_v] of which row b holds the first stored[b]; bases
+    [B or 1, Hkv, D, r_k] and [B or 1, Hkv, D, r_v]; k_full and v_full [B, Hkv, F, D] of which filled [B, F] are held
+    -> [B, Hq, D]. Other slots may hold anything.
     latent: fold the key basis into the queries and expand the output with the value basis, so that the work per token
-    is of width r (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding (App. A.3).
+    is of widths r_k and r_v (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding
+    (App. A.3).
     """
     if latent or use_triton(q):
         return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
@@ -177,39 +179,41 @@ def _store(
 @triton.jit
 def _attend(
     q, q_lat, k_lat, v_lat, stored, k_full, v_full, filled, part_lat, part_full, lse,
-    q_row, q_head, lat_row, lat_head, lat_slot, lat_chan, H, C, F, S, S_LAT,
-    G: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_row, q_head, k_row, k_head, v_row, v_head, lat_slot, lat_chan, H, C, F, S, S_LAT,
+    G: tl.constexpr, D: tl.constexpr, R_K: tl.constexpr, R_V: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): the first S_LAT splits share the row's latents, the others its whole tokens."""
     group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = group // H, group % H
-    g, n, c, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    g, n, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    c, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     head = group * G + g
     top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold no token, and -inf less -inf is NaN
     total = tl.zeros([BLOCK_G], tl.float32)
     if split < S_LAT:
-        x = tl.load(q_lat + head[:, None] * R + c, mask=(g[:, None] < G) & (c < R), other=0.0)
-        y = tl.zeros([BLOCK_G, BLOCK_R], tl.float32)
+        x = tl.load(q_lat + head[:, None] * R_K + c, mask=(g[:, None] < G) & (c < R_K), other=0.0)
+        y = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         # what is split is the row's own number, not the buffer: all programs have work at any length
         many = tl.minimum(tl.load(stored + b), C).to(tl.int32)
         step = tl.cdiv(tl.cdiv(many, S_LAT), BLOCK_N) * BLOCK_N
         lo = split * step
         hi = tl.minimum(many, lo + step)
         whole = lo + tl.maximum(hi - lo, 0) // BLOCK_N * BLOCK_N
-        at = b * lat_row + h * lat_head + (c[:, None] * lat_chan + n * lat_slot)  # [R, N]
+        k_at = k_lat + b * k_row + h * k_head + (c[:, None] * lat_chan + n * lat_slot)  # [R_K, N]
+        v_at = v_lat + b * v_row + h * v_head + (e[:, None] * lat_chan + n * lat_slot)  # [R_V, N]
         for first in range(lo, whole, BLOCK_N):  # all of it is stored: no mask along the tokens narrows the loads
-            keys = tl.load(k_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
-            values = tl.load(v_lat + at + first * lat_slot, mask=c[:, None] < R, other=0.0)
+            keys = tl.load(k_at + first * lat_slot, mask=c[:, None] < R_K, other=0.0)
+            values = tl.load(v_at + first * lat_slot, mask=e[:, None] < R_V, other=0.0)
             top, total, y = softmax_step(dot(x, keys) * SCALE, n >= 0, tl.trans(values), top, total, y)
         # the rest, less than a block; other slots may be NaN. Its addresses are not to take registers of the loop above
         for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
             inside = first + n < hi
-            keys = tl.load(k_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)
-            values = tl.load(v_lat + at + first * lat_slot, mask=(c[:, None] < R) & inside, other=0.0)
+            keys = tl.load(k_at + first * lat_slot, mask=(c[:, None] < R_K) & inside, other=0.0)
+            values = tl.load(v_at + first * lat_slot, mask=(e[:, None] < R_V) & inside, other=0.0)
             top, total, y = softmax_step(dot(x, keys) * SCALE, inside, tl.trans(values), top, total, y)
-        _store(part_lat, lse, top, total, y, head, split, S_LAT, 0, S, g, c, G, R)
+        _store(part_lat, lse, top, total, y, head, split, S_LAT, 0, S, g, e, G, R_V)
     else:
         x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
         x = x.to(k_full.dtype.element_ty)
@@ -257,13 +261,20 @@ def block_size(D: int, r: int, itemsize: int) -> int:
     return min(128, max(16, TILE_BYTES // (triton.next_power_of_2(max(D, r, 16)) * itemsize)))
 
 
+def rank_block(r: int) -> int:
+    return max(16, triton.next_power_of_2(r))
+
+
 def expand_warps(parts: int) -> int:
     """A thread of `_expand` holds its share of all parts: 64 numbers of 64 parts at a rank of 128."""
     return 8 if parts > 16 else 4
 
 
-def split_counts(groups: int, C: int, r: int, F: int, D: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Parts of the latents, which fill the card, and of the full-rank tokens: of about as many bytes, at least one."""
+def split_counts(groups: int, C: int, r: float, F: int, D: int, block: int, device: torch.device) -> tuple[int, int]:
+    """Parts of the latents, which fill the card, and of the full-rank tokens: of about as many bytes, at least one.
+
+    r: the mean of both ranks.
+    """
     parts = split_count(groups, C, block, device)
     return parts, max(1, min(round(parts * F * D / (C * r)), triton.cdiv(F, block)))
 
@@ -283,31 +294,31 @@ def launch(
 ) -> Tensor:
     """The Triton version of `lowrank_attention`; tests give block (a power of two >= 16) and splits."""
     B, Hq, D = q.shape
-    H, C, r = k_lat.shape[1:]
+    (H, C, r_k), r_v = k_lat.shape[1:], v_lat.shape[3]
     F = k_full.shape[2]
-    assert q.stride(2) == 1 and k_lat.stride() == v_lat.stride(), "latents of K and V lie alike"
+    assert q.stride(2) == 1 and k_lat.stride()[2:] == v_lat.stride()[2:], "latents of K and V lie alike in a head"
     assert all(x.is_contiguous() for x in (k_basis, v_basis, k_full, v_full)), "bases and full-rank tokens: rows of D"
-    block = block or block_size(D, r, k_lat.element_size())
-    s_lat, s_full = splits or split_counts(B * H, C, r, F, D, block, q.device)
-    S, R = s_lat + s_full, max(16, triton.next_power_of_2(r))
-    basis_row = 0 if k_basis.shape[0] == 1 else H * D * r
+    block = block or block_size(D, max(r_k, r_v), k_lat.element_size())
+    s_lat, s_full = splits or split_counts(B * H, C, (r_k + r_v) / 2, F, D, block, q.device)
+    S, (R_K, R_V) = s_lat + s_full, (rank_block(r) for r in (r_k, r_v))
+    k_basis_row, v_basis_row = (0 if x.shape[0] == 1 else H * D * x.shape[3] for x in (k_basis, v_basis))
     sizes = blocks_of(Hq, H, D)
-    q_lat = torch.empty(B, Hq, r, dtype=k_lat.dtype, device=q.device)
-    part_lat = torch.empty(B, Hq, s_lat, r, dtype=torch.float32, device=q.device)
+    q_lat = torch.empty(B, Hq, r_k, dtype=k_lat.dtype, device=q.device)
+    part_lat = torch.empty(B, Hq, s_lat, r_v, dtype=torch.float32, device=q.device)
     part_full = torch.empty(B, Hq, s_full, D, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, Hq, S, dtype=torch.float32, device=q.device)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
-    _fold[(B * H, triton.cdiv(r, FOLD_R))](
-        q, k_basis, q_lat, *q.stride()[:2], basis_row, H, **sizes, R=r, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
+    _fold[(B * H, triton.cdiv(r_k, FOLD_R))](
+        q, k_basis, q_lat, *q.stride()[:2], k_basis_row, H, **sizes, R=r_k, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
     )
     _attend[(B * H, S)](
         q, q_lat, k_lat, v_lat, stored.contiguous(), k_full, v_full, filled.contiguous(), part_lat, part_full, lse,
-        *q.stride()[:2], *k_lat.stride(), H, C, F, S, s_lat,
-        **sizes, R=r, BLOCK_R=R, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        *q.stride()[:2], *k_lat.stride()[:2], *v_lat.stride(), H, C, F, S, s_lat,
+        **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _expand[(B * Hq, triton.cdiv(D, EXPAND_D))](
-        part_lat, part_full, lse, v_basis, out, basis_row, Hq, H, S, s_lat, D=D, R=r,
-        BLOCK_S=triton.next_power_of_2(s_lat), BLOCK_F=triton.next_power_of_2(s_full), BLOCK_R=R, BLOCK_D=EXPAND_D,
+        part_lat, part_full, lse, v_basis, out, v_basis_row, Hq, H, S, s_lat, D=D, R=r_v,
+        BLOCK_S=triton.next_power_of_2(s_lat), BLOCK_F=triton.next_power_of_2(s_full), BLOCK_R=R_V, BLOCK_D=EXPAND_D,
         num_warps=expand_warps(s_lat), num_stages=1,
     )  # fmt: skip
     return out

@@ -5,27 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import native
+from kernels.backend import tl, triton, use_native, use_triton
+
 # Of rule "column": a column that holds less than this many tokens would, were they spread over all D channels, is
 # divided by what they would hold. Otherwise the few tokens of a short prompt, or of one step, turn columns towards
 # themselves by the full eta where they have next to nothing in them: on the shipped model, updates by 256 tokens one by
 # one multiply the residual energy of the text behind them by 3.2, and with the floor by 0.98. Ours, not the paper's.
 COLUMN_TOKENS = 32
 TINY = 1e-30  # divides what is all zeros
+NUM_WARPS = 8  # of `sequential` in Triton: 64 numbers of a basis of 128 x 128 a thread, none is spilled
 
 
-def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tensor:
+def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> Tensor:
     """Turn a basis [B, Hkv, D, r] towards tokens x [B, Hkv, m, D] by Oja's rule (OjaKV, Sec. 5.2); both fp32.
 
     A token of zeros changes nothing. The result's columns are not orthonormal: see `orthonormalize`.
+    sequential: one token at a time in the order of x, Sec. 5.2; that each step is divided by |x|^2 is ours.
     raw: U + eta (X - Y U^T)^T Y with Y = X U, Algorithm 1 to the letter: it diverges once eta |X|^2 is large.
-    batch: that sum divided by sum |x|^2. column: column c of it divided by its own energy, sum_t y_tc^2, or if that is
-    more by COLUMN_TOKENS / D of a token's mean |x|^2.
-    sequential: one token at a time in the order of x, each step divided by |x|^2.
+    batch, ours: that sum divided by sum |x|^2. column, ours: column c of it divided by its own energy, sum_t y_tc^2, or
+    if that is more by COLUMN_TOKENS / D of a token's mean |x|^2.
     """
     if rule == "sequential":
-        for token in x.split(1, 2):  # [B, Hkv, 1, D]
-            basis = oja_step(basis, token, eta, "batch")
-        return basis
+        x = x * (eta**0.5 / torch.linalg.vector_norm(x, dim=3, keepdim=True).clamp(min=TINY))
+        return sequential(basis.flatten(0, 1), x.flatten(0, 1)).view_as(basis)
     y = x @ basis
     step = (x - y @ basis.mT).mT @ y  # [B, Hkv, D, r]
     total = x.square().sum((2, 3), keepdim=True)
@@ -36,6 +39,50 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "column") -> Tens
         tokens = (x != 0).any(3, keepdim=True).sum(2, keepdim=True).clamp(min=1)  # zeros are padding
         step = step / energy.maximum(total / tokens * (COLUMN_TOKENS / x.shape[3])).clamp(min=TINY)
     return basis + eta * step
+
+
+def sequential(basis: Tensor, x: Tensor) -> Tensor:
+    """Bases U [N, D, r] after tokens x [N, m, D], one by one: U += (x - U y) y^T with y = U^T x of the running U.
+
+    All N at once, of which a kernel keeps each close to where it computes: a token costs 6 D r flops and no memory.
+    """
+    if use_triton(x):
+        return launch(basis, x)
+    if x.dtype == torch.float32 and use_native(x):
+        return native.oja_sequential(basis, x)
+    basis = basis.clone()
+    for token in x.split(1, 1):  # [N, 1, D]
+        y = token @ basis
+        basis.baddbmm_((token - y @ basis.mT).mT, y)
+    return basis
+
+
+@triton.jit
+def _sequential(
+    x, basis, out, m, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """Program (row and KV head): its basis stays in registers from the first token to the last."""
+    group, d, r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    start, at, real = group * (D * R), d[:, None] * R + r, (d[:, None] < D) & (r < R)
+    u = tl.load(basis + start + at, mask=real, other=0.0)
+    for t in range(m):
+        token = tl.load(x + (group * m + t) * D + d, mask=d < D, other=0.0)
+        y = tl.sum(u * token[:, None], 0)
+        u += (token - tl.sum(u * y[None, :], 1))[:, None] * y[None, :]
+    tl.store(out + start + at, u, mask=real)
+
+
+def launch(basis: Tensor, x: Tensor) -> Tensor:
+    """The Triton version of `sequential`."""
+    (N, D, r), out = basis.shape, torch.empty(basis.shape, dtype=torch.float32, device=x.device)
+    _sequential[(N,)](
+        x.contiguous(), basis.contiguous(), out, x.shape[1], D=D, R=r, **blocks(D, r), num_warps=NUM_WARPS
+    )
+    return out
+
+
+def blocks(D: int, r: int) -> dict[str, int]:
+    return dict(BLOCK_D=triton.next_power_of_2(D), BLOCK_R=triton.next_power_of_2(r))
 
 
 def orthonormalize(basis: Tensor) -> Tensor:

@@ -4,6 +4,6 @@ Folders named in KV_FAST_METHODS (separated like PATH) belong to this package to
 each other and these as `from kv_methods.name import ...`. A method's PRESETS, {name: knobs}, are names like its own.
 """
 
-from cache.spec import own_folders
+from runtime import own_folders
 
 __path__ += [str(folder) for folder in own_folders() if str(folder) not in __path__]

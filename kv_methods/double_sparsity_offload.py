@@ -63,7 +63,7 @@ class DoubleSparsityOffload(KVMethod):
 
     @dataclass
     class Args(DoubleSparsity.Args):
-        recent: int = knob(16, "newest tokens, always attended: kept on the device")
+        recent: int = knob(16, "newest tokens, always attended: kept on the device", low=1)
         predict: bool = knob(True, "fetch ahead by the predicted query; False: by the true one (Sec. 5.1)")
         fetch: Literal["selected", "all"] = knob(
             "selected", "all: every token is fetched and attended, as in FlexGen (Sec. 6.2)"

@@ -1,9 +1,9 @@
 """Low-rank keys and values (OjaKV) in bases that follow the text by Oja's rule; first and last prompt tokens full-rank.
 
-Every row and KV head has an orthonormal basis of r columns for its rotated keys and one for its values, from the
-calibration. A prompt turns them towards its most attended tokens and is then attended to and stored as coordinates in
-them, but for its first and last tokens. Decoded tokens wait in full rank; every `update_every` of them the bases turn
-again and the tokens join the latents. Nothing is selected: every token is attended. 308 of 512 bytes a token at
+Every row and KV head has an orthonormal basis of r_k columns for its rotated keys and one of r_v for its values, from
+the calibration. A prompt turns them towards its most attended tokens and is then attended to and stored as coordinates
+in them, but for its first and last tokens. Decoded tokens wait in full rank; every `update_every` of them the bases
+turn again and the tokens join the latents. Nothing is selected: every token is attended. 308 of 512 bytes a token at
 D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H, without exemptions StaticPCA, in the latent space Eigen.
 """
 
@@ -20,15 +20,16 @@ from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from kernels.gather_attention import gather_rows
-from kernels.lowrank import SLOTS, change_basis, lowrank_attention, oja_step, orthonormalize, project, reconstruct
+from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
+from kernels.oja import change_basis, oja_step, orthonormalize
 from kernels.prompt_scores import snapkv_scores
 
 PRESETS = {
     "ojakv-0.8": dict(rank=0.8),  # OjaKV 0.8x, Tables 2-4
     "ojakv-0.6": dict(rank=0.6),  # OjaKV 0.6x, Tables 2-4
     "static_pca_h": dict(adapt=False),  # StaticPCA-H 0.6x, Tables 2-4
-    "static_pca": dict(adapt=False, exempt=0, latent=False),  # StaticPCA 0.6x, Tables 2-4
-    "eigen": dict(adapt=False, exempt=0),  # Eigen-N 0.6x, Tables 2-4
+    "static_pca": dict(adapt=False, n_start=0, n_recent=0, latent=False),  # StaticPCA 0.6x, Tables 2-4
+    "eigen": dict(adapt=False, n_start=0, n_recent=0),  # Eigen-N 0.6x, Tables 2-4
     "ojakv-snapkv": dict(rank=0.6, keep=0.5),  # OjaKV + SnapKV, Table 6
 }
 
@@ -50,22 +51,27 @@ class HeadMoments(Statistic):
 class OjaKV(KVMethod):
     paper = "Zhu, Yang et al. 2025, OjaKV: Context-Aware Online Low-Rank KV Cache Compression with Oja's Rule"
     lossless = dict(rank=1.0)
-    stress = dict(exempt=5, update_every=6, query_window=8)
+    stress = dict(n_start=5, n_recent=5, update_every=6, query_window=8)
     statistics = (HeadMoments(),)
 
     @dataclass
     class Args:
         rank: float = knob(0.6, "columns of a basis, as a share of head_dim (Tables 2-4)")
-        energy: float | None = knob(None, "instead of rank: the share of calibration energy to hold (App. A.2)")
+        energy: float | None = knob(
+            None, "instead of rank: the share of calibration energy that keys, and values, hold (App. A.2)"
+        )
         adapt: bool = knob(True, "False: the bases stay as calibrated (StaticPCA-H)")
-        exempt: int = knob(32, "first and last prompt tokens in full rank (Table 5: 32)")
+        n_start: int = knob(32, "first prompt tokens in full rank (Table 5)")
+        n_recent: int = knob(32, "last prompt tokens in full rank (Table 5)")
         update_every: int = knob(32, "decoded tokens between updates (Table 5: T = 32)")
-        query_window: int = knob(32, "last queries that rate the prompt (Table 5: w = 32)")
+        query_window: int = knob(32, "last queries that rate the prompt (Table 5: w = 32)", 1, 4096)
         important: float = knob(0.05, "share of the prompt in its update (Table 5)")
-        eta_prefill: float = knob(0.1, "learning rate of the prompt's update (Table 5)")
-        eta_decode: float = knob(0.05, "learning rate while decoding (Table 5)")
+        eta_prefill: float = knob(0.1, "learning rate of the prompt's update (Table 5)", 0, 10)
+        eta_decode: float = knob(0.05, "learning rate while decoding (Table 5)", 0, 10)
         rule: Literal["column", "sequential", "batch", "raw"] = knob(
-            "column", "what Oja's step is divided by; raw is Algorithm 1, and diverges"
+            "sequential",
+            "Sec. 5.2, token by token, each step over |x|^2 (the division is ours); raw: Algorithm 1, diverges; "
+            "column (over each column's energy), batch (over all energy): ours",
         )
         stale: Literal["rotate", "keep"] = knob(
             "rotate", "latents of an older basis: carried over to the new one, or left"
@@ -74,14 +80,14 @@ class OjaKV(KVMethod):
         keep: int | float | None = knob(
             None, "prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
         )
-        room: int = knob(512, "with keep: slots of the store for decoded tokens (ours)")
+        room: int = knob(512, "with keep, where max_new_tokens is not known: slots for decoded tokens (ours)")
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
                 if (x := getattr(self, name)) is not None and not 0 < x <= 1:
                     raise InputError(f"ojakv: {name} is a share in (0, 1], got {x}")
             for name, least in dict(
-                exempt=0, room=0, update_every=1, query_window=1, eta_prefill=0, eta_decode=0
+                n_start=0, n_recent=0, room=0, update_every=1, query_window=1, eta_prefill=0, eta_decode=0
             ).items():
                 if getattr(self, name) < least:
                     raise InputError(f"ojakv: {name} must be at least {least}, got {getattr(self, name)}")
@@ -91,38 +97,45 @@ class OjaKV(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        self.r = self._rank(calib)
-        self.n_exempt, self.block = min(2 * args.exempt, T), min(args.update_every, T)
-        # Without `keep` a slot for every token. With it a short prompt would need nearly as many, if all of T were then
-        # decoded: the store is made for what is kept of the longest prompt and `room` decoded tokens; see `maintain`.
-        cap = T if args.keep is None else min(T, budget_cap(args.keep, T) + args.room)
+        ranks = {x: self._rank(calib, x) for x in "kv"}
+        self.r_k, self.r_v = ranks.values()
+        self.n_exempt, self.block = min(args.n_start + args.n_recent, T), min(args.update_every, T)
+        # Without `keep` a slot for every token. With it, for what is kept of the longest prompt and for what is
+        # decoded; where that is not known, it might be all of T: then for `room` tokens, see `maintain`.
+        room = args.room if shape.max_new_tokens is None else shape.max_decoded
+        cap = T if args.keep is None else min(T, self._kept_of(shape.max_prompt) + room)
         self.cap = -(-cap // SLOTS) * SLOTS
-        u_k, u_v = (calib and calib.get(layer, f"oja.{x}_basis")[..., : self.r] for x in "kv")
-        self.k_calibrated = self.constant("k_calibrated", (H, D, self.r), u_k, torch.float32)
-        self.v_calibrated = self.constant("v_calibrated", (H, D, self.r), u_v, torch.float32)
+        u_k, u_v = (calib and calib.get(layer, f"oja.{x}_basis")[..., :r] for x, r in ranks.items())
+        self.k_calibrated = self.constant("k_calibrated", (H, D, self.r_k), u_k, torch.float32)
+        self.v_calibrated = self.constant("v_calibrated", (H, D, self.r_v), u_v, torch.float32)
         if args.adapt:
-            self.k_basis, self.v_basis = (self.buffer(f"{x}_basis", (B, H, D, self.r), torch.float32) for x in "kv")
+            bases = (self.buffer(f"{x}_basis", (B, H, D, r), torch.float32) for x, r in ranks.items())
+            self.k_basis, self.v_basis = bases
         # tokens side by side: see kernels/lowrank.py
-        self.k_lat, self.v_lat = (self.buffer(f"{x}_lat", (B, H, self.r, self.cap)) for x in "kv")
+        self.k_lat, self.v_lat = (self.buffer(f"{x}_lat", (B, H, r, self.cap)) for x, r in ranks.items())
         # the exempt tokens of the prompt, then the tokens decoded since the last update
         self.k_full, self.v_full = (self.buffer(f"{x}_full", (B, H, self.n_exempt + self.block, D)) for x in "kv")
         self.prompt_len = self.buffer("prompt_len", (B,), torch.int64)
         self.stored = self.buffer("stored", (B,), torch.int64)  # latents in use
         self.reset()
 
-    def _rank(self, calib):
-        """A share of D, or the smallest rank that holds `energy` in every head of the layer, App. A.2."""
+    def _rank(self, calib, x: str) -> int:
+        """Of x, k or v: a share of D, or the smallest that holds `energy` in every head of the layer, App. A.2."""
         D = self.shape.head_dim
         if self.args.energy is None:
             return max(1, round(self.args.rank * D))
         if calib is None:
             return D  # sizes only: the rank is in the calibration, this is its bound
-        values = torch.cat([calib.get(self.layer, f"oja.{x}_eigenvalues") for x in ("k", "v")]).double()  # [2 H, D]
+        values = calib.get(self.layer, f"oja.{x}_eigenvalues").double()  # [H, D]
         held = values.cumsum(-1) / values.sum(-1, keepdim=True)
         return min(D, int((held < self.args.energy).sum(-1).max()) + 1)
 
+    def _kept_of(self, n: int) -> int:
+        """Latents that `keep` leaves of a prompt of n tokens, of which the exempt ones are counted, too."""
+        return max(0, budget_cap(self.args.keep, n) - min(n, self.args.n_start + self.args.n_recent))
+
     def bases(self, B: int) -> tuple[Tensor, Tensor]:
-        """Of keys and values, [B, Hkv, D, r] each; [1, ...] where they do not adapt and all rows share them."""
+        """Of keys and values, [B, Hkv, D, r_k] and [..., r_v]; [1, ...] where all rows share them."""
         if self.args.adapt:
             return self.k_basis[:B], self.v_basis[:B]
         return self.k_calibrated[None], self.v_calibrated[None]
@@ -134,14 +147,14 @@ class OjaKV(KVMethod):
         q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         self.compress(q, k, v, lengths)
         t = torch.arange(k.shape[2], device=k.device)
-        middle = ((t >= self.args.exempt) & (t < lengths[:, None] - self.args.exempt))[:, None, :, None]
+        middle = ((t >= self.args.n_start) & (t < lengths[:, None] - self.args.n_recent))[:, None, :, None]
         k_basis, v_basis = self.bases(len(k))
         k_hat = torch.where(middle, reconstruct(project(k, k_basis), k_basis), k)
         v_hat = torch.where(middle, reconstruct(project(v, v_basis), v_basis), v)
         return prefill_attention(q, k_hat, v_hat)
 
     def compress(self, q, k, v, lengths):
-        B, S, E = len(k), k.shape[2], self.args.exempt
+        B, S, first, last = len(k), k.shape[2], self.args.n_start, self.args.n_recent
         self.reset()
         self._rows = B
         self.prompt_len[:B] = lengths
@@ -149,18 +162,17 @@ class OjaKV(KVMethod):
             self._adapt_to_prompt(q, k, v, lengths)
         # line 7; where the first and last tokens overlap, the prompt once: slot i is token i, and then from its end
         slot = torch.arange(min(self.n_exempt, S), device=k.device)
-        from_end = lengths[:, None] - lengths[:, None].clamp(max=2 * E) + slot
-        exempt = torch.where(slot < E, slot, from_end).clamp(max=S - 1)[:, None]  # [B, 1, n]
-        middle = (lengths - 2 * E).clamp(min=0)
+        from_end = lengths[:, None] - lengths[:, None].clamp(max=first + last) + slot
+        exempt = torch.where(slot < first, slot, from_end).clamp(max=S - 1)[:, None]  # [B, 1, n]
+        middle = (lengths - first - last).clamp(min=0)
         n, (k_basis, v_basis) = len(slot), self.bases(B)
         self.k_full[:B, :, :n], self.v_full[:B, :, :n] = gather_rows(k, exempt), gather_rows(v, exempt)
         if self.args.keep is None:
             self.stored[:B] = middle
-            k, v = k[:, :, E : S - E], v[:, :, E : S - E]
+            k, v = (x[:, :, first : max(first, S - last)] for x in (k, v))
         else:
             chosen, self.stored[:B] = self._snapkv(q, k, lengths, middle)
-            # of the longest prompt, known without asking the device
-            self._kept = max(0, min(budget_cap(self.args.keep, S) - min(S, 2 * E), S - 2 * E))
+            self._kept = self._kept_of(S)  # of the longest prompt, known without asking the device
             k, v = gather_rows(k, chosen), gather_rows(v, chosen)
         n = k.shape[2]
         self.k_lat[:B, ..., :n], self.v_lat[:B, ..., :n] = project(k, k_basis).mT, project(v, v_basis).mT
@@ -179,13 +191,13 @@ class OjaKV(KVMethod):
 
     def _snapkv(self, q, k, lengths, middle):
         """Positions [B, Hkv, n] of the middle tokens to store, best first, and how many of them [B] (Sec. 7)."""
-        E, t = self.args.exempt, torch.arange(k.shape[2], device=k.device)
-        outside = (t < E) | (t >= lengths[:, None] - E)
+        first, last, t = self.args.n_start, self.args.n_recent, torch.arange(k.shape[2], device=k.device)
+        outside = (t < first) | (t >= lengths[:, None] - last)
         scores = snapkv_scores(q, k, lengths, self.args.query_window).masked_fill(outside[:, None], float("-inf"))
         # pooling makes equal scores: a stable sort takes the same tokens of them, however far the batch is padded
         ranked = scores.sort(dim=-1, descending=True, stable=True).indices[..., : budget_cap(self.args.keep, len(t))]
         # m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half the tokens at 0.6 are 30 %)
-        exempt = lengths.clamp(max=2 * E)
+        exempt = lengths.clamp(max=first + last)
         return ranked, (budget_tokens(self.args.keep, lengths) - exempt).clamp(min=0).minimum(middle)
 
     # ---- one token per row ----
@@ -210,14 +222,15 @@ class OjaKV(KVMethod):
 
     def attended(self, q, idx, count, pos):
         """Tokens that SnapKV chose (keep) are somewhere in the prompt: -1."""
-        B, E, prompt_len = len(pos), self.args.exempt, self.prompt_len[: len(pos), None]
+        B, first, prompt_len = len(pos), self.args.n_start, self.prompt_len[: len(pos), None]
         lat, full = (torch.arange(x.shape[d], device=q.device) for x, d in ((self.k_lat, 3), (self.k_full, 2)))
         stored = self.stored[:B, None]
         decoded = prompt_len + lat - (stored - self._flushed)  # the last latents in use are the decoded ones
-        of_prompt = (lat + E).expand_as(decoded) if self.args.keep is None else torch.full_like(decoded, -1)
+        of_prompt = (lat + first).expand_as(decoded) if self.args.keep is None else torch.full_like(decoded, -1)
         at_lat = torch.where(lat < stored - self._flushed, of_prompt, decoded)
-        from_end = torch.where(full < E, full, prompt_len - prompt_len.clamp(max=2 * E) + full)
-        at_full = torch.where(full < self.n_exempt, from_end, prompt_len + self._flushed + full - self.n_exempt)
+        last = prompt_len - prompt_len.clamp(max=first + self.args.n_recent) + full
+        of_prompt = torch.where(full < first, full, last)
+        at_full = torch.where(full < self.n_exempt, of_prompt, prompt_len + self._flushed + full - self.n_exempt)
         at = torch.cat((torch.where(lat < stored, at_lat, -2), torch.where(self._filled(pos), at_full, -2)), 1)
         k_basis, v_basis = self.bases(B)
         k = torch.cat((reconstruct(self.k_lat[:B].mT, k_basis), self.k_full[:B]), 2)
@@ -233,8 +246,8 @@ class OjaKV(KVMethod):
         B, n = self._rows, self.block
         if self.args.keep is not None and self._kept + self._flushed + n > self.cap:
             raise InputError(
-                f"ojakv: after {step} decoded tokens the store made for keep={self.args.keep} is full: use a room of "
-                f"more than {self.args.room}"
+                f"ojakv: after {step} decoded tokens the store made for keep={self.args.keep} is full: set "
+                f"the cache up with max_new_tokens, or with a room of more than {self.args.room}"
             )
         row = torch.arange(B, device=self.stored.device)[:, None]
         slots = self.stored[:B, None] + torch.arange(n, device=row.device)
@@ -246,7 +259,7 @@ class OjaKV(KVMethod):
                 if self.args.stale == "rotate":  # the paper leaves them: coordinates of a basis that is gone
                     change_basis(lat[:B].mT, basis, new)
                 basis.copy_(new)
-            # advanced indices around slices put what is between behind: [B, n, H, r]
+            # advanced indices around slices put what is between behind: [B, n, H, r_k or r_v]
             lat[row, :, :, slots] = project(tokens, basis).transpose(1, 2)
         self.stored[:B] += n
         self._flushed += n
@@ -264,7 +277,7 @@ class OjaKV(KVMethod):
     def _basis_bytes(self):
         """Of the bases a decode step reads: per row where they adapt."""
         B, H, _, D = self.shape.kv
-        return 2 * (B if self.args.adapt else 1) * H * D * self.r * 4
+        return (B if self.args.adapt else 1) * H * D * (self.r_k + self.r_v) * 4
 
     def traffic(self, pos):
         """All of `pos` taken as prompt: decoded tokens of the buffer come on top, 2 D elements each."""
@@ -273,4 +286,5 @@ class OjaKV(KVMethod):
         middle = pos + 1 - exempt
         if self.args.keep is not None:
             middle = min(middle, max(0, budget_cap(self.args.keep, pos + 1) - exempt))
-        return 2 * B * H * (middle * self.r + exempt * D) * self.shape.dtype.itemsize + self._basis_bytes()
+        read = middle * (self.r_k + self.r_v) + exempt * 2 * D
+        return B * H * read * self.shape.dtype.itemsize + self._basis_bytes()

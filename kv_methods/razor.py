@@ -3,8 +3,8 @@
 Retrieval heads are found before any prompt, by their attention on repeated random tokens (calibrate.py). A KV head
 whose group holds one is protected. The others drop what leaves their window into a compensation token: the mean key and
 value, counted by the softmax as the N_d tokens it stands for (Eq. 4-5). Storage is packed: 2 D elements per token in
-protected heads, a fifth of that in the others once a prompt is long. Another method stores and reads the protected
-heads, `full` by default; self_index or sals multiply the two savings.
+protected heads, a fifth of that in the others once a text is long; their window grows with it. Another method stores
+and reads the protected heads, `full` by default; self_index or sals multiply the two savings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from kernels.packed_attention import packed_attention, replace_token
 PLACES = 4  # after an earlier copy, whose attention is measured
 
 PRESETS = {
-    "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5; Llama-3.1-8B, Tables 5 and 6
+    "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5
+    # Llama-3.1-8B, Tables 5 and 6 (App. A.2): a fifth of every text above 4K tokens, where Table 2 has at least 4000
+    "razor-ruler": dict(induction=0.28, echo=0.02, window=1, whole=4096),
     "razor-places": dict(places=4),  # beyond the paper: heads that read the next token two to four places on
     "razor-places-random": dict(places=4, protect="random"),
     "razor-random": dict(protect="random"),  # Table 1, 15 % of the heads at random
@@ -86,11 +88,12 @@ class Razor(Routed):
     lossless = dict(induction=1.0)
     stress = dict(window=16)
     statistics = (HeadScores(),)
-    k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated
+    k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
     mean_v: Tensor
-    scope: Tensor  # int64 [B]: L_h, fixed by each row's prompt
+    slot_of: Tensor  # int32 [B, ring]: where the token at position sinks + i (mod ring) of the window lies
+    least: Tensor  # int64 [B]: S_0, the least L_h of each row
 
     @dataclass
     class Args:
@@ -99,7 +102,8 @@ class Razor(Routed):
         places: int = knob(1, "places after a copy, 1 to 4, whose best is the induction score (paper: 1)")
         sinks: int = knob(4, "first tokens kept by the other heads (Table 2)")
         window: int = knob(4000, "least tokens in their recent window (Table 2)")
-        share: float = knob(0.2, "of the prompt that their window holds if more (Table 2)")
+        share: float = knob(0.2, "of all tokens so far that their window holds if more (Table 2)")
+        whole: int = knob(0, "prompts up to this length have it as their least window (App. A.2: 4K)")
         compensation: bool = knob(True, "False: dropped tokens are forgotten (Figure 8)")
         protect: Literal["retrieval", "random"] = knob(
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
@@ -113,8 +117,9 @@ class Razor(Routed):
                     raise InputError(f"razor: {name}={getattr(self, name)} is not a share from 0 to 1")
             if not 1 <= self.places <= PLACES:
                 raise InputError(f"razor: places={self.places} is not from 1 to {PLACES}")
-            if self.sinks < 0 or self.window < 1:
-                raise InputError(f"razor needs sinks >= 0 and window >= 1, got {self.sinks} and {self.window}")
+            if self.sinks < 0 or self.window < 1 or self.whole < 0:
+                found = f"{self.sinks}, {self.window} and {self.whole}"
+                raise InputError(f"razor needs sinks >= 0, window >= 1 and whole >= 0, got {found}")
             if resolve(self.retrieval_method)[0] is Razor:
                 raise InputError("razor: retrieval_method must be another method than razor itself")
 
@@ -129,13 +134,14 @@ class Razor(Routed):
         self.route(self._protected().nonzero().flatten().tolist(), args.retrieval_method)
         # the sinks stand in front of the ring, so a window longer than the rest of the context needs no slot for them
         self.sinks = min(args.sinks, T)
-        self.ring = max(1, min(T - self.sinks, max(args.window, budget_cap(float(args.share), T))))
+        self.ring = max(1, min(T - self.sinks, max(args.window, args.whole, budget_cap(float(args.share), T))))
         if self.n_own:
             for x in ("k", "v"):
                 self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:
                     self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
-            self.buffer("scope", (shape.max_batch,), torch.int64)
+            self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
+            self.buffer("least", (shape.max_batch,), torch.int64)
             self.reset()
 
     def _protected(self) -> Tensor:
@@ -151,39 +157,51 @@ class Razor(Routed):
 
     # ---- the heads that drop tokens: q, k and v are theirs alone, rotated ----
 
-    def compress(self, q, k, v, lengths):
-        """Algorithm 1: keep the sinks and the last L_h = max(S_0, N / C) tokens, the mean of the others (Eq. 4)."""
-        B, _, S, _ = k.shape
-        window = budget_tokens(float(self.args.share), lengths).clamp(min=self.args.window, max=self.ring)
-        self.scope[:B] = window
-        slots, last, window = torch.arange(self.k.shape[2], device=k.device), lengths[:, None] - 1, window[:, None]
-        # the newest position that each slot would hold at the end of each row's prompt
-        held = torch.where(slots < self.sinks, slots, last - (last - slots) % window).clamp(0, S - 1)
-        self.k[:B], self.v[:B] = gather_rows(k, held[:, None]), gather_rows(v, held[:, None])
-        if self.args.compensation:
-            n = self.dropped(lengths - 1)[:, None]
-            t = torch.arange(S, device=k.device) - self.sinks
-            gone = ((t >= 0) & (t < n))[:, None, :, None]
-            for mean, x in ((self.mean_k, k), (self.mean_v, v)):
-                mean[:B] = torch.where(gone, x, 0).sum(2, dtype=torch.float32) / n.clamp(min=1)[..., None]
+    def scope(self, n):
+        """L_h = max(S_0, N / C) with n [B] tokens so far (Algorithm 1, line 2), at most the ring: by 0 or 1 a token."""
+        grown = budget_tokens(float(self.args.share), n)
+        return torch.maximum(grown, self.least[: len(n)]).clamp(max=self.ring)
 
     def dropped(self, pos):
         """N_d with the newest token at pos [B]: all but the sinks and the window. Not above 0: none."""
-        return pos + 1 - self.sinks - self.scope[: len(pos)]
+        return pos + 1 - self.sinks - self.scope(pos + 1)
+
+    def filled(self, pos):
+        """Slots in use with the newest token at pos [B]."""
+        return (pos + 1).minimum(self.sinks + self.scope(pos + 1))
+
+    def compress(self, q, k, v, lengths):
+        """Algorithm 1: keep the sinks and the last L_h tokens, the mean of the others (Eq. 4)."""
+        B, _, S, _ = k.shape
+        a, slots, i = self.args, *(torch.arange(n, device=k.device) for n in (self.k.shape[2], self.ring))
+        self.least[:B] = torch.where(lengths > a.whole, a.window, max(a.window, a.whole))
+        last, gone = lengths[:, None] - 1, self.dropped(lengths - 1).clamp(min=0)[:, None]
+        held = torch.where(slots < self.sinks, slots, slots + gone).clamp(max=S - 1)  # the position in each slot
+        self.k[:B], self.v[:B] = gather_rows(k, held[:, None]), gather_rows(v, held[:, None])
+        newest = last - (last - self.sinks - i) % self.ring  # of the positions that share a place of slot_of
+        self.slot_of[:B] = (newest - gone).clamp(min=0).int()
+        if a.compensation:
+            t = torch.arange(S, device=k.device) - self.sinks
+            out = ((t >= 0) & (t < gone))[:, None, :, None]
+            for mean, x in ((self.mean_k, k), (self.mean_v, v)):
+                mean[:B] = torch.where(out, x, 0).sum(2, dtype=torch.float32) / gone.clamp(min=1)[..., None]
 
     def append(self, k, v, pos):
-        B = len(pos)
-        # a row's ring is its first L_h slots: the new token takes the slot of the one that leaves the window
-        slot = torch.where(pos < self.sinks, pos, self.sinks + (pos - self.sinks) % self.scope[:B])
+        """While the window grows nothing leaves it; else the new token takes the slot of the oldest, which does."""
+        B, filled = len(pos), self.filled(pos)
+        grows, n = filled > self.filled(pos - 1), self.dropped(pos)
+        oldest = self.slot_of[:B].gather(1, ((n - 1) % self.ring)[:, None])[:, 0]  # at position sinks + N_d - 1
+        slot = torch.where(grows, filled - 1, oldest)
         left_k, left_v = replace_token(self.k, slot, k), replace_token(self.v, slot, v)
+        self.slot_of[:B].scatter_(1, ((pos - self.sinks) % self.ring)[:, None], slot.int()[:, None])
         if self.args.compensation:
-            n = self.dropped(pos)[:, None, None]
+            grows, n = grows[:, None, None], n.clamp(min=1)[:, None, None]
             for mean, left in ((self.mean_k, left_k), (self.mean_v, left_v)):
-                moved = mean[:B] + (left.float() - mean[:B]) / n.clamp(min=1)  # Eq. 4, one token more
-                mean[:B] = torch.where(n > 0, moved, mean[:B])
+                moved = mean[:B] + (left.float() - mean[:B]) / n  # Eq. 4, one token more
+                mean[:B] = torch.where(grows, mean[:B], moved)
 
     def attend(self, q, idx, count, pos):
-        filled = (pos + 1).minimum(self.sinks + self.scope[: len(pos)])
+        filled = self.filled(pos)
         if not self.args.compensation:
             return packed_attention(q, self.k, self.v, filled)
         n = self.dropped(pos).clamp(min=0)
@@ -191,10 +209,12 @@ class Razor(Routed):
 
     def attended(self, q, idx, count, pos):
         B, H, slot = len(pos), self.n_own, torch.arange(self.k.shape[2], device=q.device)
-        filled, scope = (pos + 1).minimum(self.sinks + self.scope[:B]), self.scope[:B, None]
-        ring = pos[:, None] - (pos[:, None] - slot) % scope
-        at = torch.where(slot < self.sinks, slot.expand(B, -1), ring)
-        at = torch.where(slot < filled[:, None], at, -2)[:, None].expand(B, H, -1)
+        at, i = slot.repeat(B, 1), torch.arange(self.ring, device=q.device)
+        newest = pos[:, None] - (pos[:, None] - self.sinks - i) % self.ring
+        for b, first in enumerate((self.sinks + self.dropped(pos).clamp(min=0)).tolist()):
+            there = newest[b] >= first
+            at[b, self.slot_of[b, there].long()] = newest[b, there]
+        at = torch.where(slot < self.filled(pos)[:, None], at, -2)[:, None].expand(B, H, -1)
         k, v, tokens = self.k[:B], self.v[:B], torch.ones(B, H, at.shape[2], device=q.device)
         if self.args.compensation:
             n = self.dropped(pos).clamp(min=0)[:, None, None].expand(B, H, 1)
@@ -205,15 +225,16 @@ class Razor(Routed):
     def reset(self):
         super().reset()
         if self.n_own:
-            self.scope.fill_(self.ring)
+            self.least.fill_(max(self.args.window, self.args.whole))
             if self.args.compensation:
                 self.mean_k.zero_(), self.mean_v.zero_()
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt, which sets L_h: tokens, the compensation token, L_h and the order of heads."""
-        s, window = self.shape, max(self.args.window, budget_cap(float(self.args.share), pos + 1))
-        kept = min(pos + 1, self.sinks + min(window, self.ring))
-        means = self.args.compensation and kept < pos + 1
+        """All of `pos` taken as prompt, which sets S_0: tokens, the compensation token, a slot, S_0, order of heads."""
+        s, a, n = self.shape, self.args, pos + 1
+        least = a.window if n > a.whole else max(a.window, a.whole)
+        kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
+        means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
         order = 8 * s.n_kv_head if self.n_own and self.n_other else 0
-        return super().traffic(pos) + s.max_batch * (self.n_own * head + 8 * bool(self.n_own)) + order
+        return super().traffic(pos) + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order

@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from cache.base import Attended, KVMethod, knob
-from errors import InputError
 from kernels.dense_attention import decode_attention
 from kernels.rope import apply_rope
 
@@ -26,15 +25,11 @@ class Streaming(KVMethod):
 
     @dataclass
     class Args:
-        sinks: int = knob(4, "first tokens kept (Table 2: four suffice)")
-        recent: int = knob(1020, "newest tokens kept (Table 2: 4 + 1020)")
+        sinks: int = knob(4, "first tokens kept (Table 2: four suffice)", low=0)
+        recent: int = knob(1020, "newest tokens kept (Table 2: 4 + 1020)", low=1)
         positions: Literal["original", "cache"] = knob(
             "original", "rotate keys by their place in the text, or in the cache (Sec. 3.2)"
         )
-
-        def __post_init__(self):
-            if self.sinks < 0 or self.recent < 1:
-                raise InputError(f"sinks must be >= 0 and recent >= 1, got {self.sinks} and {self.recent}")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

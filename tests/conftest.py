@@ -6,6 +6,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others each time.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported

@@ -71,8 +71,8 @@ def subspace_overlap(a: np.ndarray, b: np.ndarray) -> float:
 class OjaRow:
     """q [Hq, s, D], k and v [n, s, D]: the prompt alone, rotated; bases [n, D, D], columns by falling eigenvalue."""
 
-    def __init__(self, q, k, v, k_basis, v_basis, *, rank_k, rank_v, adapt, exempt, update_every, query_window,
-                 important, eta_prefill, eta_decode, rule, stale, keep):  # fmt: skip
+    def __init__(self, q, k, v, k_basis, v_basis, *, rank_k, rank_v, adapt, n_start, n_recent, update_every,
+                 query_window, important, eta_prefill, eta_decode, rule, stale, keep):  # fmt: skip
         self.n, s, self.D = k.shape
         self.g = len(q) // self.n
         self.adapt, self.T, self.eta, self.rule, self.stale = adapt, update_every, eta_decode, rule, stale
@@ -94,7 +94,7 @@ class OjaRow:
                 self.u[h] = orthonormal(oja(self.u[h], [k[h, t] for t in self.important], eta_prefill, rule))
                 self.w[h] = orthonormal(oja(self.w[h], [v[h, t] for t in self.important], eta_prefill, rule))
 
-        self.whole = {t for t in range(s) if t < exempt or t >= s - exempt}  # stay full-rank
+        self.whole = {t for t in range(s) if t < n_start or t >= s - n_recent}  # stay full-rank
         self.kept = [set(range(s)) for _ in range(self.n)]
         if keep is not None:  # Sec. 7: SnapKV keeps some tokens of the prompt, for each KV head its own
             wanted = math.ceil(keep * s - 1e-6) if isinstance(keep, float) else keep

@@ -25,10 +25,12 @@ def protected_heads(induction: np.ndarray, echo: np.ndarray, shares: tuple[float
 class RazorHead:
     """Keys and queries come rotated."""
 
-    def __init__(self, k, v, *, protected, sinks, window, share, compensation):
+    def __init__(self, k, v, *, protected, sinks, window, share, compensation, whole=0):
         """k, v [n, D]: the prompt of this row alone."""
-        self.protected, self.sinks, self.compensation = protected, sinks, compensation
-        self.length = max(window, math.ceil(share * len(k) - 1e-6))  # Algorithm 1, line 2; of the prompt, for good
+        self.protected, self.sinks, self.compensation, self.share = protected, sinks, compensation, share
+        self.threshold = window  # S_0
+        if len(k) <= whole:  # App. A.2: compression starts above 4K tokens
+            self.threshold = max(window, whole)
         self.k, self.v = list(k), list(v)
 
     def append(self, k, v):
@@ -37,8 +39,11 @@ class RazorHead:
 
     def dropped(self) -> list[int]:
         """Neither a sink nor among the last L_h tokens, the current one counted."""
-        n = len(self.k)
-        return [] if self.protected else [t for t in range(n) if self.sinks <= t < n - self.length]
+        if self.protected:
+            return []
+        n = len(self.k)  # Algorithm 1, line 2: "the number of tokens in the head", now
+        last = max(self.threshold, math.ceil(self.share * n - 1e-6))
+        return [t for t in range(self.sinks, n) if t < n - last]
 
     def weights(self, q: np.ndarray) -> np.ndarray:
         """One query [D] -> the share of every token in the output [n], eq. 5: a dropped one has 1/N_d of the mean's."""

@@ -63,30 +63,36 @@ class SelfIndexHead:
     rounding border that float32 and float64 may disagree, runs with +nudge and -nudge differ: by how much it matters.
     """
 
-    def __init__(self, q, k, v, *, budget, sinks, store_bits, sign_in_quant, retrieval, tail, flush, max_seq_len,
-                 nudge=0.0):  # fmt: skip
-        """q [g, n, D], k and v [n, D]: the prompt of this row alone, without padding."""
+    def __init__(self, q, k, v, *, budget, sinks_in_budget, sinks, sink_queries, sinks_in_index,
+                 store_bits, sign_in_quant, retrieval, keep_decoded, tail, flush, max_seq_len,
+                 nudge=0.0, sink_set=None):  # fmt: skip
+        """q [g, n, D], k and v [n, D]: the prompt of this row alone, without padding. sink_set: instead of its own."""
         self.bits, self.sign_in_quant, self.tail, self.flush = store_bits, sign_in_quant, tail, flush
         self.budget, self.sinks, self.nudge, self.prompt = budget, min(sinks, max_seq_len), nudge, len(k)
-        self.retrieval = retrieval
+        self.retrieval, self.sinks_in_budget, self.keep_decoded = retrieval, sinks_in_budget, keep_decoded
+        if sinks_in_budget is None:  # LongBench: 160 are 64 + 96; published code: int(0.075 * (L - 64)) beside 64
+            self.sinks_in_budget = isinstance(budget, int)
+        self.snapkv = dict(enumerate(snapkv(q, k, sink_queries)))
+        ranked = sorted(self.snapkv, key=lambda t: -self.snapkv[t])
+        self.sink_set: list[int] = ranked[: self.sinks] if sink_set is None else sink_set
         D = k.shape[1]
         self.mean = k.mean(0)  # eq. 5
         self.k = [x - self.mean for x in k]  # exact, centred
         self.v = list(v)
-        magnitude = np.abs(np.array(self.k))
+        # which keys make codebook and alpha: the paper's K, or those that are compressed (published code)
+        indexed = [t for t in range(len(k)) if sinks_in_index or t not in self.sink_set] or list(range(len(k)))
+        magnitude = np.abs(np.array([self.k[t] for t in indexed]))
         self.alpha = magnitude.max(0)  # eq. 12
         # A channel that is (nearly) constant in a short prompt would blow up the tokens decoded later: a floor of a
         # thousandth of the head's largest key, before centring.
-        self.alpha = np.maximum(self.alpha, 1e-3 * np.abs(k).max())
+        self.alpha = np.maximum(self.alpha, 1e-3 * max(np.abs(k[t]).max() for t in indexed))
         cells: dict[tuple[int, tuple], list[np.ndarray]] = {}
-        for x in self.k:
+        for x in (self.k[t] for t in indexed):
             for c in range(0, D, 4):
                 cells.setdefault((c, self.pattern(x[c : c + 4])), []).append(x[c : c + 4])
         self.centroids = {cell: sum(xs) / len(xs) for cell, xs in cells.items()}  # eq. 4
         self.mean_magnitude = magnitude.mean(0)
         self.store = [self.compressed(x, y) for x, y in zip(self.k, self.v, strict=True)]
-        self.snapkv = dict(enumerate(snapkv(q, k)))
-        self.sink_set: list[int] = sorted(self.snapkv, key=lambda t: -self.snapkv[t])[: self.sinks]
         self.flushed = 0
 
     @staticmethod
@@ -132,23 +138,30 @@ class SelfIndexHead:
         self.v.append(v)
 
     def scores(self, q):
-        """Group-mean of q [g, D] against every stored token that is no sink."""
-        q = q.mean(0)
-        return {t: float(q @ entry[0]) for t, entry in enumerate(self.store) if t not in self.sink_set}
+        """Group-mean of q [g, D] against every stored token that is no sink, and not attended to anyway."""
+        q, skip = q.mean(0), {*self.sink_set, *self.always()}
+        return {t: float(q @ entry[0]) for t, entry in enumerate(self.store) if t not in skip}
+
+    def always(self):
+        """Decoded tokens of the store that are attended to whatever they score."""
+        return list(range(self.prompt, len(self.store))) if self.keep_decoded else []
 
     def wanted(self, available):
-        """How many stored tokens the budget leaves: 160 is 64 + 96 whatever the prompt; a share counts real sinks."""
+        """How many of the available tokens the budget leaves: 160 is 64 + 96 whatever the prompt."""
         if isinstance(self.budget, int):
-            want = self.budget - self.sinks
-        else:
+            want = self.budget - (self.sinks if self.sinks_in_budget else 0)
+        elif self.sinks_in_budget:
             want = math.ceil(self.budget * len(self.k) - 1e-6) - len(self.sink_set)
+        else:
+            want = math.floor(self.budget * available + 1e-6)
         return min(max(want, 0), available)
 
     def attend(self, q, chosen):
         """q [g, D]; chosen: stored positions -> [g, D]."""
         recent = range(self.prompt + self.flushed, len(self.k))  # decoded tokens not flushed: always attended
-        keys = [self.k[t] for t in self.sink_set] + [self.store[t][1] for t in chosen] + [self.k[t] for t in recent]
-        values = [self.v[t] for t in self.sink_set] + [self.store[t][2] for t in chosen] + [self.v[t] for t in recent]
+        stored = [*chosen, *self.always()]
+        keys = [self.k[t] for t in self.sink_set] + [self.store[t][1] for t in stored] + [self.k[t] for t in recent]
+        values = [self.v[t] for t in self.sink_set] + [self.store[t][2] for t in stored] + [self.v[t] for t in recent]
         return np.stack([attention(head, keys, values) for head in q])
 
     def maintain(self):

@@ -384,6 +384,13 @@ BAD = {  # what happened to the folder -> what the error says
     "no metadata": (lambda f: save_file(load_file(f / FILE), f / FILE), "of version"),
     "metadata that is no JSON": (raw_metadata("{"), "cannot read"),
     "metadata that is no object": (raw_metadata("[1]"), ""),
+    "metadata of many brackets": (raw_metadata("[" * 10_000), "cannot read"),
+    "a number of 5000 digits": (raw_metadata("1" * 5000), "cannot read"),
+    "an exotic dtype": (
+        lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS].to(torch.float8_e4m3fn)})),
+        f"{BASIS} is F8_E4M3",
+    ),
+    "complex numbers": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS].to(torch.complex64)})), "is C64"),
     "another fingerprint": (lambda f: rewrite(f, fingerprint="0" * 64), "another checkpoint"),
     "other weights beside it": (other_weights, "another checkpoint"),
     "another config beside it": (other_config, "another checkpoint"),

@@ -221,8 +221,36 @@ BROKEN = {  # what is done to the folder -> what the message must name
         r"x\.safetensors, which is not in the folder",
     ),
     "shard by way of a folder": (shard_outside("y/../../x.safetensors"), r"x\.safetensors, which is not in the folder"),
+    "config of many brackets": (write("config.json", '{"a":' + "[" * 10_000), r"config\.json as JSON"),
+    "config with a number of 5000 digits": (write("config.json", '{"a":' + "1" * 5000 + "}"), r"config\.json as JSON"),
+    "index of many brackets": (
+        lambda f: (shard(f), (f / "model.safetensors.index.json").write_text("[" * 10_000)),
+        r"index\.json as JSON",
+    ),
+    "a billion layers": (lambda f: change_config(f, num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
+    "a number of no int64": (lambda f: change_config(f, hidden_size=2**70), r"hidden_size is 1180591620717411303424"),
+    "float8 weights": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.float8_e4m3fn)})), K_PROJ + " .* is F8"),
+    "NaN in weights": (weights(lambda w: w[K_PROJ][3].fill_(torch.nan)), K_PROJ + r" in .* holds NaN or infinity"),
+    "infinity in weights": (weights(lambda w: w[EMBED][3, :1].fill_(torch.inf)), EMBED + r" in .* holds NaN or inf"),
+    "infinities that cancel": (
+        weights(lambda w: w[K_PROJ][0, :2].copy_(torch.tensor([torch.inf, -torch.inf]))),
+        K_PROJ + r" in .* holds NaN or infinity as float32: download it again$",
+    ),
     "shard at /": (sharded(lambda i: i["weight_map"].update({EMBED: "/etc/hostname"})), r"hostname"),
 }
+
+
+def test_weights_that_a_dtype_does_not_hold(folder):
+    weights(lambda w: w[K_PROJ][0, 0].fill_(1e6))(folder)
+    load_checkpoint(folder)
+    load_checkpoint(folder, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=K_PROJ + r" .* infinity as float16: .* try --dtype fp32"):
+        load_checkpoint(folder, dtype=torch.float16)
+
+
+def test_finite_weights_whose_sum_is_not(folder):
+    weights(lambda w: w[K_PROJ].fill_(3e38))(folder)
+    load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("what", BROKEN)

@@ -35,11 +35,13 @@ DEVICE = "cuda" if CUDA else "meta"
 GREEDY = Sampling()
 ARGS = dict(dim=64, n_layer=3, n_head=6, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=96, max_seq_len=1024)
 B, S, T, STEPS = 2, 40, 60, 6
-KNOBS = dict(budget=24, sinks=4, recent=16, tail=4, flush=2, window=16, exempt=5, update_every=3, query_window=8)
+KNOBS = dict(
+    budget=24, sinks=4, recent=16, tail=4, flush=2, window=16, n_start=5, n_recent=5, update_every=3, query_window=8
+)
 # settings that take other kernels, or other forms of them, than the methods' own
 SETTINGS = [
     *METHODS, *presets(), "double_sparsity,label_bits=2", "double_sparsity,label_bits=16", "ojakv,energy=0.9",
-    "ojakv,rule=sequential", "double_sparsity_offload,label_bits=16", "razor,retrieval_method=self_index",
+    "ojakv,rule=column", "double_sparsity_offload,label_bits=16", "razor,retrieval_method=self_index-no-sinks",
     "razor,retrieval_method=double_sparsity_offload", "sals,score=softmax", "sals,value_bits=16", "sals,budget=1.0",
     "self_index,budget=0.2", "self_index,store_bits=4", "self_index,store_bits=8", "streaming,positions=cache",
 ]  # fmt: skip
@@ -63,7 +65,7 @@ STEP = dict(
     "double_sparsity,label_bits=16": {"latent_score", "budget_select", "gather_attention"},
     "double_sparsity_offload,label_bits=16": {"latent_score", "budget_select"} | FETCH,
     "razor-none": RAZOR,
-    "razor,retrieval_method=self_index": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
+    "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
     "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
     "sals,budget=1.0": {"append_token", "latent_attention"},
 }

@@ -11,6 +11,7 @@ import torch
 
 import engine as E
 import generate as G
+import model as M
 from cache.spec import method_files
 from checkpoint import load_checkpoint
 from errors import InputError, run_cli
@@ -130,11 +131,15 @@ def test_sampled_frequencies_follow_the_cut_distribution():
         assert freq[kept:].sum() == 0 and (freq[:kept] - want).abs().max() < 0.015
 
 
-def test_a_lagging_reader_yields_the_same_tokens(tiny, monkeypatch):
+@pytest.mark.parametrize("least", [dict(temperature=1e-4), dict(temperature=1.0, top_p=1e-300)], ids=str)
+def test_the_least_that_is_allowed_is_greedy(least):
+    logits = torch.tensor([[1.0, 3.0, 2.0], [1e4, 0.0, 1e30]])
+    assert E.Sampling(**least).draw(logits).tolist() == [1, 2]
+
+
+@pytest.fixture
+def lagging(monkeypatch):
     """The GPU's reader on CPU tensors: events and pinned memory replaced, the order of its queue kept."""
-    model, tk = tiny
-    prompt = [tk.encode("import sys\n", bos=True)]
-    direct = E.generate(session(model, "full", prompt, 10), prompt, 10).tokens
 
     class Event:
         def record(self):
@@ -145,9 +150,148 @@ def test_a_lagging_reader_yields_the_same_tokens(tiny, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(E.torch.cuda, "Event", Event)
     monkeypatch.setattr(E.torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+
+
+def test_a_lagging_reader_yields_the_same_tokens(tiny, lagging):
+    model, tk = tiny
+    prompt = [tk.encode("import sys\n", bos=True)]
+    direct = E.generate(session(model, "full", prompt, 10), prompt, 10).tokens
     s = session(model, "full", prompt, 10)
     s.lag = E.LAG
     assert E.generate(s, prompt, 10).tokens == direct
+
+
+# ---- what ends a run early ----
+
+
+def spoil_logits(monkeypatch, at, value=float("nan"), rows=slice(None)):
+    """The decode step number `at` (from 1 on) gives these logits."""
+    steps, decode = [], M.Transformer.decode
+
+    def spoilt(self, tokens, pos):
+        logits = decode(self, tokens, pos)
+        steps.append(0)
+        if len(steps) == at:
+            logits[rows, 5] = value
+        return logits
+
+    monkeypatch.setattr(M.Transformer, "decode", spoilt)
+
+
+def fail_after(monkeypatch, step, error=InputError):
+    maintain = M.Transformer.maintain
+
+    def failing(self, n):
+        if n == step:
+            raise error("the method cannot go on")
+        maintain(self, n)
+
+    monkeypatch.setattr(M.Transformer, "maintain", failing)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    model, tk = tiny
+    prompt = [tk.encode("import os", bos=True)]
+    return tk, E.generate(session(model, "full", prompt, 8), prompt, 8).tokens[0]
+
+
+ARGV = ("--prompt", "import os", "--max-new-tokens", "8")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_end_the_text_with_a_line(value, whole, capsys, monkeypatch):
+    tk, tokens = whole
+    spoil_logits(monkeypatch, 3, value)
+    code, out, err = run(capsys, *ARGV)
+    assert code == 2 and out == tk.decode(tokens[:3]) + "\n"
+    assert err.startswith("error: logits are NaN or infinite at step 3:") and err.count("\n") == 1
+
+
+def test_json_of_a_run_that_ended_early_holds_what_there_is(whole, capsys, monkeypatch):
+    fail_after(monkeypatch, 4)
+    code, out, err = run(capsys, *ARGV, "--json")
+    data = json.loads(out)
+    assert code == 2 and data["tokens"] == [whole[1][:4]] and data["error"] == "the method cannot go on"
+    assert err == "error: the method cannot go on\n"
+
+
+def test_a_method_that_cannot_go_on_ends_the_text_with_a_line(whole, capsys, monkeypatch):
+    fail_after(monkeypatch, 4)
+    code, out, err = run(capsys, *ARGV)
+    assert code == 2 and out == whole[0].decode(whole[1][:4]) + "\n" and err == "error: the method cannot go on\n"
+
+
+def test_batches_before_a_failure_are_kept(whole, capsys, monkeypatch):
+    spoil_logits(monkeypatch, 10)  # the third step of the second batch
+    code, out, err = run(capsys, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
+    assert code == 2 and json.loads(out)["tokens"] == [whole[1], whole[1][:3]] and "at step 3" in err
+
+
+def test_a_row_that_is_done_may_be_anything(tiny, monkeypatch):
+    model, tk = tiny
+    prompts = [tk.encode(t, bos=True) for t in ("import os", "def f(x):\n    return")]
+    free = E.generate(session(model, "full", prompts, 8), prompts, 8).tokens
+    spoil_logits(monkeypatch, 5, rows=slice(0, 1))
+    stop = frozenset([free[0][2]])
+    assert E.generate(session(model, "full", prompts, 8), prompts, 8, stop).tokens[1] == [
+        t for t in free[1] if t not in stop
+    ]
+
+
+def test_ctrl_c_prints_what_there_is_and_exits_130(whole, capsys, monkeypatch):
+    fail_after(monkeypatch, 4, KeyboardInterrupt)
+    code, out, err = run(capsys, "--prompt", "import os", "import os", "--batch-size", "1", *ARGV[2:], "--json")
+    assert code == 130 and json.loads(out)["tokens"] == [whole[1][:4]] and err == "interrupted\n"
+
+
+def test_a_prompt_whose_logits_are_nan_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(M.Transformer, "prefill", lambda self, t, n: torch.full((1, 512), float("nan")))
+    code, out, err = run(capsys, *ARGV)
+    assert code == 2 and not out.strip() and "at step 0" in err and err.count("\n") == 1
+
+
+def test_a_lagging_reader_hands_over_what_is_in_flight(tiny, whole, lagging, monkeypatch):
+    model, tk = tiny
+    prompt = [tk.encode("import os", bos=True)]
+    for spoil in (lambda: fail_after(monkeypatch, 4), lambda: spoil_logits(monkeypatch, 4)):
+        with monkeypatch.context() as monkeypatch:
+            spoil()
+            s, result = session(model, "full", prompt, 8), E.empty_result(prompt)
+            s.lag = E.LAG
+            with pytest.raises(InputError):
+                E.generate(s, prompt, 8, result=result)
+            assert result.tokens[0] == whole[1][:4]
+
+
+def test_a_conversation_goes_on_after_a_turn_that_failed(monkeypatch):
+    llm = E.LLM(TINY)
+    turns = ("import os", "def f", "class A")
+    talk = llm.conversation()
+    want = [talk.say(turns[0], 5, None).tokens, talk.say(turns[2], 5, None).tokens]
+    talk = llm.conversation()
+    got = [talk.say(turns[0], 5, None).tokens]
+    with monkeypatch.context() as m:
+        spoil_logits(m, 6)
+        with pytest.raises(InputError, match="NaN"):
+            talk.say(turns[1], 5, None)
+    assert [*got, talk.say(turns[2], 5, None).tokens] == want
+
+
+def test_further_turns_of_a_compiled_conversation_compile_nothing(monkeypatch):
+    graphs, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=backend, **options))
+    torch._dynamo.reset()
+    talk = E.LLM(TINY, compile=True).conversation()
+    assert len(graphs) == 1  # by the warm-up
+    for turn in ("import os", "def f", "class A"):
+        assert talk.say(turn, 3).tokens
+        assert len(graphs) == 1, turn
 
 
 # ---- the command line ----
@@ -231,6 +375,11 @@ def test_profile_writes_a_trace(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(G, "LLM", lambda *a, **kw: pytest.fail("the model was loaded"))
+    assert run(capsys, "--prompt", "a", "--profile", "/proc/t.json")[0] == 2
+
+
 def test_list_methods_names_every_file_knob_and_paper(capsys):
     code, out, _ = run(capsys, "--list-methods")
     assert code == 0 and all(f"{name}: " in out for name in method_files())
@@ -238,8 +387,6 @@ def test_list_methods_names_every_file_knob_and_paper(capsys):
 
 
 def test_random_init_needs_no_checkpoint(capsys, monkeypatch):
-    import model as M
-
     small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
     monkeypatch.setitem(M.NAMED, "small", small)
     code, out, _ = run(capsys, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
@@ -257,7 +404,10 @@ BAD = {
     "knob out of range": (["--prompt", "a", "--method", "self_index", "--budget", "1.5"], "out of range"),
     "negative budget": (["--prompt", "a", "--method", "self_index", "--budget=-3"], "out of range"),
     "bad choice": (["--prompt", "a", "--method", "self_index", "--method-arg", "store_bits=3"], "store_bits='3'"),
-    "streaming without a window": (["--prompt", "a", "--method", "streaming", "--recent", "0"], "recent >= 1"),
+    "streaming without a window": (
+        ["--prompt", "a", "--method", "streaming", "--recent", "0"],
+        "recent=0 is out of range: give 1",
+    ),
     "bad layer spec": (["--prompt", "a", "--method", "0-99:full"], "outside"),
     "holes in the spec": (["--prompt", "a", "--method", "0:full"], "no method for layer 1"),
     "missing checkpoint": (["--prompt", "a", "--checkpoint", "/no/such"], "/no/such not found"),
@@ -269,7 +419,36 @@ BAD = {
     "top-p": (["--prompt", "a", "--top-p", "2"], "--top-p"),
     "top-k": (["--prompt", "a", "--top-k", "0"], "--top-k"),
     "batch size": (["--prompt", "a", "--batch-size", "0"], "--batch-size"),
-    "a batch that does not fit": (["--prompt", "a", "--batch-size", "50000000"], "GiB are free"),
+    "a batch that does not fit": (["--prompt", "a", "--batch-size", "1000000"], "GiB are free"),
+    "a batch that no list holds": (
+        ["--prompt", "a", "--batch-size", "9" * 23],
+        "999 is above 1000000",
+    ),
+    "temperature nan": (["--prompt", "a", "--temperature", "nan"], "--temperature nan is no number"),
+    "temperature inf": (["--prompt", "a", "--temperature", "inf"], "--temperature inf is above"),
+    "temperature that fp32 rounds to 0": (
+        ["--prompt", "a", "--temperature", "1e-300"],
+        "--temperature 1e-300 is below",
+    ),
+    "top-p nan": (["--prompt", "a", "--top-p", "nan"], "--top-p nan"),
+    "top-k of no tensor": (["--prompt", "a", "--top-k", "1" + "0" * 23], "--top-k 100000000000000000000000 is above"),
+    "negative seed": (["--prompt", "a", "--seed", "-1"], "--seed -1 is below 0"),
+    "seed of no generator": (["--prompt", "a", "--seed", "1" + "0" * 23], "--seed 100000000000000000000000 is above"),
+    "new tokens of no list": (["--prompt", "a", "--max-new-tokens", "9" * 23], "--max-new-tokens"),
+    "knob nan": (["--prompt", "a", "--method", "ojakv,eta_decode=nan"], "eta_decode=nan is out of range"),
+    "knob inf": (["--prompt", "a", "--method", "ojakv,eta_prefill=inf"], "eta_prefill=inf is out of range"),
+    "knob far too large": (
+        ["--prompt", "a", "--method", "ojakv,eta_prefill=1e30"],
+        "eta_prefill=1e+30 is out of range",
+    ),
+    "whole number of no kernel": (["--prompt", "a", "--method", f"streaming,sinks={2**63}"], "is out of range"),
+    "knob of 5000 digits": (["--prompt", "a", "--method", "streaming,sinks=" + "1" * 5000], "sinks='111"),
+    "number of 4000 digits": (["--prompt", "a", "--top-k", "1" * 4000], "--top-k 11111111111111111111... is above"),
+    "layers of 5000 digits": (["--prompt", "a", "--method", "1" * 5000 + ":full"], "cannot read"),
+    "knob called spec": (["--prompt", "a", "--method-arg", "spec=full"], "no knob 'spec'"),
+    "knob called max_batch": (["--prompt", "a", "--method-arg", "max_batch=7"], "no knob 'max_batch'"),
+    "knob called self": (["--prompt", "a", "--method-arg", "self=1"], "no knob 'self'"),
+    "knob called method": (["--prompt", "a", "--method", "full,method=1"], "no knob 'method'"),
     "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
     "unknown name": (["--prompt", "a", "--random-init", "gpt-5"], "unknown model name 'gpt-5'"),
     "both sources": (["--prompt", "a", "--random-init", "x", "--checkpoint", "y"], "not both"),
@@ -277,6 +456,9 @@ BAD = {
     "dtype": (["--prompt", "a", "--dtype", "int1"], "--dtype"),
     "interactive with a prompt": (["--interactive", "--prompt", "a"], "--interactive"),
     "no chat template": (["--chat", "--prompt", "a"], "chat template"),
+    "profile at a folder": (["--prompt", "a", "--profile", "/tmp"], "--profile: cannot write /tmp: it is a folder"),
+    "profile where nothing is written": (["--prompt", "a", "--profile", "/proc/t.json"], "cannot write /proc/t.json"),
+    "profile of a long name": (["--prompt", "a", "--profile", "/tmp/" + "x" * 300], "name too long"),
     "profile folder": (["--prompt", "a", "--profile", "/no/such/t.json"], "/no/such"),
 }
 

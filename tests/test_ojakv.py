@@ -14,31 +14,37 @@ from oracles import causal_attention, rotate
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
 from errors import InputError
+from kernels.oja import oja_step, orthonormalize
 from model import ModelArgs
 
-SHORT = dict(exempt=4, update_every=6, query_window=8)
+SHORT = dict(n_start=4, n_recent=4, update_every=6, query_window=8)
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "default-knobs": ({}, (2, 1, 64), (20, 64, 65, 80)),
     "short": (SHORT, (1, 2, 32), (1, 7, 8, 9, 40)),
     "grouped-by-3": (SHORT | dict(important=0.2), (3, 2, 32), (41,)),
     "grouped-by-8": (SHORT | dict(rank=0.8), (8, 1, 96), (20, 47)),
-    "sequential": (SHORT | dict(rule="sequential", important=0.15), (4, 1, 128), (40,)),
+    "many-important": (SHORT | dict(important=0.5), (4, 1, 128), (40, 11)),
     "batch": (SHORT | dict(rule="batch", eta_prefill=1.0, eta_decode=0.5), (2, 2, 32), (40,)),
     "every-step": (SHORT | dict(rule="batch", update_every=1), (2, 1, 32), (30,)),
     "raw": (SHORT | dict(rule="raw", eta_prefill=0.003, eta_decode=0.001), (2, 2, 32), (20, 60)),
     "stale": (SHORT | dict(stale="keep"), (2, 2, 64), (30, 60)),
-    "stale-sequential": (SHORT | dict(stale="keep", rule="sequential", update_every=13), (1, 2, 32), (60, 3)),
+    "stale-13": (SHORT | dict(stale="keep", update_every=13), (1, 2, 32), (60, 3)),
     "reconstruct": (SHORT | dict(latent=False), (4, 2, 32), (5, 40)),
     "reconstruct-stale": (SHORT | dict(latent=False, stale="keep", rank=0.5), (3, 1, 96), (9, 40)),
     "static": (SHORT | dict(adapt=False), (2, 2, 32), (8, 33)),
-    "static-no-exemptions": (dict(adapt=False, exempt=0, update_every=40), (2, 1, 64), (1, 40)),
+    "static-no-exemptions": (dict(adapt=False, n_start=0, n_recent=0, update_every=40), (2, 1, 64), (1, 40)),
     "energy": (SHORT | dict(energy=0.9), (2, 2, 64), (40,)),
+    "energy-rebuilt": (SHORT | dict(energy=0.8, latent=False, rule="batch"), (2, 1, 32), (9, 40)),
+    "first-tokens-alone": (SHORT | dict(n_recent=0), (2, 2, 32), (1, 3, 4, 5, 40)),
+    "last-tokens-alone": (SHORT | dict(n_start=0, n_recent=7), (2, 2, 32), (1, 6, 7, 8, 40)),
+    "a-few-first": (SHORT | dict(n_start=2, n_recent=7), (2, 2, 32), (6,)),
+    "column": (SHORT | dict(rule="column"), (2, 2, 32), (7, 40)),
     "snapkv-tokens": (SHORT | dict(keep=20), (2, 2, 32), (5, 20, 21, 60)),
-    "snapkv-half": (SHORT | dict(keep=0.5, exempt=3), (4, 1, 64), (6, 44)),
+    "snapkv-half": (SHORT | dict(keep=0.5, n_start=3, n_recent=2), (4, 1, 64), (6, 44)),
 }
 FULL = [
-    (dict(rank=rank, rule=rule, eta_prefill=pre, eta_decode=dec, stale=stale, latent=latent, exempt=exempt,
-          update_every=every, query_window=window, important=0.1, keep=keep), (g, h, d), (3, 40, 70))
+    (dict(rank=rank, rule=rule, eta_prefill=pre, eta_decode=dec, stale=stale, latent=latent, n_start=exempt,
+          n_recent=exempt, update_every=every, query_window=window, important=0.1, keep=keep), (g, h, d), (3, 40, 70))
     for i, (rule, pre, dec) in enumerate((("column", 0.1, 0.05), ("column", 0.5, 0.3), ("sequential", 0.1, 0.05),
                                           ("batch", 0.5, 0.3), ("raw", 0.003, 0.001)))
     for j, (stale, latent) in enumerate((("rotate", False), ("keep", False), ("rotate", True), ("keep", True)))
@@ -117,11 +123,11 @@ def oracle_knobs(args, calib, d):
     """The method's knobs -> the oracle's, ranks worked out (Appendix A.2; docs/design.md, OjaKV)."""
     knobs = asdict(args)
     share, rank = knobs.pop("energy"), round(knobs.pop("rank") * d)
-    if share is not None:  # one rank for the layer: the largest of all heads, keys and values
-        values = [calib.get(0, f"oja.{x}_eigenvalues").double().numpy() for x in "kv"]
-        rank = max(energy_rank(v, share) for v in values)
+    ranks = [rank, rank]
+    if share is not None:  # one for the keys of a layer and one for its values: the largest of all heads
+        ranks = [energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv"]
     del knobs["latent"], knobs["room"]  # these do not change the numbers
-    return knobs | dict(rank_k=rank, rank_v=rank)
+    return knobs | dict(rank_k=ranks[0], rank_v=ranks[1])
 
 
 def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6, oracle=OjaRow):
@@ -278,9 +284,10 @@ MUTANTS = {
     "eta of the prompt": _other(eta_prefill=0.15),
     "eta of decoding": _other(eta_decode=0.1),
     "another rule": _other(rule="batch"),
-    "one token after the other": _other(rule="sequential"),
+    "a column by its energy": _other(rule="column"),
     "stale latents are kept": _other(stale="keep"),
-    "a token fewer exempt": _other(exempt=3),
+    "a first token fewer exempt": _other(n_start=3),
+    "a last token fewer exempt": _other(n_recent=3),
     "rank": _other(rank_k=18),
     "rank of the values": _other(rank_v=18),
     "one important token more": _other(important=0.2),
@@ -329,6 +336,56 @@ def test_oracle_qr_is_the_one_with_a_positive_diagonal():
     assert np.allclose(np.tril(q.T @ u, -1), 0, atol=1e-12)
 
 
+def oracle_steps(basis, x, eta, rule="sequential"):
+    """The oracle's step of every row and head, float64; tokens of zeros are padding."""
+    out = np.empty(basis.shape)
+    for b, h in np.ndindex(*basis.shape[:2]):
+        tokens = [t for t in x[b, h].double().numpy() if t.any()]
+        out[b, h] = oja(basis[b, h].double().numpy(), tokens, eta, rule)
+    return out
+
+
+@pytest.mark.parametrize("backend", ["", "torch"])
+@pytest.mark.parametrize(("d", "r", "m"), [(64, 38, 205), (128, 77, 32), (40, 17, 3), (32, 32, 50), (64, 1, 0)])
+def test_token_by_token_is_the_oracle(d, r, m, backend, monkeypatch):
+    """Sec. 5.2, in C++ and in torch: rows with fewer tokens end in zeros, and those change nothing."""
+    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    gen = torch.Generator().manual_seed(d)
+    basis = torch.linalg.qr(torch.randn(3, 2, d, d, generator=gen)).Q[..., :r]
+    x = torch.randn(3, 2, m, d, generator=gen) @ mixing(0, 2, d).mT * 30
+    x[1, :, m // 3 :] = 0
+    x[2] = 0
+    kept = basis.clone()
+    got = oja_step(basis, x, 0.1)
+    assert np.abs(got.numpy() - oracle_steps(basis, x, 0.1)).max() < 1e-5
+    assert torch.equal(got[2], basis[2]) and torch.equal(basis, kept)
+    alone = oja_step(basis[1:2], x[1:2, :, : m // 3], 0.1)
+    assert torch.allclose(got[1:2], alone, atol=1e-7)
+
+
+def test_the_default_rule_follows_a_shift():
+    """Section 4, Table 1 (0.255 -> 0.097, 38 % are left): text from other directions, 400 tokens of it, rank 77 of 128.
+
+    Of the residual energy of text behind those tokens, the paper's rule leaves less than dividing by columns does.
+    """
+    left = {}
+    for rule in ("sequential", "column"):
+        ratios = []
+        for seed in range(3):
+            old, new = mixing(seed, 2, 128), mixing(seed + 100, 2, 128)
+            basis = torch.linalg.svd(old)[0][..., :77]  # of what tokens had been mixed by
+            gen = torch.Generator().manual_seed(seed)
+            x, later = (torch.randn(1, 2, n, 128, generator=gen) @ new.mT for n in (400, 200))
+            turned = orthonormalize(oja_step(basis[None], x, 0.1, rule))[0]
+            for h in range(2):
+                tokens = list(later[0, h].double().numpy())
+                before, after = (residual_energy(u[h].double().numpy(), tokens) for u in (basis, turned))
+                ratios.append(after / before)
+        left[rule] = np.mean(ratios)
+    assert oja_step(basis[None], x, 0.1).equal(oja_step(basis[None], x, 0.1, "sequential"))
+    assert left["sequential"] < 0.5 < 0.6 < left["column"], left
+
+
 # ---- what the paper promises ----
 
 
@@ -337,7 +394,9 @@ def test_oracle_qr_is_the_one_with_a_positive_diagonal():
 def test_no_update_flips_a_column(rule, stale):
     """With next to no learning the basis stays what it is, so old latents must too. LAPACK's QR of an orthonormal basis
     gives it back with signs of its own: a flipped column would invert a coordinate of everything stored before."""
-    knobs = dict(exempt=0, update_every=4, query_window=8, rule=rule, stale=stale, eta_prefill=1e-7, eta_decode=1e-7)
+    knobs = dict(
+        n_start=0, n_recent=0, update_every=4, query_window=8, rule=rule, stale=stale, eta_prefill=1e-7, eta_decode=1e-7
+    )
     shape, lengths = (2, 2, 64), (30, 45)
     y, out, *_ = run(knobs, shape, lengths)
     y_static, out_static, *_ = run(knobs | dict(adapt=False), shape, lengths)
@@ -360,7 +419,8 @@ def test_latent_space_gives_the_same(shape, stale):
 @pytest.mark.parametrize("latent", [False, True])
 def test_exempt_tokens_are_exact(latent):
     """A prompt of no more than the exemptions is not compressed at all, nor are decoded tokens before the update."""
-    knobs, lengths = dict(rank=0.25, exempt=6, update_every=8, query_window=8, latent=latent), (1, 5, 6, 7, 12)
+    knobs = dict(rank=0.25, n_start=6, n_recent=6, update_every=8, query_window=8, latent=latent)
+    lengths = (1, 5, 6, 7, 12)
     y, out, dense, exact = run(knobs, (2, 2, 32), lengths, steps=8)
     for b, n in enumerate(lengths):
         assert np.abs(y[b, :, :n].double().numpy() - dense[b][:, :n]).max() < 1e-4
@@ -382,7 +442,7 @@ def test_adaptation_lowers_the_error_under_a_shift():
     """Section 4, Table 1. With a prompt from other directions than the calibration's, the residual energy of the middle
     tokens falls with the prompt's update and again with those of decoding, and so does the error of the attention."""
     shape, lengths, steps = (2, 2, 64), (160,), 96
-    knobs = dict(rank=0.4, exempt=4, update_every=16, query_window=32, important=0.3, eta_prefill=0.3, eta_decode=0.2)
+    knobs = SHORT | dict(rank=0.4, update_every=16, query_window=32, important=0.3, eta_prefill=0.3, eta_decode=0.2)
     errors = []
     for adapt in (True, False):
         y, out, dense, exact = run(knobs | dict(adapt=adapt), shape, lengths, steps=steps, shift=0.95)
@@ -414,7 +474,7 @@ def test_adaptation_lowers_the_error_under_a_shift():
 
 def test_rotated_latents_lose_less_than_stale_ones():
     """Where the bases turn far; where they hardly turn, what a rotation cuts off may weigh more than a stale basis."""
-    knobs = dict(rank=0.5, exempt=0, update_every=4, query_window=16, eta_decode=2.0)
+    knobs = dict(rank=0.5, n_start=0, n_recent=0, update_every=4, query_window=16, eta_decode=2.0)
     errors = []
     for stale in ("rotate", "keep"):
         _, out, _, exact = run(knobs | dict(stale=stale), (2, 2, 64), (60,))
@@ -426,12 +486,14 @@ def test_rotated_latents_lose_less_than_stale_ones():
 def test_energy_rule(share):
     """The smallest rank that keeps the share in every head: seen in the bytes, and in the output by the oracle."""
     _, _, _, calib = numbers(3, 2, 3, 64, 1, 4)
-    rank = max(energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv")
-    assert 1 < rank < 64
+    r_k, r_v = (energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv")
+    assert 1 < r_k < 64 and 1 < r_v < 64 and r_k != r_v
     small, large = (layer(dict(energy=share), 2, 3, 64, 2, T, calib) for T in (256, 384))
-    assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 128 * 2 * 3 * 2 * rank * 4
-    fixed = layer(dict(rank=rank / 64), 2, 3, 64, 2, 256, calib)
-    assert sum(fixed.nbytes().values()) == sum(small.nbytes().values())
+    assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 128 * 2 * 3 * (r_k + r_v) * 4
+    assert (small.r_k, small.r_v) == (r_k, r_v)
+    sizes = {name: [small.nbytes()[f"{x}_{name}"] for x in "kv"] for name in ("lat", "basis", "calibrated")}
+    assert all(k * r_v == v * r_k for k, v in sizes.values()), "every buffer is of its own rank"
+    assert large.traffic(300) - large.traffic(299) == 2 * 3 * (r_k + r_v) * 4
 
 
 # ---- SnapKV composition, Section 7 ----
@@ -443,6 +505,37 @@ def test_keep_everything_is_no_eviction():
         b = run(SHORT | dict(keep=keep), (2, 2, 32), (5, 40), steps=20)
         assert torch.allclose(a[1], b[1], atol=1e-5)
         assert torch.allclose(a[0][1], b[0][1], atol=1e-5)
+
+
+def decode_all(method, x, prompt, steps):
+    """Prompt and steps of one row."""
+    q, k, v = x
+    method.prefill(q[:, :, :prompt], k[:, :, :prompt], v[:, :, :prompt], torch.tensor([prompt]))
+    for step in range(steps):
+        method.decode(*(y[:, :, prompt + step] for y in x), torch.tensor([prompt + step]))
+        method.maintain(step + 1)
+
+
+@pytest.mark.parametrize(("keep", "prompt"), [(0.5, 20), (7, 20), (1.0, 9), (0.1, 61)])
+def test_a_known_limit_is_decoded_to_its_end(keep, prompt):
+    """What is kept of the prompt and everything decoded fits; no more is stored than that needs."""
+    new, knobs = 120, SHORT | dict(keep=keep, room=0)
+    *x, calib = numbers(0, 2, 2, 32, 1, prompt + new)
+    args = ModelArgs(n_head=4, n_kv_head=2, head_dim=32, n_layer=1)
+    shape = args.cache_shape(0, 1, prompt + new, torch.float32, "cpu", new)
+    method = ojakv()(make_args(ojakv(), knobs), shape, 0, args.rotary(1, prompt + new), calib)
+    decode_all(method, x, prompt, new)
+    assert method.stored.item() <= method.cap < method.stored.item() + 6 + 16
+    unlimited = layer(knobs | dict(room=new), 2, 2, 32, 1, prompt + new, calib)
+    decode_all(unlimited, x, prompt, new)
+    n = method.stored.item()
+    assert torch.equal(method.k_lat[..., :n], unlimited.k_lat[..., :n])
+
+
+def test_without_a_limit_room_is_what_may_be_decoded():
+    *x, calib = numbers(0, 2, 2, 32, 1, 140)
+    with pytest.raises(InputError, match="max_new_tokens, or with a room of more than 30"):
+        decode_all(layer(SHORT | dict(keep=0.1, room=30), 2, 2, 32, 1, 140, calib), x, 20, 120)
 
 
 def test_the_two_savings_multiply():
@@ -489,19 +582,23 @@ def test_presets_are_the_methods_of_the_paper():
     assert args["ojakv-0.8"].rank == 0.8 and args["ojakv-0.6"].rank == 0.6
     for name in ("ojakv-0.8", "ojakv-0.6", "ojakv-snapkv"):  # Table 5
         a = args[name]
-        assert (a.adapt, a.exempt, a.update_every, a.query_window) == (True, 32, 32, 32)
+        assert (a.adapt, a.n_start, a.n_recent, a.update_every, a.query_window) == (True, 32, 32, 32, 32)
+        assert a.rule == "sequential"  # Sec. 5.2
         assert (a.important, a.eta_prefill, a.eta_decode) == (0.05, 0.1, 0.05)
-    assert (args["static_pca_h"].adapt, args["static_pca_h"].exempt) == (False, 32)
+    static = args["static_pca_h"]
+    assert (static.adapt, static.n_start, static.n_recent) == (False, 32, 32)
     for name, latent in (("static_pca", False), ("eigen", True)):
-        assert (args[name].adapt, args[name].exempt, args[name].latent) == (False, 0, latent)
+        a = args[name]
+        assert (a.adapt, a.n_start, a.n_recent, a.latent) == (False, 0, 0, latent)
     assert args["ojakv-snapkv"].keep == 0.5 and args["ojakv-snapkv"].rank == 0.6  # Table 6
 
 
 def test_errors_name_the_knob():
     calib = numbers(0, 1, 1, 32, 1, 4)[3]
     for knobs in (
-        dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(exempt=-1), dict(update_every=0),
-        dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1), dict(eta_decode=-1.0),
+        dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(n_start=-1), dict(n_recent=-1),
+        dict(update_every=0), dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1),
+        dict(eta_decode=-1.0), dict(room=-1),
         dict(rule="oja"), dict(stale="drop"), dict(keep=0), dict(keep=1.5),
     ):  # fmt: skip
         with pytest.raises(InputError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from oracle_double_sparsity import Probe, random_keys, rotated
 from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
 from test_contract import prompt, run, tiny
 
-from cache.calibration import Calibration
+from cache.calibration import Calibration, RandomCalibration
 from cache.spec import make_args, resolve
 from errors import InputError
 from kernels.alibi import alibi_scope
@@ -23,7 +24,11 @@ HALF = dict(induction=0.2, echo=0.1)
 CASES = {  # knobs, (g, Hkv, D), prompt lengths, seed of the head scores
     "window": (dict(window=16, **HALF), (2, 3, 64), (3, 17, 64, 110), 0),
     "borders": (dict(window=16, sinks=4, **HALF), (1, 4, 32), (1, 19, 20, 21, 22), 0),
-    "share-of-the-prompt": (dict(window=4, share=0.35, **HALF), (3, 2, 32), (10, 11, 12, 100), 0),
+    "share-of-all-tokens": (dict(window=4, share=0.35, **HALF), (3, 2, 32), (10, 11, 12, 100), 0),
+    "grows-in-decode": (dict(window=6, share=0.45, sinks=3, **HALF), (2, 3, 32), (1, 5, 14, 40), 0),
+    "grows-late": (dict(window=16, share=0.34, **HALF), (1, 3, 64), (2, 30, 60), 0),
+    "every-token-stays": (dict(window=2, share=1.0, **HALF), (2, 3, 32), (1, 20), 0),
+    "whole-up-to": (dict(window=1, share=0.2, whole=30, **HALF), (2, 3, 32), (3, 29, 30, 31, 80), 0),
     "no-compensation": (dict(window=9, compensation=False, **HALF), (2, 3, 32), (5, 50), 0),
     "no-sinks": (dict(window=12, sinks=0, induction=0.1, echo=0.05), (4, 3, 32), (11, 12, 13, 40), 0),
     "window-of-one": (dict(window=1, share=0.01, sinks=2, **HALF), (2, 3, 32), (1, 2, 3, 30), 0),
@@ -82,7 +87,7 @@ def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=Non
     for b, i in np.ndindex(B, h):
         prompt = slice(0, lengths[b])
         heads[b, i] = RazorHead(k64[b, i, prompt], v64[b, i, prompt], protected=(LAYER, i) in protected, sinks=a.sinks,
-                                window=a.window, share=a.share, compensation=a.compensation)  # fmt: skip
+                                window=a.window, share=a.share, compensation=a.compensation, whole=a.whole)  # fmt: skip
     dropped = 0
     for step in range(steps):
         out, weights = probe.step(step)
@@ -114,7 +119,7 @@ def test_equals_the_oracle(case):
         assert here == shape[1]
     else:
         assert 0 < here < shape[1], "the case does not test a layer of both kinds of heads"
-    assert (dropped > 0) == (case not in ("all-protected", "window-over-the-context"))
+    assert (dropped > 0) == (case not in ("all-protected", "window-over-the-context", "every-token-stays"))
 
 
 @pytest.mark.parametrize("case", ["window", "borders", "no-compensation"])
@@ -147,6 +152,20 @@ WRONG = {
 }
 
 
+class PromptAlone(RazorHead):
+    """The window as the prompt sets it, for good."""
+
+    def __init__(self, k, v, **knobs):
+        super().__init__(k, v, **knobs)
+        self.threshold, self.share = max(self.threshold, math.ceil(self.share * len(k) - 1e-6)), 0.0
+
+
+def test_the_oracle_catches_a_window_of_the_prompt_alone(monkeypatch):
+    monkeypatch.setattr("test_razor.RazorHead", PromptAlone)
+    with pytest.raises(AssertionError):
+        compare(*CASES["grows-in-decode"], steps=12)
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_oracle_catches(wrong):
     with pytest.raises(AssertionError):
@@ -160,12 +179,35 @@ def test_the_oracle_catches_a_compensation_token_of_weight_one(monkeypatch):
         compare(dict(window=16, **HALF), (2, 3, 32), (100,), steps=2)
 
 
+def test_the_window_is_a_share_of_all_tokens_not_of_the_prompt():
+    """Table 2, N / 5: 10 tokens and 1990 decoded ones keep as many as a prompt of 2000, and give the same output."""
+    g, h, d, n, short = 2, 1, 32, 2000, 10
+    q, k, v = random_keys(0, g, h, d, 1, n + 1)
+    knobs = dict(window=128, share=0.2, induction=0.0, echo=0.0)
+    decoded, prompted = (layer(knobs, model_args((g, h, d)), 1, n + 1) for _ in range(2))
+    decoded.prefill(q[:, :, :short], k[:, :, :short], v[:, :, :short], torch.tensor([short]))
+    for p in range(short, n):
+        decoded.decode(q[:, :, p], k[:, :, p], v[:, :, p], torch.tensor([p]))
+    prompted.prefill(q[:, :, :n], k[:, :, :n], v[:, :, :n], torch.tensor([n]))
+    last = torch.tensor([n - 1])
+    seen = [m.attended(q[:, :, n - 1], None, None, last) for m in (decoded, prompted)]
+    for a in seen:
+        at = a.position[0, 0]
+        assert sorted(at[at >= 0].tolist()) == [*range(4), *range(n - 400, n)]
+        assert a.tokens[0, 0][at == -1].tolist() == [n - 404]
+    assert torch.allclose(decoded.mean_k, prompted.mean_k, atol=2e-5)  # summed up in another order
+    assert torch.allclose(decoded.mean_v, prompted.mean_v, atol=2e-5)
+    out = [m.decode(q[:, :, n], k[:, :, n], v[:, :, n], torch.tensor([n])) for m in (decoded, prompted)]
+    assert torch.allclose(*out, atol=1e-5)
+
+
 def test_the_running_mean_is_kept_in_fp32():
     """In bf16 an increment of 1/N_d of a mean is lost after some 250 tokens, and the oldest would dominate."""
     g, h, d, n = 1, 1, 64, 600
     q, k, v = random_keys(0, g, h, d, 1, n)
     args = model_args((g, h, d))
-    method = layer(dict(window=4, sinks=0, induction=0.0, echo=0.0), args, Probe.rows(1, n, d), n, dtype=torch.bfloat16)
+    knobs = dict(window=4, share=0.0, sinks=0, induction=0.0, echo=0.0)
+    method = layer(knobs, args, Probe.rows(1, n, d), n, dtype=torch.bfloat16)
     probe = Probe(method, *(x.bfloat16() for x in (q, k, v)), [6])
     for i in range(n - 7):
         probe.step(i)
@@ -174,7 +216,7 @@ def test_the_running_mean_is_kept_in_fp32():
 
 
 def test_reset_and_a_shorter_prompt_forget_the_dropped():
-    """L_h, N_d and the means are the prompt's own: after a long one, a short one keeps nothing of it."""
+    """N_d, the slots and the means are the text's own: after a long one, a short one keeps nothing of it."""
     model, knobs = tiny(), dict(window=16, **HALF)
     model.setup_cache("razor", 2, 200, **knobs)
     want, fed = run(model, [prompt(10), prompt(60)], 30)
@@ -290,8 +332,6 @@ def test_a_whole_model_with_two_savings():
 
 def test_compression_at_long_context():
     """Table 2: 15 % of the heads whole and a fifth of the text in the rest is 3.125x. Llama-2-7B, no memory needed."""
-    from dataclasses import replace
-
     args, T = replace(ModelArgs.from_name("llama-2-7b"), max_seq_len=1 << 17), 100_000
     gen = torch.Generator().manual_seed(0)
     draws = torch.rand(2, 32, 32, generator=gen)
@@ -310,6 +350,19 @@ def test_compression_at_long_context():
             assert 0.14 <= share <= 0.1501 and 3.10 < dense / used < 3.21
 
 
+@pytest.mark.parametrize(("name", "protected", "ratio"), [("llama-2-7b", 154, 3.12), ("llama-3.1-8b", 121, 1.73)])
+def test_what_grouped_queries_cost(name, protected, ratio):
+    """docs/design.md: a KV head is kept for any one of its query heads, by 1 - 0.85^4 of four at random."""
+    args, T, used, heads = replace(ModelArgs.from_name(name), max_seq_len=1 << 17), 100_000, 0, 0
+    for i in range(args.n_layer):
+        shape = args.cache_shape(i, 1, T, torch.bfloat16, "cpu").on("meta")
+        calib = RandomCalibration(args, Razor.statistics)
+        method = Razor(Razor.Args(), shape, i, args.rotary(1, 1, shape.device), calib)
+        used, heads = used + sum(method.nbytes().values()), heads + method.n_other
+    dense = args.n_layer * 2 * T * args.n_kv_head * args.head_dim * 2
+    assert heads == protected and dense / used == pytest.approx(ratio, abs=0.005)
+
+
 def test_memory_is_saved_not_masked():
     """Outside of the protected heads it does not grow with the context, up to its share of the prompt."""
     args = model_args((1, 4, 64))
@@ -321,8 +374,8 @@ def test_memory_is_saved_not_masked():
 
 def test_wrong_knobs_are_input_errors():
     for knobs in (dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0),
-                  dict(share=-0.5), dict(share=1.5), dict(protect="some"), dict(retrieval_method="nope"),
-                  dict(retrieval_method="razor")):  # fmt: skip
+                  dict(share=-0.5), dict(share=1.5), dict(whole=-1), dict(protect="some"),
+                  dict(retrieval_method="nope"), dict(retrieval_method="razor")):  # fmt: skip
         with pytest.raises(InputError):
             layer(knobs, model_args((1, 2, 32)), 1, 64)
     model = tiny()
@@ -333,7 +386,18 @@ def test_wrong_knobs_are_input_errors():
 def test_defaults_are_the_papers():
     a = Razor.Args()
     assert (a.induction, a.echo, a.sinks, a.window, a.share) == (0.14, 0.01, 4, 4000, 0.2)  # Table 2
-    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full"
+    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full" and a.whole == 0
+
+
+def test_the_preset_of_appendix_a2_keeps_a_fifth_above_4k():
+    """Table 5 is RULER at 16K, where a window of at least 4000 would be a quarter."""
+    cls, knobs = resolve("razor-ruler")
+    for preset, kept in ((knobs, 3277), (resolve("razor-28")[1], 4000)):
+        args = model_args((1, 1, 32))
+        method = layer(preset | dict(induction=0.0, echo=0.0), args, 1, 1 << 14)
+        bytes_kept = method.traffic((1 << 14) - 1) - 12 - 2 * 32 * 4
+        assert bytes_kept == 2 * 32 * 4 * (4 + kept)
+    assert cls is Razor and (knobs["induction"], knobs["echo"]) == (0.28, 0.02)
 
 
 # ---- ALiBi, Section 3.1 ----

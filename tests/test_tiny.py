@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from checkpoint import load_checkpoint
 from scripts.eval.eval_retrieval import Evaluation
 from scripts.eval.tasks import Tasks
+from scripts.train.train_tiny import Trainer
 from tokenizer import load_tokenizer
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
@@ -35,6 +37,15 @@ def test_transformers_reads_it_and_agrees():
     ids = torch.tensor([load_tokenizer(TINY).encode("def main():\n    parser = argparse.")])
     with torch.inference_mode():
         assert (hf(ids).logits - load_checkpoint(TINY)(ids)).abs().max() < 1e-4
+
+
+def test_what_trains_is_the_decoder():
+    """The trainer goes through the layers by itself, to stop early and to look at the second: to the same logits."""
+    model, tokens = load_checkpoint(TINY), torch.randint(0, 2048, (2, 40))
+    with torch.inference_mode():
+        x, early = Trainer.trunk(SimpleNamespace(model=model), model.args.n_layer)(tokens, *model.rope_tables(40))
+        assert torch.equal(model.output(x), model(tokens))
+        assert torch.equal(early, list(model.hidden_states(tokens))[2])
 
 
 @pytest.mark.parametrize("method, knobs", [("full", {}), ("self_index", dict(tail=64))], ids=["full", "self_index"])

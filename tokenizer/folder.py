@@ -74,7 +74,7 @@ class Folder:
             return {}
         try:
             value = json.loads(self.text(name))
-        except (json.JSONDecodeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:
             raise self.error(name, f"not valid JSON ({e}); download it again") from e
         if not isinstance(value, dict):
             raise self.error(name, f"holds a JSON {type(value).__name__}, expected an object")

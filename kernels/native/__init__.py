@@ -14,6 +14,7 @@ from kernels.native.ops import (
     latent_attention,
     latent_space_attention,
     look_up,
+    oja_sequential,
     packed_gather_attention,
     select,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "latent_attention",
     "latent_space_attention",
     "look_up",
+    "oja_sequential",
     "packed_gather_attention",
     "select",
 ]

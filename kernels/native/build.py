@@ -2,6 +2,9 @@
 
 It is kept in $XDG_CACHE_HOME/kv_fast, by default ~/.cache/kv_fast, under a name that tells sources, compiler and
 instruction set. It needs $CXX, g++ or c++, with an OpenMP that goes with torch's.
+
+What is loaded is run: a file counts only if it and its folder are ours and nobody else may write to them, and if it
+ends with its own key and hash (`seal`). Any other is made again, in a folder of this process alone if need be.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -54,14 +58,44 @@ def cache_path(name: str) -> Path:
     try:
         home = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(home) if home else Path.home() / ".cache") / "kv_fast"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not ours(folder):
+            if folder.stat().st_uid == os.geteuid():
+                folder.chmod(0o700)  # made under a umask of 002: what others have left in it is not theirs to sign
+            else:
+                print(f"note: {folder} belongs to another user: the C++ kernels are compiled again", file=sys.stderr)
+                return private_path(name)
         if (folder / name).exists() or os.access(folder, os.W_OK):
             return folder / name
     except (OSError, RuntimeError):  # the latter where there is no home
         pass
+    return private_path(name)
+
+
+def private_path(name: str) -> Path:
     own = tempfile.mkdtemp(prefix="kv_fast-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return Path(own, name)
+
+
+def ours(path: Path) -> bool:
+    """Whether it belongs to us, and nobody else may write to it."""
+    s = path.stat()
+    return s.st_uid == os.geteuid() and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def seal(key: str, content: bytes) -> bytes:
+    """What a library's file ends with: what it was made of, and a hash that tells a truncated one."""
+    return f"kv_fast {key} {hashlib.sha256(content).hexdigest()}".encode()
+
+
+def intact(path: Path, key: str) -> bool:
+    """Whether there is a library made by us from this. A damaged one is not even opened: that can end the process."""
+    try:
+        data, size = path.read_bytes(), len(seal(key, b""))
+        return ours(path) and not path.is_symlink() and data[-size:] == seal(key, data[:-size])
+    except OSError:
+        return False
 
 
 @functools.cache
@@ -75,12 +109,15 @@ def library() -> ctypes.CDLL:
     sources = (x.read_text() for x in sorted(FOLDER.iterdir()) if x.suffix in (".h", ".cpp"))
     key = hashlib.sha256("\0".join((*sources, target, omp, *FLAGS)).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
-    if not path.exists():
+    if not intact(path, key):
         print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
             made, built = f"{folder}/native.o", f"{folder}/native.so"
             run(cxx, *FLAGS, "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
             run(cxx, "-shared", made, omp, "-o", built)
+            with open(built, "ab") as f:
+                f.write(seal(key, Path(built).read_bytes()))
+            os.chmod(built, 0o700)
             os.replace(built, path)
     return ctypes.CDLL(str(path))
 

@@ -5,6 +5,7 @@
 #include "attention.cpp"
 #include "latent_attention.cpp"
 #include "observed.cpp"
+#include "oja.cpp"
 #include "packed_attention.cpp"
 #include "scores.cpp"
 #include "selection.cpp"

@@ -123,20 +123,30 @@ def latent_attention(
 def latent_space_attention(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, stored: Tensor, channels: int
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention in a latent space, and the logarithm of what each softmax sums up to.
+    """Softmax attention in latent spaces of keys and of values, and the logarithm of what each softmax sums up to.
 
-    q [B, Hq, r] fp32, folded; k_lat and v_lat [B, Hkv, C, r], coordinate by coordinate in memory, of which row b holds
-    the first stored[b]; scale 1/sqrt(channels) -> fp32 [B, Hq, r] and [B, Hq], zeros and -inf where nothing is stored.
+    q [B, Hq, r_k] fp32, folded; k_lat [B, Hkv, C, r_k] and v_lat [B, Hkv, C, r_v], coordinate by coordinate in memory,
+    of which row b holds the first stored[b]; scale 1/sqrt(channels) -> fp32 [B, Hq, r_v] and [B, Hq], zeros and -inf
+    where nothing is stored.
     """
-    (B, Hq, r), H = q.shape, k_lat.shape[1]
-    assert k_lat.stride() == v_lat.stride() and k_lat.stride(2) == 1, "tokens must lie side by side"
+    (B, Hq, r_k), (H, r_v) = q.shape, v_lat.shape[1::2]
+    assert k_lat.stride()[2:] == v_lat.stride()[2:] and k_lat.stride(2) == 1, "tokens must lie side by side"
     expect(torch.int64, stored)
-    q = torch.nn.functional.pad(q.float(), (0, -r % VECTOR)).contiguous()
+    width = -(-max(r_k, r_v) // VECTOR) * VECTOR
+    q = torch.nn.functional.pad(q.float(), (0, width - r_k)).contiguous()
     out, lse, stored = torch.empty_like(q), q.new_empty(B, Hq), stored.contiguous()
-    row, head, _, chan = k_lat.stride()
-    call("kvf_latent_space_attention", is_bf16(k_lat, v_lat), q, k_lat, v_lat, stored, out, lse, row, head, chan,
-         B, H, Hq // H, q.shape[2], r, channels)  # fmt: skip
-    return out[..., :r], lse
+    call("kvf_latent_space_attention", is_bf16(k_lat, v_lat), q, k_lat, v_lat, stored, out, lse, *k_lat.stride()[:2],
+         *v_lat.stride()[:2], k_lat.stride(3), B, H, Hq // H, width, r_k, r_v, channels)  # fmt: skip
+    return out[..., :r_v], lse
+
+
+def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:
+    """A basis U [N, D, r] after tokens x [N, m, D], one by one, U += (x - U y) y^T with y = U^T x; all fp32."""
+    (N, D, r), m = basis.shape, x.shape[1]
+    expect(torch.float32, basis, x)
+    u = torch.nn.functional.pad(basis, (0, -r % VECTOR)).clone(memory_format=torch.contiguous_format)
+    call("kvf_oja_sequential", x.contiguous(), u, N, m, D, u.shape[2])
+    return u[..., :r]
 
 
 def look_up(

@@ -76,7 +76,7 @@ def build(
 def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Compress k and v [B, Hkv, S, D] as a prompt whose queries are all q [B, Hq, 1, D]: they take no memory.
 
-    Only the last few queries of a prompt matter to any method.
+    Which tokens are kept or chosen does not matter to the time of a step.
     """
     B, H, S, _ = k.shape
     method.rope.set_prompt(lengths := torch.full((B,), S, device=k.device))

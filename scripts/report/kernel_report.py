@@ -39,7 +39,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from errors import InputError, run_cli  # noqa: E402
 from model import ModelArgs  # noqa: E402
 from runtime import ROOT  # noqa: E402
-from scripts.shared.results import record, write_json  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
 
 KERNELS = ROOT / "kernels"
 MODELS = ("llama-2-7b", "llama-3.1-8b")
@@ -263,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(f"--cc {a.cc} is not a list such as 80,89,90,100") from None
     if a.batch < 1 or a.length < 1:
         raise InputError(f"--batch {a.batch} and --length {a.length} must be at least 1")
+    check_out(a.out)
     models = a.models.split(",")
     rows = report(a.files, models, ccs, a.only, a.first)
     if not rows:

@@ -18,17 +18,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import ROOT  # noqa: E402
+from runtime import ROOT, check_out, temporary  # noqa: E402
 from scripts.report.tables.accuracy import comparison, losses, retrieval  # noqa: E402
+from scripts.report.tables.claims import claims  # noqa: E402
 from scripts.report.tables.methods import methods, settings  # noqa: E402
 from scripts.report.tables.speed import attention, gpu, kernels, speed  # noqa: E402
-from scripts.shared.results import check_out  # noqa: E402
 
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": dict(comparison=comparison, losses=losses, retrieval=retrieval, attention=attention,
-                              speed=speed, gpu=gpu, kernels=kernels, settings=settings),
+    "results/README.md": dict(comparison=comparison, losses=losses, claims=claims, retrieval=retrieval,
+                              attention=attention, speed=speed, gpu=gpu, kernels=kernels, settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 
@@ -51,6 +51,9 @@ def fill(text: str, name: str, body: str) -> str:
 def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str]:
     """Write the pages below root -> those that changed. check: InputError if one would."""
     changed: dict[Path, str] = {}
+    for page in () if check else PAGES:  # all of them or none
+        if (root / page).parent.is_dir():
+            check_out(root / page, "update_readme")
     for page, sections in PAGES.items():
         path = root / page
         if not path.is_file():
@@ -72,8 +75,8 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
         stale = next(iter(changed)).relative_to(root)
         raise InputError(f"{stale} is not up to date: run python scripts/report/update_readme.py")
     for path, text in changed.items():
-        check_out(path)
-        path.write_text(text)
+        temporary(path).write_text(text)
+        temporary(path).replace(path)
     return [str(path.relative_to(root)) for path in changed]
 
 

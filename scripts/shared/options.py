@@ -67,7 +67,7 @@ def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[
         old = json.loads(Path(out).read_text())
         changed = [k for k in same if old[k] != data[k]]
         found = {k: list(old[k]) for k in lists}
-    except (ValueError, KeyError, TypeError, OSError) as e:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:
         raise InputError(f"--resume: {out} is no result of this script ({reason(e)})") from None
     if changed:
         raise InputError(f"--resume: {out} has another {changed[0]}: drop --resume, or give another --out")

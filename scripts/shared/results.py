@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from errors import InputError
-from runtime import ROOT
+from runtime import ROOT, check_out, temporary
 
 
 def git(*args: str) -> str:
@@ -74,32 +73,11 @@ def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
     )
 
 
-def check_out(path: str | Path | None, flag: str = "--out") -> None:
-    """InputError, before anything is computed, if no file can be written there. None: nothing will be."""
-    if path is None:
-        return
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
-    try:  # as it will be written: permissions alone do not tell (a full or read-only disk, /proc)
-        trial = _temporary(path)
-        trial.touch()
-        trial.unlink()
-    except OSError as e:
-        raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
-
-
 def write_json(path: str | Path, data: Any) -> None:
     """Written to a temporary name, then renamed: an interrupted run leaves the old file."""
     path = Path(path)
     check_out(path)
-    tmp = _temporary(path)
+    tmp = temporary(path)
     tmp.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(tmp, path)
 

@@ -16,13 +16,15 @@ from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Tabl
 from scripts.eval.analyses.measures import covariance, residual_energy, subspace_overlap
 
 OJA_RANKS, ETA, IMPORTANT = (0.6, 0.8), 0.1, 0.05  # ojakv's presets and defaults
+RULES = ("sequential", "column", "batch", "raw")  # the paper's Sec. 5.2, two of ours, its Algorithm 1 to the letter
 
 
 def shift(layer: Layer) -> Series:
     """Every sequence of code adapts the bases of prose with its first half, and is measured as a whole.
 
     keys: PCA of keys alone, before and after, as in the paper's table; keys (q and k): the method's basis of keys and
-    queries together, whose residual is larger than that of keys alone also where nothing has shifted.
+    queries together, whose residual is larger than that of keys alone also where nothing has shifted. By every rule of
+    Oja's step: rer_RULE and so_RULE.
     """
 
     def heads(x: Tensor) -> Tensor:
@@ -48,22 +50,21 @@ def shift(layer: Layer) -> Series:
             for c in layer.text["code"]:
                 x = heads(c.v if name == "values" else c.k_rot)
                 best = basis(moments(c)["values" if name == "values" else "keys"])[..., : u.shape[-1]]
-                adapted = orthonormalize(oja_step(u[None], x[None, :, important(c)], ETA))[0]
-                row = {
-                    f"rer_{key}": residual_energy(x, w)
-                    for key, w in dict(static=u, adapted=adapted, oracle=best).items()
-                }
-                rows.append(row | dict(so_static=subspace_overlap(u, best), so_adapted=subspace_overlap(adapted, best)))
+                tokens = x[None, :, important(c)]
+                turned = {rule: orthonormalize(oja_step(u[None], tokens, ETA, rule))[0] for rule in RULES}
+                bases = dict(static=u) | turned
+                row = {f"rer_{key}": residual_energy(x, w) for key, w in (bases | dict(oracle=best)).items()}
+                rows.append(row | {f"so_{key}": subspace_overlap(w, best) for key, w in bases.items()})
             out[f"{name}, {rank}"] = dict(rer_in_domain=float(np.mean(home))) | mean(rows)
     return out
 
 
 def important(c: Capture) -> Tensor:
-    """Tokens of the first half with the most attention of its last 32 queries, one set per layer (Sec. 5.2)."""
+    """Tokens of the first half with the most attention of its last 32 queries, in their order, one set per layer."""
     P = len(c.k) // 2
     q, k = (t[:P].transpose(0, 1)[None] for t in (c.q_rot, c.k_rot))
     scores = snapkv_scores(q, k, torch.tensor([P], device=k.device), pool=1).sum(1)[0]
-    return scores.topk(math.ceil(IMPORTANT * P)).indices
+    return scores.topk(math.ceil(IMPORTANT * P)).indices.sort().values
 
 
 def shift_table(rows: list[Series]) -> Table:
@@ -73,9 +74,11 @@ def shift_table(rows: list[Series]) -> Table:
 
 def shift_plot(plt: Any, rows: list[Series]) -> Any:
     fig, axes = plt.subplots(2, len(OJA_RANKS), figsize=(11, 8), sharey="row")
-    energy = (("rer_in_domain", "static, on prose", "0.75"), ("rer_static", "static, on code", "C0"),
-              ("rer_adapted", "adapted, on code", "C1"), ("rer_oracle", "best for each sequence", "C2"))  # fmt: skip
-    overlaps = (("so_static", "static, on code", "C0"), ("so_adapted", "adapted, on code", "C1"))
+    rules = [(rule, f"{rule}, on code", f"C{i}") for i, rule in enumerate(RULES, 2)]
+    overlaps = [("so_static", "static, on code", "C0"), *((f"so_{rule}", *rest) for rule, *rest in rules)]
+    energy = [("rer_in_domain", "static, on prose", "0.75"), ("rer_static", "static, on code", "C0"),
+              *((f"rer_{rule}", *rest) for rule, *rest in rules),
+              ("rer_oracle", "best for each sequence", "C1")]  # fmt: skip
     for column, rank in enumerate(OJA_RANKS):
         names = [n for n in rows[0] if n.endswith(f", {rank}")]
         for ax, bars in zip(axes[:, column], (energy, overlaps), strict=True):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kernels.backend import triton
+from kernels import oja
 from kernels.lowrank import (
     EXPAND_D,
     FOLD_R,
@@ -15,6 +15,7 @@ from kernels.lowrank import (
     _fold,
     block_size,
     expand_warps,
+    rank_block,
     split_counts,
 )
 from kernels.splits import blocks_of
@@ -34,21 +35,24 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
 
     for rank, dtype, itemsize in ((RANKS[0], "bf16", 2), (RANKS[1], "bf16", 2), (RANKS[0], "fp32", 4)):
         r = round(rank * head_dim)
-        R, name = max(16, triton.next_power_of_2(r)), f"r = {r} {dtype}"
+        R, name = rank_block(r), f"r = {r} {dtype}"
         stored = dict.fromkeys(("q", "q_lat", "k_lat", "v_lat", "k_full", "v_full", "out"), f"*{dtype}")
         stored |= dict.fromkeys(("part_lat", "part_full", "lse", "basis"), "*fp32")
         stored |= dict(stored="*i64", filled="*i1", q_row="i64:16", q_head="i64:16", C="i32:16")
-        stored |= dict.fromkeys(("lat_row", "lat_head", "lat_chan"), "i64:16")
+        stored |= dict.fromkeys(("k_row", "k_head", "v_row", "v_head", "lat_chan"), "i64:16")
 
         def of(fn: Any, types: dict[str, str] = stored) -> dict[str, str]:
             return {k: t for k, t in types.items() if k in fn.arg_names}
 
-        sizes = shape | dict(R=r, BLOCK_R=R, BLOCK_N=block_size(head_dim, r, itemsize), lat_slot=1)
+        sizes = shape | dict(R_K=r, R_V=r, BLOCK_K=R, BLOCK_V=R, BLOCK_N=block_size(head_dim, r, itemsize), lat_slot=1)
         entry(f"attend {name}", _attend, of(_attend), sizes, NUM_WARPS, NUM_STAGES)
         entry(f"fold {name}", _fold, of(_fold), shape | dict(R=r, BLOCK_C=FOLD_R), 4, 1)
         for parts in (8, 64):
             sizes = dict(D=head_dim, R=r, BLOCK_S=parts, BLOCK_F=4, BLOCK_R=R, BLOCK_D=EXPAND_D)
             entry(f"expand {name}, {parts} parts", _expand, of(_expand), sizes, expand_warps(parts), 1)
+        if dtype == "fp32":
+            sizes = dict(D=head_dim, R=r) | oja.blocks(head_dim, r)
+            entry(f"oja r = {r}", oja._sequential, dict(x="*fp32", basis="*fp32", out="*fp32"), sizes, oja.NUM_WARPS, 1)
     return entries
 
 
