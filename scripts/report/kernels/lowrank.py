@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from kernels import oja
 from kernels.lowrank import (
     EXPAND_D,
     FOLD_R,
@@ -50,9 +49,6 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         for parts in (8, 64):
             sizes = dict(D=head_dim, R=r, BLOCK_S=parts, BLOCK_F=4, BLOCK_R=R, BLOCK_D=EXPAND_D)
             entry(f"expand {name}, {parts} parts", _expand, of(_expand), sizes, expand_warps(parts), 1)
-        if dtype == "fp32":
-            sizes = dict(D=head_dim, R=r) | oja.blocks(head_dim, r)
-            entry(f"oja r = {r}", oja._sequential, dict(x="*fp32", basis="*fp32", out="*fp32"), sizes, oja.NUM_WARPS, 1)
     return entries
 
 
