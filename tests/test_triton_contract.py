@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cache.spec import method_class
-from tests.test_contract import VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
+from tests.test_contract import METHODS, VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
 
 LENGTHS, STEPS = (3, 21), 4
 SHAPE = (3, 32)  # query heads a KV head, head dimension
@@ -73,7 +73,10 @@ def test_kernels_are_torch_at_every_setting(name, i, kernel_device, monkeypatch)
     check_torch(name, settings(name)[i], kernel_device, monkeypatch, (1, 17, 40), 20)
 
 
-@every_method
+# one method in every run, the one with most in its graph; tests/test_cuda_path.py traces all of them for CUDA tensors
+@pytest.mark.parametrize(
+    "name", ["self_index", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "self_index")]
+)
 def test_a_step_is_one_graph(name, kernel_device):
     """Every kernel has a fake version: a step traces whole, and gives what it gives without."""
     torch._dynamo.reset()
