@@ -16,7 +16,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from errors import InputError
+from errors import InputError, short
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
 
@@ -67,7 +67,7 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
             )
     for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
         if c.get(key) not in (None, True, False):
-            raise InputError(f"config.json: {key} must be true or false, found {_short(c[key])}")
+            raise InputError(f"config.json: {key} must be true or false, found {short(c[key])}")
     dim = _number(c, "hidden_size", most=1 << 20)
     n_layer = _number(c, "num_hidden_layers", most=1000)
     n_head = _number(c, "num_attention_heads", most=1 << 14)
@@ -117,15 +117,10 @@ def _number(
     kinds = int if whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
         kind = "whole number" if whole else "number"
-        raise InputError(f"config.json: {key} must be a positive {kind}, found {_short(value)}")
+        raise InputError(f"config.json: {key} must be a positive {kind}, found {short(value)}")
     if value > (limit := most or (2**31 - 1 if whole else 1e15)):
-        raise InputError(f"config.json: {key} is {_short(value)}, no model has more than {limit:,}: correct it")
+        raise InputError(f"config.json: {key} is {short(value)}, no model has more than {limit:,}: correct it")
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
@@ -137,7 +132,7 @@ def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int 
     window = _number(c, "sliding_window", 4096)
     types = c.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
-        raise InputError(f"config.json: layer_types must be a list of names, found {_short(types)}")
+        raise InputError(f"config.json: layer_types must be a list of names, found {short(types)}")
     if family == "mistral":
         if types and set(types) != {"sliding_attention"}:
             raise InputError("config.json sets layer_types on a mistral model, which is not supported")
@@ -145,7 +140,7 @@ def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int 
     if not types:
         full = c.get("max_window_layers", 28)
         if not isinstance(full, int):
-            raise InputError(f"config.json: max_window_layers must be a whole number, found {_short(full)}")
+            raise InputError(f"config.json: max_window_layers must be a whole number, found {short(full)}")
         types = ["full_attention" if i < full else "sliding_attention" for i in range(n_layer)]
     if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
         raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 class InputError(ValueError):
@@ -26,6 +27,12 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.close()
         code = 0
     sys.exit(code)
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it: what was pasted by mistake may be long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:

@@ -26,7 +26,7 @@ import torch.nn as nn
 
 from cache.base import CacheShape, KVMethod
 from cache.statistic import Statistic, unique
-from errors import InputError
+from errors import InputError, short
 from kernels.rope import Rope
 from runtime import ROOT, own_folders, require_memory
 
@@ -140,12 +140,6 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
         for k in kinds
     ]
     raise InputError(f"{method_name(cls)}: {key}={short(value)} is not {' or '.join(names)}")
-
-
-def short(value: Any) -> str:
-    """A value as a message shows it: what was pasted by mistake may be long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_limits(cls: type[KVMethod], key: str, value: Any) -> None:

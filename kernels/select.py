@@ -28,7 +28,6 @@ from torch import Tensor
 from kernels import native
 from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.bisection import HIGH, LOW, bisect, ends_of, keys_of, slot_of, target_of, write_slots
-from kernels.prompt_scores import snapkv_scores  # noqa: F401  # until importers move
 
 ROW = 16384  # keys of one program: 32 a thread, beside which the registers of 512 threads hold little else
 CHUNK, CHUNK_WARPS = 8192, 8  # keys of a program of the three kernels: 32 a thread, and two programs a multiprocessor
