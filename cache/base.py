@@ -20,7 +20,6 @@ Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV h
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -236,47 +235,3 @@ class KVMethod(nn.Module):
     def traffic(self, pos: int) -> int:
         """Bytes of cache that one decode step reads, all rows at position `pos`; by default all of them."""
         return sum(self.nbytes().values())
-
-
-# ---- budgets ----
-
-
-def check_budget(budget: int | float) -> None:
-    """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
-    if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
-        raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
-
-
-def budget_cap(budget: int | float, max_seq_len: int) -> int:
-    """The static number of slots a budget can ever need."""
-    return min(max_seq_len, math.ceil(budget * max_seq_len - 1e-6) if isinstance(budget, float) else budget)
-
-
-def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
-    """The budget at the current lengths [B] -> [B] int64, at most the length."""
-    # in fp64 and less a hair: in fp32, 0.075 of 200 tokens is a little more than 15, and would be 16
-    wanted = (
-        (length.double() * budget - 1e-6).ceil().long()
-        if isinstance(budget, float)
-        else torch.full_like(length, budget)
-    )
-    return torch.minimum(wanted, length)
-
-
-def check_forced(budget: int | float, sinks: int, recent: int) -> None:
-    """Sinks and the recent window must be sizes, and fit into a budget given as a number of tokens."""
-    if sinks < 0 or recent < 1:
-        raise InputError(f"sinks must be >= 0 and recent >= 1, got {sinks} and {recent}")
-    if isinstance(budget, int) and budget < sinks + recent:
-        raise InputError(f"the budget of {budget} tokens is smaller than its {sinks} sinks + {recent} recent")
-
-
-def selection_cap(budget: int | float, max_seq_len: int, forced: int) -> int:
-    """Static slots of a selection with `forced` tokens always in it."""
-    return min(max_seq_len, max(budget_cap(budget, max_seq_len), forced))
-
-
-def selection_size(budget: int | float, pos: int, forced: int) -> int:
-    """How many tokens are attended with the newest at `pos`; for `traffic`."""
-    wanted = math.ceil(budget * (pos + 1) - 1e-6) if isinstance(budget, float) else budget
-    return min(pos + 1, max(wanted, forced))

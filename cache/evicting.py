@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, budget_cap, budget_tokens, check_budget, knob
+from cache.base import Attended, KVMethod, knob
+from cache.budget import budget_cap, budget_tokens, check_budget
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_rows
 from kernels.observed_attention import observed_attention, prefill_attention_mass

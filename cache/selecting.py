@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.base import Attended, budget_tokens, check_budget, check_forced, knob, selection_cap, selection_size
+from cache.base import Attended, knob
+from cache.budget import Selection
 from cache.dense import Dense
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.select import budget_select
@@ -31,12 +32,15 @@ class Selecting(Dense):
         recent: int = knob(16, "newest tokens always attended", low=1)
 
         def __post_init__(self):
-            check_budget(self.budget)
-            check_forced(self.budget, self.sinks, self.recent)
+            self.selection()
+
+        def selection(self) -> Selection:
+            return Selection(self.budget, self.sinks, self.recent)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.k_static = selection_cap(args.budget, shape.max_seq_len, args.sinks + args.recent)
+        self.selection = args.selection()
+        self.k_static = self.selection.of(shape.max_seq_len)
 
     def scores(self, q: Tensor, pos: Tensor) -> Tensor:
         """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
@@ -47,8 +51,7 @@ class Selecting(Dense):
 
     def select(self, q, pos):
         a = self.args
-        wanted = budget_tokens(a.budget, pos + 1)
-        return budget_select(self.scores(q, pos), pos, wanted, self.k_static, a.sinks, a.recent)
+        return budget_select(self.scores(q, pos), pos, self.selection.at(pos + 1), self.k_static, a.sinks, a.recent)
 
     def attend(self, q, idx, count, pos):
         return gather_attention(q, self.k, self.v, idx, count)
@@ -66,7 +69,7 @@ class Selecting(Dense):
 
     def chosen(self, pos: int) -> int:
         """Tokens attended, the newest at pos."""
-        return selection_size(self.args.budget, pos, self.args.sinks + self.args.recent)
+        return self.selection.of(pos + 1)
 
     def traffic(self, pos):
         """What scoring reads, and the keys and values of the chosen tokens."""

@@ -15,7 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from cache.base import Attended, CacheShape, KVMethod, budget_tokens, knob, selection_cap, selection_size
+from cache.base import Attended, CacheShape, KVMethod, knob
+from cache.budget import Selection
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
 from kernels.rope import Rope
 from kernels.select import budget_select
@@ -88,7 +89,8 @@ class DoubleSparsityOffload(KVMethod):
         self.predicts = args.predict and layer not in synchronous  # the class speaks for all layers
         # Layer l is fetched while layer l - 1 attends: even layers use one half, odd layers the other. A half counts as
         # memory of the layer that came first.
-        cap = T if args.fetch == "all" else selection_cap(args.budget, T, args.sinks + self.recent)
+        self.selection = Selection(args.budget, args.sinks, self.recent)
+        cap = T if args.fetch == "all" else self.selection.of(T)
         self.n_fetch = max(1, cap - self.recent)
         halves, key = _HALVES.setdefault(rope, {}), (layer % 2, self.n_fetch, shape)
         if key not in halves:
@@ -129,7 +131,7 @@ class DoubleSparsityOffload(KVMethod):
         slot = torch.arange(self.n_fetch, device=pos.device)
         if self.label is None:
             return torch.where(slot <= oldest[:, None], slot, -1)[:, None].expand(B, H, -1)
-        wanted = (budget_tokens(self.args.budget, pos + 1) - self.recent).clamp(min=0)
+        wanted = (self.selection.at(pos + 1) - self.recent).clamp(min=0)
         idx, count = budget_select(self.label.scores(q, oldest), oldest, wanted, self.n_fetch, self.args.sinks)
         return torch.where(slot < count[..., None], idx, -1)
 
@@ -169,6 +171,6 @@ class DoubleSparsityOffload(KVMethod):
         recent = min(pos + 1, self.recent)
         n, labels, constant = pos + 1, 0, 0
         if self.label is not None:
-            n = selection_size(self.args.budget, pos, self.args.sinks + self.recent)
+            n = self.selection.of(pos + 1)
             labels, constant = (pos + 1) * self.label.token_bytes, self.label.constant_bytes
         return B * H * (labels + (n + n - recent) * 2 * D * self.shape.dtype.itemsize) + constant

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, budget_cap, budget_tokens, knob
+from cache.base import Attended, KVMethod, knob
+from cache.budget import budget_cap, budget_tokens
 from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.dense_attention import prefill_attention

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, budget_cap, budget_tokens, knob
+from cache.base import Attended, knob
+from cache.budget import budget_cap, budget_tokens
 from cache.routing import Routed
 from cache.spec import make_args, resolve
 from cache.statistic import REPEATS, RepeatedTokens

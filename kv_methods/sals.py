@@ -14,16 +14,8 @@ from typing import Literal
 
 import torch
 
-from cache.base import (
-    Attended,
-    KVMethod,
-    budget_tokens,
-    check_budget,
-    check_forced,
-    knob,
-    selection_cap,
-    selection_size,
-)
+from cache.base import Attended, KVMethod, knob
+from cache.budget import Selection
 from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.latent import LatentTokens, append_token, store_prompt, write_tokens
@@ -32,10 +24,17 @@ from kernels.latent_score import latent_score
 from kernels.quantize import GROUP
 from kernels.select import budget_select
 
-PRESETS = {
+SIZES = {
     "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7
     "sals-12.5": dict(rank=0.125, value_bits=2),  # "SALS-12.5%"
 }
+BUDGETS = {
+    "": {},  # 1/8 of the text, Tables 5-7
+    "-gsm8k": dict(budget=0.25, budget_of="rest", sinks=0, recent=128),  # GSM8K and CoQA, Table 2 (Sec. 5.2)
+    "-4k": dict(budget=512, sinks=16, recent=64),  # LLaMA2-7B, Tables 3 and 4 (Sec. 5.2)
+    "-32k": dict(budget=1024, sinks=32, recent=128),  # Mistral-7B, Table 3 (Sec. 5.2)
+}
+PRESETS = {f"{size}{row}": SIZES[size] | BUDGETS[row] for row in BUDGETS for size in SIZES}
 
 
 class JointKeys(Statistic):
@@ -70,12 +69,15 @@ class Sals(KVMethod):
 
     @dataclass
     class Args:
-        rank: float = knob(0.25, "latent coordinates of a key, share of n*D (Sec. 5.1)")
-        score_rank: float = knob(0.5, "coordinates that score, share of those (Sec. 5.1)")
+        rank: float = knob(0.25, "latent coordinates of a key, share of n*D (Sec. 5.1)", 0, 1)
+        score_rank: float = knob(0.5, "coordinates that score, share of those (Sec. 5.1)", 0, 1)
         value_bits: Literal[2, 4, 8, 16] = knob(4, "bits of values (Sec. 5.1: 4 or 2)")
-        budget: int | float = knob(0.125, "tokens attended, sinks and recent included (Sec. 5.2: 1/8, 512 of 4K)")
-        sinks: int = knob(16, "first tokens always attended (Sec. 5.2, x)")
-        recent: int = knob(64, "newest tokens, half compressed, always attended (z)")
+        budget: int | float = knob(0.125, "tokens attended (Sec. 5.2: 1/8, 512 of 4K)")
+        budget_of: Literal["all", "rest"] = knob(
+            "all", "sinks and recent tokens are in the budget; rest: it is of the others (Sec. 5.2, GSM8K)"
+        )
+        sinks: int = knob(16, "first tokens always attended (Sec. 5.2, x)", low=0)
+        recent: int = knob(64, "newest tokens, half compressed, always attended (z)", low=1)
         score: Literal["sum", "softmax"] = knob(
             "sum", "sum of all heads' products, or of each head's softmax over the tokens (ours)"
         )
@@ -83,8 +85,10 @@ class Sals(KVMethod):
         def __post_init__(self):
             if not (0 < self.rank <= 1 and 0 < self.score_rank <= 1):
                 raise InputError(f"sals needs rank and score_rank in (0, 1], got {self.rank} and {self.score_rank}")
-            check_budget(self.budget)
-            check_forced(self.budget, self.sinks, self.recent)
+            self.selection()
+
+        def selection(self) -> Selection:
+            return Selection(self.budget, self.sinks, self.recent, beside=self.budget_of == "rest")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -102,9 +106,8 @@ class Sals(KVMethod):
         # Sec. 5.1: the most recent tokens "are compressed by only 50%"
         self.ring_slots, self.ring_rank = min(args.recent, T), round(max(args.rank, 0.5) * self.width)
         self.ring_bits = max(8, args.value_bits)
-        self.k_static = selection_cap(args.budget, T, args.sinks + args.recent)
-        # every token is always in the budget: nothing to score
-        self.dense = self.k_static == T and (isinstance(args.budget, int) or args.budget == 1.0)
+        self.selection = args.selection()
+        self.k_static, self.dense = self.selection.of(T), self.selection.is_all(T)  # dense: nothing to score
         # r* and r - r* apart: the score pass reads whole rows of the first, and nothing else
         where, ring = (shape.max_batch, T), (shape.max_batch, self.ring_slots)
         self.k_lead = self.buffer("k_lead", (*where, self.score_rank))
@@ -154,7 +157,7 @@ class Sals(KVMethod):
         if self.dense:
             return None, None
         n = self.ring_slots
-        wanted = (budget_tokens(self.args.budget, pos + 1) - n).clamp(min=0)
+        wanted = (self.selection.at(pos + 1) - n).clamp(min=0)
         return budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
     def _scores(self, q, pos):
@@ -202,7 +205,7 @@ class Sals(KVMethod):
         """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once."""
         s, a = self.shape, self.args
         recent = min(pos + 1, self.ring_slots)
-        chosen = selection_size(a.budget, pos, a.sinks + a.recent) - recent
+        chosen = self.selection.of(pos + 1) - recent
         scored = 0 if self.dense else pos + 1 - (recent if a.score == "sum" else 0)
         row = scored * self.score_rank * s.dtype.itemsize
         row += chosen * self.token_bytes(self.rank, a.value_bits)

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, budget_cap, budget_tokens, check_budget, knob
+from cache.base import Attended, KVMethod, knob
+from cache.budget import budget_cap, budget_tokens, check_budget
 from errors import InputError
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention, read_packed
 from kernels.prompt_scores import snapkv_scores

@@ -46,10 +46,12 @@ class SalsRow:
     """Everything comes before rotation. k and v [n, s, D]: the prompt alone, no padding; basis [n * D, n * D], columns
     by falling eigenvalue. `nudge`: the share of a value by which its rounding is moved (float32's own error)."""
 
-    def __init__(self, k, v, basis, *, rank, score_rank, value_bits, budget, sinks, recent, score, nudge=0.0):
+    def __init__(self, k, v, basis, *, rank, score_rank, value_bits, budget, sinks, recent, score, budget_of="all",
+                 nudge=0.0):  # fmt: skip
         self.n, s, self.D = k.shape
         self.basis, self.bits, self.nudge = basis, value_bits, nudge
         self.budget, self.sinks, self.recent, self.score = budget, sinks, recent, score
+        self.budget_of = budget_of
         width = self.n * self.D
         self.r = ratio_of(rank, width)
         self.r_star = ratio_of(score_rank, self.r)  # Sec. 4.3; 0.5 r in Sec. 5.1
@@ -109,6 +111,10 @@ class SalsRow:
     def wanted(self):
         """How many tokens are attended in all."""
         s = len(self.tokens)
+        if self.budget_of == "rest":  # Sec. 5.2: "keep the most recent 128 and decode the remaining at 1/4"
+            left = s - len(self.forced())
+            share = math.ceil(self.budget * left - 1e-6) if isinstance(self.budget, float) else self.budget
+            return len(self.forced()) + min(left, share)
         asked = math.ceil(self.budget * s - 1e-6) if isinstance(self.budget, float) else self.budget
         return min(s, max(asked, len(self.forced())))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracles import SelfIndexHead, check_top, rotate
 
-from cache.base import budget_cap, budget_tokens
+from cache.budget import budget_cap, budget_tokens
 from cache.spec import make_args
 from errors import InputError
 from kernels import packed_gather_attention, sign_encode

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cache.base import budget_tokens
+from cache.budget import budget_tokens
 from kernels.rope import apply_rope
 from scripts.eval.analyses.axes import fraction
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cache.base import budget_tokens
+from cache.budget import budget_tokens
 from scripts.eval.analyses.axes import fraction, fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import covered, recall, top

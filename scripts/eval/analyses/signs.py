@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache.base import budget_tokens
+from cache.budget import budget_tokens
 from errors import InputError
 from kernels.sign_codes import codebook, lut_score, pack_codes, sign_codes, sign_patterns
 from scripts.eval.analyses.axes import fraction_axis

@@ -1,0 +1,74 @@
+"""Budgets: how many tokens a method keeps or attends, a number or a share of a length that grows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+
+
+def check_budget(budget: int | float) -> None:
+    """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
+    if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
+        raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
+
+
+def budget_cap(budget: int | float, length: int) -> int:
+    """The budget at a length, at most the length; at max_seq_len: the static number of slots it can ever need."""
+    return min(length, math.ceil(budget * length - 1e-6) if isinstance(budget, float) else budget)
+
+
+def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
+    """The budget at the current lengths [B] -> [B] int64, at most the length."""
+    # in fp64 and less a hair: in fp32, 0.075 of 200 tokens is a little more than 15, and would be 16
+    wanted = (
+        (length.double() * budget - 1e-6).ceil().long()
+        if isinstance(budget, float)
+        else torch.full_like(length, budget)
+    )
+    return torch.minimum(wanted, length)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many tokens a step attends, of which the first `sinks` and the newest `recent` are always attended."""
+
+    budget: int | float  # all that is attended or, with `beside`, what comes on top of sinks and recent tokens
+    sinks: int
+    recent: int
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if self.sinks < 0 or self.recent < 1:
+            raise InputError(f"sinks must be >= 0 and recent >= 1, got {self.sinks} and {self.recent}")
+        if isinstance(self.budget, int) and not self.beside and self.budget < self.forced:
+            raise InputError(
+                f"the budget of {self.budget} tokens is smaller than its {self.sinks} sinks + {self.recent} recent"
+            )
+
+    @property
+    def forced(self) -> int:
+        return self.sinks + self.recent
+
+    def of(self, length: int) -> int:
+        """How many of `length` tokens are attended; at max_seq_len: the static slots of a selection."""
+        forced = min(length, self.forced)
+        if self.beside:
+            return forced + budget_cap(self.budget, length - forced)
+        return max(budget_cap(self.budget, length), forced)
+
+    def at(self, length: Tensor) -> Tensor:
+        """`of` at the current lengths [B] -> [B] int64, for kernels that force sinks and recent tokens themselves."""
+        if not self.beside:
+            return budget_tokens(self.budget, length)
+        forced = length.clamp(max=self.forced)
+        return forced + budget_tokens(self.budget, length - forced)
+
+    def is_all(self, max_seq_len: int) -> bool:
+        """Whether every token is attended, however long the text."""
+        return self.budget == 1.0 if isinstance(self.budget, float) else self.of(max_seq_len) == max_seq_len
