@@ -45,7 +45,8 @@ class Selecting(Dense):
     def scores(self, q: Tensor, pos: Tensor) -> Tensor:
         """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
 
-        What stands after pos may score anything. A selection is made once per KV head: reduce the group's queries.
+        What stands after pos may score anything. A selection is made once per KV head: reduce the group's queries; or,
+        what costs g times the reading, once per query head: [B, Hq, T].
         """
         raise NotImplementedError
 
@@ -54,12 +55,20 @@ class Selecting(Dense):
         return budget_select(self.scores(q, pos), pos, self.selection.at(pos + 1), self.k_static, a.sinks, a.recent)
 
     def attend(self, q, idx, count, pos):
-        return gather_attention(q, self.k, self.v, idx, count)
+        H = self.shape.n_kv_head
+        if idx.shape[1] <= H:
+            return gather_attention(q, self.k, self.v, idx, count)
+        parts = (x.unflatten(1, (H, -1)).unbind(2) for x in (q, idx, count))  # every query of a group reads for itself
+        each = [
+            gather_attention(q.contiguous(), self.k, self.v, idx, count) for q, idx, count in zip(*parts, strict=True)
+        ]
+        return torch.stack(each, 2).flatten(1, 2)
 
     def attended(self, q, idx, count, pos):
         chosen = torch.arange(idx.shape[2], device=idx.device) < count[..., None]
         at = torch.where(chosen, idx, 0)
-        return Attended(torch.where(chosen, idx, -2), q, gather_rows(self.k, at), gather_rows(self.v, at))
+        k, v = (x.repeat_interleave(max(1, idx.shape[1] // x.shape[1]), 1) for x in (self.k, self.v))
+        return Attended(torch.where(chosen, idx, -2), q, gather_rows(k, at), gather_rows(v, at))
 
     # ---- accounting ----
 

@@ -8,44 +8,24 @@ layer l is predicted from the input of layer l - 1, and the tokens that it choos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from cache.base import Attended, CacheShape, KVMethod, knob
+from cache.base import Attended, KVMethod, knob
 from cache.budget import Selection
+from cache.double_buffer import Half, half_of
+from cache.labels import LabelCache
+from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
-from kernels.rope import Rope
 from kernels.select import budget_select
-from kv_methods.double_sparsity import DoubleSparsity, LabelCache
+from kv_methods.double_sparsity import DoubleSparsity
 
 PRESETS = {
     "double_sparsity_offload-sync": dict(predict=False),  # the true query: what prediction costs in accuracy
     "flexgen": dict(fetch="all"),  # Fig. 6 (c)(d), the baseline: every token crosses the bus
 }
-
-
-class Half(nn.Module):
-    """One half of the double buffer: a layer's fetched tokens, idx [B, Hkv, K] (-1: none), k and v [B, Hkv, K, D]."""
-
-    k: Tensor
-    v: Tensor
-    idx: Tensor
-
-    def __init__(self, shape: CacheShape, n: int):
-        super().__init__()
-        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
-        for name in ("k", "v"):
-            self.register_buffer(name, shape.zeros(size), persistent=False)
-        idx = torch.full(size[:3], -1, dtype=torch.int64, device=shape.device)
-        self.register_buffer("idx", idx, persistent=False)
-
-
-# The halves of every cache, found by the rotary table that its layers share, then by parity of layer and by size.
-_HALVES: WeakKeyDictionary[Rope, dict[Any, Half]] = WeakKeyDictionary()
 
 
 class DoubleSparsityOffload(KVMethod):
@@ -70,6 +50,11 @@ class DoubleSparsityOffload(KVMethod):
             "selected", "all: every token is fetched and attended, as in FlexGen (Sec. 6.2)"
         )
 
+        def __post_init__(self):
+            super().__post_init__()
+            if self.heads == "query":
+                raise InputError("double_sparsity_offload fetches a list of tokens for a KV head: use heads=group")
+
     @classmethod
     def needs(cls, args):
         return cls.statistics if args.fetch == "selected" else ()
@@ -87,16 +72,12 @@ class DoubleSparsityOffload(KVMethod):
         n_layer = shape.n_layer
         synchronous = (0, 1, n_layer - 1) if n_layer >= 16 else (0,)
         self.predicts = args.predict and layer not in synchronous  # the class speaks for all layers
-        # Layer l is fetched while layer l - 1 attends: even layers use one half, odd layers the other. A half counts as
-        # memory of the layer that came first.
         self.selection = Selection(args.budget, args.sinks, self.recent)
         cap = T if args.fetch == "all" else self.selection.of(T)
         self.n_fetch = max(1, cap - self.recent)
-        halves, key = _HALVES.setdefault(rope, {}), (layer % 2, self.n_fetch, shape)
-        if key not in halves:
-            self.fetched = halves[key] = Half(shape, self.n_fetch)
-        else:
-            object.__setattr__(self, "fetched", halves[key])  # no submodule: counted once
+        half, new = half_of(rope, shape, layer, self.n_fetch)
+        # as a submodule it would be counted again in every layer
+        setattr(self, "fetched", half) if new else object.__setattr__(self, "fetched", half)
 
     # ---- storage ----
 

@@ -28,6 +28,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "k-ranking": (dict(budget=12, ranking="k", channels=8), (3, 1, 96), (50, 33)),
     "2-bits": (dict(budget=16, label_bits=2, channels=0.5), (2, 2, 32), (41, 8)),
     "16-bits": (dict(budget=16, label_bits=16), (4, 1, 128), (64, 5)),
+    "a-selection-per-query-head": (dict(budget=14, recent=3, heads="query"), (3, 2, 32), (5, 50)),
     "all-channels": (dict(budget=0.3, channels=1.0), (1, 1, 32), (31, 64)),
 }
 FULL = [
@@ -96,10 +97,15 @@ def compare(knobs, shape, lengths, seed=0, told=None, calib=None, name="double_s
             group, head = slice(i * g, i * g + g), oracles[b, i]
             head.append(k64[b, i, p], v64[b, i, p])
             sets = [attended(w) for w in weights[b, group]]
-            assert all(s == sets[0] for s in sets), f"{what}: the query heads of a group see different tokens"
-            head.check(asked[b, group, p], sets[0], what)
             sparse += len(sets[0]) < p + 1
-            want = head.attend(q64[b, group, p], sets[0])
+            if args.heads == "query":
+                for j, s in enumerate(sets):
+                    head.check(asked[b, group, p][j : j + 1], s, f"{what} query {j}")
+                want = np.concatenate([head.attend(q64[b, i * g + j, p][None], s) for j, s in enumerate(sets)])
+            else:
+                assert all(s == sets[0] for s in sets), f"{what}: the query heads of a group see different tokens"
+                head.check(asked[b, group, p], sets[0], what)
+                want = head.attend(q64[b, group, p], sets[0])
             error = np.abs(out[b, group] - want).max()
             assert error <= 1e-4 * max(1, np.abs(want).max()), f"{what}: off by {error:.1e}"
     return method, sparse
@@ -110,6 +116,26 @@ def test_equals_the_oracle(case):
     knobs, shape, lengths = CASES[case]
     _, sparse = compare(knobs, shape, lengths)
     assert (sparse > 0) == (case != "budget-over-the-context"), "the case does not test what its name says"
+
+
+def test_query_heads_of_a_group_choose_for_themselves():
+    """heads="query": what a group reads is g lists; compiled, as everywhere, it is the same."""
+    knobs, shape = dict(budget=10, heads="query"), (3, 2, 32)
+    method, group = (layer(dict(knobs, heads=heads), shape, 2, 64) for heads in ("query", "group"))
+    q, k, v = random_keys(0, *shape, 2, 60)
+    for m in (method, group):
+        m.prefill(q[:, :, :59], k[:, :, :59], v[:, :, :59], torch.tensor([59, 40]))
+    step = q[:, :, 59], k[:, :, 59], v[:, :, 59], torch.tensor([59, 40])
+    want = method.decode(*step)
+    idx, count = method.select(method.rope.rotate(step[0], step[3]), step[3])
+    assert idx.shape[1] == 6 and (count == 10).all()
+    lists = [set(x.tolist()) for x in idx[0]]
+    assert len({frozenset(s) for s in lists}) > 2
+    compiled = torch.compile(method.decode, fullgraph=True)(*step)
+    assert torch.allclose(compiled, want, atol=1e-5)
+    assert method.traffic(59) - method.label.constant_bytes == 3 * (group.traffic(59) - group.label.constant_bytes)
+    with pytest.raises(InputError, match="heads=group"):
+        layer(dict(heads="query"), shape, 1, 8, name="double_sparsity_offload")
 
 
 @pytest.mark.parametrize("case", ["default", "sinks-and-recent", "2-bits"])

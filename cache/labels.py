@@ -1,0 +1,78 @@
+"""The label cache: a few channels of every key, contiguous and in few bits, that score all tokens (Double Sparsity)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from cache.base import CacheShape
+from errors import InputError
+from kernels.label_score import label_score, store_labels
+
+
+class LabelCache(nn.Module):
+    """r channels of every key (Section 4.2): labels [B, Hkv, T, r * bits / 8], params [B, Hkv, T, 2] in fp16."""
+
+    channels: Tensor
+    labels: Tensor
+    params: Tensor | None
+
+    def __init__(self, args: Any, shape: CacheShape, layer: int, calib: Any):
+        super().__init__()
+        B, H, T, D = shape.kv
+        self.bits = args.label_bits
+        self.r = label_channels(args.channels, self.bits, D)
+        self.constants = {"channels"}
+
+        def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
+            self.register_buffer(name, shape.zeros(size, dtype), persistent=False)
+
+        buffer("channels", (H, self.r), torch.int64)
+        if calib is not None and shape.device.type != "meta":
+            self.channels.copy_(calib.get(layer, f"channels.{args.ranking}")[:, : self.r])
+        if self.bits == 16:
+            buffer("labels", (B, H, T, self.r), shape.dtype)
+            self.params = None
+            self.token_bytes = self.r * shape.dtype.itemsize
+        else:
+            buffer("labels", (B, H, T, self.r * self.bits // 8), torch.uint8)
+            buffer("params", (B, H, T, 2), torch.float16)
+            self.token_bytes = self.r * self.bits // 8 + 2 * 2  # of one token and KV head
+        self.constant_bytes = 8 * H * self.r
+
+    def put_prompt(self, k: Tensor) -> None:
+        """k [B, Hkv, S, D] rotated."""
+        store_labels(k, self.channels, None, self.labels, self.params, self.bits)
+
+    def put(self, k: Tensor, pos: Tensor) -> None:
+        """k [B, Hkv, D] rotated, one token per row, at pos [B]."""
+        store_labels(k[:, :, None], self.channels, pos, self.labels, self.params, self.bits)
+
+    def scores(self, q: Tensor, pos: Tensor, heads: str = "group") -> Tensor:
+        """q [B, Hq, D] rotated -> fp32 [B, Hkv, T] of the tokens up to pos [B]; others score anything.
+
+        The group's sum: sum over its q of q . k = (sum of q) . k; by heads="query" of every query head: [B, Hq, T].
+        """
+        B, H = len(q), len(self.channels)
+        groups, at = q.view(B, H, -1, q.shape[2]).float(), self.channels.expand(B, -1, -1)
+        labels, params = self.labels[:B], None if self.params is None else self.params[:B]
+        if heads == "group":
+            return label_score(groups.sum(2).gather(2, at), labels, params, self.bits, pos)
+        each = [label_score(q.gather(2, at), labels, params, self.bits, pos) for q in groups.unbind(2)]
+        return torch.stack(each, 2).flatten(1, 2)
+
+
+def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
+    """r: a number of channels as it is given, a share of head_dim rounded up to what fills whole bytes."""
+    per = max(1, 8 // bits)
+    r = max(1, -(-round(channels * head_dim) // per)) * per if isinstance(channels, float) else channels
+    if r > head_dim:
+        raise InputError(f"double sparsity: {r} label channels do not fit in a head_dim of {head_dim}: lower channels")
+    if r % per:
+        raise InputError(
+            f"double sparsity: {r} label channels of {bits} bits fill no whole bytes: use a multiple of {per}"
+        )
+    return r
