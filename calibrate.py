@@ -3,6 +3,7 @@
     python calibrate.py --checkpoint models/tiny                  # default text: English and Python on this machine
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
     python calibrate.py --checkpoint CKPT --method sals mine      # what these need; what the file has of others is kept
+    python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
 
 A method's file declares its statistics (cache/statistic.py); without --method those of all methods are measured, the
 ones in the folders of KV_FAST_METHODS too. Ctrl-C keeps what is done in a .partial file, and the same command continues
@@ -29,6 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.calibration import FILE, VERSION, Calibration, LayerTokens, Sums, collect, fingerprint, repeated_sums
+from cache.channels import read_channels, shared
 from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
 from checkpoint import args_from_hf, load_checkpoint, read_json
@@ -65,10 +67,14 @@ def calibrate(
     n_random: int,
     statistics: Iterable[Statistic] | None = None,
     progress: bool = False,
+    vocabulary: Sequence[int] | None = None,
 ) -> Calibration:
-    """In memory, from token sequences [S]: what tests and scripts call. statistics None: those of all methods."""
+    """In memory, from token sequences [S]: what tests and scripts call. statistics None: those of all methods.
+
+    vocabulary: what random tokens are drawn from, a tokenizer's `text_ids`; None: all ids.
+    """
     statistics = all_statistics() if statistics is None else statistics
-    return collect(model.args, layer_tokens(model), sequences, statistics, n_random, progress)
+    return collect(model.args, layer_tokens(model), sequences, statistics, n_random, progress, vocabulary)
 
 
 # ---- text ----
@@ -157,12 +163,19 @@ def main() -> None:
     n_help = f"random tokens, repeated {REPEATS} times (razor), default: 2500, or a quarter of a shorter context"
     a("--random-tokens", type=int, default=0, help=n_help)
     a("--seed", type=int, default=0, help="of the sequences' places in the text")
+    a("--import-channels", metavar="FILE", help="no pass: take Double Sparsity's published channel lists (JSON)")
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
     a("--json", action="store_true", help="print the file's metadata as JSON")
     opt = p.parse_args()
     folder, device = Path(opt.checkpoint), pick_device(opt.device)
     args = args_from_hf(read_json(folder / "config.json"))
+    if opt.import_channels:
+        if opt.method or opt.data:
+            raise InputError("--import-channels measures nothing: drop --method and --data")
+        check_writable(folder)
+        save(folder, args, *imported(Path(opt.import_channels), args), json_only=opt.json)
+        return
     seq_len = opt.seq_len or min(2048, args.context)
     n_random = opt.random_tokens or min(2500, args.context // REPEATS)
     limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (opt.samples, 1, 1 << 30),
@@ -175,14 +188,13 @@ def main() -> None:
         raise InputError(f"--method {' '.join(opt.method or [])}: no calibration is needed")
     for s in statistics:
         s.layout(args)  # what is wrong in it is told before the pass
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"cannot write into {folder}: copy the checkpoint to a folder of your own")
+    check_writable(folder)
 
+    tokenizer = load_tokenizer(folder)
     model, partial = load_checkpoint(folder, device, DTYPES[opt.dtype]), folder / PARTIAL
     tensors: dict[str, Tensor] = {}
     how: dict[str, dict] = {}
     if of_text := [s for s in statistics if not isinstance(s, RepeatedTokens)]:
-        tokenizer = load_tokenizer(folder)
         ids = tokens_of(tokenizer, opt.data) if opt.data else default_text(tokenizer)
         windows = draw(ids, opt.samples, seq_len, opt.seed)
         text = dict(data=hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(),
@@ -194,16 +206,37 @@ def main() -> None:
         how |= {s.name: dict(tokens=sums.tokens, **text) for s in of_text}
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.default_int_handler)
-    repeated = repeated_sums(args, layer_tokens(model), statistics, n_random, progress=True)
+    repeated = repeated_sums(args, layer_tokens(model), statistics, n_random, True, tokenizer.text_ids)
     tensors |= repeated.finish(args.n_layer)
     how |= {s.name: dict(random_tokens=n_random, dtype=opt.dtype) for s in repeated.statistics}
 
-    calibration = merged(folder, args, tensors, how)
-    calibration.save(folder / FILE)
+    save(folder, args, tensors, how, json_only=opt.json)
     for left in (partial, partial.with_name(partial.name + ".tmp")):
         left.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot write into {folder}: copy the checkpoint to a folder of your own")
+
+
+def save(folder: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], json_only: bool) -> None:
+    """The checkpoint's file with what is new in it, and a line about it."""
+    calibration = merged(folder, args, tensors, how)
+    calibration.save(folder / FILE)
     size = (folder / FILE).stat().st_size / 2**20
-    print(json.dumps(calibration.meta) if opt.json else f"{folder / FILE}: {size:.1f} MiB, measured {', '.join(how)}")
+    print(json.dumps(calibration.meta) if json_only else f"{folder / FILE}: {size:.1f} MiB, new: {', '.join(how)}")
+
+
+def imported(file: Path, args: ModelArgs) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """Published channel lists, and where they are from; says on stderr what they are worth."""
+    tensors = read_channels(file, args)
+    qk, k = (shared(tensors, kind) for kind in ("qk", "k"))
+    if qk is not None and k is not None:
+        print(f"warning: the published qk lists mix the heads of a layer: two of them share {qk:.0%} of their best "
+              f"channels here (k lists: {k:.0%}). Use ranking=k or ranking=q with them, or measure qk: "
+              "python calibrate.py --method double_sparsity", file=sys.stderr)  # fmt: skip
+    return tensors, dict(channels=dict(imported=file.name, sha256=hashlib.sha256(file.read_bytes()).hexdigest()))
 
 
 def sources(statistics: Iterable[Statistic]) -> dict[str, str]:

@@ -73,14 +73,19 @@ LayerTokens = Callable[[Tensor], Iterator[Tokens]]  # teacher forcing of tokens 
 
 
 def repeated_sums(
-    args: Sizes, layer_tokens: LayerTokens, statistics: Iterable[Statistic], n_random: int, progress: bool = False
+    args: Sizes,
+    layer_tokens: LayerTokens,
+    statistics: Iterable[Statistic],
+    n_random: int,
+    progress: bool = False,
+    vocabulary: Sequence[int] | None = None,
 ) -> Sums:
-    """The pass over n_random tokens, drawn once and repeated."""
+    """The pass over n_random tokens, drawn once and repeated; vocabulary: the ids to draw from, None: all."""
     sums = Sums(s for s in statistics if isinstance(s, RepeatedTokens))
     if sums.statistics:
-        low = min(260, args.vocab_size // 2)  # control pieces and bytes are no words
-        tokens = torch.randint(low, args.vocab_size, (1, n_random), generator=torch.Generator().manual_seed(0))
-        layers = layer_tokens(tokens.repeat(1, REPEATS))
+        ids = torch.tensor([i for i in vocabulary or range(args.vocab_size) if i < args.vocab_size])
+        drawn = torch.randint(len(ids), (1, n_random), generator=torch.Generator().manual_seed(0))
+        layers = layer_tokens(ids[drawn].repeat(1, REPEATS))
         sums.add(tqdm(layers, total=args.n_layer, desc="random tokens", disable=not progress))
     return sums
 
@@ -92,13 +97,14 @@ def collect(
     statistics: Iterable[Statistic],
     n_random: int,
     progress: bool = False,
+    vocabulary: Sequence[int] | None = None,
 ) -> Calibration:
     """Measure in memory: sequences of tokens [S] for statistics of text, n_random tokens for those of repetition."""
     statistics = unique(statistics)
     sums = Sums(s for s in statistics if not isinstance(s, RepeatedTokens))
     for tokens in tqdm(sequences if sums.statistics else (), desc="calibration", disable=not progress):
         sums.add(layer_tokens(tokens[None]))
-    repeated = repeated_sums(args, layer_tokens, statistics, n_random, progress)
+    repeated = repeated_sums(args, layer_tokens, statistics, n_random, progress, vocabulary)
     return Calibration(sums.finish(args.n_layer) | repeated.finish(args.n_layer), args.n_layer, args=args)
 
 

@@ -234,6 +234,22 @@ def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
     assert torch.allclose(calib.stack("razor.echo"), echo, atol=1e-6)
 
 
+def test_random_tokens_are_pieces_of_text():
+    """No special tokens, no bytes that stand for what has no piece, and nothing that only pads the vocabulary."""
+    from tokenizer import load_tokenizer
+
+    tk = load_tokenizer(TINY)
+    ids = tk.text_ids
+    assert len(ids) == 2048 - 3 - 256 and not set(ids) & ({0, 1, 2} | set(range(4, 260))) and 3 in ids  # a line's end
+    model = small(2, 2, 16)[0]  # of 80 ids; two of the tokenizer's are beyond them
+    seen, vocabulary = [], [*range(10, 30), 80, 81]
+    hook = model.tok_embeddings.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0][0].clone()))
+    C.calibrate(model, [], N_RANDOM * 4, [HeadScores()], vocabulary=vocabulary)
+    hook.remove()
+    drawn = set(seen[0].tolist())
+    assert drawn <= set(range(10, 30)) and len(drawn) > 9
+
+
 def test_planted_heads_are_found():
     """A head that looks for what followed the token before, and one that looks for the token itself."""
     args = ModelArgs(
@@ -643,14 +659,86 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     from tokenizer import load_tokenizer
 
     ids = np.array(load_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8"), bos=True))
-    want = C.calibrate(model, [torch.from_numpy(w) for w in C.draw(ids, 2, 64, 0)], 16)
+    vocabulary = load_tokenizer(checkpoint).text_ids
+    want = C.calibrate(model, [torch.from_numpy(w) for w in C.draw(ids, 2, 64, 0)], 16, vocabulary=vocabulary)
     assert all(torch.equal(got.tensors[k], t) for k, t in want.tensors.items())
     first = (checkpoint / FILE).read_bytes()
     assert here(capsys, monkeypatch, flags(checkpoint, text))[0] == 0
     assert (checkpoint / FILE).read_bytes() == first, "the same command gives another file"
 
 
+# ---- published channel lists ----
+
+
+def published(args, seed=0):
+    """A file as Double Sparsity's authors publish them: a ranking for every query head, k for every KV head."""
+    rng, D = np.random.default_rng(seed), args.head_dim
+    return {f"model.layers.{i}.self_attn.{kind}_proj": [rng.permutation(D).tolist() for _ in range(heads)]
+            for i in range(args.n_layer)
+            for kind, heads in (("q", args.n_head), ("k", args.n_kv_head), ("v", args.n_kv_head), ("qk", args.n_head))
+            }  # fmt: skip
+
+
+def test_published_channel_lists_are_imported(checkpoint, text, capsys, monkeypatch):
+    assert here(capsys, monkeypatch, [*flags(checkpoint, text), "--method", "razor", "double_sparsity"])[0] == 0
+    args = load_checkpoint(checkpoint).args
+    before = Calibration.load(checkpoint, args).tensors
+    data = published(args)
+    for i in range(args.n_layer):  # the published qk lists of two heads hardly differ
+        same = data[f"model.layers.{i}.self_attn.qk_proj"]
+        same[:] = [same[0]] * len(same)
+    file = checkpoint.parent / "lists.json"
+    file.write_text(json.dumps(data))
+    code, out, err = here(capsys, monkeypatch, ["--checkpoint", str(checkpoint), "--import-channels", str(file)])
+    assert code == 0 and "channels" in out
+    assert err.startswith("warning: ") and "share 100%" in err and "ranking=k" in err and err.count("\n") == 1
+    calib = Calibration.load(checkpoint, args)
+    assert calib.meta["statistics"]["channels"]["imported"] == "lists.json"
+    g, D = args.n_head // args.n_kv_head, args.head_dim
+    for i, kind in np.ndindex(args.n_layer, 3):
+        kind = ("qk", "q", "k")[kind]
+        lists, got = data[f"model.layers.{i}.self_attn.{kind}_proj"], calib.get(i, f"channels.{kind}").tolist()
+        for h, ranking in enumerate(got):
+            mine = [lists[h]] if kind == "k" else lists[h * g : h * g + g]
+            place = [sum(x.index(c) for x in mine) / len(mine) for c in range(D)]
+            assert ranking == sorted(range(D), key=lambda c: place[c]), (i, kind, h)
+    assert {k for k in before if "razor" in k} <= set(calib.tensors), "what is of others is lost"
+    model = load_checkpoint(checkpoint)
+    model.setup_cache("double_sparsity", 1, 32, ranking="k")
+    assert model.cache[1].label.channels.tolist() == calib.get(1, "channels.k")[:, : model.cache[1].label.r].tolist()
+
+
+BAD_LISTS = {
+    "not there": (None, "not found"),
+    "no JSON": (lambda d: "{", "as JSON"),
+    "a list": (lambda d: [1], "expected an object"),
+    "empty": (lambda d: {}, "has no model.layers.0.self_attn.qk_proj"),
+    "no k lists": (lambda d: {k: x for k, x in d.items() if ".k_proj" not in k}, "k_proj"),
+    "a layer fewer": (lambda d: {k: x for k, x in d.items() if "layers.5" not in k}, "layers.5"),
+    "a layer more": (lambda d: d | {k.replace("layers.0", "layers.6"): x for k, x in d.items()}, "more than"),
+    "a head fewer": (lambda d: {k: x[:-1] for k, x in d.items()}, "heads"),
+    "a channel fewer": (lambda d: {k: [y[:-1] for y in x] for k, x in d.items()}, "channels"),
+    "a channel twice": (lambda d: {k: [[y[1], *y[1:]] for y in x] for k, x in d.items()}, "rank"),
+    "a channel of text": (lambda d: {k: [["a", *y[1:]] for y in x] for k, x in d.items()}, "rank"),
+    "a huge channel": (lambda d: {k: [[10**30, *y[1:]] for y in x] for k, x in d.items()}, "rank"),
+    "numbers": (lambda d: dict.fromkeys(d, 3), "rank"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LISTS)
+def test_lists_of_another_model_are_one_line(name, checkpoint, capsys, monkeypatch):
+    change, says = BAD_LISTS[name]
+    file = checkpoint.parent / "lists.json"
+    if change is not None:
+        got = change(published(load_checkpoint(checkpoint).args))
+        file.write_text(got if isinstance(got, str) else json.dumps(got))
+    code, out, err = here(capsys, monkeypatch, ["--checkpoint", str(checkpoint), "--import-channels", str(file)])
+    assert code == 2 and not out and err.startswith("error: ") and says in err and err.count("\n") == 1, err
+    assert len(err) < 400 and not (checkpoint / FILE).exists()
+
+
 BAD_FLAGS = {
+    "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method"),
     "unknown flag": (["--bogus"], "--bogus"),
     "samples of text": (["--samples", "many"], "--samples"),
     "no samples": (["--samples", "0"], "--samples"),

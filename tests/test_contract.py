@@ -303,7 +303,10 @@ def command(monkeypatch, capsys, *args):
     return e.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", PASSING)
+# in every run what evicts, and what is written from nothing
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in ("h2o", "toy") else pytest.mark.slow) for x in PASSING]
+)
 def test_a_new_file_passes(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / f"{name}_new.py"
     file.write_text(PASSING[name])

@@ -218,8 +218,13 @@ def ids(x):
     return x if isinstance(x, str) else str(x).removeprefix("torch.")
 
 
+# methods, and settings that take other operators, in every run
+OFTEN = {(s, torch.bfloat16) for s in (*METHODS, *STEP)}
+PAIRS = [*((s, torch.bfloat16) for s in SETTINGS), *((m, torch.float32) for m in METHODS)]
+
+
 @pytest.mark.parametrize(
-    "setting, dtype", [*((s, torch.bfloat16) for s in SETTINGS), *((m, torch.float32) for m in METHODS)], ids=ids
+    "setting, dtype", [pytest.param(*p, marks=() if p in OFTEN else pytest.mark.slow) for p in PAIRS], ids=ids
 )
 def test_kernels_are_taken(setting, dtype, gpu):
     """Every method and preset: its own operators and no others, on the device."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOKENS, HEADS, HEAD_DIM = 4096, 8, 64
+TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
 RAW = 2 * TOKENS * HEADS * HEAD_DIM * 4  # bytes of one layer's keys and values in fp32
 
 MEASURE = f"""

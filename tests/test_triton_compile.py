@@ -141,6 +141,7 @@ print(kernel_report.problem(row))
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_that_spills_is_found(tmp_path):
     """Three times 128 x 128 numbers in 4 warps until their sums are known: 384 registers a thread, where 255 are."""
     (tmp_path / "spilling.py").write_text(SPILLING)

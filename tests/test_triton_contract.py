@@ -11,7 +11,11 @@ import torch
 from cache.spec import method_class
 from tests.test_contract import METHODS, VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
 
-LENGTHS, STEPS = (3, 21), 4
+LENGTHS, STEPS = (3, 21), 2
+# in every run one method where all take long: the one with most in its graph
+one_method = pytest.mark.parametrize(
+    "name", ["self_index", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "self_index")]
+)
 SHAPE = (3, 32)  # query heads a KV head, head dimension
 
 
@@ -47,7 +51,7 @@ def check_torch(name, knobs, device, monkeypatch, lengths=LENGTHS, steps=STEPS):
     same(got, want, f"{name} {knobs}: kernels against torch", 2e-2 if rounds(model) else 1e-4)
 
 
-@every_method
+@one_method
 def test_lossless_limit_is_dense_attention(name, kernel_device):
     check_lossless(name, kernel_device)
 
@@ -73,10 +77,9 @@ def test_kernels_are_torch_at_every_setting(name, i, kernel_device, monkeypatch)
     check_torch(name, settings(name)[i], kernel_device, monkeypatch, (1, 17, 40), 20)
 
 
-# one method in every run, the one with most in its graph; tests/test_cuda_path.py traces all of them for CUDA tensors
-@pytest.mark.parametrize(
-    "name", ["self_index", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "self_index")]
-)
+# tests/test_cuda_path.py traces all of them for CUDA tensors, in every run
+@every_method
+@pytest.mark.slow
 def test_a_step_is_one_graph(name, kernel_device):
     """Every kernel has a fake version: a step traces whole, and gives what it gives without."""
     torch._dynamo.reset()

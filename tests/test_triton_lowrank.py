@@ -233,6 +233,7 @@ def triton_backend(monkeypatch):
 KNOBS = dict(n_start=2, n_recent=2, update_every=4, query_window=4)
 
 
+@pytest.mark.slow  # that ojakv's kernels give what torch gives, tests/test_triton_contract.py sees in every run
 def test_ojakv_loses_nothing_at_full_rank(triton_backend):
     model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (1, 20)]
     model.setup_cache("ojakv", 3, 40, **KNOBS | method_class("ojakv").lossless)
@@ -240,6 +241,7 @@ def test_ojakv_loses_nothing_at_full_rank(triton_backend):
     same(got, teacher(model, prompts, fed), "ojakv in Triton")
 
 
+@pytest.mark.slow
 def test_ojakv_is_what_it_is_in_torch(triton_backend, monkeypatch):
     model, prompts = tiny(2, 32, device=DEVICE), [prompt(n).to(DEVICE) for n in (3, 21)]
     model.setup_cache("ojakv", 2, 33, **KNOBS)

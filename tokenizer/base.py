@@ -24,6 +24,7 @@ class Tokenizer:
     invalid_bytes = "replace"  # the codec error handler of decoding
     leading_space: frozenset[int] = frozenset()  # ids that lose their leading space when they start a text
     strips_all_leading = False  # ... and whether that goes on until there is text
+    fallback: frozenset[int] = frozenset()  # single bytes for characters that have no piece, and unused pieces
 
     def __init__(
         self,
@@ -52,6 +53,11 @@ class Tokenizer:
             raise folder.error("tokenizer_config.json", "add_eos_token would end every prompt; set it to false")
         flag = folder.config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (adds_bos if flag is None else bool(flag))
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Ids that stand for pieces of text: no special tokens, no fallback bytes, nothing that pads the vocabulary."""
+        return sorted(id for id, data in self.token_bytes.items() if data and id not in self.fallback)
 
     def _special_id(self, name: str, token: str | None) -> int | None:
         if token is not None and token not in self.ids:

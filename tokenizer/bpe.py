@@ -66,6 +66,7 @@ class BPETokenizer(Tokenizer):
         token_bytes = {id: to_bytes(token) for token, id in self.vocab.items()}
         token_bytes |= {id: to_bytes(token.content) for id, token in added.items()}
         if decoder == FALLBACK_DECODER:
+            self.fallback = frozenset(self.vocab[t] for b in range(256) if (t := f"<0x{b:02X}>") in self.vocab)
             self.leading_space = frozenset(id for id, data in token_bytes.items() if data.startswith(b" "))
         bos = _template_bos(folder, spec.get("post_processor"))
         super().__init__(

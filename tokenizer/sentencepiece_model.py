@@ -36,6 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
             bare = sp.piece_to_id(SPACE)
             self.strips_all_leading = bare in self.leading_space and sp.decode([bare, bare]) == ""
 
+        self.fallback = frozenset(i for i in pieces if sp.is_byte(i) or sp.is_unused(i))
         vocab = {piece: i for i, piece in pieces.items()}
         control = [i for i in pieces if sp.is_control(i) or sp.is_unknown(i)]
         added = {i: AddedToken(i, pieces[i], special=True) for i in control} | folder.added_tokens(vocab, spec)

@@ -22,8 +22,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 FOLDER = Path(__file__).parent
 MAIN = "native.cpp"  # includes all others: compiled one by one, the headers five times, they took 13 s and not 8
 # no trapping, no errno: comparisons and roots may be vectors. Nothing that changes results
@@ -122,10 +120,14 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-@torch.compiler.assume_constant_result  # of a graph, and by that out of the reach of what traces it
 def available() -> bool:
     """Whether there is a library; the first time that there is none, a note on stderr says why."""
     return _available()
+
+
+# A constant of a graph, and by that out of the reach of what traces it: torch.compiler.assume_constant_result sets this
+# and no more, but imports the compiler to do so: 2 s of every command's start.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

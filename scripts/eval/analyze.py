@@ -143,7 +143,7 @@ def prepare(
     rows = windows(tk, train, ("code", "prose"), 4 * samples, seq_len)
     print(f"{checkpoint} has no {FILE}: one is made in memory from {rows.numel()} tokens", file=sys.stderr)
     random_tokens = min(RANDOM_TOKENS, model.args.context // 4)
-    calib = calibrate(model, list(rows), random_tokens, all_statistics(methods), progress=True)
+    calib = calibrate(model, list(rows), random_tokens, all_statistics(methods), True, tk.text_ids)
     return calib, text, f"in memory, {rows.numel()} tokens"
 
 
