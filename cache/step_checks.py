@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -66,11 +67,12 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
 
 
 def check_traffic(name: str, knobs: Knobs) -> None:
-    """Bytes read by a step grow along the text, up to what there is."""
+    """Bytes read by a step grow along the text, up to what there is; if short texts are kept whole, with one fall."""
     for args, T in ((tiny().args, 128), (LLAMA, 8192)):
         method = meta_method(name, args, 2, T, torch.bfloat16, knobs)
         read = [method.traffic(pos) for pos in range(0, T, max(1, T // 200))] + [method.traffic(T - 1)]
-        if read[0] <= 0 or read != sorted(read):
+        falls = sum(b < a for a, b in pairwise(read))
+        if read[0] <= 0 or falls > 1 or read[-1] < read[0]:
             raise Broken(
                 f"traffic(pos) falls along the text {told(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
             )

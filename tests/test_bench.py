@@ -165,7 +165,7 @@ def test_ratios_are_of_the_same_round():
 
 def test_methods_that_do_not_fit_together_are_timed_apart(cli, config, monkeypatch):
     """Each group has the baseline in its rounds."""
-    one = layer.cache_bytes("full", args_from_hf(CONFIG), 1, 16 + bench_attention.SPARE, torch.float32)
+    one = layer.cache_bytes("full", config, 1, 16 + bench_attention.SPARE, torch.float32)
     monkeypatch.setattr(bench_attention, "available_memory", lambda device: 2.5 * 4 * one / bench_attention.MEMORY)
     argv = ("--method", "full", "random", "oracle", "--length", 16, "--no-stages", "--layers", 4)
     data = attention(cli, config, *argv)
@@ -252,6 +252,19 @@ def test_a_baseline_that_computes_something_else_does_not_count(cli, config, mon
 def test_flush_is_larger_than_the_cache(monkeypatch):
     monkeypatch.undo()
     assert timing.flush_bytes(torch.device("cpu")) >= 64 << 20
+
+
+def test_the_layer_whose_split_is_nearest_the_mean_is_timed(cli, config):
+    """Razor protects more heads in some layers than in others: none speaks for the model by chance."""
+    others = layer._others("razor", "llama-3.1-8b")
+    mean, timed = sum(others) / 32, layer.timed_layer("razor", "llama-3.1-8b")
+    assert len(others) == 32 and len(set(others)) > 2 and sum(others) > 0
+    assert abs(others[timed] - mean) == min(abs(n - mean) for n in others)
+    assert layer.timed_layer("full", "llama-3.1-8b") == layer.LAYER and not layer.heads_of("full", "llama-3.1-8b")
+    (row,) = attention(cli, config, "--method", "razor", "--length", 16, "--no-stages")["rows"]
+    method = layer.build("razor", config, 1, 32, torch.float32, torch.device("cpu"))
+    assert row["heads"]["other"] == method.n_other and row["layer"] == method.layer
+    assert row["heads"]["of"] == args_from_hf(CONFIG).n_kv_head
 
 
 def test_razor_is_filled_as_by_its_own_prefill(monkeypatch):

@@ -6,7 +6,8 @@
 
 Caches are filled with random keys through the methods' own `compress`, at little more than the length asked for; no
 weights are needed. A method may carry knobs: `sals-12.5,budget=512`; one layer is timed, so that a spec by layers is
-refused. Every method is compiled with fullgraph at fixed shapes, and on a GPU each call is one CUDA graph.
+refused. Where KV heads are split between two methods (razor), it is the layer whose split is nearest the model's mean;
+the split is in the file. Every method is compiled with fullgraph at fixed shapes; on a GPU each call is one CUDA graph.
 
 operator    the whole of `decode`: rotate, append, select, attend. It writes the same slot again and again. On a CPU,
             --layers layers with caches of their own in one graph, and the time of one: a real step runs all layers at
@@ -48,7 +49,7 @@ from errors import InputError, Parser, run_cli  # noqa: E402
 from model import ModelArgs  # noqa: E402
 from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads  # noqa: E402
 from scripts.bench.dense import prepare_dense  # noqa: E402
-from scripts.bench.layer import build, cache_bytes, fill, one_layer, prompt, shapes, stage_calls  # noqa: E402
+from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, shapes, stage_calls  # noqa: E402
 from scripts.shared.options import SPECS, check_run, earlier, expand  # noqa: E402
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
@@ -102,7 +103,7 @@ class Size:
             raise InputError(self.failed)
         a, opt, device = self.args, self.opt, self.clock.device
         T = self.length + SPARE
-        methods = [build(text, a, self.batch, T, opt.dtype, device, opt.layers) for _ in range(opt.layers)]
+        methods = [build(text, self.model, self.batch, T, opt.dtype, device, opt.layers) for _ in range(opt.layers)]
         gen = torch.Generator(device).manual_seed(1)
         q, k, v = (torch.randn(self.batch, n, a.head_dim, generator=gen, device=device, dtype=opt.dtype)
                    for n in (a.n_head, a.n_kv_head, a.n_kv_head))  # fmt: skip
@@ -117,7 +118,7 @@ class Size:
         used = 0
         for text in texts:
             try:
-                need = self.opt.layers * cache_bytes(text, self.args, self.batch, self.length + SPARE, self.opt.dtype)
+                need = self.opt.layers * cache_bytes(text, self.model, self.batch, self.length + SPARE, self.opt.dtype)
             except InputError:  # what it refuses is told where it is built
                 need = 0
             if group and used + need > free:
@@ -134,11 +135,12 @@ def run_once(size: Size, text: str) -> Row:
     for step in range(SPARE):  # with settings that are due by then, `maintain` has its kernels to run
         y = methods[0].decode(q, k, v, pos + step)
         methods[0].maintain(step + 1)
-    return account(methods[0], size.length) | dict(finite=bool(y.isfinite().all()))
+    return account(size, text, methods[0]) | dict(finite=bool(y.isfinite().all()))
 
 
-def account(method: KVMethod, length: int) -> Row:
-    return dict(nbytes=sum(method.nbytes().values()), traffic=method.traffic(length))
+def account(size: Size, text: str, method: KVMethod) -> Row:
+    row = dict(nbytes=sum(method.nbytes().values()), traffic=method.traffic(size.length), layer=method.layer)
+    return row | heads_of(text, size.model)
 
 
 @torch.inference_mode()
@@ -147,7 +149,7 @@ def prepare(size: Size, text: str) -> tuple[Row, dict[tuple[str, str], Call]]:
     methods, step = size.method(text)
     ready = stage_calls(methods, *step, size.opt.compile, size.opt.stages)
     calls = {(text, stage): size.clock.prepare(call) for stage, call in ready.items()}
-    return account(methods[0], size.length), calls
+    return account(size, text, methods[0]), calls
 
 
 @torch.inference_mode()
@@ -235,6 +237,9 @@ def line(row: Row) -> str:
         d = row["dense"]
         dense = (f"{row['times_dense']:.2f}x the best dense, spread {100 * row['times_dense_spread']:.0f} % "
                  f"({d['name']}, {d['ms']:.3f} ms); ")  # fmt: skip
+    if "heads" in row:
+        h = row["heads"]
+        where += f" ({h['other']} of {h['of']} KV heads are another method's, mean {h['mean']:.2f})"
     return (f"{where}: {row['operator']['ms']:.3f} ms ({dense}{parts.strip()};"
             f" {row['bytes_per_s'] / 1e9:.0f} GB/s, {100 * row['limit_share']:.0f} % of the byte limit)")  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from cache.base import KVMethod
 from cache.calibration import RandomCalibration
+from cache.routing import Routed
 from cache.spec import make_args, parse_spec, resolve
 from checkpoint import args_from_hf, read_json
 from errors import InputError
@@ -34,6 +36,7 @@ def one_layer(spec: str) -> tuple[type[KVMethod], Any]:
     return cls, make_args(cls, preset | part.knobs)
 
 
+@functools.cache
 def shapes(name: str) -> ModelArgs:
     """Of a known model, or of a config.json as checkpoints have it."""
     return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
@@ -51,21 +54,47 @@ def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device:
     return (k, v), torch.randn(batch, args.n_head, args.head_dim, generator=gen, device=device, dtype=dtype)
 
 
-def cache_bytes(text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype) -> int:
-    """Of one layer's cache, without making it."""
-    cls, own = one_layer(text)
-    layer = min(LAYER, args.n_layer // 2)
+@functools.cache
+def _others(text: str, name: str) -> list[int]:
+    """Of a method that gives KV heads to another (cache/routing.py): how many in each layer; else nothing."""
+    (cls, own), args = one_layer(text), shapes(name)
+    if not issubclass(cls, Routed):
+        return []
+    needs, rope = cls.needs(own), args.rotary(1, 1, "meta")
+    calib = RandomCalibration(args, needs) if needs else None
+    layers = (args.cache_shape(i, 1, 64, torch.float32, "meta") for i in range(args.n_layer))
+    return [cls(own, shape, i, rope, calib).n_other for i, shape in enumerate(layers)]
+
+
+def timed_layer(text: str, name: str) -> int:
+    """Layer LAYER, or, of a method that splits heads, the one next to it whose split is nearest the model's mean."""
+    layer, others = min(LAYER, shapes(name).n_layer // 2), _others(text, name)
+    mean = sum(others) / max(1, len(others))
+    return min(range(len(others)), key=lambda i: (abs(others[i] - mean), abs(i - layer))) if others else layer
+
+
+def heads_of(text: str, name: str) -> dict[str, Any]:
+    """Of a method that splits heads: KV heads that are another method's, in the layer timed and on average."""
+    others = _others(text, name)
+    if not others:
+        return {}
+    return dict(heads=dict(other=others[timed_layer(text, name)], of=shapes(name).n_kv_head,
+                           mean=sum(others) / len(others)))  # fmt: skip
+
+
+def cache_bytes(text: str, name: str, batch: int, T: int, dtype: torch.dtype) -> int:
+    """Of one layer's cache, without making it; name: the model's shapes."""
+    (cls, own), args, layer = one_layer(text), shapes(name), timed_layer(text, name)
     shape = args.cache_shape(layer, batch, T, dtype, "meta")
     return sum(cls(own, shape, layer, args.rotary(batch, 1, "meta")).nbytes().values())
 
 
 def build(
-    text: str, args: ModelArgs, batch: int, T: int, dtype: torch.dtype, device: torch.device, layers: int = 1
+    text: str, name: str, batch: int, T: int, dtype: torch.dtype, device: torch.device, layers: int = 1
 ) -> KVMethod:
-    """One layer's method with all its buffers, after checking that those of as many layers fit."""
-    cls, own = one_layer(text)
-    layer = min(LAYER, args.n_layer // 2)
-    need = layers * cache_bytes(text, args, batch, T, dtype)
+    """One layer's method with all its buffers, after checking that those of as many layers fit; name: the shapes."""
+    (cls, own), args, layer = one_layer(text), shapes(name), timed_layer(text, name)
+    need = layers * cache_bytes(text, name, batch, T, dtype)
     require_memory(need, device, f"{layers} layers of {text}", "lower --batch, --length or --layers")
     needs = cls.needs(own)
     calib = RandomCalibration(args, needs) if needs else None
