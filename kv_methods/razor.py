@@ -98,29 +98,21 @@ class Razor(Routed):
 
     @dataclass
     class Args:
-        induction: float = knob(0.14, "share of query heads protected by induction (Table 2)")
-        echo: float = knob(0.01, "share of query heads protected by echo score (Table 2)")
-        places: int = knob(1, "places after a copy, 1 to 4, whose best is the induction score (paper: 1)")
-        sinks: int = knob(4, "first tokens kept by the other heads (Table 2)")
-        window: int = knob(4000, "least tokens in their recent window (Table 2)")
-        share: float = knob(0.2, "of all tokens so far that their window holds if more (Table 2)")
-        whole: int = knob(0, "prompts up to this length have it as their least window (App. A.2: 4K)")
+        induction: float = knob(0.14, "share of query heads protected by induction (Table 2)", 0, 1)
+        echo: float = knob(0.01, "share of query heads protected by echo score (Table 2)", 0, 1)
+        places: int = knob(1, "places after a copy whose best is the induction score (paper: 1)", 1, PLACES)
+        sinks: int = knob(4, "first tokens kept by the other heads (Table 2)", low=0)
+        window: int = knob(4000, "least tokens in their recent window (Table 2)", low=1)
+        share: float = knob(0.2, "of all tokens so far that their window holds if more (Table 2)", 0, 1)
+        whole: int = knob(0, "prompts up to this length have it as their least window (App. A.2: 4K)", low=0)
         compensation: bool = knob(True, "False: dropped tokens are forgotten (Figure 8)")
         protect: Literal["retrieval", "random"] = knob(
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
         )
-        seed: int = knob(0, "of protect=random")
+        seed: int = knob(0, "of protect=random", low=0)
         retrieval_method: str = knob("full", "method or preset that holds the protected heads, in every layer")
 
         def __post_init__(self):
-            for name in ("induction", "echo", "share"):
-                if not 0 <= getattr(self, name) <= 1:
-                    raise InputError(f"razor: {name}={getattr(self, name)} is not a share from 0 to 1")
-            if not 1 <= self.places <= PLACES:
-                raise InputError(f"razor: places={self.places} is not from 1 to {PLACES}")
-            if self.sinks < 0 or self.window < 1 or self.whole < 0:
-                found = f"{self.sinks}, {self.window} and {self.whole}"
-                raise InputError(f"razor needs sinks >= 0, window >= 1 and whole >= 0, got {found}")
             if resolve(self.retrieval_method)[0] is Razor:
                 raise InputError("razor: retrieval_method must be another method than razor itself")
 

@@ -43,7 +43,7 @@ from runtime import DTYPES, TINY, pick_device, set_threads  # noqa: E402
 from scripts.eval.analyses import ANALYSES  # noqa: E402
 from scripts.eval.analyses.axes import integer_axis  # noqa: E402
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from scripts.shared.results import check_out, record, save_figure, write_json  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 
 MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
@@ -90,9 +90,7 @@ def draw_plot(path: Path, analysis: Analysis, rows: list[Series]) -> None:
             ax.spines[["top", "right"]].set_visible(False)
         if ax.get_xlabel().startswith("layer"):
             integer_axis(ax.xaxis)
-    tmp = path.with_suffix(".tmp.png")
-    fig.savefig(tmp, dpi=110)
-    tmp.replace(path)
+    save_figure(fig, path)
     plt.close(fig)
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import parse_spec, resolve  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import ROOT  # noqa: E402
-from scripts.shared.results import check_out, method_rows  # noqa: E402
+from scripts.shared.results import check_out, method_rows, save_figure  # noqa: E402
 
 MARKERS = "osD^vP*Xhd<>"
 
@@ -63,7 +63,7 @@ def main() -> None:
     fig.legend(handles=handles, loc="lower center", ncols=3 * len(lengths), frameon=False, fontsize=9)
     lines = -(-len(handles) // (3 * len(lengths)))
     fig.tight_layout(rect=(0, 0.02 + 0.025 * lines, 1, 1))
-    fig.savefig(opt.out, dpi=110)
+    save_figure(fig, opt.out)
     print(json.dumps([opt.out]) if opt.json else opt.out)
 
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
-from scripts.shared.results import check_out  # noqa: E402
+from scripts.shared.results import check_out, save_figure  # noqa: E402
 
 MARKERS = "osD^vP*Xhd<>"
 Row = dict[str, Any]
@@ -209,7 +209,7 @@ def main() -> None:
             fig = draw(mine, f"{model}, {mine[0]['dtype']}, {device}")
             suffix = f"_{devices.index(device)}" if len(devices) > 1 else ""
             written.append(str(out / f"{name}_{model}{suffix}.png"))
-            fig.savefig(written[-1], dpi=110)
+            save_figure(fig, written[-1])
             plt.close(fig)
     print(json.dumps(written) if opt.json else "\n".join(written))
 

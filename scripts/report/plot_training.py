@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from checkpoint import read_json  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import ROOT, TINY  # noqa: E402
-from scripts.shared.results import check_out  # noqa: E402
+from scripts.shared.results import check_out, save_figure  # noqa: E402
 
 
 def main() -> None:
@@ -53,9 +53,7 @@ def main() -> None:
         ax.legend(loc="lower right" if ax is top else "upper right", frameon=False)
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
-    tmp = Path(opt.out).with_suffix(".tmp.png")
-    fig.savefig(tmp, dpi=110)
-    tmp.replace(opt.out)
+    save_figure(fig, opt.out)
 
 
 if __name__ == "__main__":

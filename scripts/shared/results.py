@@ -82,6 +82,14 @@ def write_json(path: str | Path, data: Any) -> None:
     os.replace(tmp, path)
 
 
+def save_figure(fig: Any, path: str | Path) -> None:
+    """A matplotlib figure, in the format that the name ends in, written as `write_json` writes."""
+    path = Path(path)
+    tmp = temporary(path)
+    fig.savefig(tmp, dpi=110, format=path.suffix[1:].lower() or "png")
+    os.replace(tmp, path)
+
+
 def method_rows() -> list[dict[str, Any]]:
     """Rows of results/methods*.json; what was measured again, in a file later by name, replaces the first."""
     files = sorted((ROOT / "results").glob("methods*.json"))
