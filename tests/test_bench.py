@@ -28,6 +28,7 @@ from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, eval_retrieval
 from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
+from scripts.report.tables.markdown import share, wilson
 from scripts.shared import progress as progress_module
 from scripts.shared import timing
 from scripts.shared.progress import Progress
@@ -252,6 +253,41 @@ def test_a_baseline_that_computes_something_else_does_not_count(cli, config, mon
 def test_flush_is_larger_than_the_cache(monkeypatch):
     monkeypatch.undo()
     assert timing.flush_bytes(torch.device("cpu")) >= 64 << 20
+
+
+def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch):
+    """Interrupted after every batch and continued, the file is that of one run; each sample is run once."""
+    argv = ("--method", "full", "streaming", "--method-arg", "recent=16", "--lengths", 96, "--samples", 3, "--device",
+            "cpu", "--text-samples", 2, "--batch-size", 1, "--decoded", 8, "--tasks", "needle,repeats")  # fmt: skip
+    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    assert cli(eval_retrieval, *argv, "--out", whole)[0] == 0
+    run_rows, batches = eval_retrieval.Evaluation.run_rows, []
+
+    def stops(self, *args):
+        if len(batches) % 2:
+            batches.append("stop")
+            raise KeyboardInterrupt
+        batches.append("run")
+        return run_rows(self, *args)
+
+    monkeypatch.setattr(eval_retrieval.Evaluation, "run_rows", stops)
+    codes = [cli(eval_retrieval, *argv, "--resume", "--out", parts)[0] for _ in range(5)]
+    assert codes == [130] * 4 + [0] and batches.count("run") == 5
+    read = [json.loads(f.read_text()) for f in (whole, parts)]
+    assert read[0]["rows"] == read[1]["rows"] and len(read[0]["rows"][0]["needle_each"]) == 3
+    status, _, err = cli(eval_retrieval, *argv, "--seed", 5, "--resume", "--out", parts)
+    assert status == 2 and "another settings" in err
+    status, _, err = cli(eval_retrieval, *argv, "--resume")
+    assert status == 2 and "--resume needs --out" in err
+
+
+def test_intervals_are_wilsons():
+    """The shares at which the score test of n samples is just rejected: |x/n - p| = z sqrt(p (1 - p) / n)."""
+    for hits, n in ((0, 10), (3, 10), (95, 100), (100, 100), (1, 1)):
+        for p in wilson(hits, n):
+            assert abs(abs(hits / n - p) - 1.96 * (p * (1 - p) / n) ** 0.5) < 1e-9
+    low, high = wilson(95, 100)
+    assert low < 0.95 < high and share([1] * 95 + [0] * 5) == "95 (89-98) %" and share([0.5, 1.0]) == "75 %"
 
 
 def test_the_layer_whose_split_is_nearest_the_mean_is_timed(cli, config):

@@ -13,7 +13,8 @@ values are fresh digits.
 The default is query-agnostic: the context is prefilled and compressed, then the question comes through decode, so no
 method knows it when it compresses. --query-in-prompt prefills context and question together.
 
-Prompts are prefilled once for all methods whose prefill is exact attention; the others prefill for themselves.
+Prompts are prefilled once for all methods whose prefill is exact attention; the others prefill for themselves. Samples
+come in a random order and --out is written after every batch: Ctrl-C keeps what is done, --resume goes on with it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +42,7 @@ from engine import pad  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402
-from scripts.shared.options import SPECS_BY_LAYER, expand, parse_knobs, takes  # noqa: E402
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_knobs, takes  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
 
@@ -157,21 +159,33 @@ class Evaluation:
         whole = 2 * s.max_batch * s.n_kv_head * (pos + 1) * s.head_dim * s.dtype.itemsize * len(self.model.cache)
         return dict(kv_bytes=used, kv_share=round(used / dense, 4), read_share=round(read / whole, 4))
 
-    def needles(self, name: str, T: int, samples: int) -> dict[str, list[int]]:
+    def batches(self, task: str, T: int, samples: int, done: int, decoded: int) -> Iterator[dict[str, list[float]]]:
+        """The samples of a task from `done` on, a batch at a time: by method, a number from 0 to 1 for each sample."""
+        steps = range(done, samples, self.batch)
+        what = dict(desc=f"{task} {T}", initial=done // self.batch, total=-(-samples // self.batch), leave=False)
+        if task == "repeats":
+            yield from (self.repeats(T, rows_of(i, self.batch, samples), decoded) for i in tqdm(steps, **what))
+        else:
+            # in a random order: what an interruption leaves is of all depths
+            order = np.random.default_rng(0).permutation(samples)
+            rows = (order[i : i + self.batch].tolist() for i in steps)
+            yield from (self.needles(task, T, r, samples) for r in tqdm(rows, **what))
+
+    def needles(self, name: str, T: int, rows: list[int], samples: int) -> dict[str, list[float]]:
         """By method, 1 for each sample whose whole value is generated, else 0; single needles at even depths."""
-        hits: dict[str, list[int]] = {label: [] for label in self.caches}
-        for first in tqdm(range(0, samples, self.batch), desc=f"{name} {T}", leave=False):
-            cases = [self.case(name, T, i, samples) for i in range(first, min(first + self.batch, samples))]
-            forced: list[list[int]]
-            if self.query_in_prompt:
-                prompts, forced = [c + q for c, q, _ in cases], [[] for _ in cases]
-            else:
-                prompts, forced = [c for c, _, _ in cases], [q for _, q, _ in cases]
-            results = self.run_rows(prompts, forced, max(len(v) for *_, v in cases))
-            for label, (out, _) in results.items():
-                for row, f, (_, _, value) in zip(out, forced, cases, strict=True):
-                    hits[label].append(int(row[len(f) : len(f) + len(value)] == value))
-        return hits
+        cases = [self.case(name, T, i, samples) for i in rows]
+        forced: list[list[int]]
+        if self.query_in_prompt:
+            prompts, forced = [c + q for c, q, _ in cases], [[] for _ in cases]
+        else:
+            prompts, forced = [c for c, _, _ in cases], [q for _, q, _ in cases]
+        results = self.run_rows(prompts, forced, max(len(v) for *_, v in cases))
+        return {
+            label: [
+                float(row[len(f) : len(f) + len(v)] == v) for row, f, (*_, v) in zip(out, forced, cases, strict=True)
+            ]
+            for label, (out, _) in results.items()
+        }
 
     def case(self, name: str, T: int, i: int, samples: int) -> tuple[list[int], list[int], list[int]]:
         """Sample i of a task: context, question, answer."""
@@ -186,22 +200,17 @@ class Evaluation:
             raise InputError(f"a length of {T} has no room for the needles of {name}")
         return made[0].ids, self.tk.encode("\n", bos=False) + made[1][0].query, made[1][0].value
 
-    def repeats(self, T: int, samples: int, decoded: int) -> dict[str, list[float]]:
+    def repeats(self, T: int, rows: range, decoded: int) -> dict[str, list[float]]:
         """By method, the share predicted of a second copy of T / 2 random tokens, or of its first `decoded` tokens."""
-        shares: dict[str, list[float]] = {label: [] for label in self.caches}
-        for first in tqdm(range(0, samples, self.batch), desc=f"repeats {T}", leave=False):
-            rows = range(first, min(first + self.batch, samples))
-            copies = [
-                self.tasks(T, i).rng.integers(FIRST_PLAIN_ID, self.tk.vocab_size, T // 2 - 1).tolist() for i in rows
-            ]
-            bos = [self.tk.bos_id] if self.tk.bos_id is not None else []
-            second = [c[:decoded] for c in copies]
-            for label, (out, _) in self.run_rows([bos + c for c in copies], second, 0).items():
-                # that there is a second copy shows from its first token, which cannot be predicted
-                shares[label] += [
-                    float(np.mean(np.array(o[1:]) == np.array(c[1:]))) for o, c in zip(out, second, strict=True)
-                ]
-        return shares
+        copies = [self.tasks(T, i).rng.integers(FIRST_PLAIN_ID, self.tk.vocab_size, T // 2 - 1).tolist() for i in rows]
+        bos = [self.tk.bos_id] if self.tk.bos_id is not None else []
+        second = [c[:decoded] for c in copies]
+        results = self.run_rows([bos + c for c in copies], second, 0)
+        # that there is a second copy shows from its first token, which cannot be predicted
+        return {
+            label: [float(np.mean(np.array(o[1:]) == np.array(c[1:]))) for o, c in zip(out, second, strict=True)]
+            for label, (out, _) in results.items()
+        }
 
     def perplexity(self, T: int, samples: int, decoded: int) -> dict[str, dict[str, float]]:
         """By method, of the last `decoded` tokens, at most half, of windows of T: what stands before is compressed."""
@@ -220,38 +229,43 @@ class Evaluation:
         return out
 
 
+def rows_of(first: int, batch: int, samples: int) -> range:
+    return range(first, min(first + batch, samples))
+
+
 def evaluate(
     ev: Evaluation,
     methods: dict[str, tuple[str, dict]],
     tasks: list[str],
     T: int,
-    samples: int,
-    text_samples: int,
-    decoded: int,
-) -> list[dict]:
-    """The rows of the table at one length, one per method."""
+    opt: argparse.Namespace,
+    rows: dict[str, dict],
+    save: Callable[[], None],
+) -> None:
+    """Fill the rows of the table at one length, one per method; `save` is called after every batch of samples.
+
+    rows: by method, what an earlier run has measured; nothing of it is measured again.
+    """
     ev.setup(methods, T + (64 if set(tasks) & {*NEEDLES, "key_value"} else 8))
-    rows = {
-        label: dict(
-            method=name,
-            knobs=knobs,
-            seq_len=T,
-            samples=samples,
-            text_samples=text_samples,
-            query_in_prompt=ev.query_in_prompt,
-        )
-        | ev.bytes(label, T - 1)
-        for label, (name, knobs) in methods.items()
-    }
+    for label, (name, knobs) in methods.items():
+        given = dict(samples=opt.samples, text_samples=opt.text_samples, query_in_prompt=ev.query_in_prompt)
+        rows[label] = dict(method=name, knobs=knobs, seq_len=T, **given) | ev.bytes(label, T - 1) | rows.get(label, {})
     for task in tasks:
         if task == "perplexity":
-            for label, numbers in ev.perplexity(T, text_samples, decoded).items():
-                rows[label] |= numbers
+            if not all("perplexity_prose" in row for row in rows.values()):
+                for label, numbers in ev.perplexity(T, opt.text_samples, opt.decoded).items():
+                    rows[label] |= numbers
+                save()
             continue
-        each = ev.repeats(T, text_samples, decoded) if task == "repeats" else ev.needles(task, T, samples)
-        for label, values in each.items():
-            rows[label] |= {task: round(float(np.mean(values)), 4), f"{task}_each": values}
-    return list(rows.values())
+        each = {label: row.setdefault(f"{task}_each", []) for label, row in rows.items()}
+        done = min(map(len, each.values()))
+        for values in each.values():
+            del values[done:]
+        for part in ev.batches(task, T, opt.text_samples if task == "repeats" else opt.samples, done, opt.decoded):
+            for label, values in part.items():
+                each[label] += values
+                rows[label][task] = round(float(np.mean(each[label])), 4)
+            save()
 
 
 def parse_args() -> argparse.Namespace:
@@ -270,9 +284,12 @@ def parse_args() -> argparse.Namespace:
     a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--device")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--out", help="result file, e.g. results/retrieval.json")
+    a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
+    a("--out", help="result file, e.g. results/retrieval.json; written after every batch")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
+    if opt.resume and not opt.out:
+        raise InputError("--resume needs --out, the file to go on with")
     opt.tasks, known = opt.tasks.split(","), [*NEEDLES, "key_value", "repeats", "perplexity"]
     if unknown := set(opt.tasks) - set(known):
         raise InputError(f"unknown task {sorted(unknown)[0]!r}: use {', '.join(known)}")
@@ -296,18 +313,33 @@ def parse_args() -> argparse.Namespace:
     return opt
 
 
+SETTINGS = ("samples", "text_samples", "decoded", "seed", "batch_size")  # under which samples are the same ones
+
+
 def main() -> None:
     opt = parse_args()
     device = pick_device(opt.device)
+    settings = {k: getattr(opt, k) for k in SETTINGS}
+    data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings)
+    old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
+    data["rows"] = kept = old.get("rows", [])
     ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed)
-    rows: list[dict] = []
     for T in opt.lengths:
-        rows += evaluate(ev, opt.method, opt.tasks, T, opt.samples, opt.text_samples, opt.decoded)
-        data = record(device, checkpoint=Path(opt.checkpoint).name, rows=rows)
-        if opt.out:
-            write_json(opt.out, data)  # after every length: an interrupted run keeps what it has
+        same = (T, opt.query_in_prompt)
+        mine = {label: r for label, (name, knobs) in opt.method.items() for r in kept
+                if (r["method"], r["knobs"], r["seq_len"], r["query_in_prompt"]) == (name, knobs, *same)}  # fmt: skip
+        others = [r for r in kept if r not in mine.values()]
+
+        def save(others: list[dict] = others, mine: dict[str, dict] = mine) -> None:
+            data["rows"] = others + list(mine.values())
+            if opt.out:
+                write_json(opt.out, data)
+
+        evaluate(ev, opt.method, opt.tasks, T, opt, mine, save)
+        save()
+        kept = data["rows"]
         if not opt.json:
-            for row in rows[-len(opt.method) :]:
+            for row in mine.values():
                 print(" ".join(f"{k}={v}" for k, v in row.items() if not isinstance(v, list)), flush=True)
     if opt.json:
         print(json.dumps(data))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.report.tables.markdown import NONE, files, folded, percent, source, table
+from scripts.report.tables.markdown import NONE, files, folded, percent, share, source, table
 from scripts.shared.results import method_rows
 
 OPEN = 2048  # the length whose comparison is shown unfolded
@@ -26,7 +26,7 @@ def comparison() -> str:
     for T in lengths:
         cells = [
             [f"`{r['method']}`{knobs(r)}", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}"]
-            + [percent(r[t]) if t in r else "-" for t in tasks]
+            + [share(r[f"{t}_each"]) if t in r else "-" for t in tasks]
             + [f"{r[t]:.1f}" if t in r else "-" for t in texts]
             for r in rows
             if r["seq_len"] == T
@@ -34,9 +34,11 @@ def comparison() -> str:
         header = [f"{T} tokens", "KV bytes", "bytes read", *tasks, *(t.replace("perplexity_", "ppl ") for t in texts)]
         body = table(header, cells)
         out.append(body if T == OPEN else folded(f"{T} tokens", body))
-    n = [f"{T}: {next(r['samples'] for r in rows if r['seq_len'] == T)}" for T in lengths]
     sources = "\n\n".join(source(*f) for f in files("methods*.json"))
-    return "\n\n".join(out) + f"\n\nSamples a needle cell, {', '.join(n)}.\n\n{sources}"
+    n = sorted({len(r[f"{t}_each"]) for r in rows for t in tasks if t in r and t != "repeats"})
+    samples = f"{n[0]} to {n[-1]}" if len(n) > 1 else f"{n[0]}" if n else "No"
+    told = f"{samples} samples a cell of needles and keys, in brackets Wilson's 95 % interval."
+    return "\n\n".join(out) + f"\n\n{told}\n\n{sources}"
 
 
 def losses() -> str:
@@ -50,7 +52,7 @@ def losses() -> str:
             changed = [f"{k}={v}" for k, v in r["knobs"].items()] + ["the question is known"] * r["query_in_prompt"]
             for task in TASKS:
                 if task in r and task in as_above:
-                    before, after = (percent(x[task]) for x in (as_above, r))
+                    before, after = (share(x[f"{task}_each"]) for x in (as_above, r))
                     rows.append([f"`{r['method']}`", str(r["seq_len"]), task, before, ", ".join(changed), after])
     if not rows:
         return NONE
@@ -62,7 +64,7 @@ def retrieval(only: str | None = None, folder: str = "") -> str:
     tasks = ["needle", "needle4", "ruler", "repeats"]
 
     def cell(row: dict, key: str) -> str:
-        return "-" if key not in row else f"{row[key]:.1f}" if key in TEXTS else percent(row[key])
+        return "-" if key not in row else f"{row[key]:.1f}" if key in TEXTS else share(row[f"{key}_each"])
 
     rows, sources = [], []
     for name, data in files("retrieval*.json"):

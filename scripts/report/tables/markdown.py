@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from runtime import ROOT
@@ -35,3 +35,19 @@ def source(name: str, data: dict[str, Any], folder: str = "") -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
+
+
+def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a share of n samples, 95 % by default."""
+    middle, half = hits / n + z**2 / (2 * n), z * (hits / n * (1 - hits / n) / n + z**2 / (4 * n**2)) ** 0.5
+    low, high = (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+    return max(0.0, low), min(1.0, high)
+
+
+def share(each: Sequence[float]) -> str:
+    """Of samples that are hit or missed, with the interval: `93 (86-97) %`; of others the mean alone."""
+    mean = sum(each) / len(each)
+    if not set(each) <= {0, 1}:
+        return percent(mean)
+    low, high = wilson(sum(each), len(each))
+    return f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f}) %"
