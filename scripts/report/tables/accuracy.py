@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.report.tables.markdown import NONE, files, folded, percent, share, source, table
+from scripts.report.tables.markdown import NONE, files, folded, share, source, table
 from scripts.shared.results import method_rows
 
 OPEN = 2048  # the length whose comparison is shown unfolded
