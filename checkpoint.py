@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 from errors import InputError, short
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
+from weights import PackedEmbedding, PackedLinear, WeightFormat
 
 # model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
 FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
@@ -195,12 +199,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = torch.float32
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = torch.float32,
+    how: WeightFormat | None = None,
 ) -> Transformer:
     """Read a Hugging Face folder as it is: config.json and *.safetensors, one file or shards with an index.
 
     Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
-    checkpoint's. InputError if a file is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
+    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked. InputError if a file
+    is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -210,7 +218,7 @@ def load_checkpoint(
         if args.dtype not in ("float32", "bfloat16", "float16"):
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
         dtype = getattr(torch, args.dtype)
-    model = empty_transformer(args, device, dtype)
+    model = empty_transformer(args, device, dtype, how)
     model.folder = folder
     targets, head = _load_targets(model), None
     for file in _weight_files(folder):
@@ -225,20 +233,20 @@ def load_checkpoint(
                     if name not in targets:
                         raise InputError(f"unexpected tensor {name} in {file}: config.json describes another model")
                     target = targets.pop(name)
-                    if (found := tuple(f.get_slice(name).get_shape())) != tuple(target.shape):
+                    if (found := tuple(f.get_slice(name).get_shape())) != target.shape:
                         raise InputError(
                             f"tensor {name} in {file} has shape {list(found)}, "
                             f"expected {list(target.shape)} by config.json"
                         )
                     if (kind := f.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
                         raise InputError(f"tensor {name} in {file} is {kind}: quantized checkpoints are not supported")
-                    target.copy_(f.get_tensor(name))
+                    target.put(f.get_tensor(name))
         except (SafetensorError, OSError) as e:
             raise InputError(f"cannot read {file}: {e}; the file is truncated or is no safetensors file") from None
     if targets:
         raise InputError(f"tensor {next(iter(targets))} is missing from {folder} ({len(targets)} missing in all)")
     _check_finite(model)
-    if head is not None and not torch.equal(head.to(model.output.weight), model.output.weight):
+    if head is not None and not how and not torch.equal(head.to(model.output.weight), model.output.weight):
         raise InputError(f"lm_head.weight in {folder} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
 
@@ -246,9 +254,10 @@ def load_checkpoint(
 def _check_finite(model: Transformer) -> None:
     """InputError names a tensor with NaN or infinity. Minimum and maximum are one fast reading; NaN is both of them."""
     params = [p.data if p.is_contiguous() else p.data.t() for p in model.parameters()]  # as they lie in memory
+    params += [m.finite() for m in model.modules() if isinstance(m, PackedLinear)]
     if torch.stack([x for p in params for x in torch.aminmax(p)]).isfinite().all():
         return
-    name, t = next((name, t) for name, t in _load_targets(model).items() if not t.isfinite().all())
+    name, t = next((n, t) for n, target in _load_targets(model).items() if not (t := target.read()).isfinite().all())
     raise InputError(f"tensor {name} in {model.folder} holds NaN or infinity as {str(t.dtype).removeprefix('torch.')}: "
                      "download it again" + ("" if t.dtype == torch.float32 else ", or try --dtype fp32"))  # fmt: skip
 
@@ -272,20 +281,43 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _load_targets(model: Transformer) -> dict[str, Tensor]:
-    """Hugging Face's tensor names -> views of our parameters; fused ones are slices."""
+@dataclass
+class Target:
+    """Where a tensor of a checkpoint goes: a parameter, some rows of one, or of a packed weight."""
+
+    shape: tuple[int, ...]
+    put: Callable[[Any], Any]
+    read: Callable[[], Tensor]
+
+
+def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str, Target]:
+    """Of one module that holds the rows of several tensors, `sizes` each."""
+    out: dict[str, Target] = {}
+    for kind, p in module.named_parameters(recurse=False):
+        for name, part in zip(names, p.data.split(sizes), strict=True):
+            out[f"{name}.{kind}"] = Target(tuple(part.shape), part.copy_, lambda part=part: part)
+    if isinstance(module, PackedLinear):
+        for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
+            shape = (n, module.in_features)
+            out[f"{name}.weight"] = Target(shape, partial(module.put, end - n), partial(module.dense, end - n, n))
+            if (b := module.bias) is not None:
+                out[f"{name}.bias"] = Target((n,), b[end - n : end].copy_, lambda b=b, end=end, n=n: b[end - n : end])
+    return out
+
+
+def _load_targets(model: Transformer) -> dict[str, Target]:
+    """Hugging Face's tensor names -> where they go; fused ones are slices."""
     a = model.args
-    out: dict[str, Tensor] = {}
+    out: dict[str, Target] = {}
 
     def add(name: str, module: nn.Module) -> None:
-        for kind, p in module.named_parameters(recurse=False):
-            out[f"{name}.{kind}"] = p.data
+        sizes = [p.shape[0] for p in module.parameters(recurse=False)]
+        out.update(_targets([name], sizes[:1] or [getattr(module, "out_features", 0)], module))
 
-    def add_fused(names: list[str], sizes: list[int], module: nn.Module) -> None:
-        for kind, p in module.named_parameters(recurse=False):
-            out.update({f"{n}.{kind}": part for n, part in zip(names, p.data.split(sizes), strict=True)})
-
-    add("model.embed_tokens", model.tok_embeddings)
+    add(
+        "model.embed_tokens",
+        model.output if isinstance(model.tok_embeddings, PackedEmbedding) else model.tok_embeddings,
+    )
     add("model.norm", model.norm)
     if not a.tie_embeddings:
         add("lm_head", model.output)
@@ -293,8 +325,8 @@ def _load_targets(model: Transformer) -> dict[str, Tensor]:
     for i, block in enumerate(model.layers):
         at, ff, pre = block.attention, block.feed_forward, f"model.layers.{i}"
         heads = [a.n_head * a.head_dim, a.n_kv_head * a.head_dim, a.n_kv_head * a.head_dim]
-        add_fused([f"{pre}.self_attn.{x}_proj" for x in "qkv"], heads, at.wqkv)
-        add_fused([f"{pre}.mlp.{x}_proj" for x in ("gate", "up")], [a.ffn_dim] * 2, ff.w13)
+        out.update(_targets([f"{pre}.self_attn.{x}_proj" for x in "qkv"], heads, at.wqkv))
+        out.update(_targets([f"{pre}.mlp.{x}_proj" for x in ("gate", "up")], [a.ffn_dim] * 2, ff.w13))
         add(f"{pre}.self_attn.o_proj", at.wo)
         add(f"{pre}.self_attn.q_norm", at.q_norm)
         add(f"{pre}.self_attn.k_norm", at.k_norm)
@@ -306,4 +338,4 @@ def _load_targets(model: Transformer) -> dict[str, Tensor]:
 
 def save_checkpoint_tensors(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, unfused, contiguous: what safetensors' save_file takes."""
-    return {name: t.to(dtype).contiguous().clone() for name, t in _load_targets(model).items()}
+    return {name: t.read().to(dtype).contiguous().clone() for name, t in _load_targets(model).items()}

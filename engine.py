@@ -24,6 +24,7 @@ from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
+from weights import WeightFormat
 
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
@@ -315,7 +316,8 @@ class LLM:
             print(piece, end="")
 
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
-    gets random weights. compile: torch.compile the decode step, by default on a GPU.
+    gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
+    what the cache holds. compile: torch.compile the decode step, by default on a GPU.
     """
 
     def __init__(
@@ -329,17 +331,22 @@ class LLM:
         compile: bool | None = None,
         random_init: str | None = None,
         seed: int = 0,
+        weights: str | None = None,
+        head: str | None = None,
+        kv_dtype: str | torch.dtype | None = None,
         **knobs: Any,
     ):
         where = device if isinstance(device, torch.device) else pick_device(device)
         kind = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, where)
+        how = WeightFormat.parse(weights, head)
         self.compile = where.type == "cuda" if compile is None else compile
         self.tokenizer: Any
         if random_init:
-            self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed)
+            self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed, how)
             self.tokenizer = RandomVocabulary()
         else:
-            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind), load_tokenizer(checkpoint)
+            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind, how), load_tokenizer(checkpoint)
+        self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.use(method, **knobs)
 
     def use(self, method: str, /, **knobs: Any) -> LLM:

@@ -47,7 +47,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--seed", type=int, default=0)
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    a("--dtype", choices=DTYPES, help="default: fp32 on the CPU, bf16 on a GPU")
+    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    a(
+        "--weights",
+        metavar="W",
+        help="fp32, bf16, int8 or int4, these with a group: int4:64, int8:channel; default: --dtype",
+    )
+    a("--head", metavar="W", help="bf16, int8 or int4 of the output head; default: as --weights, int8 for int4")
+    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
@@ -212,7 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     check_out(opt.profile, "--profile")
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
-              random_init=opt.random_init, seed=opt.seed)  # fmt: skip
+              random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
+              kv_dtype=opt.kv_dtype)  # fmt: skip
     llm.use(opt.method, **knobs(opt))
     report = Report(opt.method, llm.model.device)
     if opt.interactive:

@@ -26,6 +26,7 @@ from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
+from weights import PackedEmbedding, PackedLinear, WeightFormat, first_outputs, pack
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -142,8 +143,7 @@ class Attention(nn.Module):
 
     def query(self, x: Tensor) -> Tensor:
         """The q of `qkv` alone: x [..., dim] -> [..., Hq, D]."""
-        n, bias = self.n_head * self.head_dim, self.wqkv.bias
-        q = F.linear(x, self.wqkv.weight[:n], None if bias is None else bias[:n])
+        q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
         return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
@@ -205,6 +205,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self._rope: Rope | None = None  # the tables of `forward`
         self.folder: Path | None = None  # of the checkpoint, if there is one
@@ -213,6 +214,15 @@ class Transformer(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes; weights and cache may have others."""
+        return self.norm.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> [..., dim], the first block's input."""
+        return self.tok_embeddings(tokens).to(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """The last block's output [..., dim] -> [..., V]."""
@@ -227,7 +237,7 @@ class Transformer(nn.Module):
 
     def hidden_states(self, tokens: Tensor) -> Iterator[Tensor]:
         """Teacher forcing: yields the input of each block, then the output of the last one, [B, S, dim]."""
-        x, tables = self.tok_embeddings(tokens), self.rope_tables(tokens.shape[1])
+        x, tables = self.embed(tokens), self.rope_tables(tokens.shape[1])
         yield x
         for block in self.layers:
             x = block(x, block.attention.uncached(*tables))
@@ -272,9 +282,8 @@ class Transformer(nn.Module):
         def make_rope(device: torch.device) -> Rope:
             return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
 
-        shapes = [
-            args.cache_shape(i, max_batch, max_seq_len, w.dtype, w.device, max_new_tokens) for i in range(args.n_layer)
-        ]
+        size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, max_new_tokens)
+        shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
 
     def find_calibration(self) -> Calibration:
@@ -293,7 +302,7 @@ class Transformer(nn.Module):
         """Right-padded prompts: tokens [B, S] int64, lengths [B] -> logits of each row's last token [B, V]."""
         self._check_prompt(tokens)
         self.cache[0].rope.set_prompt(lengths)
-        x = self.tok_embeddings(tokens)
+        x = self.embed(tokens)
         for block, method in zip(self.layers, self.cache, strict=True):
             x = block(x, prompt_attention(method, lengths))
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
@@ -320,11 +329,12 @@ class Transformer(nn.Module):
         assert self.cache is not None, "call setup_cache first"
         # no autograd history, whoever calls; inference mode cannot be entered in a graph
         with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
-            x = self.tok_embeddings(tokens)
+            x = self.embed(tokens)
             for i, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
                 if i + 1 < len(self.layers) and self.cache[i + 1].predicts:
-                    self.cache[i + 1].prefetch(self.layers[i + 1].predicted_query(x), pos)
-                x = block(x, lambda q, k, v, method=method: method.decode(q, k, v, pos))
+                    q_hat = self.layers[i + 1].predicted_query(x)
+                    self.cache[i + 1].prefetch(q_hat.to(method.shape.dtype), pos)
+                x = block(x, step_attention(method, pos))
             return self.logits(x)
 
     @torch.inference_mode()
@@ -354,17 +364,26 @@ class Transformer(nn.Module):
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
-        """Bytes of a dense K and V of that capacity, in the model's dtype."""
+        """Bytes of a dense K and V of that capacity, in the cache's dtype."""
         a = self.args
-        return 2 * a.n_layer * batch * a.n_kv_head * max_seq_len * a.head_dim * self.norm.weight.element_size()
+        return 2 * a.n_layer * batch * a.n_kv_head * max_seq_len * a.head_dim * (self.kv_dtype or self.dtype).itemsize
 
 
 def prompt_attention(method: KVMethod, lengths: Tensor) -> Attend:
     """A method's attention of right-padded prompts, of q [B, S, Hq, D] and so on, which it stores on the way."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return method.prefill(q, k, v, lengths).transpose(1, 2)
+        given = (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
+        return method.prefill(*given, lengths).transpose(1, 2).to(q.dtype)
+
+    return attend
+
+
+def step_attention(method: KVMethod, pos: Tensor) -> Attend:
+    """A method's attention of one token a row, of q [B, Hq, D] and so on, in the dtype of its cache."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return method.decode(*(x.to(method.shape.dtype) for x in (q, k, v)), pos).to(q.dtype)
 
     return attend
 
@@ -372,34 +391,54 @@ def prompt_attention(method: KVMethod, lengths: Tensor) -> Attend:
 # ---- making one ----
 
 
-def empty_transformer(args: ModelArgs, device: str | torch.device, dtype: torch.dtype) -> Transformer:
-    """Weights allocated on the device, not filled. InputError if they do not fit."""
+def empty_transformer(
+    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, how: WeightFormat | None = None
+) -> Transformer:
+    """Weights allocated on the device, not filled; how: packed instead of in dtype. InputError if they do not fit."""
     device = torch.device(device)
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
-    need = sum(p.numel() * p.element_size() for p in model.parameters())
-    require_memory(need, device, "the model", "use --dtype bf16, a smaller model, or a device with more memory")
+        if how:
+            pack(model, how, torch.device("meta"))
+            model.tok_embeddings = model.tok_embeddings.to(torch.bfloat16)
+    if args.tie_embeddings and how:
+        model.tok_embeddings = PackedEmbedding(model.output, dtype)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a tied embedding once
+    need = sum(t.numel() * t.element_size() for t in tensors.values())
+    require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
+                   "more memory")  # fmt: skip
     model.to_empty(device=device)
     if device.type == "cpu":
         # [in, out] in memory: BLAS is up to twice as fast on the one-row products of decoding (measured with MKL, fp32)
         for m in model.modules():
             if isinstance(m, nn.Linear):
                 m.weight = nn.Parameter(torch.empty_like(m.weight.t(), memory_format=torch.contiguous_format).t())
-    if args.tie_embeddings:  # to_empty unties them
+    if args.tie_embeddings and not how:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     return model
 
 
-def random_transformer(args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> Transformer:
+RANDOM_BLOCK = 1 << 24  # numbers that are drawn; larger weights repeat them
+
+
+def random_transformer(
+    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0, how: WeightFormat | None = None
+) -> Transformer:
     """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
-    model = empty_transformer(args, device, dtype)
+    model = empty_transformer(args, device, dtype, how)
     gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                p.normal_(0, 0.02, generator=gen)
+                flat = (p if p.is_contiguous() else p.t()).view(-1)
+                flat[:RANDOM_BLOCK].normal_(0, 0.02, generator=gen)
+                for part in flat.split(RANDOM_BLOCK)[1:]:
+                    part.copy_(flat[: len(part)])
             elif name.endswith("bias"):
                 p.zero_()
             else:
                 p.fill_(1.0)
+        for m in model.modules():
+            if isinstance(m, PackedLinear):
+                m.fill_random(0.02, gen)
     return model.eval()

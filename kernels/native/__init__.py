@@ -13,10 +13,12 @@ from kernels.native.ops import (
     gather_attention,
     latent_attention,
     latent_space_attention,
+    linear,
     look_up,
     oja_sequential,
     packed_gather_attention,
     select,
+    unpack_rows,
 )
 from kernels.native.pages import in_huge_pages
 
@@ -29,8 +31,10 @@ __all__ = [
     "in_huge_pages",
     "latent_attention",
     "latent_space_attention",
+    "linear",
     "look_up",
     "oja_sequential",
     "packed_gather_attention",
     "select",
+    "unpack_rows",
 ]

@@ -4,6 +4,7 @@
 // out with any.
 #include "attention.cpp"
 #include "latent_attention.cpp"
+#include "linear.cpp"
 #include "observed.cpp"
 #include "oja.cpp"
 #include "packed_attention.cpp"

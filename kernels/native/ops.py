@@ -120,6 +120,39 @@ def latent_attention(
     return out
 
 
+def linear(
+    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
+    """Few rows of x; see kernels/linear.py."""
+    (M, n), out = x.shape, packed.shape[0] * VECTOR
+    group = _check_weight(n, packed, scale, zero, bits)
+    expect(torch.float32, bias)
+    assert x.is_contiguous() and (bias is None or bias.is_contiguous())
+    y = x.new_empty(M, out)
+    call("kvf_linear", is_bf16(x), bits, x, packed, scale, zero, bias, y, M, n, out, group)
+    return y
+
+
+def unpack_rows(
+    dtype: torch.dtype, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int, first: int, blocks: int
+) -> Tensor:
+    """Blocks of 16 rows of W from `first` on -> [in, blocks * 16] of fp32 or bf16."""
+    n = packed[0].numel() // VECTOR * 8 // bits
+    group = _check_weight(n, packed, scale, zero, bits)
+    y = torch.empty(n, blocks * VECTOR, dtype=dtype)
+    call("kvf_unpack_rows", is_bf16(y), bits, packed, scale, zero, y, n, group, first, blocks)
+    return y
+
+
+def _check_weight(n: int, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int) -> int:
+    """Inputs that share a scale."""
+    expect(torch.uint8, packed, zero)
+    expect(torch.float16, scale)
+    assert all(t is None or t.is_contiguous() for t in (packed, scale, zero))
+    assert packed[0].numel() * 8 == n * VECTOR * bits, f"{packed.shape} is no weight of {n} inputs in {bits} bits"
+    return n if scale is None else n // scale.shape[1]
+
+
 def latent_space_attention(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, stored: Tensor, channels: int
 ) -> tuple[Tensor, Tensor]:

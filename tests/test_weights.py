@@ -1,0 +1,273 @@
+"""Packed weights: products against float64, and models against the same model with what the codes stand for."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from cache.spec import method_class, method_files
+from checkpoint import _load_targets, args_from_hf, load_checkpoint, save_checkpoint_tensors
+from engine import LLM
+from errors import InputError
+from kernels import linear as K
+from model import ModelArgs, empty_transformer, random_transformer
+from weights import Codes, PackedLinear, WeightFormat, first_outputs, quantize
+
+BACKENDS = ["", "torch"]  # C++ where there is a compiler
+
+
+def codes(gen, out, n, bits, group, symmetric):
+    low, high = (-127, 128) if bits == 8 else (0, 16)
+    c = torch.randint(low, high, (out, n), generator=gen, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scale = (torch.rand(out, n // group, generator=gen) * 0.02 + 1e-3).half()
+    zero = None if symmetric else torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
+    return Codes(c, scale, zero, bits)
+
+
+def by_hand(c: Codes) -> np.ndarray:
+    """w = scale * (code - zero) in float64."""
+    zero = np.full(c.scale.shape, 8 if c.bits == 4 else 0) if c.zero is None else c.zero.numpy().astype(int)
+    scale, zero = (np.repeat(x, c.group, 1) for x in (c.scale.double().numpy(), zero))
+    return scale * (c.codes.numpy().astype(int) - zero)
+
+
+def check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend, monkeypatch=None):
+    gen = torch.Generator().manual_seed(seed)
+    layer = PackedLinear(n, out, bias, bits, group)
+    if bits == 16:
+        w = torch.randn(out, n, generator=gen)
+        layer.put(0, w)
+        w = w.bfloat16().double().numpy()
+    else:
+        c = codes(gen, out, n, bits, group, symmetric)
+        layer.put(0, c)
+        w = by_hand(c)
+    b = torch.randn(out, generator=gen)
+    if bias:
+        layer.bias.zero_()
+        layer.put_bias(0, b)
+    x = torch.randn(rows, n, generator=gen).to(dtype)
+    want = x.double().numpy() @ w.T + (b.double().numpy() if bias else 0)
+    got = layer(x)
+    assert got.shape == (rows, out) and got.dtype == dtype
+    error = np.abs(got.double().numpy() - want).max() / np.abs(want).max()
+    assert error < (2e-6 if dtype == torch.float32 else 8e-3 if backend == "" else 2e-2), error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_products_are_float64s(backend, data):
+    """Any number of rows of x, groups of 32, 64, 128 or a whole row, 8 and 4 bits, symmetric or not, and bf16."""
+    d = lambda *args: data.draw(st.sampled_from(args))  # noqa: E731
+    group = d(32, 64, 128)
+    n = group * d(1, 2, 3, 5)
+    bits, dtype = d(16, 8, 4), d(torch.float32, torch.bfloat16)
+    rows, out = data.draw(st.integers(1, 45)), data.draw(st.integers(1, 70))
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("KV_FAST_BACKEND", backend)
+        group, symmetric = n if bits == 16 else d(group, n), bits == 8 or d(True, False)
+        seed, bias = data.draw(st.integers(0, 99)), d(True, False)
+        check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend)
+
+
+def test_a_prompt_takes_tiles():
+    """More rows than are multiplied in registers, more of W than one tile."""
+    gen = torch.Generator().manual_seed(0)
+    layer, c = PackedLinear(256, 1000, False, 4, 64), codes(gen, 1000, 256, 4, 64, False)
+    layer.put(0, c)
+    x, tile = torch.randn(70, 256, generator=gen), K.TILE
+    try:
+        K.TILE = 256 * 96
+        got = layer(x)
+    finally:
+        K.TILE = tile
+    want = x.double() @ torch.from_numpy(by_hand(c)).T
+    assert (got.double() - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("bits, group", [(8, 32), (8, 96), (4, 32)])
+def test_what_is_put_is_there(bits, group):
+    """Parts of a fused layer, the last of them ending within a block of 16 rows."""
+    gen = torch.Generator().manual_seed(1)
+    layer = PackedLinear(96, 16 + 48 + 5, False, bits, group)
+    parts = [codes(gen, n, 96, bits, group, bits == 8) for n in (16, 48, 5)]
+    for first, c in zip((0, 16, 64), parts, strict=True):
+        layer.put(first, c)
+    for first, c in zip((0, 16, 64), parts, strict=True):
+        got = layer.rows(first, len(c.codes))
+        assert torch.equal(got.codes, c.codes) and torch.equal(got.scale, c.scale) and got.bits == bits
+        assert c.zero is None or torch.equal(got.zero, c.zero)
+    x = torch.randn(3, 96, generator=gen)
+    assert torch.equal(first_outputs(layer, x, 48), layer(x)[:, :48])
+    with pytest.raises(InputError, match="blocks of 16 rows"):
+        layer.put(8, parts[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantization_rounds_to_nearest(bits):
+    """No weight is further from its code than half a step, and what a group's codes are follows from its ends."""
+    w = torch.randn(24, 128, generator=torch.Generator().manual_seed(2)) * torch.rand(24, 1)
+    w[3], w[4, :64], w[5, :32] = 0, 0.25, w[5, :32].abs() + 1
+    c = quantize(w, bits, 32)
+    assert (
+        c.group == 32 and c.scale.dtype == torch.float16 and c.codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
+    )
+    error = (c.dequantize() - w).abs().view(24, 4, 32).amax(-1)
+    # half a step, and what the fp16 scale and the whole zero lose at the ends of the range
+    assert (error <= c.scale.float() * (0.51 + 0.07 * (bits == 8) + 0.5 * (bits == 4))).all()
+    assert (c.dequantize()[3] == 0).all()
+    again = quantize(c.dequantize(), bits, 32)
+    assert (again.dequantize() - c.dequantize()).abs().max() < 2e-3 * w.abs().max()
+
+
+# ---- models ----
+
+ARGS = dict(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=96, max_seq_len=256)
+KINDS = ["bf16", "int8", "int4", "int8:channel"]
+
+
+def pair(kind, head=None, dtype=torch.float32, seed=0, **more):
+    """A model of packed weights, and a dense one of what they stand for."""
+    args = ModelArgs(**ARGS | more)
+    dense = random_transformer(args, "cpu", torch.float32, seed)
+    with torch.no_grad():
+        for p in dense.parameters():
+            if p.dim() == 2:
+                p *= 3
+    packed = empty_transformer(args, "cpu", dtype, WeightFormat.parse(kind, head))
+    theirs = _load_targets(dense)
+    assert theirs.keys() == _load_targets(packed).keys()
+    for name, to in _load_targets(packed).items():
+        to.put(theirs[name].read().clone())
+        theirs[name].put(to.read().float())
+        assert to.shape == theirs[name].shape, name
+    return packed.eval(), dense.eval()
+
+
+SHAPES = [dict(), dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["untied", "tied", "biases"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_dequantized_weights(kind, shape):
+    torch._dynamo.reset()
+    packed, dense = pair(kind, **shape)
+    tokens = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(3))
+    got, want = packed(tokens), dense(tokens)
+    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    for model in (packed, dense):
+        model.setup_cache("full", 2, 64)
+    lengths, pos = torch.tensor([40, 13]), torch.tensor([40, 13])
+    got, want = (m.prefill(tokens, lengths) for m in (packed, dense))
+    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    step = torch.compile(packed.decode, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        token = want.argmax(-1)
+        with torch.inference_mode():
+            got, want = step(token, pos), dense.decode(token, pos)
+        assert (got - want).abs().max() < 2e-5 * want.abs().max()
+        pos = pos + 1
+
+
+def test_the_head_has_bits_of_its_own():
+    packed, _ = pair("int4")
+    assert packed.output.bits == 8 and packed.layers[0].feed_forward.w2.bits == 4
+    packed, dense = pair("int4", "int4", tie_embeddings=True)
+    assert packed.output.bits == 4
+    x = torch.randint(0, 96, (5,))
+    assert torch.equal(packed.embed(x), dense.embed(x))
+    assert pair("int8", "bf16")[0].output.bits == 16
+
+
+@pytest.mark.parametrize("method", sorted(method_files()))
+def test_a_cache_has_a_dtype_of_its_own(method):
+    """An fp32 step with a bf16 cache gives what a bf16 cache can, a bf16 step with an fp32 cache runs, too."""
+    args = ModelArgs(**ARGS)
+    model = random_transformer(args, "cpu", torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p *= 8
+    tokens, lengths = torch.randint(0, 96, (2, 40)), torch.tensor([40, 25])
+    out = {}
+    for compute, cached in ((torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        model.to(compute).kv_dtype = cached
+        model.setup_cache(method, 2, 64, **method_class(method).lossless)
+        assert {t.dtype for name, t in model.cache[0].named_buffers() if name in ("k", "v", "k_lat")} <= {cached}
+        model.prefill(tokens, lengths)
+        out[compute, cached] = model.decode(tokens[:, 0], lengths).float()
+        assert model.kv_bytes_full(2, 64) == 2 * 2 * 2 * 2 * 64 * 32 * cached.itemsize
+    exact = out.pop((torch.float32, torch.float32))
+    for got in out.values():
+        assert 0 < (got - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+# ---- checkpoints ----
+
+
+CONFIG = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, head_dim=32, vocab_size=90, max_position_embeddings=128,
+              attention_bias=True)  # fmt: skip
+
+
+def write(folder, change=None):
+    """A checkpoint with random weights."""
+    tensors = save_checkpoint_tensors(random_transformer(args_from_hf(CONFIG), "cpu", torch.float32), torch.float32)
+    if change:
+        change(tensors)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_packed_while_it_is_read(folder, kind):
+    dense = save_checkpoint_tensors(load_checkpoint(folder), torch.float32)
+    how = WeightFormat.parse(kind)
+    model = load_checkpoint(folder, how=how)
+    packed = save_checkpoint_tensors(model, torch.float32)
+    assert packed.keys() == dense.keys()
+    for name, w in dense.items():
+        bits = how.bits if w.dim() == 2 and "embed" not in name else 0
+        bits = how.head_bits if "lm_head" in name else bits
+        want = w
+        if bits in (4, 8):
+            want = quantize(w, bits, how.group_of(w.shape[1], bits)).dequantize()
+        elif bits == 16 or w.dim() == 2:
+            want = w.bfloat16().float()
+        assert torch.equal(packed[name], want), name
+
+
+def test_what_cannot_be_packed_is_one_line(folder, tmp_path):
+    for text in ("int3", "int4:48", "bf16:32", "int8:", "", "4"):
+        with pytest.raises(InputError, match="--weights"):
+            WeightFormat.parse(text)
+    for head in ("int2", "fp32x"):
+        with pytest.raises(InputError, match="--head"):
+            WeightFormat.parse("int4", head)
+    with pytest.raises(InputError, match="--head"):
+        WeightFormat.parse(None, "int8")
+    with pytest.raises(InputError, match="no groups of 128"):
+        load_checkpoint(folder, how=WeightFormat.parse("int4:128"))
+    write(tmp_path, lambda t: t["model.layers.0.mlp.up_proj.weight"][3].fill_(float("nan")))
+    for kind in KINDS:
+        with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+            load_checkpoint(tmp_path, how=WeightFormat.parse(kind))
+
+
+def test_llm_takes_them():
+    llm = LLM(weights="int8", kv_dtype="bf16", method="self_index")
+    (c,) = llm.generate("import os\nimport", max_new_tokens=6)
+    assert len(c.tokens) == 6 and torch.bfloat16 in {t.dtype for t in llm.model.cache.buffers()}

@@ -1,0 +1,235 @@
+"""What the model multiplies with: weights as they are, or packed in bf16, 8 or 4 bits, whatever the compute dtype is.
+
+    --weights int4          8- and 4-bit codes share a scale in groups of 32 inputs
+    --weights int4:128      or of 64 or 128; int8:channel, one scale a row
+
+The output head, and the embedding where it is the same matrix, are in 8 bits with 4-bit weights (`head`, as given).
+Quantization is by rounding: 8 bits symmetric by the largest |w| of a group, 4 bits between its least and largest w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from errors import InputError
+from kernels.linear import ROWS, WORD, dequantize, interleave, pack_bits, packed_linear, separate, unpack_bits
+
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+GROUPS = ("32", "64", "128", "channel")
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight as integers, w = scale * (codes - zero), with a scale for every group of inputs."""
+
+    codes: Tensor  # uint8 for 4 bits, int8 for 8 [out, in]
+    scale: Tensor  # [out, in / group]
+    zero: Tensor | None  # uint8 [out, in / group]; None: 0 for 8 bits, 8 for 4
+    bits: int  # 4 or 8
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in]"""
+        return dequantize(self.codes, self.scale, self.zero, self.bits).to(dtype)
+
+
+def quantize(w: Tensor, bits: int, group: int) -> Codes:
+    """w [out, in] -> codes of 8 or 4 bits, with fp16 scales, by rounding to nearest."""
+    x = w.float().unflatten(1, (-1, group))
+    if bits == 8:
+        scale = (x.abs().amax(-1) / 127).clamp(6e-8, 65504).half()
+        codes = (x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
+        return Codes(codes.flatten(1), scale, None, 8)
+    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    scale = ((high - low) / 15).clamp(6e-8, 65504).half()
+    step = scale.float()
+    zero = (-low / step).round().clamp(0, 15)
+    codes = (x / step[..., None] + zero[..., None]).round().clamp(0, 15)
+    return Codes(codes.to(torch.uint8).flatten(1), scale, zero.to(torch.uint8), 4)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the weights of a model are held: bits, inputs that share a scale (None: all of a row), bits of the head."""
+
+    bits: int
+    group: int | None = None
+    head_bits: int = 8
+
+    @classmethod
+    def parse(cls, text: str | None, head: str | None = None) -> WeightFormat | None:
+        """`int4`, `int8:channel`, `bf16`; None and `fp32`: as they are. InputError says what there is."""
+        if text is None or text == "fp32":
+            if head not in (None, "fp32"):
+                raise InputError(f"--head {head} needs --weights bf16, int8 or int4")
+            return None
+        kind, colon, group = text.partition(":")
+        if kind not in BITS or (colon and (kind == "bf16" or group not in GROUPS)):
+            raise InputError(f"--weights {text}: use fp32, bf16, int8 or int4, these also with a group: int4:64, "
+                             "int8:channel (32, 64, 128 or channel inputs share a scale)")  # fmt: skip
+        if head is not None and head not in BITS:
+            raise InputError(f"--head {head}: use bf16, int8 or int4")
+        size = None if group == "channel" else int(group or 32)
+        return cls(BITS[kind], size, BITS[head] if head else max(8, BITS[kind]))
+
+    def group_of(self, n: int, bits: int) -> int:
+        """For a row of n inputs. InputError if they do not divide."""
+        group = n if self.group is None or bits == 16 else self.group
+        if n % group or group % ROWS:
+            raise InputError(f"weights of {n} inputs have no groups of {group}: use --weights int8:channel, "
+                             "or another group")  # fmt: skip
+        return group
+
+
+# ---- modules ----
+
+
+class PackedLinear(nn.Module):
+    """A linear layer of packed weights (kernels/linear.py); `put` fills it, some rows at a time."""
+
+    packed: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, n: int, out: int, bias: bool, bits: int, group: int, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.in_features, self.out_features, self.bits, self.group = n, out, bits, group
+        blocks, size = -(-out // ROWS), n * bits // 8
+
+        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+
+        buffer("packed", (blocks, size // WORD[bits], ROWS, WORD[bits]), torch.uint8)
+        for name in ("scale", "zero", "bias"):
+            self.register_buffer(name, None)
+        if bits < 16:
+            buffer("scale", (blocks, n // group, ROWS), torch.float16)
+        if bits == 4:
+            buffer("zero", (blocks, n // group, ROWS), torch.uint8)
+        if bias:
+            buffer("bias", (blocks * ROWS,), torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = packed_linear(x, self.packed, self.scale, self.zero, self.bias, self.bits)
+        return y[..., : self.out_features]
+
+    def first(self, x: Tensor, n: int) -> Tensor:
+        """The first n outputs alone, n a multiple of 16."""
+        blocks = n // ROWS
+        scale, zero = (None if t is None else t[:blocks] for t in (self.scale, self.zero))
+        bias = None if self.bias is None else self.bias[:n]
+        return packed_linear(x, self.packed[:blocks], scale, zero, bias, self.bits)
+
+    def put(self, first: int, value: Tensor | Codes) -> None:
+        """Rows of the weight from `first` on, [rows, in]: quantized here, unless they are codes in our format."""
+        if isinstance(value, Codes):
+            ours = (value.bits, value.group) == (self.bits, self.group) and (self.bits == 4 or value.zero is None)
+            value = value if ours else value.dequantize()
+        if self.bits == 16:
+            assert isinstance(value, Tensor)
+            codes, params = value.to(torch.bfloat16), ()
+        else:
+            c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
+            zero = c.zero if c.zero is not None or self.bits == 8 else torch.full_like(c.scale, 8, dtype=torch.uint8)
+            codes, params = c.codes, ((self.scale, c.scale), (self.zero, zero))
+        out = len(codes)
+        if first % ROWS or (out % ROWS and first + out != self.out_features):
+            raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
+                             f"row {first} on: use --weights fp32")  # fmt: skip
+        at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
+        self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)), WORD[self.bits])
+        for buffer, t in params:
+            if buffer is not None:
+                buffer[at] = F.pad(t.to(buffer.dtype), (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
+
+    def dense(self, first: int, n: int) -> Tensor:
+        """The same in fp32 or bf16."""
+        rows = self.rows(first, n)
+        return rows.dequantize() if isinstance(rows, Codes) else rows
+
+    def finite(self) -> Tensor:
+        """What is NaN or infinite if any weight is."""
+        return self.packed.view(torch.bfloat16) if self.scale is None else self.scale
+
+    def fill_random(self, std: float, gen: torch.Generator) -> None:
+        """Weights of this standard deviation around 0, for throughput runs."""
+        if self.bits == 16:
+            flat = self.packed.view(-1).view(torch.bfloat16)
+            flat[: 1 << 24].normal_(0, std, generator=gen)
+            for part in flat.split(1 << 24)[1:]:
+                part.copy_(flat[: len(part)])
+        else:
+            self.packed.view(-1).view(torch.int64).random_(generator=gen)
+        if self.scale is not None:
+            self.scale.fill_(std / (4.61 if self.bits == 4 else 74.0))  # of codes that are spread evenly
+        if self.zero is not None:
+            self.zero.fill_(8)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def put_bias(self, first: int, value: Tensor) -> None:
+        assert self.bias is not None
+        self.bias[first : first + len(value)] = value
+
+    def rows(self, first: int, n: int) -> Codes | Tensor:
+        """What `put` was given, as codes, or in bf16."""
+        at, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)
+        codes = unpack_bits(separate(self.packed[at]), self.bits)[take]
+        if self.scale is None:
+            return codes
+        scale, zero = (
+            None if t is None else t[at].transpose(1, 2).flatten(0, 1)[take] for t in (self.scale, self.zero)
+        )
+        return Codes(codes, scale, zero, self.bits)  # type: ignore[arg-type]
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed matrix, often the output head's: tokens [...] -> [..., dim]."""
+
+    def __init__(self, weight: PackedLinear, dtype: torch.dtype):
+        super().__init__()
+        object.__setattr__(self, "weight_of", weight)  # no submodule: counted once, where it is multiplied
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        w: PackedLinear = self.weight_of  # type: ignore[assignment]
+        at, row = tokens.flatten() // ROWS, tokens.flatten() % ROWS
+        codes = unpack_bits(w.packed[at, :, row].flatten(1), w.bits)  # [N, dim]
+        scale, zero = (None if t is None else t[at, :, row] for t in (w.scale, w.zero))
+        return dequantize(codes, scale, zero, w.bits).to(self.dtype).unflatten(0, tokens.shape)
+
+
+def first_outputs(linear: nn.Module, x: Tensor, n: int) -> Tensor:
+    """The first n outputs of a linear layer of any kind: x [..., in] -> [..., n]."""
+    if isinstance(linear, PackedLinear):
+        return linear.first(x, n)
+    bias = linear.bias
+    return F.linear(x, linear.weight[:n], None if bias is None else bias[:n])  # type: ignore[index]
+
+
+def pack(model: nn.Module, how: WeightFormat, device: torch.device) -> None:
+    """Put packed layers in place of the linear ones of a model on the meta device; the head is called `output`."""
+    for name, linear in list(_linears(model)):
+        bits = how.head_bits if name == "output" else how.bits
+        group = how.group_of(linear.in_features, bits)
+        parent, _, own = name.rpartition(".")
+        packed = PackedLinear(linear.in_features, linear.out_features, linear.bias is not None, bits, group, device)
+        setattr(model.get_submodule(parent), own, packed)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    yield from ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
