@@ -295,13 +295,14 @@ def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str,
     out: dict[str, Target] = {}
     for kind, p in module.named_parameters(recurse=False):
         for name, part in zip(names, p.data.split(sizes), strict=True):
-            out[f"{name}.{kind}"] = Target(tuple(part.shape), part.copy_, lambda part=part: part)
+            out[f"{name}.{kind}"] = Target(tuple(part.shape), part.copy_, part.detach)
     if isinstance(module, PackedLinear):
         for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
             shape = (n, module.in_features)
             out[f"{name}.weight"] = Target(shape, partial(module.put, end - n), partial(module.dense, end - n, n))
-            if (b := module.bias) is not None:
-                out[f"{name}.bias"] = Target((n,), b[end - n : end].copy_, lambda b=b, end=end, n=n: b[end - n : end])
+            if module.bias is not None:
+                part = module.bias[end - n : end]
+                out[f"{name}.bias"] = Target((n,), part.copy_, part.detach)
     return out
 
 

@@ -199,7 +199,7 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings: Any = nn.Embedding(args.vocab_size, args.dim)
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -373,8 +373,9 @@ def prompt_attention(method: KVMethod, lengths: Tensor) -> Attend:
     """A method's attention of right-padded prompts, of q [B, S, Hq, D] and so on, which it stores on the way."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
-        return method.prefill(*given, lengths).transpose(1, 2).to(q.dtype)
+        kind = method.shape.dtype
+        y = method.prefill(q.transpose(1, 2).to(kind), k.transpose(1, 2).to(kind), v.transpose(1, 2).to(kind), lengths)
+        return y.transpose(1, 2).to(q.dtype)
 
     return attend
 
@@ -383,7 +384,8 @@ def step_attention(method: KVMethod, pos: Tensor) -> Attend:
     """A method's attention of one token a row, of q [B, Hq, D] and so on, in the dtype of its cache."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return method.decode(*(x.to(method.shape.dtype) for x in (q, k, v)), pos).to(q.dtype)
+        kind = method.shape.dtype
+        return method.decode(q.to(kind), k.to(kind), v.to(kind), pos).to(q.dtype)
 
     return attend
 
@@ -402,7 +404,7 @@ def empty_transformer(
             pack(model, how, torch.device("meta"))
             model.tok_embeddings = model.tok_embeddings.to(torch.bfloat16)
     if args.tie_embeddings and how:
-        model.tok_embeddings = PackedEmbedding(model.output, dtype)
+        model.tok_embeddings = PackedEmbedding(model.output, dtype)  # type: ignore[arg-type]
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a tied embedding once
     need = sum(t.numel() * t.element_size() for t in tensors.values())
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "

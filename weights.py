@@ -139,13 +139,14 @@ class PackedLinear(nn.Module):
         if isinstance(value, Codes):
             ours = (value.bits, value.group) == (self.bits, self.group) and (self.bits == 4 or value.zero is None)
             value = value if ours else value.dequantize()
+        params: list[tuple[Tensor | None, Tensor | None]] = []
         if self.bits == 16:
             assert isinstance(value, Tensor)
-            codes, params = value.to(torch.bfloat16), ()
+            codes = value.to(torch.bfloat16)
         else:
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
-            zero = c.zero if c.zero is not None or self.bits == 8 else torch.full_like(c.scale, 8, dtype=torch.uint8)
-            codes, params = c.codes, ((self.scale, c.scale), (self.zero, zero))
+            zero = torch.full_like(c.scale, 8, dtype=torch.uint8) if c.zero is None and self.bits == 4 else c.zero
+            codes, params = c.codes, [(self.scale, c.scale), (self.zero, zero)]
         out = len(codes)
         if first % ROWS or (out % ROWS and first + out != self.out_features):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
@@ -153,7 +154,7 @@ class PackedLinear(nn.Module):
         at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
         self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)), WORD[self.bits])
         for buffer, t in params:
-            if buffer is not None:
+            if buffer is not None and t is not None:
                 buffer[at] = F.pad(t.to(buffer.dtype), (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
 
     def dense(self, first: int, n: int) -> Tensor:

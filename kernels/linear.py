@@ -76,8 +76,8 @@ def _in_torch(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     codes = unpack_bits(separate(packed), bits)
-    params = [None if t is None else separate(t[..., None]) for t in (scale, zero)]
-    weight = dequantize(codes, *params, bits).to(x.dtype)
+    scale, zero = (None if t is None else separate(t[..., None]) for t in (scale, zero))
+    weight = dequantize(codes, scale, zero, bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
