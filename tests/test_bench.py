@@ -23,14 +23,15 @@ from cache.spec import make_args, method_files
 from checkpoint import args_from_hf
 from errors import InputError, run_cli
 from kv_methods.razor import Razor
+from model import random_transformer
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, eval_retrieval
 from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
+from scripts.shared import options, timing
 from scripts.shared import progress as progress_module
-from scripts.shared import timing
 from scripts.shared.progress import Progress
 from scripts.train import train_tiny
 
@@ -369,7 +370,7 @@ def test_generate_synthetic(cli, config):
 
 def test_generate_synthetic_fills_every_layer(config):
     """After a round the cache of `full` holds the random keys, and then what was decoded."""
-    model = bench_generate.random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
+    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
     work = our_runs.Work(model, 2, 24, 3, synthetic=True)
     run = our_runs.Ours(work, "full", "eager")
     run.open()
@@ -661,8 +662,8 @@ WRITERS = [
 @pytest.mark.parametrize(("script", "flag"), WRITERS, ids=lambda x: getattr(x, "__name__", x))
 def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monkeypatch):
     """A folder that is not there, a folder in place of a file, and one that takes no files: before anything is made."""
-    for module in (bench_generate, eval_retrieval, analyze):
-        monkeypatch.setattr(module, "load_checkpoint", None)
+    monkeypatch.setattr(analyze, "load_checkpoint", None)
+    monkeypatch.setattr(options, "load_checkpoint", None)
     monkeypatch.setattr(bench_attention, "ceilings", None)
     for path in ("/proc/x/y.json", "/proc/x.json", *([str(tmp_path)] if flag == "--out" else ())):
         status, out, err = cli(script, flag, path)

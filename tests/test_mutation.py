@@ -34,6 +34,7 @@ from runtime import TINY
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, eval_retrieval
 from scripts.report import kernel_report, plot_methods, plot_results, plot_training, update_readme
+from scripts.shared import options
 from scripts.train import train_tiny
 from tokenizer import load_tokenizer
 
@@ -310,7 +311,7 @@ def test_a_disk_that_is_read_only_is_told_before_anything_is_computed(name, tmp_
     for change in ("touch", "mkdir", "write_text", "write_bytes"):
         monkeypatch.setattr(Path, change, read_only)
     for heavy in ("load_checkpoint", "random_transformer", "load_tokenizer"):
-        for module in {sys.modules[main.__module__], engine}:
+        for module in {sys.modules[main.__module__], engine, options}:
             monkeypatch.setattr(module, heavy, lambda *a, **kw: pytest.fail("it has begun"), raising=False)
     out = [str(tmp_path if name == "plot_results" else tmp_path / "out")] if argv else []
     monkeypatch.setattr(sys, "argv", [name, *argv, *out])

@@ -49,8 +49,8 @@ from errors import InputError, Parser, run_cli  # noqa: E402
 from model import ModelArgs  # noqa: E402
 from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads  # noqa: E402
 from scripts.bench.dense import prepare_dense  # noqa: E402
-from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, shapes, stage_calls  # noqa: E402
-from scripts.shared.options import SPECS, check_run, earlier, expand  # noqa: E402
+from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls  # noqa: E402
+from scripts.shared.options import SPECS, check_run, earlier, expand, shapes  # noqa: E402
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
 from scripts.shared.timing import Call, Clock, ceilings, flush_bytes, reason, recover, spread, summary  # noqa: E402

@@ -41,17 +41,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf, load_checkpoint, read_json  # noqa: E402
+from checkpoint import args_from_hf, read_json  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
-from model import ModelArgs, Transformer, random_transformer  # noqa: E402
-from runtime import DTYPES, TINY, pick_device, pick_dtype, set_threads  # noqa: E402
-from scripts.bench.layer import shapes  # noqa: E402
+from model import ModelArgs, Transformer  # noqa: E402
+from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
 from scripts.bench.peer_runs import Run, Work, check_peer, peer_runs  # noqa: E402
-from scripts.shared.options import SPECS_BY_LAYER, check_run, earlier, expand  # noqa: E402
+from scripts.shared.options import (  # noqa: E402
+    SPECS_BY_LAYER,
+    add_precision,
+    check_run,
+    earlier,
+    expand,
+    load_model,
+    precision,
+    shapes,
+)
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
 from scripts.shared.timing import ceilings, reason, recover, spread  # noqa: E402
+from weights import PackedLinear, WeightFormat  # noqa: E402
 
 # what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
 PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_double_sparse": "double-sparse"}
@@ -63,7 +72,8 @@ PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_dou
 def weight_bytes(model: Transformer) -> int:
     """What a step reads of the weights: all but the rows of an untied embedding that no token asks for."""
     unread = {id(model.tok_embeddings.weight)} if not model.args.tie_embeddings else set()
-    return sum(p.nbytes for p in model.parameters() if id(p) not in unread)
+    tensors = [*model.parameters(), *(b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers())]
+    return sum(t.nbytes for t in tensors if id(t) not in unread)
 
 
 def rounds(group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress) -> None:
@@ -182,7 +192,7 @@ def parse_args() -> argparse.Namespace:
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
     a("--peer", nargs="*", default=[], metavar="PEER", help="transformers, gpt-fast:PATH, double-sparse:PATH")
     a("--device")
-    a("--dtype", choices=DTYPES)
+    add_precision(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--time-limit", type=float, metavar="S", help="start no further run after S seconds")
     a("--resume", action="store_true", help="keep the runs that --out has and measure the missing ones")
@@ -196,6 +206,7 @@ def parse_args() -> argparse.Namespace:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
         raise InputError(f"--new {opt.new} is below 2: the time of a step is that of the steps after the first token")
+    WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
     if opt.peer and opt.prefill:
@@ -228,25 +239,21 @@ def model_shapes(opt: argparse.Namespace) -> ModelArgs:
 def main() -> None:
     opt, begin = parse_args(), time.monotonic()
     device = pick_device(opt.device)
-    dtype = pick_dtype(opt.dtype, device)
     if opt.interleave is None:
         opt.interleave = device.type == "cpu"
     # every run compiles code of the same functions: none may be dropped while runs take turns
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     lengths = list(dict.fromkeys(length for _, length in opt.size))
     known = dict(prompt_tokens=lengths[0] if len(lengths) == 1 else lengths, new_tokens=opt.new,
-                 dtype=str(dtype).removeprefix("torch."), model=opt.random_init or Path(opt.checkpoint).name,
-                 synthetic=opt.synthetic)  # fmt: skip
-    old = earlier(opt.out, record(device, **known), ("device", "commit", "dtype", "model", "new_tokens", "synthetic"),
-                  ("rows",)) if opt.resume else {}  # fmt: skip
+                 model=opt.random_init or Path(opt.checkpoint).name, synthetic=opt.synthetic)  # fmt: skip
     with Progress() as progress:
         progress.now("load", f"{'making' if opt.random_init else 'loading'} {known['model']}")
-        if opt.random_init:
-            model = random_transformer(shapes(opt.random_init), device, dtype)
-        else:
-            model = load_checkpoint(opt.checkpoint, device, dtype)
+        model = load_model(opt, device)
+        known |= precision(opt, model)
+        same = ("device", "commit", "model", "new_tokens", "synthetic", *precision(opt, model))
+        old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("ceilings", "bandwidth and matrix products of this machine")
-        limits = ceilings(device, dtype, 3)
+        limits = ceilings(device, model.dtype, 3)
         data = record(device, **known, weight_bytes=weight_bytes(model), **limits, rows=[]) | old
         run_all(model, opt, data, begin, progress)
     if opt.out:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from cache.base import KVMethod
 from cache.calibration import RandomCalibration
 from cache.routing import Routed
 from cache.spec import make_args, parse_spec, resolve
-from checkpoint import args_from_hf, read_json
 from errors import InputError
 from kernels.native import in_huge_pages
 from model import ModelArgs
 from runtime import require_memory
+from scripts.shared.options import shapes
 from scripts.shared.timing import Call
 
 LAYER = 8  # a layer that no paper leaves dense
@@ -34,12 +33,6 @@ def one_layer(spec: str) -> tuple[type[KVMethod], Any]:
         )
     cls, preset = resolve(part.name)
     return cls, make_args(cls, preset | part.knobs)
-
-
-@functools.cache
-def shapes(name: str) -> ModelArgs:
-    """Of a known model, or of a config.json as checkpoints have it."""
-    return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
 
 
 def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device: torch.device

@@ -121,7 +121,7 @@ class Ours(Run):
     def _fill(self, session: Session) -> None:
         w, a = self.work, self.work.model.args
         k, v = w.random_kv()
-        q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.dtype)
+        q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.kv_dtype)
         for method in self.cache:
             fill(method, q, k, v)
         session.pos = torch.full((w.batch,), w.length, device=w.device)

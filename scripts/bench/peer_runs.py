@@ -27,7 +27,7 @@ class Work:
 
     def __init__(self, model: Transformer, batch: int, length: int, new: int, synthetic: bool):
         self.model, self.batch, self.length, self.new, self.synthetic = model, batch, length, new, synthetic
-        self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
+        self.device, self.dtype, self.kv_dtype = model.device, model.dtype, model.kv_dtype or model.dtype
         gen = torch.Generator().manual_seed(batch)
         self.tokens = torch.randint(3, model.args.vocab_size, (batch, length), generator=gen)
 
@@ -38,7 +38,7 @@ class Work:
         """k and v [B, Hkv, length, D], the same for all layers: a step cannot tell."""
         a, gen = self.model.args, torch.Generator(self.device).manual_seed(self.batch)
         size = (self.batch, a.n_kv_head, self.length, a.head_dim)
-        k, v = (torch.randn(size, generator=gen, device=self.device, dtype=self.dtype) for _ in range(2))
+        k, v = (torch.randn(size, generator=gen, device=self.device, dtype=self.kv_dtype) for _ in range(2))
         return k, v
 
 

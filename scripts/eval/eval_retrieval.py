@@ -40,11 +40,22 @@ from checkpoint import args_from_hf, load_checkpoint, read_json  # noqa: E402
 from corpus import collect  # noqa: E402
 from engine import pad  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
+from model import Transformer  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_knobs, takes  # noqa: E402
+from scripts.shared.options import (  # noqa: E402
+    SPECS_BY_LAYER,
+    add_precision,
+    earlier,
+    expand,
+    load_model,
+    parse_knobs,
+    precision,
+    takes,
+)
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
+from weights import WeightFormat  # noqa: E402
 
 NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
                ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip
@@ -72,8 +83,9 @@ class Shared(KVMethod):
 
 
 class Evaluation:
-    def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int):
-        self.model = load_checkpoint(checkpoint, device)
+    def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int,
+                 model: Transformer | None = None):  # fmt: skip
+        self.model = model or load_checkpoint(checkpoint, device)
         self.tk = load_tokenizer(checkpoint)
         self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
         docs = [d for d in collect(only_held_out=True) if d.held_out]
@@ -283,6 +295,7 @@ def parse_args() -> argparse.Namespace:
     a("--seed", type=int, default=1)
     a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--device")
+    add_precision(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
     a("--out", help="result file, e.g. results/retrieval.json; written after every batch")
@@ -303,6 +316,7 @@ def parse_args() -> argparse.Namespace:
     if min(opt.lengths) < 32:
         raise InputError(f"--lengths {min(opt.lengths)} is below 32: there is no room for a task")
     check_out(opt.out)
+    WeightFormat.parse(opt.weights, opt.head)
     knobs = parse_knobs(opt.method_arg)
     opt.method = {n: (n, {k: v for k, v in knobs.items() if takes(n, k)}) for n in expand(opt.method, True)}
     for spec, own in opt.method.values():
@@ -319,11 +333,13 @@ SETTINGS = ("samples", "text_samples", "decoded", "seed", "batch_size")  # under
 def main() -> None:
     opt = parse_args()
     device = pick_device(opt.device)
-    settings = {k: getattr(opt, k) for k in SETTINGS}
+    opt.dtype = opt.dtype or "fp32"
+    model = load_model(opt, device)
+    settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, model)
     data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings)
     old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
     data["rows"] = kept = old.get("rows", [])
-    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed)
+    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed, model)
     for T in opt.lengths:
         same = (T, opt.query_in_prompt)
         mine = {label: r for label, (name, knobs) in opt.method.items() for r in kept

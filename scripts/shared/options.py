@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
+from checkpoint import args_from_hf, load_checkpoint, read_json
 from errors import InputError
+from model import ModelArgs, Transformer, random_transformer
+from runtime import DTYPES, pick_dtype
 from scripts.shared.results import check_out
 from scripts.shared.timing import reason
+from weights import WeightFormat
 
 SPECS = "methods and presets, with knobs or without: full sals-12.5,budget=0.1"
 SPECS_BY_LAYER = SPECS + ", or by layers: 0-1:full,2-:self_index"
@@ -38,6 +45,44 @@ def parse_knobs(items: Iterable[str]) -> dict[str, str]:
 def takes(spec: str, knob: str) -> bool:
     """Whether a part of a spec has this knob; skip_layers is one of all."""
     return knob == "skip_layers" or any(knob in knob_names(resolve(p.name)[0]) for p in parse_spec(spec))
+
+
+def add_precision(p: argparse.ArgumentParser) -> None:
+    """--dtype, --weights, --head, --kv-dtype, as generate.py has them."""
+    a = p.add_argument
+    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    a("--weights", metavar="W", help="bf16, int8, int4; with a group: int4:64, int8:channel (default: as --dtype)")
+    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
+    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
+
+
+def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
+    """The checkpoint, or --random-init where a script has it, in the precision asked for."""
+    dtype, how = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
+    if name := getattr(opt, "random_init", None):
+        model = random_transformer(shapes(name), device, dtype, how=how)
+    else:
+        model = load_checkpoint(opt.checkpoint, device, dtype, how)
+    model.kv_dtype = pick_dtype(opt.kv_dtype, device) if opt.kv_dtype else None
+    return model
+
+
+def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
+    """What a result file says of it."""
+
+    def name(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
+    out = dict(dtype=name(model.dtype))
+    if opt.weights:
+        out |= dict(weights=opt.weights, head=opt.head or "as weights, at least int8")
+    return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})
+
+
+@functools.cache
+def shapes(name: str) -> ModelArgs:
+    """Of a known model, or of a config.json as checkpoints have it."""
+    return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
 
 
 def check_run(opt: argparse.Namespace) -> None:
