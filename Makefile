@@ -28,7 +28,7 @@ test-all: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy *.py cache kernels kv_methods tokenizer
+	.venv/bin/mypy *.py cache formats kernels kv_methods tokenizer
 	.venv/bin/lint-imports
 
 clean:

@@ -33,9 +33,10 @@ from cache.calibration import FILE, VERSION, Calibration, LayerTokens, Sums, col
 from cache.channels import read_channels, shared
 from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
-from checkpoint import args_from_hf, load_checkpoint, read_json
+from checkpoint import args_from_hf, load_checkpoint
 from corpus import collect as read_corpus
 from errors import InputError, Parser, run_cli
+from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer
 from runtime import DTYPES, TINY, pick_device, read_text
 from tokenizer import load_tokenizer

@@ -5,8 +5,8 @@ No conversion step: weights are memory-mapped and copied once into place, q/k/v 
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import InputError, short
+from formats import Codes, open_checkpoint
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
-from weights import PackedEmbedding, PackedLinear, WeightFormat
+from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat
 
 # model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
 FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
@@ -35,7 +35,6 @@ FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, 1),
-    "quantization_config": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "logits_scaling": (1.0, 1),
@@ -184,71 +183,72 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
     return RopeArgs(theta=float(theta), type=kind, **known)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError if it is missing or is not one."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing: a checkpoint is a Hugging Face folder with config.json, *.safetensors "
-                         "and tokenizer files") from None  # fmt: skip
-    except (OSError, ValueError, RecursionError) as e:  # no UTF-8, no JSON, 5000 digits, 10,000 brackets
-        raise InputError(f"cannot read {path} as JSON: {e}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
-    return data
-
-
 def load_checkpoint(
     path: str | Path,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
     how: WeightFormat | None = None,
 ) -> Transformer:
-    """Read a Hugging Face folder as it is: config.json and *.safetensors, one file or shards with an index.
+    """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (formats/).
 
     Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
-    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked. InputError if a file
-    is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
+    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked; None: as the file has
+    them, in the bits and groups of most, the head in its own. InputError if a file is missing or truncated, or a tensor
+    is missing, unexpected or of a wrong shape.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InputError(f"checkpoint folder {folder} not found: give --checkpoint a Hugging Face model folder")
-    args = args_from_hf(read_json(folder / "config.json"))
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"checkpoint {path} not found: give --checkpoint a Hugging Face model folder or a GGUF file")
+    reader = open_checkpoint(path)
+    args = args_from_hf(reader.config)
+    if reader.warning:
+        print(f"warning: {reader.warning}", file=sys.stderr)
     if dtype is None:
         if args.dtype not in ("float32", "bfloat16", "float16"):
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
         dtype = getattr(torch, args.dtype)
+    own = None  # the format of most of the file's weights
+    if how is not None and how.bits == DENSE:
+        how = None
+    elif how is None and reader.kind != "dense":
+        codes = next((c for _, c in reader.tensors() if isinstance(c, Codes)), None)
+        if isinstance(codes, Codes):
+            how = own = WeightFormat(codes.bits, None if codes.group == codes.shape[1] else codes.group)
     model = empty_transformer(args, device, dtype, how)
-    model.folder = folder
+    model.folder = path
     targets, head = _load_targets(model), None
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as f:
-                for name in f.keys():  # noqa: SIM118, a safe_open is no dict
-                    if name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    if name == "lm_head.weight" and args.tie_embeddings:
-                        head = f.get_tensor(name)
-                        continue
-                    if name not in targets:
-                        raise InputError(f"unexpected tensor {name} in {file}: config.json describes another model")
-                    target = targets.pop(name)
-                    if (found := tuple(f.get_slice(name).get_shape())) != target.shape:
-                        raise InputError(
-                            f"tensor {name} in {file} has shape {list(found)}, "
-                            f"expected {list(target.shape)} by config.json"
-                        )
-                    if (kind := f.get_slice(name).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-                        raise InputError(f"tensor {name} in {file} is {kind}: quantized checkpoints are not supported")
-                    target.put(f.get_tensor(name))
-        except (SafetensorError, OSError) as e:
-            raise InputError(f"cannot read {file}: {e}; the file is truncated or is no safetensors file") from None
+    for name, value in reader.tensors():
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name == "lm_head.weight" and args.tie_embeddings:
+            head = value if isinstance(value, Tensor) else None
+            continue
+        if name not in targets:
+            raise InputError(f"unexpected tensor {name} in {path}: config.json describes another model")
+        target = targets.pop(name)
+        if own and name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
+            target = _head_as_in_file(model, value)
+        if tuple(value.shape) != target.shape:
+            raise InputError(
+                f"tensor {name} in {path} has shape {list(value.shape)}, expected {list(target.shape)} by config.json"
+            )
+        target.put(value if target.packed or isinstance(value, Tensor) else value.dequantize())
     if targets:
-        raise InputError(f"tensor {next(iter(targets))} is missing from {folder} ({len(targets)} missing in all)")
+        raise InputError(f"tensor {next(iter(targets))} is missing from {path} ({len(targets)} missing in all)")
     _check_finite(model)
     if head is not None and not how and not torch.equal(head.to(model.output.weight), model.output.weight):
-        raise InputError(f"lm_head.weight in {folder} is not the embedding, as tie_word_embeddings in config.json says")
+        raise InputError(f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
+
+
+def _head_as_in_file(model: Transformer, value: Tensor | Codes) -> Target:
+    """The output head in bits of its own: those of the codes, or bf16."""
+    old: Any = model.output
+    bits, group = (value.bits, value.group) if isinstance(value, Codes) else (16, old.in_features)
+    model.output = PackedLinear(old.in_features, old.out_features, False, bits, group, model.device)  # type: ignore
+    if isinstance(model.tok_embeddings, PackedEmbedding):
+        model.tok_embeddings = PackedEmbedding(model.output, model.dtype)  # type: ignore[arg-type]
+    return _targets(["head"], [old.out_features], model.output)["head.weight"]
 
 
 def _check_finite(model: Transformer) -> None:
@@ -262,25 +262,6 @@ def _check_finite(model: Transformer) -> None:
                      "download it again" + ("" if t.dtype == torch.float32 else ", or try --dtype fp32"))  # fmt: skip
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The shards an index names, or every *.safetensors of the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
-            raise InputError(f"{index} has no weight_map from tensors to files")
-        files = [folder / name for name in sorted(set(shards.values()))]
-        if gone := [f.name for f in files if f.parent != folder or not f.is_file()]:
-            raise InputError(f"{index} names {gone[0]}, which is not in the folder: download the missing shard")
-        return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
-    if not files:
-        raise InputError(f"no *.safetensors in {folder}: only safetensors checkpoints are read, pickles never are")
-    return files
-
-
 @dataclass
 class Target:
     """Where a tensor of a checkpoint goes: a parameter, some rows of one, or of a packed weight."""
@@ -288,6 +269,7 @@ class Target:
     shape: tuple[int, ...]
     put: Callable[[Any], Any]
     read: Callable[[], Tensor]
+    packed: bool = False  # takes codes as they are
 
 
 def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str, Target]:
@@ -299,7 +281,7 @@ def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str,
     if isinstance(module, PackedLinear):
         for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
             shape = (n, module.in_features)
-            out[f"{name}.weight"] = Target(shape, partial(module.put, end - n), partial(module.dense, end - n, n))
+            out[f"{name}.weight"] = Target(shape, partial(module.put, end - n), partial(module.dense, end - n, n), True)
             if module.bias is not None:
                 part = module.bias[end - n : end]
                 out[f"{name}.bias"] = Target((n,), part.copy_, part.detach)

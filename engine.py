@@ -7,6 +7,7 @@ print(LLM("models/tiny", method="self_index").generate("import os", max_new_toke
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
 from errors import InputError, check_range
+from formats import is_gguf, open_checkpoint
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
-from tokenizer import load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 from tokenizer.random import RandomVocabulary
 from weights import WeightFormat
 
@@ -303,6 +305,16 @@ def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: i
     return longest + max_new_tokens
 
 
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a folder, or of a GGUF file, which holds what a folder's files say."""
+    reader = open_checkpoint(path) if is_gguf(path) else None
+    if reader is None or reader.tokenizer_files is None:
+        return load_tokenizer(path)
+    with tempfile.TemporaryDirectory() as folder:
+        reader.tokenizer_files(folder)
+        return load_tokenizer(folder)
+
+
 # ---- for a user ----
 
 
@@ -345,7 +357,7 @@ class LLM:
             self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed, how)
             self.tokenizer = RandomVocabulary()
         else:
-            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind, how), load_tokenizer(checkpoint)
+            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind, how), read_tokenizer(checkpoint)
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.use(method, **knobs)
 

@@ -27,7 +27,7 @@ from runtime import DTYPES, TINY, check_out, device_name, peak_memory, read_text
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", metavar="DIR", help="Hugging Face folder (default: the shipped models/tiny)")
+    a("--checkpoint", metavar="DIR", help="Hugging Face folder or GGUF file (default: the shipped models/tiny)")
     a("--random-init", metavar="NAME", help="random weights of a known model instead, e.g. llama-3.1-8b")
     a(
         "--method",
@@ -48,12 +48,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
-    a(
-        "--weights",
-        metavar="W",
-        help="fp32, bf16, int8 or int4, these with a group: int4:64, int8:channel; default: --dtype",
-    )
-    a("--head", metavar="W", help="bf16, int8 or int4 of the output head; default: as --weights, int8 for int4")
+    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
+    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
     a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")

@@ -26,7 +26,7 @@ from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
-from weights import PackedEmbedding, PackedLinear, WeightFormat, first_outputs, pack
+from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat, first_outputs, pack
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self._rope: Rope | None = None  # the tables of `forward`
-        self.folder: Path | None = None  # of the checkpoint, if there is one
+        self.folder: Path | None = None  # of the checkpoint, or its GGUF file, if there is one
         self.calibration: Calibration | None = None  # by default the one in `folder`, read when it is needed
 
     @property
@@ -294,6 +294,9 @@ class Transformer(nn.Module):
         if self.calibration is None:
             if self.folder is None:
                 return RandomCalibration(self.args)
+            if self.folder.is_file():
+                raise InputError(f"this method needs a calibration, for which {self.folder} has no place: use the "
+                                 "model's Hugging Face folder, or another method")  # fmt: skip
             self.calibration = Calibration.load(self.folder, self.args)
         return self.calibration
 
@@ -397,7 +400,7 @@ def empty_transformer(
     args: ModelArgs, device: str | torch.device, dtype: torch.dtype, how: WeightFormat | None = None
 ) -> Transformer:
     """Weights allocated on the device, not filled; how: packed instead of in dtype. InputError if they do not fit."""
-    device = torch.device(device)
+    device, how = torch.device(device), how if how and how.bits != DENSE else None
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
         if how:

@@ -18,32 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import InputError
+from formats.codes import Codes
 from kernels.linear import ROWS, WORD, dequantize, interleave, pack_bits, packed_linear, separate, unpack_bits
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A weight as integers, w = scale * (codes - zero), with a scale for every group of inputs."""
-
-    codes: Tensor  # uint8 for 4 bits, int8 for 8 [out, in]
-    scale: Tensor  # [out, in / group]
-    zero: Tensor | None  # uint8 [out, in / group]; None: 0 for 8 bits, 8 for 4
-    bits: int  # 4 or 8
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def group(self) -> int:
-        return self.codes.shape[1] // self.scale.shape[1]
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in]"""
-        return dequantize(self.codes, self.scale, self.zero, self.bits).to(dtype)
+DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
 
 
 def quantize(w: Tensor, bits: int, group: int) -> Codes:
@@ -71,11 +51,11 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, text: str | None, head: str | None = None) -> WeightFormat | None:
-        """`int4`, `int8:channel`, `bf16`; None and `fp32`: as they are. InputError says what there is."""
+        """`int4`, `int8:channel`, `bf16`; `fp32`: not packed; None: as the checkpoint is. InputError if none."""
         if text is None or text == "fp32":
             if head not in (None, "fp32"):
                 raise InputError(f"--head {head} needs --weights bf16, int8 or int4")
-            return None
+            return cls(DENSE) if text else None
         kind, colon, group = text.partition(":")
         if kind not in BITS or (colon and (kind == "bf16" or group not in GROUPS)):
             raise InputError(f"--weights {text}: use fp32, bf16, int8 or int4, these also with a group: int4:64, "

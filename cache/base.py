@@ -84,6 +84,14 @@ class Attended:
     v: Tensor  # [B, Hkv, N, D]
     tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for; None: one each
 
+    @classmethod
+    def of(cls, q: Tensor, *parts: tuple[Tensor, Tensor, Tensor]) -> Attended:
+        """Several stores under one softmax, each as position [B, N] or [B, Hkv, N], k and v [>= B, Hkv, N, D]."""
+        B, Hkv = len(q), parts[0][1].shape[1]
+        at = [(x if x.dim() == 3 else x[:, None]).expand(B, Hkv, -1) for x, _, _ in parts]
+        k, v = (torch.cat([part[i][:B] for part in parts], 2) for i in (1, 2))
+        return cls(torch.cat(at, 2), q, k, v)
+
     def weights(self) -> Tensor:
         """Softmax weights fp32 [B, Hq, N], 0 where nothing is."""
         B, Hkv, N, D = self.k.shape
@@ -109,7 +117,33 @@ def knob(default: Any, help: str, low: float | None = None, high: float | None =
     return field(default=default, metadata=dict(help=help, low=low, high=high))
 
 
-class KVMethod(nn.Module):
+class Storage(nn.Module):
+    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, lowrank.py)."""
+
+    def __init__(self, shape: CacheShape):
+        super().__init__()
+        self.shape = shape
+        self.constants: set[str] = set()  # buffers that are set once, not by prompts: bases, lists of channels
+
+    def buffer(self, name: str, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate a buffer of zeros that counts as cache memory."""
+        t = self.shape.zeros(size, dtype)
+        self.register_buffer(name, t, persistent=False)
+        return t
+
+    def constant(
+        self, name: str, size: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A buffer that holds `value` (of the calibration) for good. Without one it is uninitialized: sizes only."""
+        t = self.buffer(name, size, dtype)
+        self.constants.add(name)
+        if value is not None and t.device.type != "meta":
+            assert tuple(value.shape) == tuple(size), f"{name}: {tuple(value.shape)} is not {tuple(size)}"
+            t.copy_(value)
+        return t
+
+
+class KVMethod(Storage):
     """Base of every method: rotation, exact prefill, and a decode step of append, select, attend."""
 
     @dataclass
@@ -132,10 +166,9 @@ class KVMethod(nn.Module):
     rope: Rope
 
     def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
-        super().__init__()
-        self.args, self.shape, self.layer, self.calib = args, shape, layer, calib
+        super().__init__(shape)
+        self.args, self.layer, self.calib = args, layer, calib
         object.__setattr__(self, "rope", rope)  # shared by all layers: not this module's to count or move
-        self.constants: set[str] = set()  # buffers that are set once, not by prompts: bases, lists of channels
         if shape.window is not None and not self.supports_window:
             raise InputError(
                 f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
@@ -146,23 +179,6 @@ class KVMethod(nn.Module):
     def needs(cls, args: Any) -> tuple[Any, ...]:
         """The statistics needed with these Args. Without a calibration only sizes may be asked (meta device)."""
         return cls.statistics
-
-    def buffer(self, name: str, size: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate a buffer of zeros that counts as cache memory."""
-        t = self.shape.zeros(size, dtype)
-        self.register_buffer(name, t, persistent=False)
-        return t
-
-    def constant(
-        self, name: str, size: tuple[int, ...], value: Tensor | None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """A buffer that holds `value` (of the calibration) for good. Without one it is uninitialized: sizes only."""
-        t = self.buffer(name, size, dtype)
-        self.constants.add(name)
-        if value is not None and t.device.type != "meta":
-            assert tuple(value.shape) == tuple(size), f"{name}: {tuple(value.shape)} is not {tuple(size)}"
-            t.copy_(value)
-        return t
 
     # ---- the prompt ----
 

@@ -72,3 +72,63 @@ class Selection:
     def is_all(self, max_seq_len: int) -> bool:
         """Whether every token is attended, however long the text."""
         return self.budget == 1.0 if isinstance(self.budget, float) else self.of(max_seq_len) == max_seq_len
+
+
+@dataclass(frozen=True)
+class BesideSinks:
+    """How many tokens a step chooses beside `sinks` tokens of the prompt that are attended anyway (Self-Indexing).
+
+    counted: a number of tokens is of sinks, too, a share is of the whole length, and leaves what sinks take. Not
+    counted: both are of those that are no sinks, a share rounded down, as in the published code. None: numbers are
+    counted, shares are not.
+    """
+
+    budget: int | float
+    sinks: int
+    counted: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if isinstance(self.budget, int) and self.budget < self._inside:
+            raise InputError(f"the budget of {self.budget} tokens is smaller than its {self.sinks} sinks")
+
+    @property
+    def _inside(self) -> int:
+        """Sinks that are part of the budget."""
+        counted = isinstance(self.budget, int) if self.counted is None else self.counted
+        return self.sinks if counted else 0
+
+    def of(self, length: int) -> int:
+        """The most that are chosen of `length` tokens; a share is topped up where a prompt is shorter than the sinks,
+        160 tokens mean 64 + 96 whatever the prompt."""
+        if isinstance(self.budget, int):
+            return min(length, self.budget - self._inside)
+        return budget_cap(self.budget, length)
+
+    def at(self, prompt: Tensor, rivals: Tensor, length: Tensor) -> Tensor:
+        """Tokens of the prompt, those that compete, sinks among them, and all so far, each [B] -> [B] int64."""
+        sinks = prompt.clamp(max=self.sinks)
+        if isinstance(self.budget, int):
+            wanted = torch.full_like(prompt, self.budget - self._inside)
+        elif self.counted:
+            wanted = budget_tokens(self.budget, length) - sinks
+        else:
+            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long()  # a hair more, as 0.7 of 10 tokens are 7
+        return wanted.clamp(min=0).minimum(rivals - sinks)
+
+
+@dataclass(frozen=True)
+class BesideExempt:
+    """How many tokens of a prompt are compressed beside `exempt` ones: all, or what these leave of a budget."""
+
+    budget: int | float | None
+    exempt: int
+
+    def of(self, length: int) -> int:
+        kept = length if self.budget is None else budget_cap(self.budget, length)
+        return max(0, kept - min(length, self.exempt))
+
+    def at(self, length: Tensor) -> Tensor:
+        """`of` at lengths [B] -> [B] int64."""
+        kept = length if self.budget is None else budget_tokens(self.budget, length)
+        return (kept - length.clamp(max=self.exempt)).clamp(min=0)

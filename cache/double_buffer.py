@@ -6,14 +6,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from cache.base import CacheShape
+from cache.base import CacheShape, Storage
 from kernels.rope import Rope
 
 
-class Half(nn.Module):
+class Half(Storage):
     """One half of the double buffer: a layer's fetched tokens, idx [B, Hkv, K] (-1: none), k and v [B, Hkv, K, D]."""
 
     k: Tensor
@@ -21,12 +20,10 @@ class Half(nn.Module):
     idx: Tensor
 
     def __init__(self, shape: CacheShape, n: int):
-        super().__init__()
+        super().__init__(shape)
         size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
-        for name in ("k", "v"):
-            self.register_buffer(name, shape.zeros(size), persistent=False)
-        idx = torch.full(size[:3], -1, dtype=torch.int64, device=shape.device)
-        self.register_buffer("idx", idx, persistent=False)
+        self.buffer("k", size), self.buffer("v", size)
+        self.buffer("idx", size[:3], torch.int64).fill_(-1)
 
 
 # The halves of every cache, found by the rotary table that its layers share, then by parity of layer and by size.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
-from cache.base import CacheShape
+from cache.base import CacheShape, Storage
 from errors import InputError
 from kernels.label_score import label_score, store_labels
 
 
-class LabelCache(nn.Module):
+class LabelCache(Storage):
     """r channels of every key (Section 4.2): labels [B, Hkv, T, r * bits / 8], params [B, Hkv, T, 2] in fp16."""
 
     channels: Tensor
@@ -21,25 +20,19 @@ class LabelCache(nn.Module):
     params: Tensor | None
 
     def __init__(self, args: Any, shape: CacheShape, layer: int, calib: Any):
-        super().__init__()
+        super().__init__(shape)
         B, H, T, D = shape.kv
         self.bits = args.label_bits
         self.r = label_channels(args.channels, self.bits, D)
-        self.constants = {"channels"}
-
-        def buffer(name: str, size: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, shape.zeros(size, dtype), persistent=False)
-
-        buffer("channels", (H, self.r), torch.int64)
-        if calib is not None and shape.device.type != "meta":
-            self.channels.copy_(calib.get(layer, f"channels.{args.ranking}")[:, : self.r])
+        ranked = calib.get(layer, f"channels.{args.ranking}")[:, : self.r] if calib is not None else None
+        self.constant("channels", (H, self.r), ranked, torch.int64)
         if self.bits == 16:
-            buffer("labels", (B, H, T, self.r), shape.dtype)
+            self.buffer("labels", (B, H, T, self.r))
             self.params = None
             self.token_bytes = self.r * shape.dtype.itemsize
         else:
-            buffer("labels", (B, H, T, self.r * self.bits // 8), torch.uint8)
-            buffer("params", (B, H, T, 2), torch.float16)
+            self.buffer("labels", (B, H, T, self.r * self.bits // 8), torch.uint8)
+            self.buffer("params", (B, H, T, 2), torch.float16)
             self.token_bytes = self.r * self.bits // 8 + 2 * 2  # of one token and KV head
         self.constant_bytes = 8 * H * self.r
 

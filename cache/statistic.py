@@ -228,6 +228,16 @@ def principal(moments: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors * torch.where(largest < 0, -1.0, 1.0)
 
 
+def principal_of_heads(values: Tensor, basis: Tensor, heads: list[int], n_head: int) -> tuple[Tensor, Tensor]:
+    """`principal` of some heads alone, from that of all n_head of them jointly: values [m], basis [m, m].
+
+    Basis and eigenvalues hold the moments exactly, and so the block of the heads' own.
+    """
+    basis = basis.double()
+    whole = ((basis * values.double()) @ basis.T).unflatten(0, (n_head, -1)).unflatten(2, (n_head, -1))
+    return principal(whole[heads][:, :, heads].flatten(2).flatten(0, 1))
+
+
 def is_ranking(t: Tensor) -> bool:
     """Whether every row of integers is a permutation; floats are no ranking and need not be one: True."""
     if t.is_floating_point():

@@ -81,6 +81,17 @@ def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengt
         part[:B, :S] = x.reshape(B, S, *part.shape[2:])
 
 
+def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """Write the newest tokens of prompts to a ring, slot = position modulo its R slots; arguments as in `store_prompt`.
+
+    In a prompt shorter than the ring, the slots of negative positions hold what is not attended to.
+    """
+    R, row = ring.latents[0].shape[1], torch.arange(len(k), device=k.device)[:, None]
+    newest = lengths[:, None] - 1 - torch.arange(R, device=k.device)
+    k, v = (x.transpose(1, 2)[row, newest.clamp(min=0)].flatten(2) for x in (k, v))
+    write_tokens(ring, row, newest % R, k @ basis.T, v)
+
+
 def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor) -> None:
     """Put a token a row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
 

@@ -30,6 +30,20 @@ def latent_score(q: Tensor, latents: Tensor, pos: Tensor | None = None) -> Tenso
     return q.float() @ latents[: len(q)].float().transpose(1, 2)
 
 
+def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: float) -> Tensor:
+    """Softmax weights of C queries over all tokens, summed over the queries: q [B, C, r] -> fp32 [B, 1, T].
+
+    The ring [>= B, R, r] holds the newest R tokens, slot = position modulo R, up to pos [B], the store [>= B, T, r] all
+    older ones, slot = position; the weights are those of the store's.
+    """
+    T, R = store.shape[1], ring.shape[1]
+    t, stored = torch.arange(T + R, device=q.device), pos[:, None] - R
+    products = torch.cat((latent_score(q, store, pos - R), latent_score(q, ring)), -1)
+    held = torch.where(t < T, t <= stored, t - T <= pos[:, None])[:, None]
+    logits = torch.where(held, products * scale, float("-inf"))
+    return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
+
+
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
     """The kernel where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]."""
     return torch.ops.kv_fast.latent_score(q, latents, pos)

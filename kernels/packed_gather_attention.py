@@ -15,6 +15,7 @@ from kernels import native
 from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.gather_attention import gather_rows
 from kernels.quantize import GROUP, WORDS
+from kernels.ring import held
 from kernels.sign_codes import SUB
 from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
@@ -70,9 +71,7 @@ def packed_gather_attention(
     k, v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
     sinks = torch.arange(whole.sink_k.shape[2], device=q.device) < prompt_len[:B, None]
-    # the newest decoded token that each ring slot holds
-    newest, ring = (pos - prompt_len[:B])[:, None], whole.tail_k.shape[2]
-    tail = newest - (newest - torch.arange(ring, device=q.device)) % ring >= flushed
+    tail = held(pos - prompt_len[:B], whole.tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
     scaled = grouped if packed.alpha is None else (grouped * packed.alpha[:B, :, None]).to(q.dtype)

@@ -25,3 +25,19 @@ def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool:
     if pool > 1:
         mass = F.max_pool1d(mass, pool, stride=1, padding=pool // 2)
     return mass.masked_fill((t >= lengths[:, None])[:, None], float("-inf"))
+
+
+def best_tokens(scores: Tensor, n: int) -> Tensor:
+    """The n tokens of the highest scores, best first: [..., S] -> int64 [..., min(n, S)].
+
+    Pooling makes equal scores: a stable sort takes the same tokens of them, the first, however far a batch is padded.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+
+
+def best_in_order(scores: Tensor, n: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The best count [B] <= n tokens of each row in the order of the text: scores [B, S] -> int64 [B, n], and which of
+    these are there, the first count: bool [B, n]."""
+    S, ranked = scores.shape[1], best_tokens(scores, n)
+    there = torch.arange(ranked.shape[1], device=scores.device) < count[:, None]
+    return torch.where(there, ranked, S).sort(-1).values.clamp(max=S - 1), there

@@ -71,6 +71,17 @@ def budget_select(
     return topk_select(scores, filled[:, None], k, wanted[:, None].expand(scores.shape[:2]))
 
 
+def with_run(idx: Tensor, count: Tensor, first: Tensor, last: int, k: int) -> Tensor:
+    """The first count [B, H] of a list idx [B, H, n], and behind them the slots from first [B] on -> [B, H, k].
+
+    The run ends where the list does; no slot is above `last`.
+    """
+    i, n = torch.arange(k, device=idx.device), idx.shape[2]
+    both = ((first[:, None] - count)[..., None] + i).clamp(max=last)
+    both[..., :n] = torch.where(i[:n] < count[..., None], idx, both[..., :n])
+    return both
+
+
 # ---- rows that fit into the registers of a program ----
 
 

@@ -15,18 +15,21 @@ from kernels.sign_codes import SUB, codebook, pack_codes, sign_codes, sign_patte
 from kernels.splits import split_count
 
 
-def key_range(k: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def key_range(k: Tensor, lengths: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean of every channel over a prompt's keys (eq. 5), and the largest magnitude of the centred channel (eq. 12).
 
-    k [B, H, S, D], of which the first lengths [B] >= 1 count -> two fp32 [B, H, D].
+    k [B, H, S, D], of which the first lengths [B] >= 1 count; mean [B, H, D], if given, is that of other keys
+    -> two fp32 [B, H, D].
     """
     if use_triton(k):
-        mean, low, high = torch.ops.kv_fast.key_range(k, lengths)
+        own, low, high = torch.ops.kv_fast.key_range(k, lengths)
+        mean = own if mean is None else mean
         largest, alpha = torch.maximum(-low, high).amax(2, keepdim=True), torch.maximum(high - mean, mean - low)
     else:
         keep = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, :, None]
         inside = torch.where(keep, k, 0)
-        mean = inside.sum(2, dtype=torch.float32) / lengths.view(-1, 1, 1)
+        if mean is None:
+            mean = inside.sum(2, dtype=torch.float32) / lengths.view(-1, 1, 1)
         largest = inside.abs().amax((2, 3)).float()[..., None]
         alpha = torch.where(keep, k.float() - mean[:, :, None], 0).abs().amax(2)
     # The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded later, which
@@ -45,6 +48,19 @@ def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tenso
     x, valid = k.float() - mean[:, :, None], torch.arange(k.shape[2], device=k.device) < lengths[:, None]
     codes = sign_codes(x)
     return pack_codes(codes), codebook(x, codes, valid)
+
+
+def encode_others(k: Tensor, mean: Tensor, lengths: Tensor, left_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Centroids (eq. 4) and largest magnitudes (eq. 12) of the keys that are not left out, about the mean of all.
+
+    k, mean and lengths as in `encode_keys`, left_out [B, H, n] int64, of a prompt of more than n tokens; a shorter one
+    has none left out -> fp32 [B, H, D / 4, 16, 4], fp32 [B, H, D].
+    """
+    many, out = lengths > left_out.shape[2], torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
+    out.scatter_(2, left_out, many[:, None, None].expand_as(left_out))
+    order = out.sort(dim=-1, stable=True).indices  # those left out behind all others, even behind padding
+    rest, n = k.gather(2, order[..., None].expand_as(k)), lengths - many * left_out.shape[2]
+    return encode_keys(rest, mean, n)[1], key_range(rest, n, mean)[1]
 
 
 # ---- Triton ----

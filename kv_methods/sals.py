@@ -10,25 +10,26 @@ newest tokens wait in a ring at half compression. At D = 128: 144 of 512 bytes a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from cache.base import Attended, KVMethod, knob
 from cache.budget import Selection
-from cache.statistic import Statistic, principal
+from cache.latents import LatentStore
+from cache.packed import check_groups
+from cache.statistic import Statistic, principal, principal_of_heads
 from errors import InputError
-from kernels.latent import LatentTokens, append_token, store_prompt, write_tokens
+from kernels.latent import append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
-from kernels.latent_score import latent_score
-from kernels.quantize import GROUP
+from kernels.latent_score import latent_mass, latent_score
 from kernels.select import budget_select
 
 SIZES = {
     "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7
     "sals-12.5": dict(rank=0.125, value_bits=2),  # "SALS-12.5%"
 }
-BUDGETS = {
+BUDGETS: dict[str, dict[str, Any]] = {
     "": {},  # 1/8 of the text, Tables 5-7
     "-gsm8k": dict(budget=0.25, budget_of="rest", sinks=0, recent=128),  # GSM8K and CoQA, Table 2 (Sec. 5.2)
     "-4k": dict(budget=512, sinks=16, recent=64),  # LLaMA2-7B, Tables 3 and 4 (Sec. 5.2)
@@ -51,11 +52,8 @@ class JointKeys(Statistic):
         return dict(eigenvalues=values, basis=basis)
 
     def take_heads(self, tensors, kv_heads, n_kv_head):
-        """From the sub-block of K^T K, which basis and eigenvalues hold exactly."""
-        values, basis = tensors["eigenvalues"].double(), tensors["basis"].double()
-        blocks = ((basis * values) @ basis.T).unflatten(0, (n_kv_head, -1)).unflatten(2, (n_kv_head, -1))
-        out = self.finish(dict(k=blocks[kv_heads][:, :, kv_heads].flatten(2).flatten(0, 1)))
-        return {part: t.float() for part, t in out.items()}
+        values, basis = principal_of_heads(tensors["eigenvalues"], tensors["basis"], kv_heads, n_kv_head)
+        return dict(eigenvalues=values.float(), basis=basis.float())
 
 
 class Sals(KVMethod):
@@ -92,71 +90,40 @@ class Sals(KVMethod):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.width = shape.n_kv_head * shape.head_dim  # n*D
-        if args.value_bits < 16 and shape.head_dim % GROUP:
-            raise InputError(
-                f"sals with {args.value_bits}-bit values needs a head_dim divisible by {GROUP}, this model has "
-                f"{shape.head_dim}: use value_bits=16"
-            )
-        self.rank = round(args.rank * self.width)  # r
-        self.score_rank = max(1, round(self.rank * args.score_rank))  # r*
-        if not self.rank:
-            raise InputError(f"sals: rank {args.rank} of {self.width} channels leaves no coordinate, raise it")
-        T = shape.max_seq_len
-        # Sec. 5.1: the most recent tokens "are compressed by only 50%"
-        self.ring_slots, self.ring_rank = min(args.recent, T), round(max(args.rank, 0.5) * self.width)
-        self.ring_bits = max(8, args.value_bits)
+        if args.value_bits < 16:
+            check_groups(f"sals with {args.value_bits}-bit values", shape.head_dim, ": use value_bits=16")
+        width, T = shape.n_kv_head * shape.head_dim, shape.max_seq_len  # n*D
+        rank = round(args.rank * width)  # r
+        self.score_rank = max(1, round(rank * args.score_rank))  # r*
+        if not rank:
+            raise InputError(f"sals: rank {args.rank} of {width} channels leaves no coordinate, raise it")
         self.selection = args.selection()
         self.k_static, self.dense = self.selection.of(T), self.selection.is_all(T)  # dense: nothing to score
-        # r* and r - r* apart: the score pass reads whole rows of the first, and nothing else
-        where, ring = (shape.max_batch, T), (shape.max_batch, self.ring_slots)
-        self.k_lead = self.buffer("k_lead", (*where, self.score_rank))
-        self.k_rest = self.buffer("k_rest", (*where, self.rank - self.score_rank))
-        self.ring_k = self.buffer("ring_k", (*ring, self.ring_rank))
-        for name, slots, bits in (("v", where, args.value_bits), ("ring_v", ring, self.ring_bits)):
-            if bits == 16:
-                self.buffer(name, (*slots, self.width))
-            else:
-                self.buffer(name, (*slots, self.width * bits // 8), torch.uint8)
-                self.buffer(f"{name}_params", (*slots, self.width // GROUP, 2), torch.float16)
+        # tokens that have left the ring, slot = position: the last `recent` slots are never of use to a token
+        self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
+        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%"
+        ring_rank = round(max(args.rank, 0.5) * width)
+        self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
-        U = calib.get(layer, "sals.basis")[:, : self.ring_rank] if calib else None
-        self.basis = self.constant("basis", (self.ring_rank, self.width), None if U is None else U.T)
-
-    @property
-    def store(self):
-        """Tokens that have left the ring; slot = position. The last `recent` slots are never of use to a token."""
-        return LatentTokens((self.k_lead, self.k_rest), self._values("v"), self.args.value_bits)
-
-    @property
-    def ring(self):
-        """The newest tokens; slot = position mod ring_slots."""
-        return LatentTokens((self.ring_k,), self._values("ring_v"), self.ring_bits)
-
-    def _values(self, name):
-        names = (name, f"{name}_params")
-        return tuple(self.get_buffer(n) for n in names if n in self._buffers)
+        U = calib.get(layer, "sals.basis")[:, :ring_rank] if calib else None
+        self.basis = self.constant("basis", (ring_rank, width), None if U is None else U.T)
 
     # ---- the prompt ----
 
     def compress(self, q, k, v, lengths):
-        store_prompt(self.store, self.basis, k, v, lengths)  # eq. 1
-        # in a prompt shorter than the ring, the slots of negative positions hold what is not attended to
-        newest = lengths[:, None] - 1 - torch.arange(self.ring_slots, device=k.device)
-        row, at = torch.arange(len(k), device=k.device)[:, None], newest.clamp(min=0)
-        k, v = (x.transpose(1, 2)[row, at].flatten(2) for x in (k, v))
-        write_tokens(self.ring, row, newest % self.ring_slots, k @ self.basis.T, v)
+        store_prompt(self.store.tokens, self.basis, k, v, lengths)  # eq. 1
+        store_newest(self.ring.tokens, self.basis, k, v, lengths)
 
     # ---- one token per row: Algorithm 1 ----
 
     def append(self, k, v, pos):
-        append_token(self.ring, self.store, k.flatten(1) @ self.basis.T, v.flatten(1), pos)  # lines 2-3
+        append_token(self.ring.tokens, self.store.tokens, k.flatten(1) @ self.basis.T, v.flatten(1), pos)  # lines 2-3
 
     def select(self, q, pos):
         """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
         if self.dense:
             return None, None
-        n = self.ring_slots
+        n = self.ring.slots
         wanted = (self.selection.at(pos + 1) - n).clamp(min=0)
         return budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
@@ -165,49 +132,38 @@ class Sals(KVMethod):
         B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
         if self.args.score == "sum":  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
-            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.k_lead, pos - self.ring_slots)
+            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
-        T, t = self.shape.max_seq_len, torch.arange(self.shape.max_seq_len + self.ring_slots, device=q.device)
-        stored = latent_score(latent_q, self.k_lead, pos - self.ring_slots)
-        products = torch.cat((stored, latent_score(latent_q, self.ring_k[..., : self.score_rank])), -1)
-        held = torch.where(t < T, t <= pos[:, None] - self.ring_slots, t - T <= pos[:, None])[:, None]
-        logits = torch.where(held, products * D**-0.5, float("-inf"))
-        return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
+        return latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
 
     def attend(self, q, idx, count, pos):
-        if idx is not None:
-            idx, count = idx[:, 0], count[:, 0]
-        q, cos, sin = self.rope.rotate(q, pos), self.rope.cos, self.rope.sin
-        return latent_attention(q, self.basis, self.ring, self.store, pos, idx, count, cos, sin)  # lines 6-9
+        return latent_attention(self.rope.rotate(q, pos), **self._read(idx, count, pos))  # lines 6-9
 
     def attended(self, q, idx, count, pos):
+        k, v, at, there = expand_tokens(**self._read(idx, count, pos), head_dim=q.shape[2])
+        return Attended.of(self.rope.rotate(q, pos), (torch.where(there, at, -2), k, v))
+
+    def _read(self, idx, count, pos):
+        """What is read of the cache, as the kernels take it: one list for all heads."""
         if idx is not None:
             idx, count = idx[:, 0], count[:, 0]
-        tables = self.rope.cos, self.rope.sin
-        k, v, at, there = expand_tokens(self.basis, self.ring, self.store, pos, idx, count, *tables, q.shape[2])
-        at = torch.where(there, at, -2)[:, None].expand(k.shape[:3])
-        return Attended(at, self.rope.rotate(q, pos), k, v)
+        stored = dict(basis=self.basis, ring=self.ring.tokens, store=self.store.tokens)
+        return dict(**stored, pos=pos, idx=idx, count=count, cos=self.rope.cos, sin=self.rope.sin)
 
     # ---- accounting ----
 
-    def token_bytes(self, rank, bits):
-        """Of one token, all KV heads."""
-        b = self.shape.dtype.itemsize
-        return rank * b + (self.width * b if bits == 16 else self.width * bits // 8 + self.width // GROUP * 2 * 2)
-
     def card_nbytes(self):
-        s = self.shape
-        stored = s.max_seq_len * self.token_bytes(self.rank, self.args.value_bits)
-        ring = self.ring_slots * self.token_bytes(self.ring_rank, self.ring_bits)
-        return s.max_batch * (stored + ring) + self.ring_rank * self.width * s.dtype.itemsize
+        row = sum(part.slots * part.token_bytes for part in (self.store, self.ring))
+        return self.shape.max_batch * row + self._basis_bytes()
+
+    def _basis_bytes(self):
+        return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize
 
     def traffic(self, pos):
         """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once."""
-        s, a = self.shape, self.args
-        recent = min(pos + 1, self.ring_slots)
-        chosen = self.selection.of(pos + 1) - recent
-        scored = 0 if self.dense else pos + 1 - (recent if a.score == "sum" else 0)
+        s, recent = self.shape, min(pos + 1, self.ring.slots)
+        scored = 0 if self.dense else pos + 1 - (recent if self.args.score == "sum" else 0)
         row = scored * self.score_rank * s.dtype.itemsize
-        row += chosen * self.token_bytes(self.rank, a.value_bits)
-        row += min(pos + 1, self.ring_slots + 1) * self.token_bytes(self.ring_rank, self.ring_bits)  # one leaves it
-        return s.max_batch * row + self.ring_rank * self.width * s.dtype.itemsize
+        row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
+        row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one leaves it
+        return s.max_batch * row + self._basis_bytes()

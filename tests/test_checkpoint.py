@@ -190,7 +190,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "layer too many": (lambda f: change_config(f, num_hidden_layers=1), r"unexpected tensor model\.layers\.1\."),
     "unexpected tensor": (
         weights(lambda w: w.update({"a.b": torch.ones(2)})),
-        r"unexpected tensor a\.b in .*safetensors",
+        r"unexpected tensor a\.b in ",
     ),
     "unexpected bias": (
         weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
@@ -207,7 +207,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "transposed": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].T.contiguous()})), rf"{K_PROJ} .* shape \[32, 16\]"),
     "vocabulary of another size": (lambda f: change_config(f, vocab_size=65), r"shape \[64, 32\], expected \[65, 32\]"),
     "integer weights": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})), K_PROJ),
-    "shard missing": (remove_shard, r"index\.json names model-00002-of-00002\.safetensors"),
+    "shard missing": (remove_shard, r"index\.json names 'model-00002-of-00002\.safetensors"),
     "shard truncated": (truncate_shard, r"cannot read .*model-00002-of-00002\.safetensors"),
     "no weight_map": (sharded(lambda i: i.pop("weight_map")), r"index\.json has no weight_map"),
     "weight_map empty": (sharded(lambda i: i.update(weight_map={})), r"index\.json has no weight_map"),
@@ -215,12 +215,15 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "weight_map to a number": (sharded(lambda i: i["weight_map"].update({EMBED: 3})), r"index\.json"),
     "weight_map to nothing": (sharded(lambda i: i["weight_map"].update({EMBED: ""})), r"index\.json"),
     "index not JSON": (write("model.safetensors.index.json", "{"), r"index\.json as JSON"),
-    "shard in the parent": (shard_outside("../x.safetensors"), r"x\.safetensors, which is not in the folder"),
+    "shard in the parent": (shard_outside("../x.safetensors"), r"x\.safetensors', which is not in the folder"),
     "shard in a sibling": (
         shard_outside("../sub/x.safetensors", "sub/x.safetensors"),
-        r"x\.safetensors, which is not in the folder",
+        r"x\.safetensors', which is not in the folder",
     ),
-    "shard by way of a folder": (shard_outside("y/../../x.safetensors"), r"x\.safetensors, which is not in the folder"),
+    "shard by way of a folder": (
+        shard_outside("y/../../x.safetensors"),
+        r"x\.safetensors', which is not in the folder",
+    ),
     "config of many brackets": (write("config.json", '{"a":' + "[" * 10_000), r"config\.json as JSON"),
     "config with a number of 5000 digits": (write("config.json", '{"a":' + "1" * 5000 + "}"), r"config\.json as JSON"),
     "index of many brackets": (
@@ -229,7 +232,10 @@ BROKEN = {  # what is done to the folder -> what the message must name
     ),
     "a billion layers": (lambda f: change_config(f, num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
     "a number of no int64": (lambda f: change_config(f, hidden_size=2**70), r"hidden_size is 1180591620717411303424"),
-    "float8 weights": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.float8_e4m3fn)})), K_PROJ + " .* is F8"),
+    "float8 weights": (
+        weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.float8_e4m3fn)})),
+        K_PROJ + " .* is float8",
+    ),
     "NaN in weights": (weights(lambda w: w[K_PROJ][3].fill_(torch.nan)), K_PROJ + r" in .* holds NaN or infinity"),
     "infinity in weights": (weights(lambda w: w[EMBED][3, :1].fill_(torch.inf)), EMBED + r" in .* holds NaN or inf"),
     "infinities that cancel": (
@@ -267,7 +273,7 @@ def test_missing_folder(tmp_path):
     with pytest.raises(InputError, match="config.json is missing"):
         load_checkpoint(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="file not found"):
+    with pytest.raises(InputError, match="file is no GGUF file"):
         load_checkpoint(tmp_path / "file")
 
 
@@ -312,7 +318,6 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
         "partial_rotary_factor",
     ),
-    "quantized": (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
     "soft capping": (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     "final soft capping": (dict(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "logit scale": (dict(logit_scale=0.25), "logit_scale"),

@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cache import lowrank
 from cache.calibration import RandomCalibration
 from cache.spec import knob_names, parse_spec, presets, resolve
 from engine import Sampling
 from kernels import backend, offload, splits
 from kv_methods import double_sparsity_offload
-from kv_methods.ojakv import OjaKV
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
@@ -49,26 +49,31 @@ SETTINGS = [
 LABELS = {"store_labels", "label_score", "budget_select"}
 FETCH = {"fetch_rows", "await_rows", "packed_gather_attention"}
 RAZOR = {"packed_attention", "replace_token"}
-STEP = dict(
-    full={"decode_attention"},
-    streaming={"decode_attention"},
-    oracle={"budget_select", "gather_attention"},
-    random={"budget_select", "gather_attention"},
-    double_sparsity=LABELS | {"gather_attention"},
-    double_sparsity_offload=LABELS | FETCH,
-    ojakv={"lowrank_attention"},
-    razor=RAZOR | {"decode_attention"},
-    sals={"append_token", "latent_score", "budget_select", "latent_attention"},
-    self_index={"lut_score", "budget_select", "packed_gather_attention"},
-) | {
-    "flexgen": FETCH,
-    "double_sparsity,label_bits=16": {"latent_score", "budget_select", "gather_attention"},
-    "double_sparsity_offload,label_bits=16": {"latent_score", "budget_select"} | FETCH,
-    "razor-none": RAZOR,
-    "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
-    "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
-    "sals,budget=1.0": {"append_token", "latent_attention"},
-}
+STEP = (
+    dict(
+        full={"decode_attention"},
+        streaming={"decode_attention"},
+        oracle={"budget_select", "gather_attention"},
+        random={"budget_select", "gather_attention"},
+        double_sparsity=LABELS | {"gather_attention"},
+        double_sparsity_offload=LABELS | FETCH,
+        ojakv={"lowrank_attention"},
+        razor=RAZOR | {"decode_attention"},
+        sals={"append_token", "latent_score", "budget_select", "latent_attention"},
+        self_index={"lut_score", "budget_select", "packed_gather_attention"},
+    )
+    | {
+        "flexgen": FETCH,
+        "double_sparsity,label_bits=16": {"latent_score", "budget_select", "gather_attention"},
+        "double_sparsity_offload,label_bits=16": {"latent_score", "budget_select"} | FETCH,
+        "razor-none": RAZOR,
+        "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
+        "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
+        "sals,budget=1.0": {"append_token", "latent_attention"},
+    }
+    | {f"sals-{size}-{n}": {"append_token", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
+)
+# the presets of the last line have a budget larger than the context here
 PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
@@ -164,7 +169,7 @@ def gpu(monkeypatch):
     mapped = lambda size, dtype, device: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
     monkeypatch.setattr(double_sparsity_offload, "host_buffer", mapped)
     # what a calibration says decides about shapes: it is real
-    for owner, name in ((RandomCalibration, "get"), (RandomCalibration, "stack"), (OjaKV, "_rank")):
+    for owner, name in ((RandomCalibration, "get"), (RandomCalibration, "stack"), (lowrank, "rank_of")):
         monkeypatch.setattr(owner, name, really(getattr(owner, name)))
     heads = really(lambda method, mask=Razor._protected: mask(method).nonzero().flatten().tolist())
     path = "nonzero.return_value.flatten.return_value.tolist.return_value"

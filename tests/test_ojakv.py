@@ -490,9 +490,10 @@ def test_energy_rule(share):
     assert 1 < r_k < 64 and 1 < r_v < 64 and r_k != r_v
     small, large = (layer(dict(energy=share), 2, 3, 64, 2, T, calib) for T in (256, 384))
     assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 128 * 2 * 3 * (r_k + r_v) * 4
-    assert (small.r_k, small.r_v) == (r_k, r_v)
-    sizes = {name: [small.nbytes()[f"{x}_{name}"] for x in "kv"] for name in ("lat", "basis", "calibrated")}
-    assert all(k * r_v == v * r_k for k, v in sizes.values()), "every buffer is of its own rank"
+    assert (small.keys.rank, small.values.rank) == (r_k, r_v)
+    for name in ("latents", "current", "calibrated"):
+        k, v = (small.nbytes()[f"{x}.{name}"] for x in ("keys", "values"))
+        assert k * r_v == v * r_k, "every buffer is of its own rank"
     assert large.traffic(300) - large.traffic(299) == 2 * 3 * (r_k + r_v) * 4
 
 
@@ -525,17 +526,25 @@ def test_a_known_limit_is_decoded_to_its_end(keep, prompt):
     shape = args.cache_shape(0, 1, prompt + new, torch.float32, "cpu", new)
     method = ojakv()(make_args(ojakv(), knobs), shape, 0, args.rotary(1, prompt + new), calib)
     decode_all(method, x, prompt, new)
-    assert method.stored.item() <= method.cap < method.stored.item() + 6 + 16
+    assert method.stored.item() <= method.keys.slots < method.stored.item() + 6 + 16
     unlimited = layer(knobs | dict(room=new), 2, 2, 32, 1, prompt + new, calib)
     decode_all(unlimited, x, prompt, new)
     n = method.stored.item()
-    assert torch.equal(method.k_lat[..., :n], unlimited.k_lat[..., :n])
+    assert torch.equal(method.keys.latents[..., :n], unlimited.keys.latents[..., :n])
 
 
 def test_without_a_limit_room_is_what_may_be_decoded():
     *x, calib = numbers(0, 2, 2, 32, 1, 140)
     with pytest.raises(InputError, match="max_new_tokens, or with a room of more than 30"):
         decode_all(layer(SHORT | dict(keep=0.1, room=30), 2, 2, 32, 1, 140, calib), x, 20, 120)
+
+
+def test_exempt_tokens_need_no_slot_of_the_store():
+    """What is kept counts them, but the store holds none: here 10 of 30 tokens, in 16 slots."""
+    *x, calib = numbers(0, 2, 2, 32, 1, 60)
+    method = layer(dict(keep=30, n_start=10, n_recent=10, room=0), 2, 2, 32, 1, 64, calib)
+    decode_all(method, x, 60, 0)
+    assert method.stored.item() == 10 and method.keys.slots == 16
 
 
 def test_the_two_savings_multiply():

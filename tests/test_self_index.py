@@ -102,10 +102,10 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=1e-3):
         for i in range(h):
             group = slice(i * g, i * g + g)
             for nudge in NUDGES:
-                taken = method.sink_idx[b, i, : min(n, method.n_sink)].tolist()
+                taken = method.sinks.idx[b, i, : min(n, method.sinks.n)].tolist()
                 head = SelfIndexHead(at[b][0][group, :n], at[b][1][i, :n], at[b][2][i, :n], **asdict(method.args),
                                      max_seq_len=T, nudge=nudge, sink_set=taken)  # fmt: skip
-                check_top(head.snapkv, taken, min(n, method.n_sink), 1e-4, f"sinks of row {b} head {i}")
+                check_top(head.snapkv, taken, min(n, method.sinks.n), 1e-4, f"sinks of row {b} head {i}")
                 heads[b, i, nudge] = head
     for step in range(steps):
         pos = length + step
@@ -152,7 +152,7 @@ def compare_at_some_seed(knobs, shape, lengths, first=0):
 def test_equals_the_oracle(case):
     knobs, shape, lengths = CASES[case]
     method = compare_at_some_seed(knobs, shape, lengths)
-    assert method._flushed > 0 or method.tail > STEPS
+    assert method.tail.moved > 0 or method.tail.size > STEPS
 
 
 @pytest.mark.parametrize("case", ["default-64-sinks", "4-bits", "16-bits", "no-sign"])
@@ -193,7 +193,7 @@ MUTANTS = {
     "steps too long": (packed_gather_attention, "unpack_units", lambda f: lambda p, s, *rest: f(p, s * 1.02, *rest)),
     "flush shifts by one": (
         SelfIndex, "_store",
-        lambda f: lambda m, at, *kv: f(m, (*at[:2], at[2] + 1) if m._flushed else at, *kv),
+        lambda f: lambda m, at, *kv: f(m, (*at[:2], at[2] + 1) if m.tail.moved > m.tail.flush else at, *kv),
     ),
     "flush one step late": (SelfIndex, "maintain", lambda f: lambda m, step: f(m, step - 1)),
     "tail forgets the newest": (SelfIndex, "attend", lambda f: lambda m, q, i, c, pos: f(m, q, i, c, pos - 1)),
@@ -214,7 +214,8 @@ def _no_empty(f, x, codes, valid):
 
 
 def _shifted(method, idx, count):
-    return torch.where(idx >= method.prompt_len[: len(idx), None, None], idx - method.flushed.clamp(max=1), idx), count
+    decoded = idx >= method.tail.prompt_len[: len(idx), None, None]
+    return torch.where(decoded, idx - method.flushed.clamp(max=1), idx), count
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -239,7 +240,7 @@ def test_bytes_per_token(bits, size):
     small, large = (layer(dict(store_bits=bits), 4, 8, 128, 2, T, torch.bfloat16) for T in (1024, 2048))
     grown = {k: n - small.nbytes()[k] for k, n in large.nbytes().items()}
     assert sum(grown.values()) == 1024 * 2 * 8 * size
-    assert large.token_bytes() == size
+    assert large.token_bytes == size
     if bits == 2:
         assert 1 - size / (2 * 128 * 2) == pytest.approx(0.78, abs=0.005)
 
@@ -303,7 +304,7 @@ def test_index_without_sinks_ignores_them(rows):
     for b, n in enumerate(rows):
         for h in range(2):
             x = k[b, h, :n]
-            rest = [t for t in range(n) if t not in method.sink_idx[b, h].tolist()] if n > 8 else list(range(n))
+            rest = [t for t in range(n) if t not in method.sinks.idx[b, h].tolist()] if n > 8 else list(range(n))
             x = x[rest] - x.mean(0)
             assert torch.allclose(
                 method.alpha[b, h], x.abs().amax(0).maximum(1e-3 * k[b, h, rest].abs().max()), atol=1e-5
@@ -321,7 +322,7 @@ def test_sinks_by_the_last_query():
     for queries, favourite in ((1, 30), (32, 10)):
         method = layer(dict(sinks=7, budget=20, sink_queries=queries), 1, 1, d, 1, 128)
         method.compress(q, k, v, torch.tensor([n]))
-        assert sorted(method.sink_idx.flatten().tolist()) == list(range(favourite - 3, favourite + 4))
+        assert sorted(method.sinks.idx.flatten().tolist()) == list(range(favourite - 3, favourite + 4))
 
 
 def test_codebook_of_empty_cells_is_finite():
@@ -374,7 +375,7 @@ def test_sinks_do_not_depend_on_padding():
     for S in (64, 65, 130, 200):
         method = layer(dict(sinks=6, budget=20), 2, 2, 32, 1, 200)
         method.prefill(q[:1, :, :S], k[:1, :, :S], v[:1, :, :S], torch.tensor([64]))
-        taken.append(method.sink_idx.sort(-1).values.clone())
+        taken.append(method.sinks.idx.sort(-1).values.clone())
     assert all(torch.equal(t, taken[0]) for t in taken)
 
 

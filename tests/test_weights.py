@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
 import pytest
 import torch
+from formats_files import pack_gptq, random_codes, sentencepiece_vocab, write_folder, write_gguf
+from gguf import GGMLQuantizationType as Q
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cache.spec import method_class, method_files
 from checkpoint import _load_targets, args_from_hf, load_checkpoint, save_checkpoint_tensors
 from engine import LLM
 from errors import InputError
+from formats import open_checkpoint
 from kernels import linear as K
 from model import ModelArgs, empty_transformer, random_transformer
+from runtime import TINY
 from weights import Codes, PackedLinear, WeightFormat, first_outputs, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
@@ -272,3 +277,69 @@ def test_llm_takes_them():
     llm = LLM(weights="int8", kv_dtype="bf16", method="self_index")
     (c,) = llm.generate("import os\nimport", max_new_tokens=6)
     assert len(c.tokens) == 6 and torch.bfloat16 in {t.dtype for t in llm.model.cache.buffers()}
+
+
+# ---- what users have on disk ----
+
+
+@pytest.fixture(scope="module")
+def as_gguf(tmp_path_factory):
+    """The shipped model as GGUF of a kind -> its path."""
+    config, tensors = json.loads((TINY / "config.json").read_text()), load_file(TINY / "model.safetensors")
+
+    @functools.cache
+    def make(kind):
+        path = tmp_path_factory.mktemp("gguf") / f"{kind.name}.gguf"
+        vocab = lambda w: (sentencepiece_vocab(w, TINY), w.add_add_space_prefix(False))  # noqa: E731
+        return write_gguf(path, config, tensors, kind, vocab)
+
+    return make
+
+
+def test_a_gguf_says_what_its_folder_says(as_gguf):
+    """Same greedy tokens and text; a method with a calibration is refused, as the file has no place for it."""
+    llms = [LLM(x) for x in (TINY, as_gguf(Q.F32))]
+    prompts = ["import os", "def main():\n    ", "The code for the red door is 5371."]
+    want, got = ([(c.text, c.tokens) for c in llm.generate(prompts, max_new_tokens=24)] for llm in llms)
+    assert got == want and len(got[0][1]) == 24
+    llms[1].use("sals")
+    with pytest.raises(InputError, match=r"no place.*Hugging Face folder"):
+        llms[1].generate("import os", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind, bits", [(Q.Q8_0, 8), (Q.Q4_0, 4)], ids=["Q8_0", "Q4_0"])
+def test_codes_of_a_gguf_are_held_as_they_are(as_gguf, kind, bits):
+    """Every weight of the model is the file's, to the bit; nothing is quantized again."""
+    path = as_gguf(kind)
+    model, file = load_checkpoint(path), dict(open_checkpoint(path).tensors())
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 4 * model.args.n_layer + 1 and {(m.bits, m.group) for m in layers} == {(bits, 32)}
+    held = save_checkpoint_tensors(model, torch.float32)
+    assert held.keys() == file.keys()
+    for name, t in file.items():
+        assert torch.equal(held[name], t.dequantize() if isinstance(t, Codes) else t.float()), name
+    ids = torch.randint(3, 2048, (1, 50))
+    want = load_checkpoint(path, how=WeightFormat.parse("int8"))(ids)  # of another format, where it is asked for
+    got = model(ids)
+    assert (got - want).abs().max() < 0.02 * want.abs().max()
+
+
+def test_gptq_runs_in_its_own_groups(tmp_path):
+    """4 bits in groups of 32 with zeros; the head, which is not quantized, in bf16."""
+    dense = save_checkpoint_tensors(random_transformer(args_from_hf(CONFIG), "cpu", torch.float32), torch.float32)
+    tensors, want = {}, {}
+    for i, (name, w) in enumerate(dense.items()):
+        if ".layers." in name and w.dim() == 2:
+            codes, zeros, scales, w = random_codes(w.shape[1], w.shape[0], 32, 4, False, seed=i)
+            tensors[name.removesuffix(".weight")] = pack_gptq(codes, zeros, scales * 0.1, 32, 4, 1)
+        else:
+            tensors[name] = w
+    said = dict(quant_method="gptq", bits=4, group_size=32, sym=False, desc_act=False, checkpoint_format="gptq")
+    folder = write_folder(tmp_path / "gptq", CONFIG, said, tensors)
+    model, file = load_checkpoint(folder), dict(open_checkpoint(folder).tensors())
+    want = {n: t.dequantize() if isinstance(t, Codes) else t.float() for n, t in file.items()}
+    held = save_checkpoint_tensors(model, torch.float32)
+    for name, w in want.items():
+        assert torch.equal(held[name], w.bfloat16().float() if "embed" in name or "lm_head" in name else w), name
+    exact = save_checkpoint_tensors(load_checkpoint(folder, how=WeightFormat.parse("fp32")), torch.float32)
+    assert all(torch.equal(exact[name], w) for name, w in want.items())

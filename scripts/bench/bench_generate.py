@@ -41,8 +41,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf, read_json  # noqa: E402
+from checkpoint import args_from_hf  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
+from formats.shards import read_object as read_json  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402

@@ -36,10 +36,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.base import KVMethod  # noqa: E402
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf, load_checkpoint, read_json  # noqa: E402
+from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
 from corpus import collect  # noqa: E402
 from engine import pad  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
+from formats.shards import read_object as read_json  # noqa: E402
 from model import Transformer  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
-from checkpoint import args_from_hf, load_checkpoint, read_json
+from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
+from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer, random_transformer
 from runtime import DTYPES, pick_dtype
 from scripts.shared.results import check_out
@@ -51,7 +52,7 @@ def add_precision(p: argparse.ArgumentParser) -> None:
     """--dtype, --weights, --head, --kv-dtype, as generate.py has them."""
     a = p.add_argument
     a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
-    a("--weights", metavar="W", help="bf16, int8, int4; with a group: int4:64, int8:channel (default: as --dtype)")
+    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
     a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
     a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
 

@@ -1,0 +1,55 @@
+"""Slots of vectors in 16, 8, 4 or 2 bits, a scale and a zero for every 32 channels: what quantizing methods store in.
+
+kernels/quantize.py says how they are packed; attention kernels read the parts as they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.base import CacheShape, Storage
+from errors import InputError
+from kernels.quantize import GROUP, quantize
+
+
+class PackedVectors(Storage):
+    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, width / 32, 2]; at 16 bits the vectors alone."""
+
+    data: Tensor  # at 16 bits [*slots, width] in the dtype of keys and values
+    params: Tensor | None
+
+    def __init__(self, shape: CacheShape, slots: tuple[int, ...], width: int, bits: int):
+        super().__init__(shape)
+        self.bits = bits
+        if bits == 16:
+            self.buffer("data", (*slots, width))
+            self.params, self.vector_bytes = None, width * shape.dtype.itemsize
+        else:
+            self.buffer("data", (*slots, width * bits // 8), torch.uint8)
+            self.buffer("params", (*slots, width // GROUP, 2), torch.float16)
+            self.vector_bytes = width * bits // 8 + width // GROUP * 2 * 2
+
+    def put(
+        self, at: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+    ) -> None:
+        """Store vectors x [..., width] at an index of the slots; mean, alpha and magnitude are those of `quantize`.
+
+        At 16 bits there is nothing to divide by or to take a sign from: only the mean is taken off.
+        """
+        if self.params is not None:
+            self.data[at], self.params[at] = quantize(x, self.bits, mean, alpha, magnitude)
+        else:
+            self.data[at] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """data and params; at 16 bits the vectors alone."""
+        return (self.data,) if self.params is None else (self.data, self.params)
+
+
+def check_groups(what: str, head_dim: int, instead: str = "") -> None:
+    """InputError where the channels of a head are not whole groups; instead: what to do."""
+    if head_dim % GROUP:
+        raise InputError(f"{what} needs a head_dim divisible by {GROUP}, this model has {head_dim}{instead}")

@@ -1,0 +1,121 @@
+"""Tokens in full precision beside a compressed store: a prompt's sinks, its first and last tokens, the newest ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.base import CacheShape, Storage
+from kernels.gather_attention import gather_rows
+from kernels.ring import held
+
+
+class Sinks(Storage):
+    """The same number of tokens of a prompt for every KV head, whichever are chosen."""
+
+    k: Tensor  # [B, Hkv, n, D]; of a shorter prompt the first slots, the others are to weigh 0
+    v: Tensor
+    idx: Tensor  # [B, Hkv, n] int64, where they stand
+
+    def __init__(self, shape: CacheShape, n: int):
+        super().__init__(shape)
+        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
+        self.n = n
+        self.buffer("k", size), self.buffer("v", size), self.buffer("idx", size[:3], torch.int64)
+
+    def put(self, idx: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """idx [B, Hkv, <= n], those past a prompt's end last, and their k and v [B, Hkv, <= n, D]."""
+        B, _, n = idx.shape
+        self.idx[:B, :, :n], self.idx[:B, :, n:] = idx.minimum(lengths.view(B, 1, 1) - 1), 0
+        self.k[:B, :, :n], self.v[:B, :, :n] = k, v
+
+    def position(self, prompt_len: Tensor) -> Tensor:
+        """[B, Hkv, n], -2 where nothing is."""
+        there = torch.arange(self.n, device=prompt_len.device) < prompt_len[:, None]
+        return torch.where(there[:, None], self.idx[: len(prompt_len)], -2)
+
+
+class Tail(Storage):
+    """Decoded tokens in a ring, behind slots of the prompt's own if there are some.
+
+    Between steps, once it is full, its oldest tokens move to a compressed store, `flush` at a time.
+    """
+
+    k: Tensor  # [B, Hkv, lead + size, D]: the token s steps behind the prompt in slot lead + s % size
+    v: Tensor
+    prompt_len: Tensor  # [B] int64
+
+    def __init__(self, shape: CacheShape, size: int, flush: int, lead: int = 0):
+        super().__init__(shape)
+        self.lead, self.size, self.flush = lead, size, flush
+        for name in "kv":
+            self.buffer(name, (shape.max_batch, shape.n_kv_head, lead + size, shape.head_dim))
+        self.buffer("prompt_len", (shape.max_batch,), torch.int64)
+        self.moved = 0  # decoded tokens that have moved
+
+    def put(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """One token per row, k and v [B, Hkv, D], in place of the oldest."""
+        row, slot = torch.arange(len(pos), device=pos.device), self.newest(pos)
+        self.k[row, :, slot], self.v[row, :, slot] = k, v
+
+    def newest(self, pos: Tensor) -> Tensor:
+        """The slot of the token at pos [B]."""
+        return self.lead + (pos - self.prompt_len[: len(pos)]) % self.size
+
+    def position(self, pos: Tensor) -> Tensor:
+        """[B, size] of the ring with the newest token at pos [B]; -2 where nothing is, or what has moved."""
+        prompt_len = self.prompt_len[: len(pos)]
+        step = held(pos - prompt_len, self.size)
+        return torch.where(step >= self.moved, step + prompt_len[:, None], -2)
+
+    def due(self, step: int) -> bool:
+        """Whether tokens must move after `step` decoded ones: the next one would overwrite the oldest."""
+        return step - self.moved >= self.size
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Let the oldest move -> their k and v [max_batch, Hkv, flush, D], and steps [flush] behind the prompt."""
+        step = torch.arange(self.flush, device=self.k.device) + self.moved
+        slot = self.lead + step % self.size
+        self.moved += self.flush
+        return self.k[:, :, slot], self.v[:, :, slot], step
+
+    def reset(self) -> None:
+        self.moved = 0
+        self.prompt_len.zero_()
+
+
+class Exempt(Tail):
+    """A prompt's first and last tokens, and behind them decoded ones, which all move at once."""
+
+    def __init__(self, shape: CacheShape, first: int, last: int, block: int):
+        super().__init__(shape, block, block, lead=min(first + last, shape.max_seq_len))
+        self.first, self.last = first, last
+
+    def mask(self, lengths: Tensor, S: int) -> Tensor:
+        """Which tokens of prompts of lengths [B], padded to S, are not in the middle: bool [B, S]."""
+        t = torch.arange(S, device=lengths.device)
+        return (t < self.first) | (t >= lengths[:, None] - self.last)
+
+    def put_prompt(self, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """k, v [B, Hkv, S, D], lengths [B]."""
+        B, S = len(k), k.shape[2]
+        self.prompt_len[:B] = lengths
+        at = self._place(min(self.lead, S), lengths).clamp(max=S - 1)[:, None]
+        n = at.shape[2]
+        self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, at), gather_rows(v, at)
+
+    def _place(self, n: int, lengths: Tensor) -> Tensor:
+        """[B, n]: slot i is token i, and then from the end; where first and last overlap, the prompt once."""
+        slot, middle = torch.arange(n, device=lengths.device), (lengths - self.first - self.last).clamp(min=0)
+        return torch.where(slot < self.first, slot, slot + middle[:, None])
+
+    def filled(self, pos: Tensor) -> Tensor:
+        """Which slots hold a token, the newest at pos [B]: bool [B, lead + size]."""
+        slot = torch.arange(self.lead + self.size, device=pos.device)
+        exempt = slot < self.prompt_len[: len(pos), None].clamp(max=self.lead)
+        return exempt | (slot >= self.lead) & (slot <= self.newest(pos)[:, None])
+
+    def position(self, pos: Tensor) -> Tensor:
+        """[B, lead + size], as in Tail."""
+        at = torch.cat((self._place(self.lead, self.prompt_len[: len(pos)]), super().position(pos)), 1)
+        return torch.where(self.filled(pos), at, -2)

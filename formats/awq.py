@@ -1,0 +1,62 @@
+"""AWQ as AutoAWQ's "gemm" version writes it: codes and zero points both packed along the output channels, interleaved.
+
+Per module: qweight int32 [in, out / 8]; scales fp16 [in / g, out]; qzeros int32 [in / g, out / 8]. The eight 4-bit
+numbers of a word, lowest bits first, are its channels 0, 2, 4, 6, 1, 3, 5, 7. w = scale * (code - zero). Reference:
+AutoAWQ 0.2.9, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+from formats.codes import Codes, grouped, nibbles
+from formats.settings import Settings
+from formats.shards import FLOATS, Shards, with_suffix
+
+PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of channels 0 to 7 in a word
+
+
+class AWQ:
+    """Reads a folder's modules. InputError if the settings are not those that are read exactly."""
+
+    def __init__(self, settings: Settings):
+        s = settings
+        s.one_of((4,), 4, "bits", "w_bit")
+        s.one_of((True,), True, "zero_point")
+        s.one_of(("gemm",), "gemm", "version", "format", "checkpoint_format")
+        if s.get("backend") == "llm-awq":
+            raise s.refuse("backend", "a checkpoint of AutoAWQ's gemm version")
+        self.group = s.group_size("group_size", "q_group_size")
+
+    def read(self, shards: Shards) -> Iterator[tuple[str, Tensor | Codes]]:
+        """(name, tensor) of everything; modules that were not converted have a plain weight."""
+        modules = set(with_suffix(shards, ".qweight"))
+        for name in shards:
+            module, _, part = name.rpartition(".")
+            if part == "qweight":
+                yield f"{module}.weight", self.weight(shards, module)
+            elif part not in ("qzeros", "scales") or module not in modules:
+                yield name, shards.get(name, FLOATS)
+
+    def weight(self, shards: Shards, module: str) -> Codes | Tensor:
+        """A module's weight [out, in]."""
+        where, by = shards.where(f"{module}.qweight"), f"{module}.qweight"
+        packed = shards.get(f"{module}.qweight", (torch.int32,))
+        scales = shards.get(f"{module}.scales", FLOATS, by)
+        zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
+        if packed.dim() != 2 or not packed.numel():
+            raise InputError(f"{where} has shape {list(packed.shape)}, expected a matrix: download it again")
+        inputs, words = packed.shape
+        group = self.group or inputs
+        expected = [inputs // group, 8 * words], [inputs // group, words]
+        if inputs % group or [list(scales.shape), list(zeros.shape)] != list(expected):
+            raise InputError(
+                f"{where} has {inputs} inputs and {8 * words} outputs, scales {list(scales.shape)} and qzeros "
+                f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
+            )
+        codes, zero = (nibbles(t)[..., PLACE].flatten(1).t() for t in (packed, zeros))
+        return grouped(where, codes, scales.t(), zero, 4)

@@ -1,0 +1,155 @@
+"""compressed-tensors, as llm-compressor writes it: pack-quantized, int-quantized, float-quantized, naive-quantized.
+
+Per module: weight_packed int32 [out, in * bits / 32] with weight_shape, or weight int8 or float8_e4m3fn [out, in];
+weight_scale [out, in / g] (group), [out, 1] (channel), [1] (tensor) or [out / b, in / c] (block, FP8 alone);
+weight_zero_point like the scales, packed along the outputs beside weight_packed, signed. w = scale * (code - zero).
+Which modules are quantized shows in the tensors, so that `ignore` and `targets` need no reading. Reference:
+compressed-tensors 0.20, compressors/pack_quantized, compressors/naive_quantized and quantization/lifecycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from errors import InputError, short
+from formats.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
+from formats.settings import Settings
+from formats.shards import FLOATS, Shards, with_suffix
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
+
+
+class CompressedTensors:
+    """Reads a folder's modules; `warning` says what the configuration asks for and this engine does not do."""
+
+    def __init__(self, settings: Settings):
+        s = settings
+        s.one_of(("compressed", "frozen"), "compressed", "quantization_status")
+        if s.get("format") != "mixed-precision":
+            s.one_of(FORMATS, None, "format")
+        if s.get("kv_cache_scheme"):
+            raise s.refuse("kv_cache_scheme", "none: choose a cache with --method")
+        sparsity = s.get("sparsity_config") or {}
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise s.refuse("sparsity_config", "none or format dense")
+        if s.get("transform_config"):
+            raise s.refuse("transform_config", "none: its rotations change what the layers compute")
+        groups = s.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            raise s.refuse("config_groups", "a group of quantized layers")
+        self.blocks: set[tuple[int, int]] = set()
+        self.bits: set[int] = set()
+        self.symmetric: set[bool] = set()
+        acts = [self._read_group(s, name, group) for name, group in groups.items()]
+        self.warning = (
+            f"{s.where}: {found[0]}-bit activations are asked for and not performed, the weights alone are quantized"
+            if (found := [a for a in acts if a])
+            else None
+        )
+
+    def _read_group(self, s: Settings, name: str, group: Any) -> int | None:
+        """Takes in a scheme; -> the bits of the activations it asks for."""
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            raise InputError(f"{s.where}: config_groups.{name} = {short(group)}, expected one with weights")
+        own, w = Settings(group, f"{s.where}: {name}"), Settings(group["weights"], f"{s.where}: {name}: weights")
+        own.one_of(FORMATS, "dense", "format")
+        kind = w.one_of(("int", "float"), "int", "type")
+        self.bits.add(w.one_of((4, 8) if kind == "int" else (8,), 8, "num_bits"))
+        self.symmetric.add(w.one_of((True, False), True, "symmetric"))
+        w.one_of(("weight", "static", False), False, "actorder")
+        strategy = w.one_of(("tensor", "channel", "group", "block"), "tensor", "strategy")
+        if strategy == "block":
+            shape = w.get("block_structure")
+            if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
+                raise w.refuse("block_structure", "two positive numbers")
+            self.blocks.add((shape[0], shape[1]))
+        acts = own.get("input_activations", "output_activations")
+        return acts.get("num_bits", 8) if isinstance(acts, dict) else 8 if acts else None
+
+    def read(self, shards: Shards) -> Iterator[tuple[str, Tensor | Codes]]:
+        """(name, tensor) of everything; modules that were ignored have a plain weight."""
+        packed = set(with_suffix(shards, ".weight_packed"))
+        modules = packed | set(with_suffix(shards, ".weight_scale"))
+        for name in shards:
+            module, _, part = name.rpartition(".")
+            if part == "weight_packed":
+                yield f"{module}.weight", self.packed(shards, module)
+            elif part == "weight" and module in modules:
+                if module in packed:
+                    raise InputError(f"{shards.where(name)} is there packed too: remove one")
+                yield name, self.plain(shards, module)
+            elif part == "weight_g_idx":
+                raise InputError(f"{shards.where(name)}: activation ordering by group is not supported")
+            elif part not in PARTS or module not in modules:
+                yield name, shards.get(name, FLOATS)
+
+    def packed(self, shards: Shards, module: str) -> Codes | Tensor:
+        """4 or 8 bits in words, each number plus half the range; -> [out, in]."""
+        by = f"{module}.weight_packed"
+        where, words = shards.where(by), shards.get(by, (torch.int32,))
+        scale = shards.get(f"{module}.weight_scale", FLOATS, by)
+        size = shards.get(f"{module}.weight_shape", (torch.int64, torch.int32), by).tolist()
+        if not isinstance(size, list) or len(size) != 2 or words.dim() != 2 or not all(0 < n < 1 << 31 for n in size):
+            raise InputError(f"{where} has shape {list(words.shape)} and weight_shape {size}, expected matrices")
+        out, n = size
+        fits = [b for b in sorted(self.bits) if list(words.shape) == [out, -(-n * b // 32)]]
+        if not fits:
+            raise InputError(f"{where} has shape {list(words.shape)}, which holds no [{out}, {n}] of "
+                             f"{' or '.join(map(str, sorted(self.bits)))} bits")  # fmt: skip
+        bits, zero = fits[0], None
+        scale = self.scales(scale, out)
+        if (z := self.zeros(shards, module, torch.int32)) is not None:
+            if list(z.shape) != [-(-out * bits // 32), scale.shape[1]]:
+                raise InputError(f"{where}: zero points {list(z.shape)} do not fit scales {list(scale.shape)}")
+            zero = unpack(z.t(), bits).flatten(1)[:, :out].t()
+        return grouped(where, unpack(words, bits).flatten(1)[:, :n], scale, zero, bits)
+
+    def plain(self, shards: Shards, module: str) -> Codes | Tensor:
+        """int8 -> Codes, or fp32 with zero points; float8_e4m3fn -> fp32."""
+        by = f"{module}.weight"
+        where, w = shards.where(by), shards.get(by)
+        scale = shards.get(f"{module}.weight_scale", FLOATS, by)
+        if w.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise InputError(f"{where} is {dtype_name(w)} beside a weight_scale, expected int8 or float8_e4m3fn")
+        if w.dim() != 2 or not w.numel():
+            raise InputError(f"{where} has shape {list(w.shape)}, expected a matrix")
+        if w.dtype == torch.float8_e4m3fn:
+            return self.float8(where, w, scale)
+        scale = self.scales(scale, len(w))
+        check(where, w, scale)
+        c = Codes(w, scale.float().contiguous(), None, 8)
+        if (zero := self.zeros(shards, module, torch.int8)) is None or not zero.any():
+            return c
+        check(where, w, scale, zero := self.scales(zero, len(w)))
+        return asymmetric(c, zero.short())
+
+    def zeros(self, shards: Shards, module: str, dtype: torch.dtype) -> Tensor | None:
+        """A module's zero points; InputError if they are missing where every scheme has them."""
+        name = f"{module}.weight_zero_point"
+        if name in shards or True not in self.symmetric:
+            return shards.get(name, (dtype,), f"{module}.weight")
+        return None
+
+    def float8(self, where: str, w: Tensor, scale: Tensor) -> Tensor:
+        """w [out, in] float8_e4m3fn times its scales -> fp32."""
+        if not w.float().isfinite().all():
+            raise InputError(f"{where} holds NaN: download it again")
+        for rows, cols in self.blocks:
+            if list(scale.shape) == [-(-w.shape[0] // rows), -(-w.shape[1] // cols)]:
+                check_finite(where, scale)
+                spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+                return w.float() * spread[: w.shape[0], : w.shape[1]]
+        scale = self.scales(scale, len(w))
+        check(where, w, scale)
+        return (w.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+
+    def scales(self, scale: Tensor, out: int) -> Tensor:
+        """Scales or zeros of a tensor [], [1] or [1, 1], a channel [out] or [out, 1], or of groups -> [out, n]."""
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(out, 1).contiguous()
+        return scale[:, None] if scale.dim() == 1 else scale

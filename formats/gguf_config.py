@@ -1,0 +1,174 @@
+"""A GGUF file's metadata -> the dictionary of a config.json, which checkpoint.args_from_hf reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from errors import short
+from formats.gguf_file import GGUFFile, rows_of
+from kernels.rope import RopeArgs, rope_inv_freq
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Keys that change the numbers and are not computed here, with the values that do not.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0, 1),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0,),
+    "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0, 1.0),
+    "attention.temperature_length": (0,),
+    "attention.sliding_window_pattern": (),
+    "rope.dimension_sections": (),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (-1.0, 1.0),
+}
+LLAMA3 = (1.0, 4.0, 8192)  # low_freq_factor, high_freq_factor, original context: of every model published with it
+
+
+def config_of(file: GGUFFile) -> dict[str, Any]:
+    """InputError names what is not supported; sizes are for args_from_hf to check."""
+    arch = file.text("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise file.error(f"unsupported architecture {short(arch)}: supported are {', '.join(ARCHITECTURES)}")
+    if (kind := file.text("general.type", "model")) != "model":
+        raise file.error(f"is a {short(kind)}, expected a model")
+    if file.number("split.count", 0) > 1:
+        raise file.error("is one part of several: join them with llama-gguf-split --merge")
+    for key, neutral in NEUTRAL.items():
+        value = file.metadata.get(f"{arch}.{key}")
+        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
+            raise file.error(f"sets {arch}.{key} = {short(value)}, which is not supported and changes the output")
+    dim, n_head = file.number(f"{arch}.embedding_length"), _heads(file, f"{arch}.attention.head_count")
+    context, n_layer = file.number(f"{arch}.context_length"), file.number(f"{arch}.block_count")
+    if not 0 < dim < 1 << 20 or not 0 < n_head <= dim:
+        raise file.error(f"has embedding_length {dim} and {n_head} heads: download it again")
+    head_dim = file.number(f"{arch}.attention.key_length", dim // n_head)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := file.number(f"{arch}.{key}", head_dim)) != head_dim:
+            raise file.error(f"sets {arch}.{key} = {other} beside a head_dim of {head_dim}, which is not supported")
+    if 0 < (window := file.number(f"{arch}.attention.sliding_window", 0)) < context:
+        raise file.error(f"sets {arch}.attention.sliding_window = {window}, which is not supported")
+    config = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "hidden_size": dim,
+        "num_hidden_layers": n_layer,
+        "num_attention_heads": n_head,
+        "num_key_value_heads": _heads(file, f"{arch}.attention.head_count_kv", n_head),
+        "head_dim": head_dim,
+        "intermediate_size": _heads(file, f"{arch}.feed_forward_length"),
+        "vocab_size": _vocab_size(file),
+        "max_position_embeddings": context,
+        "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _real(file, f"{arch}.rope.freq_base", 10_000.0),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": any(f"blk.0.attn_{x}.bias" in file.tensors for x in ("q", "output")),
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "torch_dtype": _dtype(file),
+    }
+    config["rope_scaling"] = _rope_scaling(file, arch, config)
+    if (key := "tokenizer.ggml.bos_token_id") in file.metadata:
+        config["bos_token_id"] = file.number(key)
+    if ids := stop_ids(file):
+        config["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+    return config
+
+
+def stop_ids(file: GGUFFile) -> list[int]:
+    """Ids that end an answer: of a text, of a turn and of a message."""
+    keys = [f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(file.number(k) for k in keys if k in file.metadata))
+
+
+def _heads(file: GGUFFile, key: str, default: int | None = None) -> int:
+    """A number that may be told for each layer, and must be the same in all."""
+    value = file.metadata.get(key)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and (value == value[0]).all():
+        return int(value[0])
+    return file.number(key, default)
+
+
+def _real(file: GGUFFile, key: str, default: float | None = None) -> float:
+    """The shortest decimal that is this fp32 number: 1e-05, as it was before the file held it in 32 bits."""
+    value = file.number(key, default, whole=False)
+    return float(str(np.float32(value))) if abs(value) < 1e30 else value
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise file.error("has no token_embd.weight: it holds no model, or a part of one")
+    rows = rows_of(file.tensors["token_embd.weight"])
+    if "tokenizer.ggml.tokens" in file.metadata and (n := len(file.texts("tokenizer.ggml.tokens"))) != rows:
+        raise file.error(f"has {n} tokens and embeddings of {rows}: convert it again")
+    return rows
+
+
+def _dtype(file: GGUFFile) -> str:
+    """What to compute in: the type of the matrices if they are floats, else bfloat16."""
+    types = {t.type for t in file.tensors.values() if len(t.shape) == 2}
+    return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
+
+
+def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Hugging Face's rope_scaling: linear and yarn by metadata, llama3 by the tensor of what it divides by."""
+    kind = file.text(f"{arch}.rope.scaling.type", "none")
+    factor = _real(file, f"{arch}.rope.scaling.factor", _real(file, f"{arch}.rope.scale_linear", 0.0))
+    scaled = kind != "none" and factor not in (0.0, 1.0)
+    if kind not in ("none", "linear", "yarn") or any(n.startswith("rope_factors") for n in file.tensors):
+        raise file.error(f"rope scaling {short(kind)} is not supported, expected none, linear, yarn or llama3's")
+    if "rope_freqs.weight" in file.tensors:
+        if scaled:
+            raise file.error(f"has rope_freqs.weight beside rope scaling {kind!r}, which is not supported")
+        return _llama3(file, config)
+    if not scaled:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if (key := f"{arch}.rope.scaling.original_context_length") in file.metadata:
+        yarn["original_max_position_embeddings"] = file.number(key)
+    for name in ("beta_fast", "beta_slow"):
+        if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
+            yarn[name] = _real(file, key)
+    return yarn
+
+
+def _llama3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
+    """rope_freqs.weight [D / 2] divides the inverse frequencies; the parameters that give these very numbers."""
+    t, D = file.tensors["rope_freqs.weight"], config["head_dim"]
+    if t.type != 0 or t.shape != (D // 2,) or config["rope_theta"] <= 0:
+        raise file.error(f"rope_freqs.weight has shape {list(t.shape)}, expected {D // 2} numbers in fp32")
+    found = torch.from_numpy(np.array(file.raw(t.name))).view(torch.float32).flatten()
+    if (found == 1).all():
+        return None
+    low, high, original = LLAMA3
+    factor = float(found.max())
+    if math.isfinite(factor) and factor > 1:
+        base = RopeArgs(config["rope_theta"])
+        scaled = RopeArgs(base.theta, "llama3", factor, low, high, original)
+        plain, _ = rope_inv_freq(base, D, original)
+        divided, _ = rope_inv_freq(scaled, D, original)
+        if torch.allclose(found, plain / divided, rtol=1e-5, atol=0):
+            return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                    "original_max_position_embeddings": original}  # fmt: skip
+    raise file.error(f"rope_freqs.weight is not llama3's scaling with frequency factors {low}, {high} and an original "
+                     f"context of {original}, which alone is supported")  # fmt: skip

@@ -1,0 +1,98 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: codes packed along the input channels, zero points along the outputs.
+
+Per module: qweight int32 [in / n, out], n = 32 / bits, lowest bits first; scales fp16 [in / g, out]; qzeros int32
+[in / g, out / n]; g_idx int32 [in], the group of each input. w = scale * (code - zero). Version 1 (`checkpoint_format`
+"gptq") stores zero - 1, version 2 ("gptq_v2") stores zero. Reference: GPTQModel 7.7,
+nn_modules/qlinear and utils/model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from errors import InputError, short
+from formats.codes import Codes, grouped, unpack
+from formats.settings import Settings
+from formats.shards import FLOATS, Shards, with_suffix
+
+PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
+
+
+class GPTQ:
+    """Reads a folder's modules. InputError if the settings are not those that are read exactly."""
+
+    def __init__(self, settings: Settings):
+        s = settings
+        self.bits: int = s.one_of((4, 8), None, "bits")
+        self.group = s.group_size("group_size")
+        s.one_of((True, False), True, "sym")
+        s.one_of((False,), False, "desc_act")
+        s.one_of(("int32",), "int32", "pack_dtype")
+        s.one_of((False,), False, "is_marlin_format")
+        self.first = s.one_of(("gptq", "gptq_v2"), "gptq", "checkpoint_format", "format") == "gptq"
+        for pattern, change in (s.get("dynamic") or {}).items() if isinstance(s.get("dynamic"), dict) else ():
+            if change:  # an empty one leaves modules as they are, which shows in the tensors
+                raise InputError(f"{s.where}: dynamic gives {short(pattern)} other settings, which is not supported")
+
+    def read(self, shards: Shards, biased: set[str] | None = None) -> Iterator[tuple[str, Tensor | Codes]]:
+        """(name, tensor) of everything; biases of zeros that the model has not (AutoGPTQ writes them) are left out."""
+        modules = set(with_suffix(shards, ".qweight"))
+        for name in shards:
+            module, _, part = name.rpartition(".")
+            if part == "qweight":
+                yield f"{module}.weight", self.weight(shards, module)
+            elif f".{part}" in PARTS and module in modules:
+                continue
+            else:
+                t = shards.get(name, FLOATS)
+                if part == "bias" and module in modules and module.rpartition(".")[2] not in (biased or ()):
+                    if t.any():
+                        raise InputError(f"{shards.where(name)} is not zero, and config.json says there is no bias")
+                    continue
+                yield name, t
+
+    def weight(self, shards: Shards, module: str) -> Codes | Tensor:
+        """A module's weight [out, in]."""
+        where, by = shards.where(f"{module}.qweight"), f"{module}.qweight"
+        packed = shards.get(f"{module}.qweight", (torch.int32,))
+        scales = shards.get(f"{module}.scales", FLOATS, by)
+        zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
+        if packed.dim() != 2 or scales.dim() != 2 or zeros.dim() != 2 or not packed.numel():
+            raise InputError(f"{where}: qweight, scales and qzeros must be matrices: download it again")
+        n = 32 // self.bits
+        inputs, out = packed.shape[0] * n, packed.shape[1]
+        group = self.group or inputs
+        expected = [inputs // group, out], [inputs // group, out // n]
+        if inputs % group or out % n or [list(scales.shape), list(zeros.shape)] != list(expected):
+            raise InputError(
+                f"{where} has {inputs} inputs and {out} outputs, scales {list(scales.shape)} and qzeros "
+                f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
+            )
+        if f"{module}.g_idx" in shards:
+            order = shards.get(f"{module}.g_idx", (torch.int32, torch.int64))
+            if order.numel() and not torch.equal(order.long(), torch.arange(inputs) // group):
+                raise InputError(
+                    f"{shards.where(f'{module}.g_idx')} puts inputs in another order (act-order), which is not "
+                    f"supported: take a checkpoint quantized with desc_act=false"
+                )
+        codes = unpack(packed.t(), self.bits).flatten(1)  # [out, in / n] words -> [out, in]
+        zero = unpack(self.zeros(zeros), self.bits).flatten(1).t()
+        return grouped(where, codes, scales.t(), zero, self.bits)
+
+    def zeros(self, words: Tensor) -> Tensor:
+        """Version 1 -> 2: plus one each. As GPTQModel does it, on whole words: what borrowed when it was written
+        carries when it is read. Where AutoGPTQ wrote a zero of 0 its file is damaged, which no reading mends."""
+        if not self.first:
+            return words
+        ones = 0x11111111 if self.bits == 4 else 0x01010101
+        total = (words.long() + ones) & 0xFFFFFFFF
+        return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
+
+
+def biased_projections(config: dict) -> set[str]:
+    """Names of the linear layers that have a bias in the model of a config.json."""
+    letters = "qkv" if config.get("model_type") == "qwen2" else "qkvo" if config.get("attention_bias") else ""
+    return {f"{x}_proj" for x in letters} | ({"gate_proj", "up_proj", "down_proj"} if config.get("mlp_bias") else set())

@@ -1,0 +1,38 @@
+"""What a quantization_config says, read with types: a value of another kind is one InputError that names its key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from errors import InputError, short
+
+
+class Settings:
+    """A dictionary, and what messages call it."""
+
+    def __init__(self, values: dict[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first of these keys that is there and not null; None if none is."""
+        return next((self.values[k] for k in keys if self.values.get(k) is not None), None)
+
+    def refuse(self, key: str, expected: str) -> InputError:
+        return InputError(f"{self.where}: {key} = {short(self.values.get(key))} is not supported, expected {expected}")
+
+    def one_of(self, expected: tuple[Any, ...], default: Any, *keys: str) -> Any:
+        """The value of the first key there is, which must be one of `expected`, also in its type."""
+        value = self.get(*keys)
+        value = default if value is None else value.lower() if isinstance(value, str) else value
+        if not any(type(value) is type(e) and value == e for e in expected):
+            key = next((k for k in keys if self.values.get(k) is not None), keys[0])
+            raise self.refuse(key, " or ".join(map(str, expected)))
+        return value
+
+    def group_size(self, *keys: str) -> int | None:
+        """Neighbours that share a scale; None: -1 in the file, a row's one scale."""
+        value = self.get(*keys)
+        if type(value) is not int or not (value == -1 or 0 < value < 1 << 24):
+            key = next((k for k in keys if k in self.values), keys[0])
+            raise self.refuse(key, "a group size, or -1")
+        return None if value == -1 else value

@@ -1,0 +1,102 @@
+"""A folder's *.safetensors as one lazy table: a tensor is read from its mapped file when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from errors import InputError
+from formats.codes import dtype_name
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; InputError if it cannot be read or is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing: a checkpoint is a GGUF file, or a Hugging Face folder with config.json, "
+                         "*.safetensors and tokenizer files") from None  # fmt: skip
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"cannot read {path} as JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards an index names, or every *.safetensors of the folder that is no calibration."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_object(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(s, str) for s in shards.values()):
+            raise InputError(f"{index} has no weight_map from tensors to files")
+        files = [folder / name for name in sorted(set(shards.values()))]
+        if gone := [f.name for f in files if "\0" in f.name or f.parent != folder or not f.is_file()]:
+            raise InputError(f"{index} names {gone[0]!r}, which is not in the folder: download the missing shard")
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
+    if not files:
+        raise InputError(f"no *.safetensors in {folder}: only safetensors and GGUF are read, pickles never are")
+    return files
+
+
+class Shards:
+    """Names, shapes and tensors of a folder. InputError where a file is broken or a name is in two of them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: dict[str, tuple[Path, Any]] = {}  # tensor name -> its file, and that file opened
+        for path in shard_files(folder):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+                names = list(file.keys())
+            except (SafetensorError, OSError) as e:
+                raise self.broken(path, e) from None
+            for name in names:
+                if name in self.files:
+                    raise InputError(f"tensor {name} is in {self.files[name][0].name} and in {path.name}: remove one")
+                self.files[name] = path, file
+
+    def broken(self, path: Path, e: Exception) -> InputError:
+        return InputError(f"cannot read {path}: {e}; the file is truncated or is no safetensors file")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def where(self, name: str) -> str:
+        """How messages name a tensor."""
+        return f"tensor {name} in {self.files[name][0]}"
+
+    def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
+        """The tensor, which must be of one of `dtypes`, if there are any."""
+        if name not in self.files:
+            raise InputError(f"tensor {name} is missing from {self.folder}, {needed_by} needs it: download it again")
+        path, file = self.files[name]
+        try:
+            t = file.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise self.broken(path, e) from None
+        except (RuntimeError, ValueError, AttributeError, KeyError) as e:  # a dtype or a shape that torch cannot hold
+            raise InputError(f"{self.where(name)} cannot be read as a tensor: {e}") from None
+        if dtypes and t.dtype not in dtypes:
+            expected = " or ".join(map(dtype_name, dtypes))
+            raise InputError(f"{self.where(name)} is {dtype_name(t)}, expected {expected}: download it again")
+        return t
+
+
+def with_suffix(shards: Shards, suffix: str) -> list[str]:
+    """Modules that have a tensor of that name: `a.b` of `a.b.qweight`."""
+    return [name.removesuffix(suffix) for name in shards if name.endswith(suffix)]

@@ -1,0 +1,15 @@
+"""Rings: a token's slot is its place modulo the number of slots, so that a new token takes that of the oldest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def held(newest: Tensor, size: int) -> Tensor:
+    """The place of the token that each slot of a ring holds, newest [B] the last that was written -> [B, size].
+
+    Places count from 0, in the text or behind a prompt; negative: no token yet.
+    """
+    newest = newest[:, None]
+    return newest - (newest - torch.arange(size, device=newest.device)) % size

@@ -1,0 +1,816 @@
+"""Quantized checkpoints: bit for bit what the formats' own tools compute; what is damaged or unknown is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import signal
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from formats_files import (
+    model_tensors,
+    pack_awq,
+    pack_gptq,
+    random_codes,
+    sentencepiece_vocab,
+    write_folder,
+    write_gguf,
+)
+from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file, save_file
+
+from checkpoint import args_from_hf
+from errors import InputError
+from formats import Codes, gguf_config, gguf_tensors, gguf_tokenizer_files, is_gguf, open_checkpoint
+from formats.codes import grouped
+from formats.gguf_file import GGUFFile
+from formats.gguf_tokenizer import PRE
+from runtime import TINY
+from tokenizer import load_tokenizer, pretokenize
+
+CONFIG = dict(
+    model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, vocab_size=64, max_position_embeddings=128, rms_norm_eps=1e-5,
+    rope_theta=1e4, hidden_act="silu", tie_word_embeddings=False, torch_dtype="float32",
+)  # fmt: skip
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192)  # fmt: skip
+TEXTS = ["", "Hello, world!  12345", " the cat\n\tsat  on\n\n the mat's edge", "Ünïcödé 漢字 🙂", "<s>a</s> b"]
+
+
+def dense(t):
+    return t.dequantize() if isinstance(t, Codes) else t.float()
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+# ---- Codes ----
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [8, 32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_codes_are_scale_times_code_minus_zero(bits, group, symmetric):
+    u, z, s, w = random_codes(32, 16, group, bits, symmetric)
+    u, z, s = (torch.from_numpy(t.T.copy()) for t in (u.astype(np.uint8), z.astype(np.uint8), s))
+    c = grouped("here", u, s, z, bits)
+    if bits == 8 and not symmetric:
+        assert torch.equal(c, w)
+        return
+    assert (c.bits, c.group, c.shape, c.scale.dtype) == (bits, group, (16, 32), torch.float32)
+    assert c.codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
+    assert (c.zero is None) == symmetric
+    assert same_bits(c.dequantize(), w)
+    assert torch.equal(c.dequantize(torch.bfloat16), w.bfloat16())
+    rows = torch.tensor([3, 1])
+    assert torch.equal(c.rows(rows).dequantize(), w[rows])
+
+
+# ---- GGUF: models/tiny, converted ----
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return json.loads((TINY / "config.json").read_text()), load_file(TINY / "model.safetensors")
+
+
+def tiny_gguf(path, tiny, kind):
+    def vocab(writer):
+        sentencepiece_vocab(writer, TINY)
+        writer.add_add_space_prefix(False)  # as its proto says, which the converter passes on for some models only
+
+    return write_gguf(path, *tiny, kind, vocab)
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0], ids=lambda k: k.name)
+def test_tiny_as_gguf(kind, tiny, tmp_path):
+    config, weights = tiny
+    path = tiny_gguf(tmp_path / "tiny.gguf", tiny, kind)
+    assert is_gguf(path) and not is_gguf(TINY / "model.safetensors")
+    reader = open_checkpoint(path)
+    args, expected = args_from_hf(reader.config), args_from_hf(config)
+    expected.dtype = args.dtype  # what the file's numbers are
+    assert args == expected
+    seen = {}
+    for name, t in reader.tensors():
+        assert name not in seen
+        matrix = weights[name].dim() == 2
+        assert isinstance(t, Codes) == (matrix and kind in (Q.Q8_0, Q.Q4_0))
+        if matrix:
+            data = gguf.quants.quantize(weights[name].float().numpy(), kind)
+            want = torch.from_numpy(gguf.quants.dequantize(data, kind).reshape(weights[name].shape))
+        else:
+            want = weights[name].float()
+        assert same_bits(dense(t), want)
+        seen[name] = t
+    assert seen.keys() == weights.keys()
+    if kind == Q.F32:
+        assert all(torch.equal(seen[name], w.float()) for name, w in weights.items())
+
+
+@pytest.mark.parametrize("chat", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_sentencepiece_tokenizer_of_gguf(chat, tmp_path):
+    def vocab(writer):
+        sentencepiece_vocab(writer, TINY)
+        writer.add_add_space_prefix(False)
+        if chat:
+            writer.add_chat_template(chat)
+
+    path = write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab)
+    gguf_tokenizer_files(path, tmp_path)
+    ours, its = load_tokenizer(tmp_path), load_tokenizer(TINY)
+    for text in TEXTS:
+        assert ours.encode(text) == its.encode(text)
+        assert ours.encode(text, bos=False, parse_special=False) == its.encode(text, bos=False, parse_special=False)
+        assert ours.decode(ours.encode(text)) == its.decode(its.encode(text))
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (its.bos_id, its.eos_ids, its.vocab_size)
+    assert ours.text_ids == its.text_ids
+    if chat:
+        assert ours.apply_chat_template([dict(role="user", content="hi")]) == "hi"
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_space_prefix(prefix, tmp_path):
+    def vocab(writer):
+        sentencepiece_vocab(writer, TINY)
+        writer.add_add_space_prefix(prefix)
+
+    gguf_tokenizer_files(write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab), tmp_path)
+    tk = load_tokenizer(tmp_path)
+    assert (tk.encode("word") == tk.encode(" word")) == prefix or prefix
+
+
+# ---- GGUF: the container, and all types ----
+
+
+@pytest.mark.parametrize("kind", [t for t in gguf.quants._type_traits if t != Q.BF16], ids=lambda k: k.name)
+def test_every_type_is_dequantized_as_gguf_does(kind, tmp_path):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 0x3B, (64, 256 // block * size), dtype=np.uint8)  # no fp16 above 1
+    w = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    w.add_tensor("token_embd.weight", data, raw_dtype=kind)
+    written(w)
+    ((name, t),) = gguf_tensors(tmp_path / "a.gguf")
+    assert name == "model.embed_tokens.weight"
+    assert same_bits(dense(t), torch.from_numpy(gguf.quants.dequantize(data, kind)))
+
+
+def written(w):
+    """Ends a GGUF of one's own tensors, with the least metadata."""
+    for key in ("embedding_length", "block_count", "context_length", "feed_forward_length", "attention.head_count"):
+        w.add_uint32(f"{w.arch}.{key}", 4)
+    w.add_layer_norm_rms_eps(1e-5)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def test_container_is_read_as_gguf_does(tmp_path):
+    keys = dict(a=True, b=-1.5, c="ü", d=[1, 2, 3], e=["x", ""], f=[0.5, 2.0], g=[True, False])
+    path = write_gguf(
+        tmp_path / "a.gguf", CONFIG, model_tensors(CONFIG), vocab=lambda w: w.add_custom_alignment(64), **keys
+    )
+    ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    fields = {k: f.contents() for k, f in theirs.fields.items() if not k.startswith("GGUF.")}
+    assert fields.keys() == ours.metadata.keys() and len(fields) > 20
+    for key, value in fields.items():
+        mine = ours.metadata[key]
+        assert (mine.tolist() if isinstance(mine, np.ndarray) else mine) == value
+    assert [t.name for t in theirs.tensors] == list(ours.tensors)
+    for t in theirs.tensors:
+        assert ours.raw(t.name).tobytes() == t.data.tobytes()
+        assert ours.tensors[t.name].shape == tuple(t.shape[::-1].tolist())
+
+
+# ---- GGUF: architectures, rope ----
+
+FAMILIES = {
+    "llama": dict(),
+    "llama-3.1": dict(rope_scaling=LLAMA3, rope_theta=5e5),
+    "llama-3.2": dict(rope_scaling=LLAMA3 | dict(factor=32.0), rope_theta=5e5, tie_word_embeddings=True),
+    "llama-biases": dict(attention_bias=True, mlp_bias=True),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True, rms_norm_eps=1e-6),
+    "qwen3": dict(model_type="qwen3", rope_theta=1e6),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    config = CONFIG | FAMILIES[family]
+    tensors = model_tensors(config)
+    path = write_gguf(tmp_path / "a.gguf", config, tensors)
+    assert args_from_hf(gguf_config(path)) == args_from_hf(config)
+    read = dict(gguf_tensors(path))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], t) for name, t in tensors.items())
+
+
+SCALINGS = {
+    "none": (dict(ARCH__rope__scaling__type="none"), None),
+    "linear": (
+        dict(ARCH__rope__scaling__type="linear", ARCH__rope__scaling__factor=4.0),
+        dict(rope_type="linear", factor=4.0),
+    ),
+    "yarn": (
+        dict(ARCH__rope__scaling__type="yarn", ARCH__rope__scaling__factor=4.0,
+             ARCH__rope__scaling__original_context_length=64),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope_scaling(kind, tmp_path):
+    keys, expected = SCALINGS[kind]
+    path = write_gguf(tmp_path / "a.gguf", CONFIG, model_tensors(CONFIG), **keys)
+    assert gguf_config(path)["rope_scaling"] == expected
+
+
+# ---- GGUF: byte-level tokenizers ----
+
+
+def test_patterns_are_those_of_the_tokenizers():
+    assert PRE["llama-bpe"][0] == [pretokenize.LLAMA3]
+    assert PRE["qwen2"][0] == [pretokenize.QWEN2]
+    assert PRE["gpt-2"][0] == [pretokenize.GPT2]
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_byte_level_tokenizer_of_gguf(pre, tmp_path):
+    """A tokenizer trained by `tokenizers`, as the converter writes it, gives the ids of `tokenizers`."""
+    import tokenizers as hf
+
+    patterns, whole, bos, form = PRE[pre]
+    tk = hf.Tokenizer(hf.models.BPE(ignore_merges=whole))
+    if form:
+        tk.normalizer = hf.normalizers.NFC()
+    split = [hf.pre_tokenizers.Split(hf.Regex(p), "isolated") for p in patterns]
+    byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tk.pre_tokenizer = hf.pre_tokenizers.Sequence([*split, byte_level])
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tk.train_from_iterator([TEXTS[1], TEXTS[2] * 3, TEXTS[3], "the theatre 1234 12 DON'T don't +++ ==  "] * 3, trainer)
+    n = tk.get_vocab_size()
+    tk.add_special_tokens(["<|begin|>", "<|end|>"])
+    tk.add_tokens(["<tool>"])
+    spec = json.loads(tk.to_str())
+    tokens = [tk.id_to_token(i) for i in range(n + 3)]
+
+    def vocab(w):
+        w.add_tokenizer_model("gpt2")
+        w.add_tokenizer_pre(pre)
+        w.add_token_list([*tokens, "[PAD0]"])
+        w.add_token_types([1] * n + [3, 3, 4, 5])
+        w.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
+        w.add_bos_token_id(n)
+        w.add_eos_token_id(n + 1)
+
+    path = write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab)
+    gguf_tokenizer_files(path, tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours.adds_bos == bos and ours.eos_ids == {n + 1}
+    for text in [*TEXTS, "x <|end|>y<tool> z", "DON'T 123456 e\u0301 +=~ 99 "]:
+        assert ours.encode(text, bos=False) == tk.encode(text, add_special_tokens=False).ids
+
+
+# ---- GGUF: refused ----
+
+REFUSED = {
+    "architecture": (dict(general__type="model"), dict(model_type="gemma2"), "gemma2.*llama, qwen2, qwen3"),
+    "adapter": (dict(general__type="adapter"), {}, "adapter"),
+    "split": (dict(split__count=3), {}, "--merge"),
+    "experts": (dict(ARCH__expert_count=8), {}, "expert_count = 8"),
+    "soft capping": (dict(ARCH__attn_logit_softcapping=50.0), {}, "attn_logit_softcapping"),
+    "partial rotary": (dict(ARCH__rope__dimension_count=8), dict(model_type="qwen2"), "rope.dimension_count = 8"),
+    "window": (dict(ARCH__attention__sliding_window=8), {}, "sliding_window = 8"),
+    "longrope": (dict(ARCH__rope__scaling__type="longrope"), {}, "longrope"),
+    "llama3 of its own": ({}, dict(rope_scaling=LLAMA3 | dict(high_freq_factor=3.0), rope_theta=5e5), "rope_freqs"),
+    "alignment": (dict(general__alignment=True), {}, "alignment"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_gguf_refused(what, tmp_path):
+    keys, changes, message = REFUSED[what]
+    config = CONFIG | changes
+    tensors = model_tensors(CONFIG)
+    path = tmp_path / "a.gguf"
+    with contextlib.suppress(ValueError):  # what the writer itself does not believe
+        write_gguf(path, config, tensors, **{k: v for k, v in keys.items() if k != "general__alignment"})
+    if what == "alignment":
+        write_gguf(path, config, tensors, general__alignmenu=3)
+        path.write_bytes(path.read_bytes().replace(b"alignmenu", b"alignment"))
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(path)
+
+
+def test_more_gguf_refused(tmp_path):
+    tensors = model_tensors(CONFIG)
+    path = write_gguf(tmp_path / "a.gguf", CONFIG, tensors, Q.Q8_0)
+    data = path.read_bytes()
+    for broken, message in (
+        (data[:-40], "truncated, tensor"),
+        (data[:200], "truncated or damaged"),
+        (data[:4] + b"\0\0\0\3" + data[8:], "big-endian"),
+        (data[:4] + b"\1\0\0\0" + data[8:], "version 1"),
+        (data[:16] + b"\xff" * 8 + data[24:], "counts 18,446"),
+        (data.replace(b"blk.1.attn_v", b"blk.1.attn_x"), "attn_x.*not supported"),
+        (data.replace(b"blk.1.attn_v", b"blk.9.attn_v"), "blk.9.*2 layers"),
+        (data.replace(b"blk.1.attn_v", b"blk.1.attn_k"), "twice"),
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=message):
+            list(open_checkpoint(path).tensors())
+    at = GGUFFile(write_gguf(path, CONFIG, tensors, Q.Q8_0)).tensors["token_embd.weight"].offset
+    path.write_bytes(data[:at] + b"\0\x7c" + data[at + 2 :])
+    with pytest.raises(InputError, match="token_embd.weight.*infinity"):
+        list(open_checkpoint(path).tensors())
+    for pre in ("chatglm-bpe", "deepseek-llm"):
+        write_gguf(path, CONFIG, {}, tokenizer__ggml__model="gpt2", tokenizer__ggml__tokens=["a"],
+                   tokenizer__ggml__pre=pre)  # fmt: skip
+        with pytest.raises(InputError, match=pre):
+            gguf_tokenizer_files(path, tmp_path)
+    with pytest.raises(InputError, match="not found"):
+        open_checkpoint(tmp_path / "nowhere.gguf")
+    with pytest.raises(InputError, match="no GGUF file"):
+        open_checkpoint(TINY / "model.safetensors")
+
+
+# ---- GPTQ, AWQ ----
+
+NAME = "model.layers.0.mlp.down_proj"
+
+
+def gptq_settings(bits=4, group=32, sym=True, version=1, **changes):
+    said = dict(quant_method="gptq", bits=bits, group_size=group, sym=sym, desc_act=False,
+                checkpoint_format="gptq" if version == 1 else "gptq_v2")  # fmt: skip
+    return said | changes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(bits, group, sym, version, tmp_path):
+    size = 128 if group == -1 else group
+    codes, zeros, scales, w = random_codes(128, 24, size, bits, sym, seed=bits + size)
+    module = pack_gptq(codes, zeros, scales, size, bits, version)
+    plain = torch.randn(4, 4, dtype=torch.float16)
+    bias = {f"{NAME}.bias": torch.zeros(24, dtype=torch.float16)}  # as AutoGPTQ writes them everywhere
+    folder = write_folder(tmp_path / "a", CONFIG, gptq_settings(bits, group, sym, version),
+                          {NAME: module, "lm_head.weight": plain} | bias)  # fmt: skip
+    reader = open_checkpoint(folder)
+    read = dict(reader.tensors())
+    assert reader.kind == "gptq" and args_from_hf(reader.config).dim == 64
+    assert read.keys() == {f"{NAME}.weight", "lm_head.weight"}
+    assert torch.equal(read["lm_head.weight"], plain)
+    t = read[f"{NAME}.weight"]
+    assert same_bits(dense(t), w)
+    assert isinstance(t, Codes) == (sym or bits == 4)
+    if isinstance(t, Codes):
+        assert (t.bits, t.group, t.zero is None) == (bits, size, sym)
+
+
+@pytest.mark.parametrize("group", [32, 128, -1])
+@pytest.mark.parametrize("version", ["gemm", "GEMM", None])
+def test_awq(group, version, tmp_path):
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter
+
+    size = 128 if group == -1 else group
+    codes, zeros, scales, w = random_codes(128, 24, size, 4, False, seed=size)
+    module = pack_awq(codes, zeros, scales)
+    said = dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version=version)
+    folder = write_folder(tmp_path / "a", CONFIG, said, {NAME: module})
+    ((name, t),) = open_checkpoint(folder).tensors()
+    assert name == f"{NAME}.weight" and (t.bits, t.group) == (4, size)
+    assert same_bits(t.dequantize(), w)
+    theirs = AutoAWQConverter.from_autoawq_config(said | dict(version="gemm", group_size=size)).process(
+        {f"{NAME}.{k}": v.clone() for k, v in module.items()}
+    )
+    signed = unpack_from_int32(theirs[f"{NAME}.weight_packed"], 4, t.shape)
+    assert torch.equal(t.codes, (signed + 8).to(torch.uint8))
+    zero = unpack_from_int32(theirs[f"{NAME}.weight_zero_point"], 4, t.scale.shape, packed_dim=0)
+    assert torch.equal(t.zero, (zero + 8).to(torch.uint8))
+
+
+def test_settings_in_a_file_of_their_own(tmp_path):
+    codes, zeros, scales, w = random_codes(64, 16, 32, 4, False)
+    for name, said, module in (
+        ("quantize_config.json", dict(bits=4, group_size=32, desc_act=False, sym=False),
+         pack_gptq(codes, zeros, scales, 32, 4, 1)),
+        ("quant_config.json", dict(w_bit=4, q_group_size=32, zero_point=True, version="GEMM"),
+         pack_awq(codes, zeros, scales)),
+    ):  # fmt: skip
+        folder = write_folder(tmp_path / name[:7], CONFIG, None, {NAME: module})
+        (folder / name).write_text(json.dumps(said))
+        ((_, t),) = open_checkpoint(folder).tensors()
+        assert same_bits(t.dequantize(), w)
+
+
+SETTINGS_REFUSED = {
+    "method": (dict(quant_method="bitsandbytes"), "'bitsandbytes'"),
+    "no method": (dict(quant_method=None), "quant_method"),
+    "method a list": (dict(quant_method=["gptq"]), "quant_method"),
+    "bits 3": (gptq_settings(bits=3), "bits = 3"),
+    "bits 4.0": (gptq_settings(bits=4.0), "bits = 4.0"),
+    "act-order": (gptq_settings(desc_act=True), "desc_act = True"),
+    "marlin": (gptq_settings(checkpoint_format="marlin"), "'marlin'"),
+    "old marlin": (gptq_settings(is_marlin_format=True), "is_marlin_format"),
+    "dynamic": (gptq_settings(dynamic={"+:.*down.*": {"bits": 8}}), "dynamic"),
+    "group": (gptq_settings(group=0), "group_size = 0"),
+    "awq 8 bits": (dict(quant_method="awq", bits=8, group_size=32), "bits = 8"),
+    "awq gemv": (dict(quant_method="awq", group_size=32, version="gemv"), "'gemv'"),
+    "awq exllama": (dict(quant_method="awq", group_size=32, version="exllama"), "'exllama'"),
+    "awq symmetric": (dict(quant_method="awq", group_size=32, zero_point=False), "zero_point = False"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS_REFUSED)
+def test_settings_refused(what, tmp_path):
+    said, message = SETTINGS_REFUSED[what]
+    folder = write_folder(tmp_path / "a", CONFIG, said, {"a": torch.zeros(1)})
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(folder)
+
+
+GPTQ_BROKEN = {
+    "order": (lambda m: m.update(g_idx=m["g_idx"].flip(0)), "act-order"),
+    "nan": (lambda m: m["scales"].fill_(float("nan")), "NaN"),
+    "infinite": (lambda m: m["scales"][0].fill_(float("inf")), "infinity"),
+    "no scales": (lambda m: m.pop("scales"), "scales is missing"),
+    "groups": (lambda m: m.update(scales=m["scales"][:3]), r"expected \[4, 24\]"),
+    "dtype": (lambda m: m.update(qweight=m["qweight"].long()), "int64, expected int32"),
+    "vector": (lambda m: m.update(qzeros=m["qzeros"].flatten()), "matrices"),
+    "bias": (lambda m: m.update(bias=torch.ones(24)), "bias.*not zero"),
+}
+
+
+@pytest.mark.parametrize("what", GPTQ_BROKEN)
+def test_gptq_broken(what, tmp_path):
+    change, message = GPTQ_BROKEN[what]
+    module = pack_gptq(*random_codes(128, 24, 32, 4, True)[:3], 32, 4, 1)
+    change(module)
+    with pytest.raises(InputError, match=message):
+        list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, gptq_settings(), {NAME: module})).tensors())
+
+
+# ---- compressed-tensors ----
+
+TOKENS8 = dict(num_bits=8, dynamic=True, strategy="token")
+SCHEMES = {  # weights, activations, what comes of it
+    "int4 group": (dict(num_bits=4, strategy="group", group_size=32), None, (4, 32)),
+    "int4 group asymmetric": (dict(num_bits=4, strategy="group", group_size=16, symmetric=False), None, (4, 16)),
+    "int4 channel": (dict(num_bits=4, strategy="channel"), None, (4, None)),
+    "int8 channel": (dict(num_bits=8, strategy="channel"), None, (8, None)),
+    "int8 group": (dict(num_bits=8, strategy="group", group_size=32), None, (8, 32)),
+    "int8 channel asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), None, None),
+    "w8a8": (dict(num_bits=8, strategy="channel"), TOKENS8, (8, None)),
+    "w8a8 tensor": (dict(num_bits=8, strategy="tensor"), TOKENS8, (8, None)),
+    "w8a8 asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), TOKENS8, None),
+    "w4a8": (dict(num_bits=4, strategy="channel"), TOKENS8, (8, None)),
+    "fp8 tensor": (dict(num_bits=8, type="float", strategy="tensor"), TOKENS8 | dict(type="float"), None),
+    "fp8 channel": (dict(num_bits=8, type="float", strategy="channel"), TOKENS8 | dict(type="float"), None),
+    "fp8 block": (dict(num_bits=8, type="float", strategy="block", block_structure=[32, 32]), None, None),
+}
+
+
+def compressed(folder, weights, activations, dtype):
+    """A folder written by compressed-tensors' own compressor -> what its decompressor makes of it."""
+    transformers = pytest.importorskip("transformers")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).to(dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    for m in model.modules():
+        if hasattr(m, "weight_scale"):
+            a, w = m.quantization_scheme.weights, m.weight.data.float()
+            parts = w.unflatten(1, (-1, a.group_size or w.shape[1]))
+            low, high = parts.amin(-1), parts.amax(-1)
+            if a.strategy == "tensor":
+                low, high = w.min()[None], w.max()[None]
+            elif a.strategy == "block":
+                parts = w.unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+                low, high = parts.amin((1, 3)), parts.amax((1, 3))
+            scale, zero = calculate_qparams(low, high, a)
+            m.weight_scale.data.copy_(scale)
+            if hasattr(m, "weight_zero_point"):
+                m.weight_zero_point.data.copy_(zero)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    compressor.decompress_model(model)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", SCHEMES)
+def test_compressed_tensors(what, dtype, tmp_path):
+    weights, activations, expected = SCHEMES[what]
+    theirs = compressed(tmp_path, weights, activations, dtype)
+    reader = open_checkpoint(tmp_path)
+    assert (reader.warning is None) == (activations is None)
+    assert args_from_hf(reader.config).n_layer == 2
+    read = dict(reader.tensors())
+    assert read.keys() == {n for n in theirs if not n.endswith(("_scale", "_zero_point", "_shape"))}
+    for name, t in read.items():
+        ours = t.dequantize(dtype) if isinstance(t, Codes) else t.to(dtype)
+        assert torch.equal(ours, theirs[name]), name
+        if "_proj" in name:
+            assert isinstance(t, Codes) == (expected is not None)
+            if expected:
+                assert (t.bits, t.group) == (expected[0], expected[1] or t.shape[1])
+
+
+CT = dict(
+    quant_method="compressed-tensors", format="pack-quantized", quantization_status="compressed",
+    config_groups=dict(group_0=dict(targets=["Linear"], weights=dict(num_bits=4, strategy="group", group_size=32))),
+)  # fmt: skip
+
+
+def ct_weights(**changes):
+    return CT | dict(config_groups=dict(group_0=dict(weights=CT["config_groups"]["group_0"]["weights"] | changes)))
+
+
+CT_REFUSED = {
+    "format": (CT | dict(format="nvfp4-pack-quantized"), "nvfp4"),
+    "marlin": (CT | dict(format="marlin-24"), "marlin-24"),
+    "cache": (CT | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme"),
+    "sparsity": (CT | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
+    "rotations": (CT | dict(transform_config=dict(config_groups=dict(a=1))), "transform_config"),
+    "no groups": (CT | dict(config_groups=None), "config_groups"),
+    "bits 3": (ct_weights(num_bits=3), "num_bits = 3"),
+    "float 4": (ct_weights(type="float"), "num_bits = 4"),
+    "act-order": (ct_weights(actorder="group"), "actorder"),
+    "strategy": (ct_weights(strategy="tensor_group"), "tensor_group"),
+    "block": (ct_weights(strategy="block", block_structure="32x32"), "block_structure"),
+}
+
+
+@pytest.mark.parametrize("what", CT_REFUSED)
+def test_compressed_tensors_refused(what, tmp_path):
+    said, message = CT_REFUSED[what]
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(write_folder(tmp_path / "a", CONFIG, said, {"a": torch.zeros(1)}))
+
+
+def ct_module(out=8, n=64):
+    return dict(weight_packed=torch.zeros(out, n // 8, dtype=torch.int32), weight_shape=torch.tensor([out, n]),
+                weight_scale=torch.ones(out, n // 32))  # fmt: skip
+
+
+CT_BROKEN = {
+    "shape": (lambda m: m.update(weight_shape=torch.tensor([8, 96])), r"holds no \[8, 96\]"),
+    "negative": (lambda m: m.update(weight_shape=torch.tensor([-8, 64])), "weight_shape"),
+    "scales": (lambda m: m.update(weight_scale=torch.ones(8, 3)), "whole groups"),
+    "order": (lambda m: m.update(weight_g_idx=torch.zeros(64, dtype=torch.int32)), "activation ordering"),
+    "zeros": (lambda m: m.update(weight_zero_point=torch.zeros(8, 2, dtype=torch.int8)), "int8, expected int32"),
+    "both": (lambda m: m.update(weight=torch.zeros(8, 64)), "packed too"),
+    "nan": (lambda m: m["weight_scale"].fill_(float("nan")), "NaN"),
+    "not quantized": (lambda m: (m.pop("weight_packed"), m.update(weight=torch.zeros(8, 64))), "float32 beside"),
+}
+
+
+@pytest.mark.parametrize("what", CT_BROKEN)
+def test_compressed_tensors_broken(what, tmp_path):
+    change, message = CT_BROKEN[what]
+    module = ct_module()
+    change(module)
+    with pytest.raises(InputError, match=message):
+        list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, CT, {NAME: module})).tensors())
+
+
+# ---- folders ----
+
+
+def test_plain_folder_and_shards(tmp_path):
+    config, tensors = CONFIG | dict(tie_word_embeddings=True), model_tensors(CONFIG)
+    reader = open_checkpoint(write_folder(tmp_path / "a", config, None, tensors))
+    assert reader.kind == "dense" and reader.warning is None
+    assert all(torch.equal(t, tensors[name]) for name, t in reader.tensors())
+    codes, zeros, scales, w = random_codes(64, 16, 32, 4, False)
+    folder = write_folder(tmp_path / "b", CONFIG, gptq_settings(), {})
+    (folder / "model.safetensors").unlink()
+    module = {f"{NAME}.{k}": v for k, v in pack_gptq(codes, zeros, scales, 32, 4, 1).items()}
+    for i, (name, t) in enumerate(module.items()):  # a module over several files
+        save_file({name: t}, folder / f"{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(dict(weight_map={name: f"{i}.safetensors" for i, name in enumerate(module)}))
+    )
+    ((_, t),) = open_checkpoint(folder).tensors()
+    assert same_bits(t.dequantize(), w)
+    (folder / "2.safetensors").unlink()
+    with pytest.raises(InputError, match="2.safetensors"):
+        list(open_checkpoint(folder).tensors())
+
+
+def test_a_folder_of_one_gguf(tmp_path):
+    write_gguf(tmp_path / "a.gguf", CONFIG, model_tensors(CONFIG))
+    assert open_checkpoint(tmp_path).kind == "gguf"
+    write_gguf(tmp_path / "b.gguf", CONFIG, model_tensors(CONFIG))
+    with pytest.raises(InputError, match="2 GGUF files"):
+        open_checkpoint(tmp_path)
+
+
+# ---- mutants ----
+
+VALUES = [None, True, 0, -1, 1, 3, 2**31, 2**63, 10**23, 0.5, float("nan"), "", "x", "4", [], {}, [1], {"a": 1}, "int"]
+
+
+class Hang(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def within(seconds):
+    def stop(number, frame):
+        raise Hang(f"{seconds} s are over")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def spoil(rng, data, header):
+    """Bytes, mostly of the header, overwritten, cut off, repeated or taken out."""
+    data = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        i = rng.randrange(header if rng.random() < 0.8 else len(data))
+        match rng.randrange(6):
+            case 0:
+                del data[i:]
+                return bytes(data)
+            case 1:
+                del data[i : i + rng.randrange(1, 64)]
+            case 2:
+                data[i:i] = data[i : i + rng.randrange(1, 64)]
+            case 3:
+                data[i : i + 8] = rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
+            case _:
+                data[i : i + 1] = rng.randbytes(1)
+    return bytes(data)
+
+
+def mutate(rng, value):
+    """A JSON value with one value changed, or a key gone."""
+    if not isinstance(value, dict) or not value or rng.random() < 0.2:
+        return rng.choice(VALUES)
+    key, value = rng.choice(list(value)), dict(value)
+    if rng.random() < 0.1:
+        del value[key]
+    else:
+        value[key] = mutate(rng, value[key])
+    return value
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """A small file or folder of each format."""
+    at = tmp_path_factory.mktemp("samples")
+    config = CONFIG | dict(rope_scaling=LLAMA3, num_hidden_layers=1, vocab_size=300)
+    names = {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        f"{NAME}.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+    }
+    tensors = {k: v for k, v in model_tensors(config).items() if k in names}
+    characters = sorted(set(pretokenize.CHAR_BYTES)) + ["he", "<s>"] + [f"t{i}" for i in range(42)]
+
+    def byte_level(w):
+        w.add_tokenizer_model("gpt2")
+        w.add_tokenizer_pre("qwen2")
+        w.add_token_list(characters)
+        w.add_token_types([1] * 257 + [3] + [4] * 42)
+        w.add_token_merges(["h e"])
+        w.add_bos_token_id(257)
+
+    def pieces(w):
+        w.add_tokenizer_model("llama")
+        w.add_token_list(
+            ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(65, 105))]
+        )
+        w.add_token_scores([0.0] * 259 + [-float(i) for i in range(41)])
+        w.add_token_types([2, 3, 3] + [6] * 256 + [1] * 41)
+        w.add_bos_token_id(1)
+
+    write_gguf(at / "bytes.gguf", config, tensors, Q.Q8_0, byte_level)
+    write_gguf(at / "pieces.gguf", config, tensors, Q.Q5_0, pieces)
+    packed = random_codes(64, 16, 32, 4, False)[:3]
+    write_folder(at / "gptq", CONFIG, gptq_settings(sym=False), {NAME: pack_gptq(*packed, 32, 4, 1)})
+    said = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm")
+    write_folder(at / "awq", CONFIG, said, {NAME: pack_awq(*packed)})
+    block = dict(weights=dict(num_bits=8, type="float", strategy="block", block_structure=[4, 32]),
+                 input_activations=dict(num_bits=8, type="float"))  # fmt: skip
+    said = CT | dict(format="mixed-precision", config_groups=CT["config_groups"] | dict(group_1=block))
+    fp8 = dict(weight=torch.ones(8, 64).to(torch.float8_e4m3fn), weight_scale=torch.ones(2, 2))
+    int8 = dict(weight=torch.ones(8, 64, dtype=torch.int8), weight_scale=torch.ones(8, 1))
+    write_folder(at / "ct", CONFIG, said, {NAME: ct_module(), "b": fp8, "c": int8})
+    return at
+
+
+def consume(path):
+    """All that a reader gives."""
+    reader = open_checkpoint(path)
+    args_from_hf(reader.config)
+    for _, t in reader.tensors():
+        dense(t)
+    if reader.tokenizer_files:
+        reader.tokenizer_files(path.parent)
+        tk = load_tokenizer(path.parent)
+        tk.decode(tk.encode("he said <s>"))
+
+
+def consume_metadata(rng, path):
+    """The same of a file whose metadata is other."""
+    file = GGUFFile(path)
+    for _ in range(rng.choice((1, 1, 2))):
+        key = rng.choice(list(file.metadata))
+        value = rng.choice([*VALUES, np.array([1, 2]), np.array([0.5]), ["a", ""], "llama", "gpt2", "yarn", -2, 7, 2.0])
+        if value is None:
+            del file.metadata[key]
+        else:
+            file.metadata[key] = value
+    config = gguf_config(file)
+    for _, t in gguf_tensors(file):
+        dense(t)
+    args_from_hf(config)
+    gguf_tokenizer_files(file, path.parent)
+    load_tokenizer(path.parent).encode("he said <s>")
+
+
+def alter(rng, tensors):
+    """One tensor is other in shape, dtype, or values, or is gone."""
+    name = rng.choice(list(tensors))
+    t = tensors.pop(name)
+    match rng.randrange(6):
+        case 0:
+            return tensors
+        case 1:
+            t = t.flatten()
+        case 2:
+            t = t.unsqueeze(0) if rng.random() < 0.5 else t.t().contiguous()
+        case 3:
+            t = t[: rng.randrange(len(t) + 1)]
+        case 4:
+            t = t.float().to(
+                rng.choice([torch.float16, torch.int32, torch.int8, torch.bool, torch.float64, torch.int64])
+            )
+        case _:
+            t = torch.full_like(t.float(), rng.choice([-1.0, 0.0, float("nan"), float("inf"), 1e9])).to(t.dtype)
+    return tensors | {name: t}
+
+
+@pytest.mark.parametrize("kind", ["bytes.gguf", "pieces.gguf", "gptq", "awq", "ct"])
+@pytest.mark.parametrize("n", [120, pytest.param(3000, marks=pytest.mark.slow)])
+def test_mutants_are_accepted_or_one_line(kind, n, samples, tmp_path):
+    source, own, accepted = samples / kind, tmp_path / "own", 0
+    own.mkdir()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = (source / "model.safetensors" if source.is_dir() else source).read_bytes()
+    for seed in range(n):
+        rng, path = random.Random(f"{kind} {seed}"), own
+        change = rng.randrange(3)
+        if not source.is_dir():
+            path = own / "a.gguf"
+            path.write_bytes(data if change == 0 else spoil(rng, data, len(data) // 3))
+        else:
+            text = json.loads((source / "config.json").read_text())
+            if change == 0:
+                text["quantization_config"] = mutate(rng, text["quantization_config"])
+            (path / "config.json").write_text(json.dumps(text))
+            (path / "model.safetensors").write_bytes(spoil(rng, data, len(data) // 3) if change == 1 else data)
+            if change == 2:
+                save_file(alter(rng, load_file(source / "model.safetensors")), path / "model.safetensors")
+        try:
+            with within(20):
+                metadata = change == 0 and path.is_file()
+                consume_metadata(rng, path) if metadata else consume(path)
+            accepted += 1
+        except InputError as e:
+            assert str(e) and len(str(e).splitlines()) == 1, seed
+        except (Exception, Hang) as e:
+            raise AssertionError(f"mutant {seed} of {kind}: {type(e).__name__}: {str(e)[:300]}") from e
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < 1 << 29, seed
+    assert 0 < accepted < n
+
+
+@pytest.mark.parametrize("kind", ["bytes.gguf", "pieces.gguf", "gptq", "awq", "ct"])
+def test_what_is_not_mutated_is_accepted(kind, samples):
+    consume(samples / kind)
