@@ -62,9 +62,9 @@ class OjaKV(KVMethod):
             None, "instead of rank: the share of calibration energy that keys, and values, hold (App. A.2)"
         )
         adapt: bool = knob(True, "False: the bases stay as calibrated (StaticPCA-H)")
-        n_start: int = knob(32, "first prompt tokens in full rank (Table 5)")
-        n_recent: int = knob(32, "last prompt tokens in full rank (Table 5)")
-        update_every: int = knob(32, "decoded tokens between updates (Table 5: T = 32)")
+        n_start: int = knob(32, "first prompt tokens in full rank (Table 5)", low=0)
+        n_recent: int = knob(32, "last prompt tokens in full rank (Table 5)", low=0)
+        update_every: int = knob(32, "decoded tokens between updates (Table 5: T = 32)", low=1)
         query_window: int = knob(32, "last queries that rate the prompt (Table 5: w = 32)", 1, 4096)
         important: float = knob(0.05, "share of the prompt in its update (Table 5)")
         eta_prefill: float = knob(0.1, "learning rate of the prompt's update (Table 5)", 0, 10)
@@ -81,15 +81,12 @@ class OjaKV(KVMethod):
         keep: int | float | None = knob(
             None, "prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
         )
-        room: int = knob(512, "with keep, where max_new_tokens is not known: slots for decoded tokens (ours)")
+        room: int = knob(512, "with keep, where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
                 if (x := getattr(self, name)) is not None and not 0 < x <= 1:
                     raise InputError(f"ojakv: {name} is a share in (0, 1], got {x}")
-            for name, least in dict(n_start=0, n_recent=0, room=0, update_every=1).items():
-                if getattr(self, name) < least:
-                    raise InputError(f"ojakv: {name} must be at least {least}, got {getattr(self, name)}")
             if self.keep is not None and not (0 < self.keep <= 1 if isinstance(self.keep, float) else self.keep >= 1):
                 raise InputError(f"ojakv: keep is a number of tokens >= 1, or a share in (0, 1], got {self.keep}")
 

@@ -54,7 +54,7 @@ class SelfIndex(KVMethod):
         sinks_in_budget: bool | None = knob(
             None, "the budget counts sinks; None: a number does (paper, LongBench), a share does not (published code)"
         )
-        sinks: int = knob(64, "prompt tokens kept in full precision, chosen by SnapKV")
+        sinks: int = knob(64, "prompt tokens kept in full precision, chosen by SnapKV", low=0)
         sink_queries: int = knob(
             32, "last queries of the prompt that choose the sinks (ours; published code: 1)", 1, 4096
         )
@@ -63,13 +63,13 @@ class SelfIndex(KVMethod):
         sign_in_quant: bool = knob(True, "False: quantize signed keys (Table 5)")
         retrieval: Literal["codebook", "sign"] = knob("codebook", "score by centroids, or by signs alone (Table 5)")
         keep_decoded: bool = knob(True, "compressed decoded tokens stay attended (paper); False: they compete (ours)")
-        tail: int = knob(512, "decoded tokens in full precision; older ones are compressed (ours; published code: 0)")
-        flush: int = knob(64, "decoded tokens compressed at a time once the tail is full (ours)")
+        tail: int = knob(512, "decoded tokens in full precision, older ones compressed (ours; published code: 0)", 1)
+        flush: int = knob(64, "decoded tokens compressed at a time once the tail is full (ours)", 1)
 
         def __post_init__(self):
             BesideSinks(self.budget, self.sinks, self.sinks_in_budget)
-            if self.sinks < 0 or self.sink_queries < 1 or not 1 <= self.flush <= self.tail:
-                raise InputError(f"self_index needs sinks >= 0, sink_queries >= 1 and 1 <= flush <= tail, got {self}")
+            if self.flush > self.tail:
+                raise InputError(f"self_index: flush={self.flush} tokens are more than tail={self.tail} holds")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
