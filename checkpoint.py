@@ -211,7 +211,7 @@ def load_checkpoint(
     if how is not None and how.bits == DENSE:
         how = None
     elif how is None and reader.kind != "dense":
-        codes = next((c for _, c in reader.tensors() if isinstance(c, Codes)), None)
+        codes = next((c for name, c in reader.tensors() if ".layers." in name and isinstance(c, Codes)), None)
         if isinstance(codes, Codes):
             how = own = WeightFormat(codes.bits, None if codes.group == codes.shape[1] else codes.group)
     model = empty_transformer(args, device, dtype, how)

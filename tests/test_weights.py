@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from formats import open_checkpoint
 from kernels import linear as K
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
+from scripts import quantize as quantize_script
 from weights import Codes, PackedLinear, WeightFormat, first_outputs, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
@@ -223,12 +225,12 @@ CONFIG = dict(model_type="llama", hidden_size=64, intermediate_size=96, num_hidd
               attention_bias=True)  # fmt: skip
 
 
-def write(folder, change=None):
+def write(folder, change=None, config=CONFIG):
     """A checkpoint with random weights."""
-    tensors = save_checkpoint_tensors(random_transformer(args_from_hf(CONFIG), "cpu", torch.float32), torch.float32)
+    tensors = save_checkpoint_tensors(random_transformer(args_from_hf(config), "cpu", torch.float32), torch.float32)
     if change:
         change(tensors)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -343,3 +345,64 @@ def test_gptq_runs_in_its_own_groups(tmp_path):
         assert torch.equal(held[name], w.bfloat16().float() if "embed" in name or "lm_head" in name else w), name
     exact = save_checkpoint_tensors(load_checkpoint(folder, how=WeightFormat.parse("fp32")), torch.float32)
     assert all(torch.equal(exact[name], w) for name, w in want.items())
+
+
+# ---- scripts/quantize.py ----
+
+
+def quantized(source, out, *argv):
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, "argv", ["quantize.py", str(source), str(out), *argv])
+        quantize_script.main()
+    return out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--weights", "int8:channel"), ("--head", "bf16"), ("--weights", "int4:64", "--head", "int4")],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantized_folder_loads_without_the_original(tied, flags, tmp_path):
+    """The same weights, to the bit, as packing while the original is read."""
+    source = write(tmp_path, config=CONFIG | dict(tie_word_embeddings=tied, intermediate_size=128))
+    out = quantized(source, tmp_path / "out", *flags)
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    how = WeightFormat.parse(given.get("--weights", "int4"), given.get("--head"))
+    want, got = load_checkpoint(source, how=how), load_checkpoint(out)
+    for name, t in save_checkpoint_tensors(want, torch.float32).items():
+        held = save_checkpoint_tensors(got, torch.float32)[name]
+        assert torch.equal(held, t if t.dim() == 2 else t.bfloat16().float()), name
+    assert got.output.bits == want.output.bits and not list(tmp_path.glob("*.tmp"))
+    assert (out / "config.json").is_file() and sum(f.stat().st_size for f in out.glob("*.safetensors")) < sum(
+        f.stat().st_size for f in source.glob("*.safetensors")
+    )
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_quantized_folder(tmp_path):
+    """By compressed-tensors' own reader: the same logits. (Of 4 bits, transformers expects zero points unpacked.)"""
+    transformers = pytest.importorskip("transformers")
+    source = write(tmp_path, config=CONFIG | dict(attention_bias=False))
+    out = quantized(source, tmp_path / "out", "--weights", "int8", "--head", "bf16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    ids = torch.randint(0, 90, (1, 20))
+    with torch.no_grad():
+        want = theirs(ids).logits
+    assert (load_checkpoint(out)(ids) - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_what_quantize_refuses_is_one_line(folder, tmp_path):
+    for argv, says in (
+        ((folder, folder), "is there already"),
+        ((folder, tmp_path / "a" / "b"), "is no folder"),
+        ((tmp_path / "none", tmp_path / "out"), "not found"),
+        ((folder, tmp_path / "out", "--weights", "bf16"), "give int4 or int8"),
+        ((folder, tmp_path / "out", "--weights", "int4:128"), "no groups of 128"),
+    ):
+        with pytest.raises(InputError, match=says):
+            quantized(*argv)
+    bad = write(tmp_path, lambda t: t["model.norm.weight"].fill_(float("inf")))
+    with pytest.raises(InputError, match=r"model\.norm\.weight"):
+        quantized(bad, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))

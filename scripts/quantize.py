@@ -1,0 +1,142 @@
+"""Write a checkpoint with its weights in few bits, as a folder of its own that loads without the original.
+
+    python scripts/quantize.py models/tiny /tmp/tiny-int4                    # 4 bits in groups of 32, the head in 8
+    python scripts/quantize.py Llama-3.2-1B.gguf OUT --weights int8:128      # from any checkpoint that is read
+
+The folder is in compressed-tensors' format: pack-quantized (4 bits, with zero points) or int-quantized (8 bits), scales
+in fp16. Tensors are quantized one at a time; what is not a linear layer is kept in bf16. A calibration is not copied:
+it was measured on other weights. Make one by python calibrate.py --checkpoint OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import args_from_hf  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from formats import Codes, open_checkpoint  # noqa: E402
+from model import ModelArgs  # noqa: E402
+from weights import DENSE, WeightFormat, quantize  # noqa: E402
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FORMAT = {4: "pack-quantized", 8: "int-quantized"}
+
+
+def words(codes: Tensor) -> Tensor:
+    """4-bit numbers uint8 [rows, n] -> int32 [rows, n / 8], the first in the lowest bits; n is padded."""
+    codes = F.pad(codes, (0, -codes.shape[1] % 8))
+    return (codes[:, ::2] | (codes[:, 1::2] << 4)).flatten().view(torch.int32).unflatten(0, (len(codes), -1))
+
+
+def module(name: str, c: Codes) -> dict[str, Tensor]:
+    """A linear layer's tensors as compressed-tensors names them. Its numbers are signed: code - 8, zero - 8."""
+    scale = c.scale.half()
+    if c.bits == 8:
+        return {f"{name}.weight": c.codes, f"{name}.weight_scale": scale}
+    zero = torch.full_like(c.scale, 8, dtype=torch.uint8) if c.zero is None else c.zero
+    return {
+        f"{name}.weight_packed": words(c.codes),
+        f"{name}.weight_scale": scale,
+        f"{name}.weight_zero_point": words(zero.t().contiguous()).t().contiguous(),  # packed along the outputs
+        f"{name}.weight_shape": torch.tensor(c.shape),
+    }
+
+
+def scheme(bits: int, group: int | None, targets: list[str]) -> dict[str, Any]:
+    weights = dict(num_bits=bits, type="int", symmetric=bits == 8, strategy="group" if group else "channel",
+                   group_size=group, dynamic=False)  # fmt: skip
+    return dict(targets=targets, weights=weights, format=FORMAT[bits])
+
+
+def config_of(config: dict[str, Any], how: WeightFormat, head: str) -> dict[str, Any]:
+    """The config.json of the new folder."""
+    groups = {"group_0": scheme(how.bits, how.group, ["re:.*_proj$"])}
+    if how.head_bits in FORMAT:
+        groups["group_1"] = scheme(how.head_bits, how.group, [head])
+    kinds = {g["format"] for g in groups.values()}
+    said = dict(quant_method="compressed-tensors", quantization_status="compressed", config_groups=groups,
+                ignore=[] if how.head_bits in FORMAT else [head],
+                format=kinds.pop() if len(kinds) == 1 else "mixed-precision")  # fmt: skip
+    return {k: v for k, v in config.items() if k != "quantization_config"} | dict(quantization_config=said)
+
+
+def bits_of(name: str, args: ModelArgs, how: WeightFormat) -> int:
+    """Of a tensor; 16: it is kept."""
+    if name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
+        return how.head_bits
+    return how.bits if name.endswith(tuple(f".{p}.weight" for p in PROJECTIONS)) else 16
+
+
+def main() -> None:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("source", metavar="IN", help="Hugging Face folder or GGUF file")
+    a("out", metavar="OUT", help="a folder that is not there yet")
+    a("--weights", default="int4", metavar="W", help="int4 or int8, with a group or without: int4:64, int8:channel")
+    a("--head", metavar="W", help="bf16, int8 or int4 of the output head (default: int8)")
+    a("--json", action="store_true", help="print one JSON object")
+    opt = p.parse_args()
+    how, out = WeightFormat.parse(opt.weights, opt.head), Path(opt.out)
+    if how is None or how.bits not in FORMAT or how.bits == DENSE:
+        raise InputError(f"--weights {opt.weights}: give int4 or int8")
+    if out.exists():
+        raise InputError(f"{out} is there already: give the name of a new folder")
+    if not out.parent.is_dir():
+        raise InputError(f"{out.parent} is no folder: create it first")
+    reader = open_checkpoint(opt.source)
+    args = args_from_hf(reader.config)
+    head = "model.embed_tokens" if args.tie_embeddings else "lm_head"
+    tensors: dict[str, Tensor] = {}
+    before = 0
+    for name, value in tqdm(reader.tensors(), desc="tensors", unit=""):
+        dense = value.dequantize() if isinstance(value, Codes) else value
+        before += dense.numel() * 2
+        if not dense.isfinite().all():
+            raise InputError(f"tensor {name} in {opt.source} holds NaN or infinity: download it again")
+        bits = bits_of(name, args, how)
+        if bits == 16:
+            tensors[name] = dense.to(torch.bfloat16)
+        else:
+            c = quantize(dense, bits, how.group_of(dense.shape[1], bits))
+            tensors |= module(name.removesuffix(".weight"), c)
+    write(Path(opt.source), out, tensors, config_of(reader.config, how, head), reader.tokenizer_files)
+    size = sum(t.nbytes for t in tensors.values())
+    if opt.json:
+        print(json.dumps(dict(out=str(out), bytes=size, bytes_bf16=before)))
+    else:
+        print(f"{out}: {size / 2**20:,.1f} MiB, {size / before:.3f} of bf16")
+
+
+def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Any) -> None:
+    """Under another name, then renamed: there is a whole folder or none."""
+    tmp = out.with_name(out.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        tmp.mkdir()
+        if tokenizer:
+            tokenizer(tmp)
+        for f in sorted(source.iterdir()) if source.is_dir() else ():
+            if f.is_file() and f.suffix in (".json", ".model", ".txt", ".jinja") and not f.name.endswith(".index.json"):
+                shutil.copy2(f, tmp / f.name)
+        save_file({k: t.contiguous() for k, t in tensors.items()}, tmp / "model.safetensors", metadata={"format": "pt"})
+        (tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        tmp.rename(out)
+    except OSError as e:
+        raise InputError(f"cannot write {out}: {e.strerror}") from None
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    run_cli(main)
