@@ -23,6 +23,7 @@ from kernels.linear import ROWS, WORD, dequantize, interleave, pack_bits, packed
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
+PART = 1024  # rows that are quantized at a time, a multiple of 16
 DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
 
 
@@ -119,6 +120,10 @@ class PackedLinear(nn.Module):
         if isinstance(value, Codes):
             ours = (value.bits, value.group) == (self.bits, self.group) and (self.bits == 4 or value.zero is None)
             value = value if ours else value.dequantize()
+        if isinstance(value, Tensor) and len(value) > PART:  # some rows at a time: quantizing takes several copies
+            for i, part in enumerate(value.split(PART)):
+                self.put(first + i * PART, part)
+            return
         params: list[tuple[Tensor | None, Tensor | None]] = []
         if self.bits == 16:
             assert isinstance(value, Tensor)

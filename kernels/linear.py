@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import use_native
+from kernels.backend import tl, triton, use_native, use_triton
+from kernels.splits import multiprocessors
+from kernels.tiles import dot
 
 ROWS = 16  # of W side by side
 MANY = 32  # rows of x from which a matrix product of unpacked rows is faster than unpacking in registers
@@ -94,14 +96,100 @@ def _in_cpp(
     return y if bias is None else y.add_(bias)
 
 
+# ---- Triton ----
+
+FEW = 16  # rows of x that the kernel takes: a tensor core's. More of them, a prompt, multiply W as unpacked by torch
+INPUTS = 128  # of W in a tile
+
+
+@triton.jit
+def _packed_linear(
+    x, packed, scale, zero, bias, y, x_row, y_row, M, blocks, IN,
+    BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies R blocks of 16 rows of W, K inputs at a time: one row of x by sums, 16 by dot."""
+    PER: tl.constexpr = 32 // BITS if BITS != 8 else 1  # inputs in a word
+    GT: tl.constexpr = G if G < K else K  # inputs of a tile that share a scale
+    block = tl.program_id(0) * R + tl.arange(0, R)
+    there = block < blocks
+    block = block.to(tl.int64)
+    lane, c, j, k = tl.arange(0, 16), tl.arange(0, K // PER), tl.arange(0, PER), tl.arange(0, K)
+    word = packed + block[:, None, None] * (IN // PER * 16) + c[None, :, None] * 16 + lane
+    group = block[:, None, None] * (IN // G * 16) + lane
+    m = tl.arange(0, 16)
+    alone = tl.zeros([R, 16], tl.float32)
+    together = tl.zeros([16, R * 16], tl.float32)
+    for first in range(0, IN, K):
+        w = tl.load(word + first // PER * 16, mask=there[:, None, None], other=0)  # [R, K / PER, 16]
+        if BITS == 8:
+            q = w.to(tl.float32)
+        else:
+            w = w[:, :, None, :] >> (j * BITS)[None, None, :, None]
+            q = (w << 16).to(tl.float32, bitcast=True) if BITS == 16 else (w & 15).to(tl.float32)
+            q = tl.reshape(q, [R, K, 16])
+        if BITS != 16:
+            at = group + ((first + tl.arange(0, K // GT) * GT) // G * 16)[None, :, None]
+            s = tl.load(scale + at, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
+            q = tl.reshape(q, [R, K // GT, GT, 16])
+            if zero is not None:
+                q = q - tl.load(zero + at, mask=there[:, None, None], other=0).to(tl.float32)[:, :, None, :]
+            elif BITS == 4:
+                q = q - 8.0
+            q = tl.reshape(q * s, [R, K, 16])
+        if ONE:
+            row = tl.load(x + first + k).to(tl.float32)
+            alone += tl.sum(q * row[None, :, None], 1)
+        else:
+            rows = tl.load(x + m[:, None] * x_row + first + k, mask=m[:, None] < M, other=0.0)
+            q = tl.reshape(tl.permute(q, (1, 0, 2)), [K, R * 16])
+            together += dot(rows, q.to(rows.dtype))
+    out = tl.reshape(block[:, None] * 16 + lane, [R * 16])
+    real = out < blocks * 16
+    if ONE:
+        total = tl.reshape(alone, [R * 16])
+        if bias is not None:
+            total += tl.load(bias + out, mask=real, other=0.0)
+        tl.store(y + out, total.to(y.dtype.element_ty), mask=real)
+    else:
+        if bias is not None:
+            together += tl.load(bias + out, mask=real, other=0.0)[None, :]
+        tl.store(y + m[:, None] * y_row + out, together.to(y.dtype.element_ty), mask=(m[:, None] < M) & real)
+
+
+def tile_of(n: int, group: int, blocks: int, device: torch.device) -> dict[str, int]:
+    """Blocks of 16 rows and inputs of a tile: fewer blocks where multiprocessors would be idle."""
+    K = next(k for k in (INPUTS, 64, 32, 16) if n % k == 0 and (group % k == 0 or k % group == 0))
+    R = next((r for r in (4, 2) if blocks >= 2 * r * multiprocessors(device)), 1)
+    return dict(R=R, K=K)
+
+
+def _in_triton(
+    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
+    (M, n), blocks = x.shape, packed.shape[0]
+    if M > FEW:
+        return _in_torch(x, packed, scale, zero, bias, bits)
+    x, y = x.contiguous(), x.new_empty(M, blocks * ROWS)
+    group = n if scale is None else n // scale.shape[1]
+    tile = tile_of(n, group, blocks, x.device)
+    words = packed.view(torch.int8) if bits == 8 else packed.view(torch.int32)
+    _packed_linear[(triton.cdiv(blocks, tile["R"]),)](
+        x, words, scale, zero, bias, y, n, blocks * ROWS, M, blocks, n,
+        BITS=bits, G=group, **tile, ONE=M == 1, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
 def _on_cpu(x: Tensor, packed: Tensor, *args) -> Tensor:
     # codes are not trained: nothing flows back
-    return (_in_cpp if use_native(x, x.shape[1]) else _in_torch)(x.detach().contiguous(), packed, *args)
+    version = _in_triton if use_triton(x) else _in_cpp if use_native(x, x.shape[1]) else _in_torch
+    return version(x.detach().contiguous(), packed, *args)
 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor")
 _lib.impl("packed_linear", _on_cpu, "CPU")
+_lib.impl("packed_linear", lambda x, *args: (_in_triton if use_triton(x) else _in_torch)(x.detach(), *args), "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_linear",
     lambda x, packed, scale, zero, bias, bits: x.new_empty(len(x), packed.shape[0] * ROWS),

@@ -75,6 +75,7 @@ def test_prefill_does_not_keep_the_keys_and_values_of_earlier_layers():
     assert eight - two < RAW
 
 
+@pytest.mark.slow
 def test_the_measurement_sees_a_method_that_keeps_them(tmp_path):
     (tmp_path / "hoarder.py").write_text(HOARDER)
     assert growth("hoarder", 2, tmp_path) - growth("self_index", 2) > RAW

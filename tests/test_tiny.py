@@ -76,7 +76,7 @@ def test_self_index_at_its_lossless_limit_is_full_token_for_token(evaluation):
 
 def test_it_continues_a_random_repeat(evaluation):
     evaluation.setup({"full": ("full", {})}, 264)
-    assert min(evaluation.repeats(256, 5, 128)["full"]) > 0.9
+    assert min(evaluation.repeats(256, range(5), 128)["full"]) > 0.9
 
 
 def test_the_words_of_the_evaluation_were_held_out():

@@ -56,7 +56,11 @@ def test_lossless_limit_is_dense_attention(name, kernel_device):
     check_lossless(name, kernel_device)
 
 
-@every_method
+# the others have no kernel that is not one of theirs
+OWN_KERNELS = ("double_sparsity", "double_sparsity_offload", "ojakv", "razor", "sals", "self_index")
+
+
+@pytest.mark.parametrize("name", [pytest.param(m, marks=() if m in OWN_KERNELS else pytest.mark.slow) for m in METHODS])
 def test_kernels_are_torch(name, kernel_device, monkeypatch):
     check_torch(name, settings(name)[-1], kernel_device, monkeypatch)
 

@@ -375,6 +375,7 @@ def test_offsets_beyond_32_bits():
     close(launch(args, 16, 1), attention_oracle(args, [slots.tolist()]), torch.float16)
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     rows = compiled("--cc", "90", "--models", "llama-3.1-8b", "--files", "latent", "latent_attention", "--only",
                     "^sals-25, tiles of 128|^append, sals-25|^project, sals-25$")  # fmt: skip

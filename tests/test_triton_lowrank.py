@@ -272,6 +272,7 @@ def test_ojakv_traces_to_one_graph(triton_backend):
 # ---- compiled without a GPU ----
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     (row,) = compiled("--files", "lowrank", "--cc", "90", "--models", "llama-3.1-8b", "--only", "^attend r = 77 bf16")
     assert row["spills"] == 0 and row["programs"] >= 2, "split_count counts on two programs a multiprocessor"

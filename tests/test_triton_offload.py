@@ -200,6 +200,7 @@ def test_offload_traces_to_one_graph(triton_backend):
 # ---- compiled without a GPU ----
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     (row,) = compiled("--files", "offload", "--cc", "90", "--models", "llama-3.1-8b", "--only", "^fetch bf16")
     widths = {int(width): n for width, n in row["loads"].items()}

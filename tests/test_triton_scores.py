@@ -269,6 +269,7 @@ def test_operators_are_registered_right():
 FILES = ("--files", "label_score", "latent_score")
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     some = "score, 4 bits|one query, 25%|of a token"
     rows = compiled(*FILES, "--cc", "90", "--models", "llama-3.1-8b", "--only", some)

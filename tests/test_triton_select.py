@@ -261,6 +261,7 @@ def test_operators_are_registered_right():
 # ---- ahead of time ----
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     some = ("--cc", "90", "--models", "llama-3.1-8b", "--files", "select", "--only", "^select of 16K$|^finish of 128K$")
     rows = compiled(*some)

@@ -425,6 +425,7 @@ def test_accounts_are_of_the_papers_setting():
 FILES = ("sign_codes", "sign_encode", "quantize", "packed_gather_attention")
 
 
+@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
     some = "look-up|codebook|^range|^keys|^2 bits signed bf16, blocks of 32$"
     rows = compiled("--cc", "90", "--models", "llama-3.1-8b", "--files", *FILES, "--only", some)
