@@ -50,9 +50,11 @@ def speed() -> str:
             + [f"{r[k]:.2f}x" if k in r else "-" for k in against]
             for r in done
         ]
-        header = [f"{data['model']}, batch x tokens", "run", "tokens/s (median)", "spread"]
+        weights = f", weights {data['weights']}" if "weights" in data else ""
+        header = [f"{data['model']}{weights}, batch x tokens", "run", "tokens/s (median)", "spread"]
         out.append(table([*header, *(f"against {name}" for name in against.values())], rows))
-        out.append(f"{data['new_tokens']} new tokens, {data['dtype']}. {source(file, data)}")
+        cache = f", cache {data['kv_dtype']}" if "kv_dtype" in data else ""
+        out.append(f"{data['new_tokens']} new tokens, {data['dtype']}{cache}. {source(file, data)}")
     return "\n\n".join(out) or NONE
 
 
