@@ -47,7 +47,7 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
 def share(each: Sequence[float]) -> str:
     """Of samples that are hit or missed, with the interval: `93 (86-97) %`; of others the mean alone."""
     mean = sum(each) / len(each)
-    if not set(each) <= {0, 1}:
+    if not set(each) <= {0, 1} or len(each) < 10:  # shares of a text, not hits
         return percent(mean)
     low, high = wilson(sum(each), len(each))
     return f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f}) %"
