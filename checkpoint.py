@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from errors import InputError, short
-from formats import Codes, open_checkpoint
+from formats import Codes, Reader, open_checkpoint
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
 from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat
@@ -184,7 +184,7 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
 
 
 def load_checkpoint(
-    path: str | Path,
+    source: str | Path | Reader,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
     how: WeightFormat | None = None,
@@ -196,11 +196,8 @@ def load_checkpoint(
     them, in the bits and groups of most, the head in its own. InputError if a file is missing or truncated, or a tensor
     is missing, unexpected or of a wrong shape.
     """
-    path = Path(path)
-    if not path.exists():
-        raise InputError(f"checkpoint {path} not found: give --checkpoint a Hugging Face model folder or a GGUF file")
-    reader = open_checkpoint(path)
-    args = args_from_hf(reader.config)
+    reader = source if isinstance(source, Reader) else open_checkpoint(source)
+    path, args = reader.path, args_from_hf(reader.config)
     if reader.warning:
         print(f"warning: {reader.warning}", file=sys.stderr)
     if dtype is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
 from errors import InputError, check_range
-from formats import is_gguf, open_checkpoint
+from formats import Reader, open_checkpoint
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import Tokenizer, load_tokenizer
@@ -305,11 +305,10 @@ def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: i
     return longest + max_new_tokens
 
 
-def read_tokenizer(path: str | Path) -> Tokenizer:
+def read_tokenizer(reader: Reader) -> Tokenizer:
     """The tokenizer of a folder, or of a GGUF file, which holds what a folder's files say."""
-    reader = open_checkpoint(path) if is_gguf(path) else None
-    if reader is None or reader.tokenizer_files is None:
-        return load_tokenizer(path)
+    if reader.tokenizer_files is None:
+        return load_tokenizer(reader.path)
     with tempfile.TemporaryDirectory() as folder:
         reader.tokenizer_files(folder)
         return load_tokenizer(folder)
@@ -357,7 +356,8 @@ class LLM:
             self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed, how)
             self.tokenizer = RandomVocabulary()
         else:
-            self.model, self.tokenizer = load_checkpoint(checkpoint, where, kind, how), read_tokenizer(checkpoint)
+            reader = open_checkpoint(checkpoint)
+            self.model, self.tokenizer = load_checkpoint(reader, where, kind, how), read_tokenizer(reader)
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.use(method, **knobs)
 

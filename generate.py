@@ -21,7 +21,7 @@ import torch
 from cache.spec import describe
 from engine import LLM, Completion, Ended, Sampling
 from errors import InputError, Parser, check_range, run_cli
-from runtime import DTYPES, TINY, check_out, device_name, peak_memory, read_text, temporary, versions
+from runtime import TINY, add_precision, check_out, device_name, peak_memory, read_text, temporary, versions
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,10 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--seed", type=int, default=0)
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
-    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
-    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
-    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
+    add_precision(p)
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")

@@ -26,7 +26,7 @@ from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
-from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat, first_outputs, pack
+from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -423,9 +423,6 @@ def empty_transformer(
     return model
 
 
-RANDOM_BLOCK = 1 << 24  # numbers that are drawn; larger weights repeat them
-
-
 def random_transformer(
     args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0, how: WeightFormat | None = None
 ) -> Transformer:
@@ -435,10 +432,7 @@ def random_transformer(
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                flat = (p if p.is_contiguous() else p.t()).view(-1)
-                flat[:RANDOM_BLOCK].normal_(0, 0.02, generator=gen)
-                for part in flat.split(RANDOM_BLOCK)[1:]:
-                    part.copy_(flat[: len(part)])
+                fill_normal((p if p.is_contiguous() else p.t()).view(-1), 0.02, gen)
             elif name.endswith("bias"):
                 p.zero_()
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
@@ -39,6 +40,15 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise InputError("--dtype bf16 is not supported by this GPU: use --dtype fp16 or fp32")
     return DTYPES[name]
+
+
+def add_precision(p: argparse.ArgumentParser) -> None:
+    """--dtype, --weights, --head, --kv-dtype."""
+    a = p.add_argument
+    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
+    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
+    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
 
 
 def set_threads(n: int | None) -> None:

@@ -24,6 +24,7 @@ from kernels.linear import ROWS, WORD, dequantize, interleave, pack_bits, packed
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
 PART = 1024  # rows that are quantized at a time, a multiple of 16
+RANDOM_BLOCK = 1 << 24  # numbers that are drawn for random weights
 DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
 
 
@@ -73,6 +74,13 @@ class WeightFormat:
             raise InputError(f"weights of {n} inputs have no groups of {group}: use --weights int8:channel, "
                              "or another group")  # fmt: skip
         return group
+
+
+def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
+    """Normal numbers into flat [n], of which the first RANDOM_BLOCK are drawn and larger tensors repeat them."""
+    flat[:RANDOM_BLOCK].normal_(0, std, generator=gen)
+    for part in flat.split(RANDOM_BLOCK)[1:]:
+        part.copy_(flat[: len(part)])
 
 
 # ---- modules ----
@@ -154,10 +162,7 @@ class PackedLinear(nn.Module):
     def fill_random(self, std: float, gen: torch.Generator) -> None:
         """Weights of this standard deviation around 0, for throughput runs."""
         if self.bits == 16:
-            flat = self.packed.view(-1).view(torch.bfloat16)
-            flat[: 1 << 24].normal_(0, std, generator=gen)
-            for part in flat.split(1 << 24)[1:]:
-                part.copy_(flat[: len(part)])
+            fill_normal(self.packed.view(-1).view(torch.bfloat16), std, gen)
         else:
             self.packed.view(-1).view(torch.int64).random_(generator=gen)
         if self.scale is not None:

@@ -34,11 +34,12 @@ Named = Iterator[tuple[str, Tensor | Codes]]
 class Reader:
     """An opened checkpoint.
 
-    kind: "gguf", one of METHODS, or "dense"; config: a config.json without its quantization_config; tensors(): a pass
-    over (name, tensor), one read at a time; warning: a line to show; tokenizer_files(folder): writes a GGUF file's
-    tokenizer as files, None where the folder has its own.
+    path: the file or folder; kind: "gguf", one of METHODS, or "dense"; config: a config.json without its
+    quantization_config; tensors(): a pass over (name, tensor), one read at a time; warning: a line to show;
+    tokenizer_files(folder): writes a GGUF file's tokenizer as files, None where the folder has its own.
     """
 
+    path: Path
     kind: str
     config: dict[str, Any]
     tensors: Callable[[], Named]
@@ -62,6 +63,7 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
         raise InputError(f"{path} is no GGUF file: give one, or the folder that holds config.json and *.safetensors")
     file = GGUFFile(path)
     return Reader(
+        path,
         "gguf",
         gguf_config(file),
         lambda: gguf_tensors(file),
@@ -77,20 +79,20 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
                 where, said = name, {"quant_method": method} | read_object(folder / name)
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
     if said is None:
-        return Reader("dense", plain, lambda: _dense(Shards(folder)))
+        return Reader(folder, "dense", plain, lambda: _dense(Shards(folder)))
     if not isinstance(said, dict):
         raise InputError(f"config.json: quantization_config must be an object, found {short(said)}")
     settings = Settings(said, where)
     match settings.one_of(METHODS, None, "quant_method"):
         case "gptq":
             gptq, biased = GPTQ(settings), biased_projections(config)
-            return Reader("gptq", plain, lambda: gptq.read(Shards(folder), biased))
+            return Reader(folder, "gptq", plain, lambda: gptq.read(Shards(folder), biased))
         case "awq":
             awq = AWQ(settings)
-            return Reader("awq", plain, lambda: awq.read(Shards(folder)))
+            return Reader(folder, "awq", plain, lambda: awq.read(Shards(folder)))
         case _:
             ct = CompressedTensors(settings)
-            return Reader("compressed-tensors", plain, lambda: ct.read(Shards(folder)), ct.warning)
+            return Reader(folder, "compressed-tensors", plain, lambda: ct.read(Shards(folder)), ct.warning)
 
 
 def _dense(shards: Shards) -> Named:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import InputError
+from kernels.linear import dequantize
 
 
 @dataclass
@@ -43,9 +44,7 @@ class Codes:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """-> [out, in]: scale * (codes - zero) in fp32, the difference being exact, then rounded to dtype."""
-        w = self.codes.float().unflatten(1, (-1, self.group))
-        zero = self.zero[..., None] if self.zero is not None else 8 if self.bits == 4 else 0
-        return ((w - zero) * self.scale[..., None]).flatten(1).to(dtype)
+        return dequantize(self.codes, self.scale, self.zero, self.bits).to(dtype)
 
 
 def grouped(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Codes | Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.splits import multiprocessors
 from kernels.tiles import dot
 
@@ -70,7 +70,9 @@ def packed_linear(
     packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`), scale fp16 [out / 16, groups, 16] or None in bf16,
     zero uint8 of that shape or None, bias fp32 [out]. A group has a multiple of 16 inputs.
     """
-    y = torch.ops.kv_fast.packed_linear(x.flatten(0, -2), packed, scale, zero, bias, bits)
+    rows = x.flatten(0, -2)
+    kernel = use_triton(x) or use_native(x, x.shape[-1])
+    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, packed, scale, zero, bias, bits)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -86,6 +88,7 @@ def _in_torch(
 def _in_cpp(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
+    x = x.detach().contiguous()  # codes are not trained: nothing flows back
     if len(x) < MANY:
         return native.linear(x, packed, scale, zero, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
@@ -180,16 +183,10 @@ def _in_triton(
     return y
 
 
-def _on_cpu(x: Tensor, packed: Tensor, *args) -> Tensor:
-    # codes are not trained: nothing flows back
-    version = _in_triton if use_triton(x) else _in_cpp if use_native(x, x.shape[1]) else _in_torch
-    return version(x.detach().contiguous(), packed, *args)
-
-
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor")
-_lib.impl("packed_linear", _on_cpu, "CPU")
-_lib.impl("packed_linear", lambda x, *args: (_in_triton if use_triton(x) else _in_torch)(x.detach(), *args), "CUDA")
+_lib.impl("packed_linear", on_cpu(_in_triton, _in_cpp), "CPU")
+_lib.impl("packed_linear", _in_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_linear",
     lambda x, packed, scale, zero, bias, bits: x.new_empty(len(x), packed.shape[0] * ROWS),

@@ -19,6 +19,7 @@ from cache.double_buffer import Half, half_of
 from cache.labels import LabelCache
 from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
+from kernels.ring import held
 from kernels.select import budget_select
 from kv_methods.double_sparsity import DoubleSparsity
 
@@ -84,7 +85,7 @@ class DoubleSparsityOffload(KVMethod):
     def compress(self, q, k, v, lengths):
         B, _, S, _ = k.shape
         self.host_k[:B, :, :S], self.host_v[:B, :, :S] = k, v
-        at = self.held(lengths - 1).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
+        at = held(lengths - 1, self.recent).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
         self.ring_k[:B], self.ring_v[:B] = k.gather(2, at), v.gather(2, at)
         if self.label is not None:
             self.label.put_prompt(k)
@@ -95,11 +96,6 @@ class DoubleSparsityOffload(KVMethod):
         self.ring_k[row, :, pos % self.recent], self.ring_v[row, :, pos % self.recent] = k, v
         if self.label is not None:
             self.label.put(k, pos)
-
-    def held(self, newest):
-        """newest [B] position -> [B, recent] position that each slot of the ring holds; negative: none yet."""
-        newest = newest[:, None]
-        return newest - (newest - torch.arange(self.recent, device=newest.device)) % self.recent
 
     # ---- selection ----
 
@@ -138,8 +134,8 @@ class DoubleSparsityOffload(KVMethod):
         return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
     def attended(self, q, idx, count, pos):
-        B, H, half, held = len(pos), self.shape.n_kv_head, self.fetched, self.held(pos)
-        ring = torch.where(held >= 0, held, -2)[:, None].expand(B, H, -1)
+        B, H, half, at = len(pos), self.shape.n_kv_head, self.fetched, held(pos, self.recent)
+        ring = torch.where(at >= 0, at, -2)[:, None].expand(B, H, -1)
         at = torch.cat((torch.where(idx >= 0, idx, -2), ring), -1)
         k, v = (torch.cat((x[:B], y[:B]), 2) for x, y in ((half.k, self.ring_k), (half.v, self.ring_v)))
         return Attended(at, q, k, v)

@@ -24,6 +24,7 @@ from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention, replace_token
+from kernels.ring import held
 
 PLACES = 4  # after an earlier copy, whose attention is measured
 
@@ -166,18 +167,22 @@ class Razor(Routed):
     def compress(self, q, k, v, lengths):
         """Algorithm 1: keep the sinks and the last L_h tokens, the mean of the others (Eq. 4)."""
         B, _, S, _ = k.shape
-        a, slots, i = self.args, *(torch.arange(n, device=k.device) for n in (self.k.shape[2], self.ring))
+        a, slots = self.args, torch.arange(self.k.shape[2], device=k.device)
         self.least[:B] = torch.where(lengths > a.whole, a.window, max(a.window, a.whole))
-        last, gone = lengths[:, None] - 1, self.dropped(lengths - 1).clamp(min=0)[:, None]
-        held = torch.where(slots < self.sinks, slots, slots + gone).clamp(max=S - 1)  # the position in each slot
-        self.k[:B], self.v[:B] = gather_rows(k, held[:, None]), gather_rows(v, held[:, None])
-        newest = last - (last - self.sinks - i) % self.ring  # of the positions that share a place of slot_of
+        gone = self.dropped(lengths - 1).clamp(min=0)[:, None]
+        at = torch.where(slots < self.sinks, slots, slots + gone).clamp(max=S - 1)  # the position in each slot
+        self.k[:B], self.v[:B] = gather_rows(k, at[:, None]), gather_rows(v, at[:, None])
+        newest = self._newest(lengths - 1)
         self.slot_of[:B] = (newest - gone).clamp(min=0).int()
         if a.compensation:
             t = torch.arange(S, device=k.device) - self.sinks
             out = ((t >= 0) & (t < gone))[:, None, :, None]
             for mean, x in ((self.mean_k, k), (self.mean_v, v)):
                 mean[:B] = torch.where(out, x, 0).sum(2, dtype=torch.float32) / gone.clamp(min=1)[..., None]
+
+    def _newest(self, pos):
+        """[B, ring], of the positions that share a place of slot_of, with the newest token at pos [B]."""
+        return self.sinks + held(pos - self.sinks, self.ring)
 
     def append(self, k, v, pos):
         """While the window grows nothing leaves it; else the new token takes the slot of the oldest, which does."""
@@ -202,8 +207,7 @@ class Razor(Routed):
 
     def attended(self, q, idx, count, pos):
         B, H, slot = len(pos), self.n_own, torch.arange(self.k.shape[2], device=q.device)
-        at, i = slot.repeat(B, 1), torch.arange(self.ring, device=q.device)
-        newest = pos[:, None] - (pos[:, None] - self.sinks - i) % self.ring
+        at, newest = slot.repeat(B, 1), self._newest(pos)
         for b, first in enumerate((self.sinks + self.dropped(pos).clamp(min=0)).tolist()):
             there = newest[b] >= first
             at[b, self.slot_of[b, there].long()] = newest[b, there]

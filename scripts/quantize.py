@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint import args_from_hf  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats import Codes, open_checkpoint  # noqa: E402
+from kernels.linear import pack_bits  # noqa: E402
 from model import ModelArgs  # noqa: E402
 from weights import DENSE, WeightFormat, quantize  # noqa: E402
 
@@ -36,7 +37,7 @@ FORMAT = {4: "pack-quantized", 8: "int-quantized"}
 def words(codes: Tensor) -> Tensor:
     """4-bit numbers uint8 [rows, n] -> int32 [rows, n / 8], the first in the lowest bits; n is padded."""
     codes = F.pad(codes, (0, -codes.shape[1] % 8))
-    return (codes[:, ::2] | (codes[:, 1::2] << 4)).flatten().view(torch.int32).unflatten(0, (len(codes), -1))
+    return pack_bits(codes, 4).flatten().view(torch.int32).unflatten(0, (len(codes), -1))
 
 
 def module(name: str, c: Codes) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import resource
-import signal
 
 import gguf
 import numpy as np
@@ -23,6 +22,7 @@ from formats_files import (
 )
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
+from watch import Hang, within
 
 from checkpoint import args_from_hf
 from errors import InputError
@@ -627,24 +627,6 @@ def test_a_folder_of_one_gguf(tmp_path):
 # ---- mutants ----
 
 VALUES = [None, True, 0, -1, 1, 3, 2**31, 2**63, 10**23, 0.5, float("nan"), "", "x", "4", [], {}, [1], {"a": 1}, "int"]
-
-
-class Hang(BaseException):
-    pass
-
-
-@contextlib.contextmanager
-def within(seconds):
-    def stop(number, frame):
-        raise Hang(f"{seconds} s are over")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def spoil(rng, data, header):

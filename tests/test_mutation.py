@@ -5,7 +5,6 @@ A seed draws every mutant, so that a failure names the one to look at. `make tes
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import json
@@ -13,13 +12,13 @@ import os
 import random
 import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from watch import Hang, within
 
 import engine
 import generate as G
@@ -233,24 +232,6 @@ def good(tmp_path_factory):
     for name in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder / "tokenizer")
     return folder
-
-
-class Hang(BaseException):
-    pass
-
-
-@contextlib.contextmanager
-def within(seconds):
-    def stop(number, frame):
-        raise Hang(f"{seconds} s are over")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Model:

@@ -301,6 +301,7 @@ def as_gguf(tmp_path_factory):
 def test_a_gguf_says_what_its_folder_says(as_gguf):
     """Same greedy tokens and text; a method with a calibration is refused, as the file has no place for it."""
     llms = [LLM(x) for x in (TINY, as_gguf(Q.F32))]
+    assert LLM(as_gguf(Q.F32).parent).tokenizer.encode("import os") == llms[0].tokenizer.encode("import os")
     prompts = ["import os", "def main():\n    ", "The code for the red door is 5371."]
     want, got = ([(c.text, c.tokens) for c in llm.generate(prompts, max_new_tokens=24)] for llm in llms)
     assert got == want and len(got[0][1]) == 24

@@ -45,12 +45,11 @@ from checkpoint import args_from_hf  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
-from runtime import TINY, pick_device, set_threads  # noqa: E402
+from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
 from scripts.bench.peer_runs import Run, Work, check_peer, peer_runs  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
-    add_precision,
     check_run,
     earlier,
     expand,

@@ -42,11 +42,10 @@ from engine import pad  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
 from model import Transformer  # noqa: E402
-from runtime import TINY, pick_device, set_threads  # noqa: E402
+from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
-    add_precision,
     earlier,
     expand,
     load_model,

@@ -17,7 +17,7 @@ from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
 from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer, random_transformer
-from runtime import DTYPES, pick_dtype
+from runtime import pick_dtype
 from scripts.shared.results import check_out
 from scripts.shared.timing import reason
 from weights import WeightFormat
@@ -46,15 +46,6 @@ def parse_knobs(items: Iterable[str]) -> dict[str, str]:
 def takes(spec: str, knob: str) -> bool:
     """Whether a part of a spec has this knob; skip_layers is one of all."""
     return knob == "skip_layers" or any(knob in knob_names(resolve(p.name)[0]) for p in parse_spec(spec))
-
-
-def add_precision(p: argparse.ArgumentParser) -> None:
-    """--dtype, --weights, --head, --kv-dtype, as generate.py has them."""
-    a = p.add_argument
-    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
-    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
-    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
-    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
