@@ -158,6 +158,7 @@ class KVMethod(Storage):
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
+    exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
@@ -194,6 +195,12 @@ class KVMethod(Storage):
         else:
             self.compress(q_rot, k_rot, v, lengths)
         return y
+
+    def fill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """`prefill` without its output, which with an exact prefill another cache of the same prompts has computed."""
+        if not self.pre_rope:
+            q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
+        self.compress(q, k, v, lengths)
 
     def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""

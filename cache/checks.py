@@ -32,6 +32,7 @@ from cache.harness import (
 from cache.spec import method_class
 from cache.trace import observe
 from errors import InputError
+from kernels.dense_attention import prefill_attention
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
@@ -212,6 +213,33 @@ def check_reset(name: str, knobs: Knobs) -> None:
         run(model, prompts, feed=fed)[0], want, f"warm-up leaks {told(knobs)}",
         f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}",
     )  # fmt: skip
+
+
+def check_fill(name: str, knobs: Knobs) -> str | None:
+    """A prompt's output is exact, and `fill` stores what `prefill` does; or `exact_prefill` says that it is not so."""
+    model, prompts = tiny(), [prompt(9), prompt(60)]
+    model.setup_cache(name, 2, 90, **knobs)
+    want, fed = run(model, prompts, 20)
+    if not all(m.exact_prefill for m in model.cache):
+        return "the attention of its prompts is its own"
+    todo = "exact_prefill = False, unless every token of a prompt attends exactly to all before it"
+    same(want[:, :1], teacher(model, prompts, fed[:, :0]), f"a prompt's output is not exact {told(knobs)}", todo=todo)
+    model.setup_cache(name, 2, 90, **knobs)
+
+    def fill_alone(method: KVMethod) -> None:
+        def prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+            method.fill(q, k, v, lengths)
+            rotate = method.rope.rotate_prompt
+            return prefill_attention(rotate(q), rotate(k), v, method.shape.window)
+
+        method.prefill = prefill  # type: ignore[method-assign]
+
+    for method in model.cache:
+        fill_alone(method)
+    todo = "a `prefill` of its own needs a `fill` that stores the same"
+    tol = ROUNDED if rounds(model) else TOL
+    same(run(model, prompts, 20, fed)[0], want, f"`fill` stores other than `prefill` {told(knobs)}", tol, todo)
+    return None
 
 
 def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:

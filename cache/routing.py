@@ -6,7 +6,7 @@ alone, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -40,11 +40,22 @@ class Routed(KVMethod):
             calib = calib.heads(self.layer, theirs, shape.n_kv_head, cls.needs(args))
         self.other = cls(args, part, self.layer, self.rope, calib)
         self.predicts = self.other.predicts  # what the class says for all, layers may not
+        self.exact_prefill = self.other.exact_prefill
         if own:
             self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)
 
     def prefill(self, q, k, v, lengths):
         return self._by_head("prefill", super().prefill, q, k, v, lengths)
+
+    def fill(self, q, k, v, lengths):
+        if self.other is None:
+            super().fill(q, k, v, lengths)
+        elif not self.n_own:
+            self.other.fill(q, k, v, lengths)
+        else:
+            fills: tuple[Callable[..., None], ...] = self.other.fill, super().fill
+            for run, (_, parts) in zip(fills, self._split(q, k, v), strict=True):
+                run(*parts, lengths)
 
     def decode(self, q, k, v, pos):
         return self._by_head("decode", super().decode, q, k, v, pos)
@@ -59,12 +70,16 @@ class Routed(KVMethod):
         theirs = getattr(self.other, step)
         if not self.n_own:
             return theirs(q, k, v, at)
-        H, P = self.shape.n_kv_head, self.n_other
-        y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (H, -1))
-        for run, heads in ((theirs, self.order[:P]), (ours, self.order[P:])):
-            parts = [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in (q, k, v)]
+        y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (self.shape.n_kv_head, -1))
+        for run, (heads, parts) in zip((theirs, ours), self._split(q, k, v), strict=True):
             y.index_copy_(1, heads, run(*parts, at).unflatten(1, (len(heads), -1)))
         return y.flatten(1, 2)
+
+    def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """The other's KV heads and its part of every tensor [B, heads, ...], then ours."""
+        H, P = self.shape.n_kv_head, self.n_other
+        for heads in (self.order[:P], self.order[P:]):
+            yield heads, [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in heads_of]
 
     def prefetch(self, q_hat, pos):
         if self.other is not None:

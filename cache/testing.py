@@ -101,6 +101,7 @@ FAST: dict[str, Run] = dict(
     nbytes=_each(s.check_nbytes),
     traffic=_each(s.check_traffic),
     reset=_each(c.check_reset),
+    fill=_each(c.check_fill),
     turn=_turn,
     window=c.check_window,
     sizes=_each(c.check_sizes),

@@ -54,6 +54,7 @@ class OjaKV(KVMethod):
     lossless = dict(rank=1.0)
     stress = dict(n_start=5, n_recent=5, update_every=6, query_window=8)
     statistics = (HeadMoments(),)
+    exact_prefill = False  # Sec. 3.3
 
     @dataclass
     class Args:

@@ -121,6 +121,9 @@ ATTENDED = """    def attended(self, q, idx, count, pos):
         at = torch.arange(k.shape[2]).expand(k.shape[:3])
         return Attended(torch.where(at < pos[:, None, None], at, -2), q, k, v)  # but for the newest
 """
+PREFILL = """    def prefill(self, q, k, v, lengths):
+        y = super().prefill(q, {}, v, lengths)
+"""
 ARGS = """    from dataclasses import dataclass
 
     @dataclass
@@ -158,6 +161,10 @@ BROKEN = {
                           "max_seq_len=150 changes"),
     "tells_something_else": ("    def reset", ATTENDED + "\n    def reset", "attended", "differs from that of"),
     "drops_and_does_not_say_when": ("    def __init__", ARGS + "\n    def __init__", "stress", "state `stress`"),
+    "rounds_its_prompts": ("    def reset", PREFILL.format("k * 0.9") + "        return y\n\n    def reset", "fill",
+                           "exact_prefill = False"),
+    "fills_otherwise": ("    def reset", PREFILL.format("k") + "        self.k.mul_(2)\n        return y\n\n"
+                        "    def reset", "fill", "needs a `fill`"),
     "names_a_knob_it_has_not": ("    def __init__", "    stress = dict(keep=4)\n\n    def __init__", "ragged",
                                 "has no knob 'keep'"),
 }  # fmt: skip

@@ -41,6 +41,7 @@ from corpus import collect  # noqa: E402
 from engine import pad  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
+from kernels.dense_attention import prefill_attention  # noqa: E402
 from model import Transformer  # noqa: E402
 from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks  # noqa: E402
@@ -69,17 +70,10 @@ class Shared(KVMethod):
         nn.Module.__init__(self)
         self.members, self.rope, self.shape = members, members[0].rope, members[0].shape
 
-    def compress(self, q, k, v, lengths):  # rotated
-        for m in self.members:
-            if not m.pre_rope:
-                m.compress(q, k, v, lengths)
-
     def prefill(self, q, k, v, lengths):
-        y = super().prefill(q, k, v, lengths)
         for m in self.members:
-            if m.pre_rope:
-                m.compress(q, k, v, lengths)
-        return y
+            m.fill(q, k, v, lengths)
+        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v, self.shape.window)
 
 
 class Evaluation:
@@ -101,7 +95,7 @@ class Evaluation:
     def prefill(self, prompts: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
         """Fill every cache with the prompts -> the last token's logits by method, and the lengths [B]."""
         tokens, lengths = pad(prompts, self.device)
-        exact = [n for n, c in self.caches.items() if all(type(m).prefill is KVMethod.prefill for m in c)]
+        exact = [n for n, c in self.caches.items() if all(m.exact_prefill for m in c)]
         logits = {}
         if exact:
             self.model.cache = nn.ModuleList(
