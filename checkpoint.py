@@ -213,7 +213,7 @@ def load_checkpoint(
             how = own = WeightFormat(codes.bits, None if codes.group == codes.shape[1] else codes.group)
     model = empty_transformer(args, device, dtype, how)
     model.folder = path
-    targets, head = _load_targets(model), None
+    targets, head = tensors_of(model), None
     for name, value in reader.tensors():
         if name.endswith("rotary_emb.inv_freq"):
             continue
@@ -254,7 +254,7 @@ def _check_finite(model: Transformer) -> None:
     params += [m.finite() for m in model.modules() if isinstance(m, PackedLinear)]
     if torch.stack([x for p in params for x in torch.aminmax(p)]).isfinite().all():
         return
-    name, t = next((n, t) for n, target in _load_targets(model).items() if not (t := target.read()).isfinite().all())
+    name, t = next((n, t) for n, target in tensors_of(model).items() if not (t := target.read()).isfinite().all())
     raise InputError(f"tensor {name} in {model.folder} holds NaN or infinity as {str(t.dtype).removeprefix('torch.')}: "
                      "download it again" + ("" if t.dtype == torch.float32 else ", or try --dtype fp32"))  # fmt: skip
 
@@ -285,8 +285,8 @@ def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str,
     return out
 
 
-def _load_targets(model: Transformer) -> dict[str, Target]:
-    """Hugging Face's tensor names -> where they go; fused ones are slices."""
+def tensors_of(model: Transformer) -> dict[str, Target]:
+    """Hugging Face's tensor names -> where they are in the model; fused ones are slices."""
     a = model.args
     out: dict[str, Target] = {}
 
@@ -318,4 +318,4 @@ def _load_targets(model: Transformer) -> dict[str, Target]:
 
 def save_checkpoint_tensors(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The model's weights under Hugging Face's names, unfused, contiguous: what safetensors' save_file takes."""
-    return {name: t.read().to(dtype).contiguous().clone() for name, t in _load_targets(model).items()}
+    return {name: t.read().to(dtype).contiguous().clone() for name, t in tensors_of(model).items()}

@@ -259,6 +259,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, D]. Scale 1/sqrt(D).
     """
+    if not use_triton(q) and use_native(q, q.shape[2]):
+        return native.decode_attention(q, k, v, start, stop)
     return torch.ops.kv_fast.decode_attention(q, k, v, start, stop)
 
 
@@ -287,8 +289,6 @@ def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, sto
 def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     if use_triton(q):
         return split_attention(q, k, v, stop, start)
-    if use_native(q, q.shape[2]):
-        return native.decode_attention(q, k, v, start, stop)
     return (_decode_attention_masked if q.is_cuda else _decode_attention_cpu)(q, k, v, start, stop)
 
 

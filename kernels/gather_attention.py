@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
@@ -33,8 +33,10 @@ def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor
 
     q [B, Hq, D], k and v [>= B, Hkv, T, D] (rotated), idx [B, Hkv or 1, K] int64, count [B, Hkv or 1] -> [B, Hq, D].
     """
-    if use_triton(q) or use_native(q, q.shape[2]):
+    if use_triton(q):
         return torch.ops.kv_fast.gather_attention(q, k, v, idx, count)
+    if use_native(q, q.shape[2]):
+        return native.gather_attention(q, k, v, idx, count)
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
     idx = torch.where(chosen, idx, idx[..., :1])  # in place of what may hold NaN a token that is chosen, at weight 0
@@ -109,6 +111,6 @@ def launch(
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) -> Tensor")
-_lib.impl("gather_attention", on_cpu(launch, native.gather_attention), "CPU")
-_lib.impl("gather_attention", lambda *args: launch(*args), "CUDA")
+for _device in ("CPU", "CUDA"):
+    _lib.impl("gather_attention", lambda *args: launch(*args), _device)
 torch.library.register_fake("kv_fast::gather_attention", lambda q, k, v, idx, count: q.new_empty(q.shape), lib=_lib)

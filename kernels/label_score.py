@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.latent_score import head_scores
 from kernels.quantize import half_params, pack
 from kernels.splits import empty_scores
@@ -59,8 +59,10 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
     if given, is the last slot that matters: later ones need not be read, and give anything, too.
     """
-    if params is not None and (use_triton(q) or use_native(q)):
+    if params is not None and use_triton(q):
         return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
+    if params is not None and use_native(q):
+        return native.label_score(q, labels, params, bits, pos)
     if params is None:
         if use_triton(q):
             return head_scores(q[:, :, None], labels, pos)[:, :, 0]
@@ -77,13 +79,6 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
 
 
 # ---- scoring ----
-
-
-def _label_score_native(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
-    """A label of 4 bits looks up its product with the query, one of 2 bits together with its neighbour's."""
-    code = torch.arange(16)
-    table = q[..., None] * code if bits == 4 else q[..., 0::2, None] * (code & 3) + q[..., 1::2, None] * (code >> 2)
-    return native.look_up(table, labels, params, q.sum(-1), pos, None)
 
 
 @triton.jit
@@ -194,7 +189,7 @@ _lib.define("label_score(Tensor q, Tensor labels, Tensor params, int bits, Tenso
 _lib.define(
     "store_labels(Tensor k, Tensor channels, Tensor? start, Tensor(a!) labels, Tensor(b!) params, int bits) -> ()"
 )
-_lib.impl("label_score", on_cpu(_label_score_triton, _label_score_native), "CPU")
+_lib.impl("label_score", _label_score_triton, "CPU")
 _lib.impl("store_labels", _store_labels_triton, "CPU")
 _lib.impl("label_score", _label_score_triton, "CUDA")
 _lib.impl("store_labels", _store_labels_triton, "CUDA")

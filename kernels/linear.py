@@ -72,6 +72,9 @@ def packed_linear(
     """
     rows = x.flatten(0, -2)
     kernel = use_triton(x) or use_native(x, x.shape[-1])
+    if len(rows) < MANY and not use_triton(x) and kernel:
+        y = native.linear(rows.contiguous(), packed, scale, zero, bias, bits)
+        return y.unflatten(0, x.shape[:-1])
     y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, packed, scale, zero, bias, bits)
     return y.unflatten(0, x.shape[:-1])
 
@@ -89,8 +92,6 @@ def _in_cpp(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     x = x.detach().contiguous()  # codes are not trained: nothing flows back
-    if len(x) < MANY:
-        return native.linear(x, packed, scale, zero, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)
     for first in range(0, packed.shape[0], n):

@@ -46,6 +46,8 @@ def packed_attention(
         count = None if count is None else count.flatten()
         rows = q.reshape(B * H, -1, q.shape[2])
         return packed_attention(rows, k, v, stop.flatten(), mean_k, mean_v, count).view(q.shape)
+    if not use_triton(q) and use_native(q, q.shape[2]):
+        return native.decode_attention(q, k, v, None, stop, (mean_k, mean_v, count))
     return torch.ops.kv_fast.packed_attention(q, k, v, stop, mean_k, mean_v, count)
 
 
@@ -136,8 +138,6 @@ def _packed_attention(
     if use_triton(q):
         mean = None if mean_k is None or mean_v is None or count is None else (mean_k, mean_v, count)
         return split_attention(q, k, v, stop, mean=mean)
-    if use_native(q, q.shape[2]):
-        return native.decode_attention(q, k, v, None, stop, (mean_k, mean_v, count))
     return (_packed_attention_masked if q.is_cuda else _packed_attention_cpu)(q, k, v, stop, mean_k, mean_v, count)
 
 

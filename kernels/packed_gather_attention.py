@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.gather_attention import gather_rows
 from kernels.quantize import GROUP, WORDS
 from kernels.ring import held
@@ -60,8 +60,15 @@ def packed_gather_attention(
     flushed [1]: decoded tokens that are packed already, so that the ring holds positions prompt_len + flushed to pos
     -> [B, Hq, D]. Scale 1/sqrt(D). Entries of idx past the count point anywhere.
     """
-    if use_triton(q) or use_native(q, q.shape[2]):
-        return torch.ops.kv_fast.packed_gather_attention(
+    kernel = (
+        torch.ops.kv_fast.packed_gather_attention
+        if use_triton(q)
+        else native.packed_gather_attention
+        if use_native(q, q.shape[2])
+        else None
+    )
+    if kernel is not None:
+        return kernel(
             q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
             *whole, pos, prompt_len, flushed, packed.bits,
         )  # fmt: skip
@@ -267,6 +274,6 @@ _lib.define(
     "Tensor? v_params, Tensor? alpha, Tensor? codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v, "
     "Tensor pos, Tensor prompt_len, Tensor flushed, int bits) -> Tensor"
 )
-_lib.impl("packed_gather_attention", on_cpu(launch, native.packed_gather_attention), "CPU")
-_lib.impl("packed_gather_attention", lambda *args: launch(*args), "CUDA")
+for _device in ("CPU", "CUDA"):
+    _lib.impl("packed_gather_attention", lambda *args: launch(*args), _device)
 torch.library.register_fake("kv_fast::packed_gather_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

@@ -19,14 +19,11 @@ for memory, barriers and integer units that work at half rate come on top, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.bisection import HIGH, LOW, bisect, ends_of, keys_of, slot_of, target_of, write_slots
 
 ROW = 16384  # keys of one program: 32 a thread, beside which the registers of 512 threads hold little else
@@ -44,8 +41,10 @@ def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Te
     -> idx [B, H, k] int64, count [B, H] clamped to what is allowed and to k. Entries past the count point anywhere. Of
     equal scores the kernels take the first slots; they write slots in an order that is always the same.
     """
-    if use_triton(scores) or use_native(scores):
+    if use_triton(scores):
         return torch.ops.kv_fast.topk_select(scores, mask, k, count)
+    if use_native(scores):
+        return native.select(scores, mask, None, count, k)
     scores = torch.where(mask, scores, float("-inf"))
     idx = scores.topk(min(k, scores.shape[-1]), dim=-1).indices
     allowed = mask.expand_as(scores).sum(-1)
@@ -61,8 +60,10 @@ def budget_select(
     what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point anywhere.
     Order and ties as in `topk_select`.
     """
-    if use_triton(scores) or use_native(scores):
+    if use_triton(scores):
         return torch.ops.kv_fast.budget_select(scores, pos, wanted, k, sinks, recent)
+    if use_native(scores):
+        return native.select(scores, None, pos, wanted, k, sinks, recent)
     t = torch.arange(scores.shape[-1], device=scores.device)
     forced = (t < sinks) | (t > pos[:, None] - recent)
     filled = t <= pos[:, None]
@@ -316,17 +317,14 @@ _lib.define("topk_select(Tensor scores, Tensor mask, int k, Tensor count) -> (Te
 _lib.define("budget_select(Tensor scores, Tensor pos, Tensor wanted, int k, int sinks, int recent) -> (Tensor, Tensor)")
 
 
-def _topk_select(
-    scores: Tensor, mask: Tensor, k: int, count: Tensor, version: Callable[..., tuple[Tensor, Tensor]] = select
-) -> tuple[Tensor, Tensor]:
-    return version(scores, mask, None, count, k)
+def _topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    return select(scores, mask, None, count, k)
 
 
 def _budget_select(
-    scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int, recent: int,
-    version: Callable[..., tuple[Tensor, Tensor]] = select,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return version(scores, None, pos, wanted, k, sinks, recent)
+    scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int, recent: int
+) -> tuple[Tensor, Tensor]:
+    return select(scores, None, pos, wanted, k, sinks, recent)
 
 
 def _outputs(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -334,8 +332,8 @@ def _outputs(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.new_empty(B, H, min(k, T), dtype=torch.int64), scores.new_empty(B, H, dtype=torch.int64)
 
 
-_lib.impl("topk_select", on_cpu(_topk_select, partial(_topk_select, version=native.select)), "CPU")
-_lib.impl("budget_select", on_cpu(_budget_select, partial(_budget_select, version=native.select)), "CPU")
+_lib.impl("topk_select", _topk_select, "CPU")
+_lib.impl("budget_select", _budget_select, "CPU")
 _lib.impl("topk_select", _topk_select, "CUDA")
 _lib.impl("budget_select", _budget_select, "CUDA")
 torch.library.register_fake("kv_fast::topk_select", lambda scores, mask, k, count: _outputs(scores, k), lib=_lib)

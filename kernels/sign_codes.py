@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.quantize import pack
 from kernels.splits import empty_scores, multiprocessors
 from kernels.tiles import filled
@@ -66,8 +66,10 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None
     is the last slot that matters: later ones need not be read, and their scores may be anything. skip [B, H, n] int64,
     if given, are slots that get -inf.
     """
-    if use_triton(q) or use_native(q):
+    if use_triton(q):
         return torch.ops.kv_fast.lut_score(q, book, packed, pos, skip)
+    if use_native(q):
+        return native.lut_score(q, book, packed, pos, skip)
     B, H, _, D = packed.shape
     # a byte holds two codes, so the table is taken over pairs of subvectors: 256 entries, half the look-ups
     table = code_table(q, book)
@@ -83,12 +85,6 @@ def code_table(q: Tensor, book: Tensor) -> Tensor:
     """What each code of each subvector scores: q and book as in `lut_score` -> fp32 [B, H, D / 4, 16]."""
     query = q.float().view(*book.shape[:2], -1, book.shape[2] * SUB).mean(2)
     return (book @ query.unflatten(-1, (-1, SUB))[..., None]).squeeze(-1)
-
-
-def _lut_score_native(
-    q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip: Tensor | None = None
-) -> Tensor:
-    return native.look_up(code_table(q, book), packed, None, None, pos, skip)
 
 
 @triton.jit
@@ -158,7 +154,7 @@ def _lut_score_triton(
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("lut_score(Tensor q, Tensor book, Tensor packed, Tensor? pos, Tensor? skip=None) -> Tensor")
-_lib.impl("lut_score", on_cpu(_lut_score_triton, _lut_score_native), "CPU")
+_lib.impl("lut_score", _lut_score_triton, "CPU")
 _lib.impl("lut_score", _lut_score_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::lut_score",

@@ -31,17 +31,27 @@ every_method = pytest.mark.parametrize("name", METHODS)
 # ---- every method ----
 
 
+# the checks that run at each of a method's settings; of these, one is in every run
+AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, "__wrapped__")} | dict(
+    turn=check_second_turn
+)
+
+
 def matrix():
     """Slow checks are for `make test-all`, and of what takes inductor's code (`copies`) all but three methods."""
     for check in CHECKS:
         for name in METHODS:
             slow = check in SLOW or (check == "copies" and name not in ("razor", "sals", "self_index"))
-            yield pytest.param(name, check, marks=[pytest.mark.slow] if slow else [], id=f"{check}-{name}")
+            if check in AT_A_SETTING:
+                yield pytest.param(name, AT_A_SETTING[check], [settings(name)[-1]], id=f"{check}-{name}")
+                check, slow = f"{check}-everywhere", True
+            run = CHECKS[check.removesuffix("-everywhere")]
+            yield pytest.param(name, run, [], marks=[pytest.mark.slow] if slow else [], id=f"{check}-{name}")
 
 
-@pytest.mark.parametrize("name, check", list(matrix()))
-def test_a_method_keeps_the_contract(name, check):
-    CHECKS[check](name)
+@pytest.mark.parametrize("name, check, setting", list(matrix()))
+def test_a_method_keeps_the_contract(name, check, setting):
+    check(name, *setting)
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +321,7 @@ def command(monkeypatch, capsys, *args):
 
 
 # in every run what evicts, and what is written from nothing
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in ("h2o", "toy") else pytest.mark.slow) for x in PASSING]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "toy" else pytest.mark.slow) for x in PASSING])
 def test_a_new_file_passes(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / f"{name}_new.py"
     file.write_text(PASSING[name])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cache.spec import method_class, method_files
-from checkpoint import _load_targets, args_from_hf, load_checkpoint, save_checkpoint_tensors
+from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
 from engine import LLM
 from errors import InputError
 from formats import open_checkpoint
@@ -149,9 +149,9 @@ def pair(kind, head=None, dtype=torch.float32, seed=0, **more):
             if p.dim() == 2:
                 p *= 3
     packed = empty_transformer(args, "cpu", dtype, WeightFormat.parse(kind, head))
-    theirs = _load_targets(dense)
-    assert theirs.keys() == _load_targets(packed).keys()
-    for name, to in _load_targets(packed).items():
+    theirs = tensors_of(dense)
+    assert theirs.keys() == tensors_of(packed).keys()
+    for name, to in tensors_of(packed).items():
         to.put(theirs[name].read().clone())
         theirs[name].put(to.read().float())
         assert to.shape == theirs[name].shape, name

@@ -22,7 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 FOLDER = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
 MAIN = "native.cpp"  # includes all others: compiled one by one, the headers five times, they took 13 s and not 8
 # no trapping, no errno: comparisons and roots may be vectors. Nothing that changes results
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wno-psabi")
@@ -98,26 +101,32 @@ def intact(path: Path, key: str) -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The sources, compiled unless that was done before. OSError, with the reason in one line, if it cannot be."""
+    """The sources, compiled unless that was done before. OSError, with the reason in one line, if it cannot be.
+
+    Loading it gives torch the operators of operators.cpp.
+    """
     if sys.platform != "linux":
         raise OSError(f"they are for Linux, this is {sys.platform}")
     cxx, omp = compiler(), openmp()
     # what the compiler defines tells its version and every instruction set of the processor
     target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
     sources = (x.read_text() for x in sorted(FOLDER.iterdir()) if x.suffix in (".h", ".cpp"))
-    key = hashlib.sha256("\0".join((*sources, target, omp, *FLAGS)).encode()).hexdigest()[:16]
+    made_of = (*sources, target, omp, torch.__version__, *FLAGS)
+    key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
     if not intact(path, key):
         print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
             made, built = f"{folder}/native.o", f"{folder}/native.so"
-            run(cxx, *FLAGS, "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
-            run(cxx, "-shared", made, omp, "-o", built)
+            run(cxx, *FLAGS, f"-I{TORCH / 'include'}", "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
+            run(cxx, "-shared", made, omp, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", built)
             with open(built, "ab") as f:
                 f.write(seal(key, Path(built).read_bytes()))
             os.chmod(built, 0o700)
             os.replace(built, path)
-    return ctypes.CDLL(str(path))
+    lib = ctypes.CDLL(str(path))
+    lib.kvf_register()
+    return lib
 
 
 def available() -> bool:

@@ -2,6 +2,10 @@
 //
 // ops.py says what every argument is. Work is cut by sizes alone, never by the number of threads: the same numbers come
 // out with any.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
 #include "attention.cpp"
 #include "latent_attention.cpp"
 #include "linear.cpp"
@@ -10,3 +14,4 @@
 #include "packed_attention.cpp"
 #include "scores.cpp"
 #include "selection.cpp"
+#include "operators.cpp"

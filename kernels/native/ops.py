@@ -1,9 +1,14 @@
-"""What the functions of the library are called with; shapes as in the files of kernels/ of the same names."""
+"""What the functions of the library are called with; shapes as in the files of kernels/ of the same names.
+
+What a decode step calls for every layer are operators of torch in C++ (operators.cpp), whose arguments are checked
+there; the rest is called through ctypes, which costs 15 us and as much again for the checks.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +44,56 @@ def whole(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-# ---- the operations ----
+# ---- operators in C++ ----
+
+_lib = torch.library.Library("kv_fast_cpp", "DEF")
+_SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "decode_attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor stop, Tensor? mean_k, Tensor? mean_v, Tensor? count) "
+        "-> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
+    "gather_attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
+    "packed_gather_attention": (
+        "(Tensor q, Tensor idx, Tensor count, Tensor k, Tensor v, Tensor? k_params, Tensor? v_params, Tensor? alpha, "
+        "Tensor? codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v, Tensor pos, Tensor prompt_len, "
+        "Tensor flushed, int bits) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
+    "select": (
+        "(Tensor scores, Tensor? mask, Tensor? pos, Tensor wanted, int k, int sinks, int recent) -> (Tensor, Tensor)",
+        lambda scores, mask, pos, wanted, k, sinks, recent: _lists(scores, k),
+    ),
+    "lut_score": (
+        "(Tensor q, Tensor book, Tensor packed, Tensor? pos, Tensor? skip) -> Tensor",
+        lambda q, book, packed, pos, skip: _scores(packed),
+    ),
+    "label_score": (
+        "(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor",
+        lambda q, labels, params, bits, pos: _scores(labels[: len(q)]),
+    ),
+    "linear": (
+        "(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
+        lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * VECTOR),
+    ),
+}
+for _name, (_schema, _fake) in _SCHEMAS.items():
+    _lib.define(_name + _schema)
+    torch.library.register_fake(f"kv_fast_cpp::{_name}", _fake, lib=_lib)
+
+
+def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    B, H, T = scores.shape
+    return scores.new_empty(B, H, min(k, T), dtype=torch.int64), scores.new_empty(B, H, dtype=torch.int64)
+
+
+def _scores(codes: Tensor) -> Tensor:
+    """[B, H, T, ...] -> [B, H, T], of rows in whole vectors."""
+    B, H, T = codes.shape[:3]
+    return codes.new_empty(B, H, -(-T // VECTOR) * VECTOR, dtype=torch.float32)[..., :T]
 
 
 def decode_attention(
@@ -47,47 +101,40 @@ def decode_attention(
     mean: Sequence[Tensor | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
     """`decode_attention` and, with mean = (mean_k, mean_v, count), `packed_attention`."""
-    (B, Hq, D), H = q.shape, k.shape[1]
-    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
-    expect(torch.int64, start, stop, mean[2])
-    expect(torch.float32, *mean[:2])
-    out = q.new_empty(B, Hq, D)
-    start, stop, extra = whole(start), stop.contiguous(), [whole(x) for x in mean]
-    call("kvf_decode_attention", is_bf16(q, k, v), q, k, v, start, stop, *extra, out, *q.stride()[:2], *k.stride()[:3],
-         *v.stride()[:3], B, H, Hq // H, D)  # fmt: skip
-    return out
+    return torch.ops.kv_fast_cpp.decode_attention(q, k, v, start, stop, *mean)
 
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
-    (B, Hq, D), H = q.shape, k.shape[1]
-    assert q.stride(2) == k.stride(3) == v.stride(3) == idx.stride(2) == 1, "the last dimension must be contiguous"
-    expect(torch.int64, idx, count)
-    out = q.new_empty(B, Hq, D)
-    lists = [x.stride()[:2] if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
-    call("kvf_gather_attention", is_bf16(q, k, v), q, k, v, idx, count, out, *q.stride()[:2], *k.stride()[:3],
-         *v.stride()[:3], *lists[0], *lists[1], B, H, Hq // H, D, idx.shape[2])  # fmt: skip
-    return out
+    return torch.ops.kv_fast_cpp.gather_attention(q, k, v, idx, count)
 
 
-def packed_gather_attention(
-    q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,
-    alpha: Tensor | None, codes: Tensor | None, sink_k: Tensor, sink_v: Tensor, tail_k: Tensor, tail_v: Tensor,
-    pos: Tensor, prompt_len: Tensor, flushed: Tensor, bits: int,
-) -> Tensor:  # fmt: skip
-    (B, Hq, D), (H, K) = q.shape, idx.shape[1:]
-    buffers = (k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v)
-    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
-    expect(torch.int64, idx, count, pos, prompt_len, flushed)
-    expect(torch.float16, k_params, v_params)
-    expect(torch.float32, alpha)
-    expect(torch.uint8, codes, *((k, v) if bits < 16 else ()))
-    out = q.new_empty(B, Hq, D)
-    stored = (k, v) if bits == 16 else ()
-    idx, count, pos = idx.contiguous(), count.contiguous(), pos.contiguous()
-    call("kvf_packed_gather_attention", is_bf16(q, sink_k, sink_v, tail_k, tail_v, *stored), bits, q, idx, count,
-         *buffers, pos, prompt_len, flushed, out, *q.stride()[:2], B, H, Hq // H, D, k.shape[2], K, sink_k.shape[2],
-         tail_k.shape[2])  # fmt: skip
-    return out
+def packed_gather_attention(*args: Any) -> Tensor:
+    return torch.ops.kv_fast_cpp.packed_gather_attention(*args)
+
+
+def select(
+    scores: Tensor, mask: Tensor | None, pos: Tensor | None, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`topk_select`, with a mask, and `budget_select`, with pos, wanted [B] and what is forced in."""
+    return torch.ops.kv_fast_cpp.select(scores.float(), mask, pos, wanted, k, sinks, recent)
+
+
+def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip: Tensor | None = None) -> Tensor:
+    return torch.ops.kv_fast_cpp.lut_score(q, book, packed, pos, skip)
+
+
+def label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
+    return torch.ops.kv_fast_cpp.label_score(q, labels, params, bits, pos)
+
+
+def linear(
+    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
+    """Few rows of x; see kernels/linear.py."""
+    return torch.ops.kv_fast_cpp.linear(x, packed, scale, zero, bias, bits)
+
+
+# ---- through ctypes ----
 
 
 def latent_attention(
@@ -118,19 +165,6 @@ def latent_attention(
     call("kvf_latent_attention", is_bf16(q, held), ring_bits, bits, q, held, listed, *buffers, pos, idx, count, cos,
          sin, out, *q.stride()[:2], cos.stride(0) if len(cos) > 1 else 0, B, H, Hq // H, D, T, R, K)  # fmt: skip
     return out
-
-
-def linear(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    """Few rows of x; see kernels/linear.py."""
-    (M, n), out = x.shape, packed.shape[0] * VECTOR
-    group = _check_weight(n, packed, scale, zero, bits)
-    expect(torch.float32, bias)
-    assert x.is_contiguous() and (bias is None or bias.is_contiguous())
-    y = x.new_empty(M, out)
-    call("kvf_linear", is_bf16(x), bits, x, packed, scale, zero, bias, y, M, n, out, group)
-    return y
 
 
 def unpack_rows(
@@ -180,49 +214,3 @@ def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:
     u = torch.nn.functional.pad(basis, (0, -r % VECTOR)).clone(memory_format=torch.contiguous_format)
     call("kvf_oja_sequential", x.contiguous(), u, N, m, D, u.shape[2])
     return u[..., :r]
-
-
-def look_up(
-    table: Tensor, codes: Tensor, params: Tensor | None, total: Tensor | None, pos: Tensor | None, skip: Tensor | None
-) -> Tensor:
-    """Sums of looked-up numbers: fp32 [B, H, T].
-
-    table [B, H, C, 16] fp32, what each value of each of a token's C codes adds; codes [>= B, H, T, C / 2] uint8, two a
-    byte, the first in the low half; params [>= B, H, T, 2] fp16, a scale of the sum and a zero, which is multiplied by
-    total [B, H]. pos [B] is the last slot that is scored, slots skip [B, H, n] get -inf.
-    """
-    B, H, C, _ = table.shape
-    T, W = codes.shape[2:]
-    assert codes.stride(3) == 1 and codes.stride(2) == W and C == 2 * W
-    table = torch.nn.functional.pad(table, (0, 0, 0, -C % 8)).contiguous()  # codes are read 8 at a time
-    assert params is None or params[0, 0].is_contiguous()
-    expect(torch.float32, table, total)
-    expect(torch.float16, params)
-    expect(torch.uint8, codes)
-    expect(torch.int64, pos, skip)
-    out = torch.empty(B, H, -(-T // 16) * 16, dtype=torch.float32)[..., :T]  # as `empty_scores`: a graph counts on it
-    strides = (0, 0) if params is None else params.stride()[:2]
-    total, pos, skip = whole(total), whole(pos), whole(skip)
-    call("kvf_look_up", table, codes, params, total, pos, skip, out, *codes.stride()[:2], *strides, *out.stride()[:2],
-         B, H, T, W, 0 if skip is None else skip.shape[2])  # fmt: skip
-    return out
-
-
-def select(
-    scores: Tensor, mask: Tensor | None, pos: Tensor | None, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0
-) -> tuple[Tensor, Tensor]:
-    """`topk_select`, with a mask, and `budget_select`, with pos, wanted [B] and what is forced in."""
-    B, H, T = scores.shape
-    scores = scores.float()
-    scores = scores if scores.stride(2) == 1 else scores.contiguous()
-    expect(torch.int64, pos, wanted)
-    expect(torch.bool, mask)
-    idx = torch.empty(B, H, min(k, T), dtype=torch.int64)
-    count = torch.empty(B, H, dtype=torch.int64)
-    wanted = wanted.view(B, -1).expand(B, H)
-    mask = None if mask is None else mask.contiguous().expand(B, H, T)
-    strides = (0, 0) if mask is None else mask.stride()[:2]
-    pos = whole(pos)
-    call("kvf_select", scores, mask, pos, wanted, idx, count, *scores.stride()[:2], *strides, *wanted.stride(), B, H, T,
-         idx.shape[2], sinks, recent)  # fmt: skip
-    return idx, count

@@ -47,7 +47,8 @@ from formats.shards import read_object as read_json  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
 from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
-from scripts.bench.peer_runs import Run, Work, check_peer, peer_runs  # noqa: E402
+from scripts.bench.peer_runs import Run, Work  # noqa: E402
+from scripts.bench.peers import check_peer, peer_runs  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
     check_run,
@@ -63,7 +64,12 @@ from scripts.shared.timing import ceilings, reason, recover, spread  # noqa: E40
 from weights import PackedLinear, WeightFormat  # noqa: E402
 
 # what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
-PEERS = {"times_peer": "transformers ", "times_gpt_fast": "gpt-fast", "times_double_sparse": "double-sparse"}
+PEERS = {
+    "times_peer": "transformers ",
+    "times_gpt_fast": "gpt-fast",
+    "times_double_sparse": "double-sparse",
+    "times_llama_cpp": "llama.cpp",
+}
 
 
 # ---- rows ----
@@ -190,7 +196,14 @@ def parse_args() -> argparse.Namespace:
     a("--rounds", type=int, default=5)
     a("--warm-up", type=int, default=1, metavar="N", help="rounds before those that count")
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
-    a("--peer", nargs="*", default=[], metavar="PEER", help="transformers, gpt-fast:PATH, double-sparse:PATH")
+    a(
+        "--peer",
+        nargs="*",
+        default=[],
+        metavar="PEER",
+        help="transformers, gpt-fast:PATH, double-sparse:PATH of checkouts, llama.cpp:PATH of its llama-bench "
+        "(how to build it: scripts/bench/llama_cpp.py)",
+    )
     a("--device")
     add_precision(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")

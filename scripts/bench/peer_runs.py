@@ -205,20 +205,3 @@ class Peer(Run):
         if self.process is not None:
             self.process.communicate()  # its input ends, and so does it
             self.process = None
-
-
-def check_peer(peer: str) -> None:
-    """`transformers`, or KIND:PATH of a checkout; InputError otherwise."""
-    kind, _, path = peer.partition(":")
-    if kind not in ("transformers", *FOLDERS) or (kind in FOLDERS) != bool(path):
-        raise InputError(f"--peer {peer} is not known: use transformers, {' or '.join(f'{k}:PATH' for k in FOLDERS)}")
-    if path and not (file := Path(path) / FOLDERS[kind] / "generate.py").is_file():
-        raise InputError(f"--peer {peer}: {path} is no checkout of {kind}, there is no {file}")
-
-
-def peer_runs(work: Work, peer: str, folder: str | None, threads: int) -> list[Run]:
-    """The runs of one --peer; folder: the checkpoint that transformers loads, None for random weights."""
-    kind, _, path = peer.partition(":")
-    if path:
-        return [Peer(work, kind, path, threads)]
-    return [Transformers(work, folder, cache) for cache in ("dynamic", "static")]

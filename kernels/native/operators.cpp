@@ -1,0 +1,200 @@
+// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150.
+//
+// Through torch's stable interface, which compiles in seconds. ops.py has their schemas, and says what they give.
+
+namespace {
+
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+using torch::headeronly::ScalarType;
+
+bool lies_whole(const Tensor& x) { return x.is_contiguous(); }
+bool lies_whole(const Maybe& x) { return !x || x->is_contiguous(); }
+
+void expect(ScalarType type, const Maybe& x, const char* name) {
+    STD_TORCH_CHECK(!x || x->scalar_type() == type, name, ": a tensor of dtype ", torch::headeronly::toString(type),
+                    " is needed, not of ", torch::headeronly::toString(x->scalar_type()));
+}
+
+template <class T> T* data(const Maybe& x) { return x ? (T*)x->data_ptr() : nullptr; }
+int64_t* ints(const Maybe& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
+float* floats(const Maybe& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
+uint16_t* halves(const Maybe& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
+uint8_t* bytes(const Maybe& x, const char* name) { return expect(ScalarType::Byte, x, name), data<uint8_t>(x); }
+
+Tensor whole(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+Maybe whole(const Maybe& x) { return x ? Maybe(whole(*x)) : x; }
+
+int64_t is_bf16(std::initializer_list<const Tensor*> some) {
+    ScalarType type = (*some.begin())->scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, "fp32 or bf16 is needed, not ",
+                    torch::headeronly::toString(type));
+    for (auto x : some) expect(type, *x, "queries, keys and values");
+    return type == ScalarType::BFloat16;
+}
+
+Tensor like(const Tensor& q, std::initializer_list<int64_t> size, std::optional<ScalarType> type = {}) {
+    return torch::stable::new_empty(q, size, type);
+}
+
+int64_t threads() { return torch::stable::get_num_threads(); }
+
+struct Lists { int64_t row, head; };  // one list may serve all heads
+Lists strides_of(const Tensor& x) { return {x.stride(0), x.size(1) > 1 ? x.stride(1) : 0}; }
+
+Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
+    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
+    start = whole(start), stop = whole(stop), mean_k = whole(mean_k), mean_v = whole(mean_v), count = whole(count);
+    Tensor out = like(q, {B, Hq, D});
+    kvf_decode_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
+                         ints(stop, "stop"), floats(mean_k, "mean_k"), floats(mean_v, "mean_v"), ints(count, "count"),
+                         out.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0),
+                         v.stride(1), v.stride(2), B, H, Hq / H, D, threads());
+    return out;
+}
+
+Tensor gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
+    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1 && idx.stride(2) == 1,
+                    "the last dimension must be contiguous");
+    Tensor out = like(q, {B, Hq, D});
+    Lists at = strides_of(idx), n = strides_of(count);
+    kvf_gather_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(idx, "idx"),
+                         ints(count, "count"), out.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+                         k.stride(2), v.stride(0), v.stride(1), v.stride(2), at.row, at.head, n.row, n.head, B, H,
+                         Hq / H, D, idx.size(2), threads());
+    return out;
+}
+
+Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Tensor v, Maybe k_params, Maybe v_params,
+                               Maybe alpha, Maybe codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v,
+                               Tensor pos, Tensor prompt_len, Tensor flushed, int64_t bits) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = idx.size(1);
+    for (auto x : {&k, &v, &sink_k, &sink_v, &tail_k, &tail_v})
+        STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && lies_whole(alpha) && lies_whole(codes) &&
+                    q.stride(2) == 1, "a cache must be contiguous");
+    int64_t half = is_bf16({&q, &sink_k, &sink_v, &tail_k, &tail_v});
+    if (bits == 16) is_bf16({&q, &k, &v});
+    else bytes(k, "k"), bytes(v, "v");
+    idx = whole(idx), count = whole(count), pos = whole(pos), prompt_len = whole(prompt_len);
+    Tensor out = like(q, {B, Hq, D});
+    kvf_packed_gather_attention(half, bits, q.data_ptr(), ints(idx, "idx"), ints(count, "count"), k.data_ptr(),
+                                v.data_ptr(), halves(k_params, "k_params"), halves(v_params, "v_params"),
+                                floats(alpha, "alpha"), bytes(codes, "codes"), sink_k.data_ptr(), sink_v.data_ptr(),
+                                tail_k.data_ptr(), tail_v.data_ptr(), ints(pos, "pos"), ints(prompt_len, "prompt_len"),
+                                ints(flushed, "flushed"), out.data_ptr(), q.stride(0), q.stride(1), B, H, Hq / H, D,
+                                k.size(2), idx.size(2), sink_k.size(2), tail_k.size(2), threads());
+    return out;
+}
+
+std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, Tensor wanted, int64_t k,
+                                         int64_t sinks, int64_t recent) {
+    int64_t B = scores.size(0), H = scores.size(1), T = scores.size(2), K = std::min(k, T);
+    expect(ScalarType::Bool, mask, "mask");
+    if (scores.stride(2) != 1) scores = whole(scores);
+    mask = whole(mask), pos = whole(pos);
+    Tensor idx = like(scores, {B, H, K}, ScalarType::Long), count = like(scores, {B, H}, ScalarType::Long);
+    // wanted is [B], or [B, H]; a mask may serve all heads
+    int64_t wanted_head = wanted.dim() > 1 && wanted.size(1) > 1 ? wanted.stride(1) : 0;
+    int64_t mask_row = mask ? mask->size(1) * T : 0, mask_head = mask && mask->size(1) > 1 ? T : 0;
+    if (mask && mask->size(0) == 1) mask_row = 0;
+    kvf_select(floats(scores, "scores"), data<uint8_t>(mask), ints(pos, "pos"), ints(wanted, "wanted"),
+               ints(idx, "idx"), ints(count, "count"), scores.stride(0), scores.stride(1), mask_row, mask_head,
+               wanted.stride(0), wanted_head, B, H, T, K, sinks, recent, threads());
+    return {idx, count};
+}
+
+// Scores [B, H, T], a row of whole vectors in memory, as empty_scores gives it: a graph counts on that
+Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t H, const Tensor& codes,
+                 const Maybe& params, const float* total, Maybe pos, Maybe skip) {
+    int64_t T = codes.size(2), W = codes.size(3);
+    STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == W, "the codes of a head must be contiguous");
+    STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2), "params of a head must be contiguous");
+    pos = whole(pos), skip = whole(skip);
+    Tensor rows = like(like_this, {B, H, (T + L - 1) / L * L}, ScalarType::Float);
+    Tensor out = torch::stable::narrow(rows, 2, 0, T);
+    kvf_look_up(table, bytes(codes, "codes"), halves(params, "params"), total, ints(pos, "pos"), ints(skip, "skip"),
+                (float*)out.data_ptr(), codes.stride(0), codes.stride(1), params ? params->stride(0) : 0,
+                params ? params->stride(1) : 0, out.stride(0), out.stride(1), B, H, T, W, skip ? skip->size(2) : 0,
+                threads());
+    return out;
+}
+
+int64_t entries_of(int64_t codes) { return (codes + 7) / 8 * 8 * L; }  // of a table: codes are read 8 at a time
+
+template <class T> void mean_of_group(const T* q, int64_t head, int64_t G, int64_t D, float* out) {
+    std::fill(out, out + D, 0.0f);
+    for (int64_t g = 0; g < G; g++)
+        for (int64_t d = 0; d < D; d++) {
+            float x;
+            if constexpr (sizeof(T) == 4) x = q[g * head + d];
+            else { uint32_t bits = (uint32_t)q[g * head + d].bits << 16; std::memcpy(&x, &bits, 4); }
+            out[d] += x;
+        }
+    for (int64_t d = 0; d < D; d++) out[d] /= G;
+}
+
+Tensor lut_score(Tensor q, Tensor book, Tensor packed, Maybe pos, Maybe skip) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = book.size(1), C = D / 4, n = entries_of(C);
+    int64_t half = is_bf16({&q});
+    STD_TORCH_CHECK(q.stride(2) == 1 && packed.size(3) * 8 == D, "q must be contiguous, and have 8 channels a byte");
+    book = whole(book);
+    std::vector<float> table(B * H * n), query(D);
+    const float* centroids = floats(book, "book");
+    for (int64_t group = 0; group < B * H; group++) {
+        int64_t b = group / H, h = group % H, G = Hq / H, at = b * q.stride(0) + h * G * q.stride(1);
+        if (half) mean_of_group((const bf16*)q.data_ptr() + at, q.stride(1), G, D, query.data());
+        else mean_of_group((const float*)q.data_ptr() + at, q.stride(1), G, D, query.data());
+        for (int64_t c = 0; c < C; c++)
+            for (int i = 0; i < L; i++) {
+                const float *of = centroids + ((group * C + c) * L + i) * 4, *x = &query[c * 4];
+                table[group * n + c * L + i] = of[0] * x[0] + of[1] * x[1] + of[2] * x[2] + of[3] * x[3];
+            }
+    }
+    return looked_up(q, table.data(), B, H, packed, {}, nullptr, pos, skip);
+}
+
+// A label of 4 bits looks up its product with the query, one of 2 bits together with its neighbour's
+Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe pos) {
+    int64_t B = q.size(0), H = q.size(1), r = q.size(2), C = labels.size(3) * 2, n = entries_of(C);
+    STD_TORCH_CHECK((bits == 2 || bits == 4) && r * bits == labels.size(3) * 8, "labels of 2 or 4 bits are needed");
+    q = whole(q);
+    std::vector<float> table(B * H * n), total(B * H);
+    const float* from = floats(q, "q");
+    for (int64_t group = 0; group < B * H; group++) {
+        const float* x = from + group * r;
+        for (int64_t i = 0; i < r; i++) total[group] += x[i];
+        for (int64_t c = 0; c < C; c++)
+            for (int i = 0; i < L; i++)
+                table[group * n + c * L + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
+    }
+    return looked_up(q, table.data(), B, H, labels, params, total.data(), pos, {});
+}
+
+Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bias, int64_t bits) {
+    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0);
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(scale) && lies_whole(zero) && lies_whole(bias),
+                    "x and the packed weight must be contiguous");
+    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * L * bits, "the packed weight is not one of ", n, " inputs in ",
+                    bits, " bits");
+    Tensor y = like(x, {M, blocks * L});
+    kvf_linear(is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
+               floats(bias, "bias"), y.data_ptr(), M, n, blocks * L, scale ? n / scale->size(1) : n, threads());
+    return y;
+}
+
+}  // namespace
+
+extern "C" void kvf_register() {  // they stay registered until the next library is loaded, and it registers its own
+    using torch::stable::detail::StableLibrary;
+    auto& lib = *new StableLibrary(StableLibrary::Kind::IMPL, "kv_fast_cpp", "CPU", __FILE__, __LINE__);
+    lib.impl("decode_attention", TORCH_BOX(&decode_attention));
+    lib.impl("gather_attention", TORCH_BOX(&gather_attention));
+    lib.impl("packed_gather_attention", TORCH_BOX(&packed_gather_attention));
+    lib.impl("select", TORCH_BOX(&select_tokens));
+    lib.impl("lut_score", TORCH_BOX(&lut_score));
+    lib.impl("label_score", TORCH_BOX(&label_score));
+    lib.impl("linear", TORCH_BOX(&packed_linear));
+}

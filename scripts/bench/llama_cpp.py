@@ -1,0 +1,164 @@
+"""llama.cpp as a peer of bench_generate.py: a GGUF of our shapes and weights, and llama-bench on it.
+
+`--peer llama.cpp:PATH` takes the path of the program llama-bench. Each round is a run of it: a prompt of the same
+length fills its cache (untimed), then the same number of tokens is decoded. Its cache is fp32 where ours is, else fp16,
+llama.cpp's own 16-bit form; weights are of the same bits: Q4_0, Q8_0, BF16, F32, the output head in those of ours.
+
+Its sources come with the package llama-cpp-python, with no further download:
+
+    pip download llama-cpp-python --no-deps --no-binary :all:     # needs scikit-build-core to tell its name
+    tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
+    cmake -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+    cmake --build build --target llama-bench                      # build/bin/llama-bench
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from checkpoint import tensors_of
+from errors import InputError
+from formats.gguf import NAMES, PARTS
+from model import ModelArgs, Transformer
+from scripts.bench.peer_runs import Run, Work
+from weights import PackedLinear
+
+BITS = {32: "F32", 16: "BF16", 8: "Q8_0", 4: "Q4_0"}
+OURS = {v: k for k, v in NAMES.items()}, {v: k for k, v in PARTS.items()}  # Hugging Face's names -> GGUF's
+
+
+def kind_of(model: Transformer) -> str:
+    """The ggml type of a model's weights."""
+    linear = model.layers[0].feed_forward.w2
+    return BITS[linear.bits if isinstance(linear, PackedLinear) else linear.weight.itemsize * 8]
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    if name in OURS[0]:
+        return OURS[0][name]
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    module, _, kind = part.rpartition(".")
+    return f"blk.{layer}.{OURS[1][module]}.{kind}"
+
+
+def architecture(a: ModelArgs) -> str:
+    """llama, qwen2 or qwen3. InputError where none of them has these parts."""
+    if a.mlp_bias or a.o_bias or (a.qkv_bias and a.qk_norm):
+        raise InputError("llama.cpp has no architecture with the biases of this model")
+    return "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias else "llama"
+
+
+def write_gguf(model: Transformer, path: Path) -> None:
+    """The model's weights as a GGUF that llama.cpp loads, without a tokenizer; tensor by tensor."""
+    import gguf
+
+    a, arch, kinds = model.args, architecture(model.args), gguf.GGMLQuantizationType
+    w = gguf.GGUFWriter(path, arch)
+    w.add_block_count(a.n_layer)
+    w.add_context_length(a.max_seq_len)
+    w.add_embedding_length(a.dim)
+    w.add_feed_forward_length(a.ffn_dim)
+    w.add_head_count(a.n_head)
+    w.add_head_count_kv(a.n_kv_head)
+    w.add_key_length(a.head_dim)
+    w.add_value_length(a.head_dim)
+    w.add_rope_dimension_count(a.head_dim)
+    w.add_rope_freq_base(a.rope.theta)  # angles cost the same whatever they are
+    w.add_layer_norm_rms_eps(a.norm_eps)
+    w.add_vocab_size(a.vocab_size)
+    w.add_tokenizer_model("none")
+    body, head = kinds[kind_of(model)], model.output
+    bits = head.bits if isinstance(head, PackedLinear) else head.weight.itemsize * 8
+    headed = ("model.embed_tokens.weight", "lm_head.weight")
+    todo = []
+    for name, target in tensors_of(model).items():
+        kind = kinds.F32 if len(target.shape) < 2 else kinds[BITS[bits]] if name in headed else body
+        shape = gguf.quant_shape_to_byte_shape(target.shape, kind) if kind != kinds.F32 else target.shape
+        dtype = np.dtype(np.float32 if kind == kinds.F32 else np.uint8)
+        size = int(np.prod(shape)) * dtype.itemsize
+        w.add_tensor_info(gguf_name(name), shape, dtype, size, raw_dtype=None if kind == kinds.F32 else kind)
+        todo.append((name, target, kind))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_ti_data_to_file()
+    for name, target, kind in todo:
+        w.write_tensor_data(encoded(turned(target.read().float(), name, a, arch), kind))
+    w.close()
+
+
+def turned(t: Tensor, name: str, a: ModelArgs, arch: str) -> Tensor:
+    """Rows of q and k in llama.cpp's order: channel i of Hugging Face's halves beside channel i + D/2."""
+    if arch != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return t
+    return t.unflatten(0, (-1, 2, a.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def encoded(t: Tensor, kind: Any, rows: int = 4096) -> np.ndarray:
+    """fp32 -> what lies in the file, by the gguf package, some rows at a time."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    if kind == GGMLQuantizationType.F32:
+        return t.numpy()
+    return np.concatenate([quantize(part.numpy(), kind).view(np.uint8) for part in t.split(rows)])
+
+
+class LlamaCpp(Run):
+    opening = "writing a GGUF"
+
+    def __init__(self, work: Work, program: str, threads: int):
+        self.work, self.program, self.threads = work, program, threads or torch.get_num_threads()
+        self.name, self.info = f"llama.cpp {kind_of(work.model)}", {}
+        self.folder: tempfile.TemporaryDirectory | None = None
+
+    def open(self) -> None:
+        w = self.work
+        if w.batch != 1:
+            raise InputError("llama-bench decodes one sequence: use --batch 1")
+        self.folder = tempfile.TemporaryDirectory(prefix="kv-fast-")
+        self.file = Path(self.folder.name) / "model.gguf"
+        with torch.inference_mode():
+            write_gguf(w.model, self.file)
+        self.info = dict(gguf_bytes=self.file.stat().st_size)
+
+    def __call__(self) -> dict[str, float]:
+        w = self.work
+        step = self._bench(["-p", "0", "-n", str(w.new), "-d", str(w.length)])
+        if w.synthetic:
+            return dict(step=step / w.new)
+        return dict(step=step / w.new, prefill=self._bench(["-p", str(w.length), "-n", "0"]))
+
+    def _bench(self, what: list[str]) -> float:
+        """Seconds of one repetition after a warm-up."""
+        kv = "f32" if self.work.kv_dtype == torch.float32 else "f16"
+        gpu = "99" if self.work.device.type == "cuda" else "0"
+        command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "on",
+                   "-ctk", kv, "-ctv", kv, "-ngl", gpu, *what]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["without a word"]
+            raise RuntimeError(f"llama-bench ended: {said[-1]}")
+        (row,) = json.loads(done.stdout)
+        self.info |= dict(build=row["build_commit"], processor=row["cpu_info"])
+        return row["samples_ns"][0] / 1e9
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
+
+
+def check_program(peer: str, path: str) -> None:
+    """InputError if path is no program."""
+    if not (Path(path).is_file() and os.access(path, os.X_OK)):
+        raise InputError(f"--peer {peer}: {path} is no program: give the path of llama-bench (see --help)")

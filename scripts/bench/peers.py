@@ -1,0 +1,33 @@
+"""--peer of bench_generate.py: what it names, and the runs that it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from errors import InputError
+from scripts.bench.llama_cpp import LlamaCpp, check_program
+from scripts.bench.peer_runs import FOLDERS, Peer, Run, Transformers, Work
+
+LLAMA = "llama.cpp"
+
+
+def check_peer(peer: str) -> None:
+    """`transformers`, KIND:PATH of a checkout, or llama.cpp:PATH of its llama-bench; InputError otherwise."""
+    kind, _, path = peer.partition(":")
+    if kind not in ("transformers", LLAMA, *FOLDERS) or (kind != "transformers") != bool(path):
+        known = " or ".join(f"{k}:PATH" for k in (*FOLDERS, LLAMA))
+        raise InputError(f"--peer {peer} is not known: use transformers, {known}")
+    if kind == LLAMA:
+        check_program(peer, path)
+    elif path and not (file := Path(path) / FOLDERS[kind] / "generate.py").is_file():
+        raise InputError(f"--peer {peer}: {path} is no checkout of {kind}, there is no {file}")
+
+
+def peer_runs(work: Work, peer: str, folder: str | None, threads: int) -> list[Run]:
+    """The runs of one --peer; folder: the checkpoint that transformers loads, None for random weights."""
+    kind, _, path = peer.partition(":")
+    if kind == LLAMA:
+        return [LlamaCpp(work, path, threads)]
+    if path:
+        return [Peer(work, kind, path, threads)]
+    return [Transformers(work, folder, cache) for cache in ("dynamic", "static")]

@@ -1,0 +1,111 @@
+"""llama.cpp as a peer: the GGUF that is written for it holds our model, and its program is run as said."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+
+import pytest
+import torch
+
+from checkpoint import load_checkpoint
+from errors import run_cli
+from model import ModelArgs, random_transformer
+from runtime import TINY
+from scripts.bench import bench_generate
+from scripts.bench.llama_cpp import kind_of, write_gguf
+from scripts.shared import timing
+from weights import WeightFormat
+
+SIZES = dict(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=128, max_seq_len=64)
+MODELS = {
+    "llama": {},
+    "tied": dict(tie_embeddings=True),
+    "qwen2": dict(qkv_bias=True),
+    "qwen3": dict(qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gguf_is_our_model(name, weights, tmp_path):
+    """Read back by formats/gguf.py, which is tested on llama.cpp's own files: the same logits."""
+    how = None if weights == "fp32" else WeightFormat.parse(weights)
+    model = random_transformer(ModelArgs(**SIZES, **MODELS[name]), "cpu", torch.float32, seed=1, how=how)
+    file = tmp_path / "model.gguf"
+    write_gguf(model, file)
+    assert kind_of(model) == dict(fp32="F32", bf16="BF16", int8="Q8_0", int4="Q4_0")[weights]
+    again = load_checkpoint(file, how=WeightFormat.parse("fp32"))
+    tokens = torch.randint(128, (1, 40))
+    with torch.inference_mode():
+        want, got = model(tokens), again(tokens)
+    # our 8-bit codes of random weights reach -128, those of Q8_0 do not; our int4 has zeros, Q4_0 has none
+    assert (got - want).std() <= dict(fp32=1e-5, bf16=1e-5, int8=0.01, int4=0.3)[weights] * want.std()
+
+
+FAKE = """#!{python}
+import json, sys
+a = sys.argv
+n, d = int(a[a.index("-n") + 1]), int(a[a.index("-d") + 1]) if "-d" in a else 0
+open({log!r}, "a").write(json.dumps(a[1:]) + "\\n")
+assert open(a[a.index("-m") + 1], "rb").read(4) == b"GGUF"
+{fault}
+print(json.dumps([dict(samples_ns=[(n or 3) * 10**6], build_commit="abc", cpu_info="a processor")]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(timing, "PROBE_BYTES", dict(cpu=1 << 16, cuda=1 << 20))
+
+
+@pytest.fixture
+def program(tmp_path):
+    def write(fault=""):
+        file = tmp_path / "llama-bench"
+        file.write_text(FAKE.format(python=sys.executable, log=str(tmp_path / "log"), fault=fault))
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        return file, tmp_path / "log"
+
+    return write
+
+
+def run(monkeypatch, capsys, *argv):
+    """-> exit code, what is printed, what is said on stderr"""
+    flags = ["--mode", "eager", "--new", "4", "--rounds", "2", "--json"]
+    monkeypatch.setattr(sys, "argv", ["bench_generate.py", *argv, *flags])
+    with pytest.raises(SystemExit) as end, torch._dynamo.config.patch(recompile_limit=8):
+        run_cli(bench_generate.main)
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+def test_it_takes_turns_with_ours(program, monkeypatch, capsys):
+    file, log = program()
+    argv = ["--peer", f"llama.cpp:{file}", "--batch", "1", "2", "--length", "32", "--weights", "int8"]
+    argv += ["--kv-dtype", "bf16"]
+    code, out, err = run(monkeypatch, capsys, *argv)
+    assert code == 0, err
+    rows = {(r["batch"], r["run"]): r for r in json.loads(out)["rows"]}
+    theirs = rows[1, "llama.cpp Q8_0"]
+    assert theirs["tokens_per_s"] == pytest.approx(1000) and theirs["build"] == "abc" and theirs["gguf_bytes"] > 5e6
+    assert rows[1, "full eager"]["times_llama_cpp"] == round(rows[1, "full eager"]["tokens_per_s"] / 1000, 2)
+    assert "one sequence" in rows[2, "llama.cpp Q8_0"]["error"] and "times_llama_cpp" not in rows[2, "full eager"]
+    calls = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(calls) == 6, "decode and prefill, of a warm-up and two rounds"
+    assert calls[0][-6:] == ["-p", "0", "-n", "4", "-d", "32"] and calls[1][-4:] == ["-p", "32", "-n", "0"]
+    assert calls[0][calls[0].index("-ctk") + 1] == "f16"
+
+
+def test_one_that_fails_is_a_line(program, monkeypatch, capsys):
+    file, _ = program("sys.exit('error: no such model')")
+    code, out, _ = run(monkeypatch, capsys, "--peer", f"llama.cpp:{file}", "--batch", "1", "--length", "16")
+    rows = {r["run"]: r for r in json.loads(out)["rows"]}
+    assert code == 0 and rows["llama.cpp F32"]["error"].endswith("llama-bench ended: error: no such model")
+    assert "tokens_per_s" in rows["full eager"]
+
+
+def test_what_is_no_program_is_refused(monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, "--peer", f"llama.cpp:{TINY}")
+    assert code == 2 and not out and "llama-bench" in err and err.count("\n") == 1
