@@ -135,8 +135,13 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
                 return kind(value)
             except ValueError:
                 continue
+        for kind in (k for k in kinds if hasattr(k, "parse")):  # TopP
+            if (parsed := kind.parse(value)) is not None:
+                return parsed
     names = [
-        " or ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is typing.Literal else k.__name__
+        " or ".join(map(repr, typing.get_args(k)))
+        if typing.get_origin(k) is typing.Literal
+        else getattr(k, "form", k.__name__)
         for k in kinds
     ]
     raise InputError(f"{method_name(cls)}: {key}={short(value)} is not {' or '.join(names)}")
