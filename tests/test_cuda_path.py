@@ -65,6 +65,7 @@ STEP = (
         quest={"page_score", "budget_select", "gather_attention"},
         sparq={"channel_score", "budget_select", "gather_attention"},
         loki={"latent_score", "budget_select", "gather_attention"},
+        hshare=LABELS | {"gather_attention"},
     )
     | {
         "flexgen": FETCH,
