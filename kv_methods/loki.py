@@ -120,7 +120,7 @@ class Loki(Selecting):
 
     def score_bytes(self, pos):
         """d coordinates of every key that is not read whole for being chosen."""
-        return (pos + 1) * self.d * self.shape.dtype.itemsize
+        return (pos + 1 - self.chosen(pos)) * self.d * self.shape.dtype.itemsize
 
     def traffic(self, pos):
         s, basis = self.shape, self.basis.numel() * self.basis.element_size()

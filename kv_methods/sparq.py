@@ -140,7 +140,9 @@ class SparQ(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """r channels of every key; of one copy whole keys, as a line of memory holds many channels."""
-        read = self.r if self.args.copies == 2 else self.shape.head_dim
+        """r channels of every key; of one copy whole keys, of tokens that are not read anyway: a line of memory holds
+        many channels."""
+        two = self.args.copies == 2
+        read = (pos + 1) * self.r if two else (pos + 1 - self.chosen(pos)) * self.shape.head_dim
         mean = 4 * self.shape.head_dim if self.args.mean_value else 0
-        return (pos + 1) * read * self.shape.dtype.itemsize + mean
+        return read * self.shape.dtype.itemsize + mean
