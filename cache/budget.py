@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,34 @@ def check_budget(budget: int | float) -> None:
     """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
     if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
         raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
+
+
+@dataclass(frozen=True)
+class TopP:
+    """A budget that follows the text: the fewest tokens whose estimated softmax weights reach p (Twilight, Sec. 4.1).
+
+    Written p0.95. How a step finds them is in cache/selecting.py.
+    """
+
+    p: float
+    form: ClassVar[str] = "p and a share, as p0.95"  # what a knob is told to be
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise InputError(f"budget {self} is out of range: give p and a share in (0, 1], as p0.95")
+
+    def __str__(self) -> str:
+        return f"p{self.p:g}"
+
+    __repr__ = __str__
+
+    @classmethod
+    def parse(cls, text: str) -> TopP | None:
+        """From text; None where it is not of this form."""
+        try:
+            return cls(float(text[1:])) if text[:1] == "p" else None
+        except ValueError:
+            return None
 
 
 def budget_cap(budget: int | float, length: int) -> int:

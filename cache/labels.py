@@ -57,6 +57,14 @@ class LabelCache(Storage):
         each = [label_score(q.gather(2, at), labels, params, self.bits, pos) for q in groups.unbind(2)]
         return torch.stack(each, 2).flatten(1, 2)
 
+    def scores_by_head(self, q: Tensor, last: Tensor) -> Tensor:
+        """The group's sum, each head's tokens up to last [B, Hkv] of its own, -1: none -> fp32 [B * Hkv, 1, T]."""
+        B, H = last.shape
+        groups = q.view(B, H, -1, q.shape[2]).float().sum(2).gather(2, self.channels.expand(B, -1, -1))
+        labels = self.labels[:B].flatten(0, 1)[:, None]
+        params = None if self.params is None else self.params[:B].flatten(0, 1)[:, None]
+        return label_score(groups.flatten(0, 1)[:, None], labels, params, self.bits, last.flatten())
+
 
 def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
     """r: a number of channels as it is given, a share of head_dim rounded up to what fills whole bytes."""

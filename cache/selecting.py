@@ -4,7 +4,8 @@
         def scores(self, q, pos):        # q [B, Hq, D] rotated, pos [B] -> fp32 [B, Hkv, T]
             ...
 
-is a method with a budget, sinks and a recent window, its own knobs beside them.
+is a method with a budget, sinks and a recent window, its own knobs beside them. With `logits`, estimates of each query
+head's own, the budget may be a share of the attention, `budget=p0.95`.
 """
 
 from __future__ import annotations
@@ -15,32 +16,43 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, knob
-from cache.budget import Selection
+from cache.budget import Selection, TopP
 from cache.dense import Dense
+from errors import InputError
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.select import budget_select
+from kernels.top_p import top_p_count
 
 
 class Selecting(Dense):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
 
+    taken: Tensor  # int64 [B]: tokens of a list in the last step, mean over heads; with a budget of TopP alone
+
     @dataclass
     class Args:
-        budget: int | float = knob(0.125, "tokens attended, sinks and recent included")
+        budget: int | float | TopP = knob(0.125, "tokens attended, sinks and recent included")
         sinks: int = knob(4, "first tokens always attended", low=0)
         recent: int = knob(16, "newest tokens always attended", low=1)
+        cap: int | float = knob(0.25, "most tokens attended with budget=p0.95 (ours; Twilight: 8192 of 32K)")
 
         def __post_init__(self):
             self.selection()
 
         def selection(self) -> Selection:
-            return Selection(self.budget, self.sinks, self.recent)
+            return Selection(self.cap if isinstance(self.budget, TopP) else self.budget, self.sinks, self.recent)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         self.selection = args.selection()
         self.k_static = self.selection.of(shape.max_seq_len)
+        self.p = args.budget.p if isinstance(args.budget, TopP) else None
+        if self.p is not None:
+            if type(self).logits is Selecting.logits:
+                name = type(self).__module__.rpartition(".")[2]
+                raise InputError(f"{name} does not estimate logits: give its budget as a number or a share, not p")
+            self.buffer("taken", (shape.max_batch,), torch.int64)
 
     def scores(self, q: Tensor, pos: Tensor) -> Tensor:
         """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
@@ -50,9 +62,40 @@ class Selecting(Dense):
         """
         raise NotImplementedError
 
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Estimates of q . k / sqrt(D), whose softmax means something: q [B, Hq, D], pos [B] -> fp32 [B, Hq, T]."""
+        raise NotImplementedError
+
+    def weights(self, logits: Tensor, pos: Tensor) -> Tensor:
+        """Estimated attention: logits [B, Hq, T] -> fp32 [B, Hkv, T], the mean of a group's softmax; [B, Hq, T] where
+        each query head chooses for itself."""
+        filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
+        weights = torch.where(filled[:, None], logits, float("-inf")).softmax(-1)
+        if getattr(self.args, "heads", "group") == "query":
+            return weights
+        return weights.unflatten(1, (self.shape.n_kv_head, -1)).mean(2)
+
     def select(self, q, pos):
-        a = self.args
-        return budget_select(self.scores(q, pos), pos, self.selection.at(pos + 1), self.k_static, a.sinks, a.recent)
+        if self.p is None:
+            return self.pick(self.scores(q, pos), pos)
+        return self.pick_mass(self.weights(self.logits(q, pos), pos), pos)
+
+    def pick(self, scores: Tensor, pos: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The best by scores [B, H, T], `wanted` [B] or [B, H] of them; None: as many as the budget says."""
+        a, wanted = self.args, self.selection.at(pos + 1) if wanted is None else wanted
+        return budget_select(scores, pos, wanted, self.k_static, a.sinks, a.recent)
+
+    def pick_mass(self, weights: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The fewest whose weights [B, H, T], sinks and recent tokens' included, reach p: no more than `cap`."""
+        assert self.p is not None
+        need = top_p_count(weights, pos, self.p, self.args.sinks, self.args.recent)
+        idx, count = self.pick(weights, pos, need.minimum(self.selection.at(pos + 1)[:, None]))
+        self.note(count)
+        return idx, count
+
+    def note(self, count: Tensor) -> None:
+        """Remember how many tokens a list [B, H] had: what `traffic` tells where no budget says so."""
+        self.taken[: len(count)] = (count.sum(1) + count.shape[1] - 1) // count.shape[1]
 
     def attend(self, q, idx, count, pos):
         H = self.shape.n_kv_head
@@ -70,6 +113,10 @@ class Selecting(Dense):
         k, v = (x.repeat_interleave(max(1, idx.shape[1] // x.shape[1]), 1) for x in (self.k, self.v))
         return Attended(torch.where(chosen, idx, -2), q, gather_rows(k, at), gather_rows(v, at))
 
+    def reset(self):
+        if self.p is not None:
+            self.taken.zero_()
+
     # ---- accounting ----
 
     def score_bytes(self, pos: int) -> int:
@@ -77,7 +124,9 @@ class Selecting(Dense):
         return 0
 
     def chosen(self, pos: int) -> int:
-        """Tokens attended, the newest at pos."""
+        """Tokens attended, the newest at pos. A share p tells no number: those of the last step, before any the cap."""
+        if self.p is not None and not self.taken.is_meta and (used := self.taken[self.taken > 0]).numel():
+            return int(used.double().mean().ceil())
         return self.selection.of(pos + 1)
 
     def traffic(self, pos):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
 import sys
 import types
@@ -135,8 +136,13 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
                 return kind(value)
             except ValueError:
                 continue
+        for kind in (k for k in kinds if hasattr(k, "parse")):  # TopP
+            if (parsed := kind.parse(value)) is not None:
+                return parsed
     names = [
-        " or ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is typing.Literal else k.__name__
+        " or ".join(map(repr, typing.get_args(k)))
+        if typing.get_origin(k) is typing.Literal
+        else getattr(k, "form", k.__name__)
         for k in kinds
     ]
     raise InputError(f"{method_name(cls)}: {key}={short(value)} is not {' or '.join(names)}")
@@ -156,7 +162,8 @@ def _hints(cls: type[KVMethod]) -> dict[str, Any]:
     """Annotations of all knobs, each read in the module of the class that states it."""
     out: dict[str, Any] = {}
     for base in reversed(cls.Args.__mro__):
-        out |= typing.get_type_hints(base, vars(sys.modules[base.__module__])) if base is not object else {}
+        if base is not object:  # its own alone: what it inherits was written in another module
+            out |= inspect.get_annotations(base, globals=vars(sys.modules[base.__module__]), eval_str=True)
     return out
 
 

@@ -64,9 +64,7 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     if params is not None and use_native(q):
         return native.label_score(q, labels, params, bits, pos)
     if params is None:
-        if use_triton(q):
-            return head_scores(q[:, :, None], labels, pos)[:, :, 0]
-        return (labels.float() @ q[..., None])[..., 0]
+        return head_scores(q[:, :, None], labels, pos)[:, :, 0]
     # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
     # order: the i-th codes of all bytes are a matrix of their own
     parts = [((labels >> i * bits & 2**bits - 1).float(), q[..., i :: 8 // bits]) for i in range(8 // bits)]

@@ -1,6 +1,7 @@
 """Scores of every token by inner products in a latent space: what chooses the tokens that SALS expands.
 
-The kernels read each coordinate once, for all queries together. One query is summed on the fp32 units, which keep up
+The kernels read each coordinate once, for all queries together; C++ reads rows that lie apart, as leading coordinates
+of longer rows do. One query is summed on the fp32 units, which keep up
 with the memory at two operations an element; with more, a block of queries is one operand of the tensor cores.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels import native
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
 from kernels.splits import empty_scores
 from kernels.tiles import dot, filled
 
@@ -26,7 +28,7 @@ def latent_score(q: Tensor, latents: Tensor, pos: Tensor | None = None) -> Tenso
     pos [B], if given, is the last slot that matters: later ones need not be read, and their scores may be anything.
     """
     if use_triton(q):
-        return head_scores(q[:, None], latents[:, None], pos)[:, 0]
+        return torch.ops.kv_fast.latent_score(q[:, None], latents[:, None], pos)[:, 0]
     return q.float() @ latents[: len(q)].float().transpose(1, 2)
 
 
@@ -45,8 +47,10 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: floa
 
 
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
-    """The kernel where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]."""
-    return torch.ops.kv_fast.latent_score(q, latents, pos)
+    """Where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]; pos as above."""
+    if use_triton(q) or use_native(latents, q.shape[3]):
+        return torch.ops.kv_fast.latent_score(q, latents, pos)
+    return q.float() @ latents[: len(q)].float().mT
 
 
 @triton.jit
@@ -121,8 +125,8 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("latent_score(Tensor q, Tensor latents, Tensor? pos) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _lib.impl("latent_score", _latent_score_triton, _device)
+_lib.impl("latent_score", on_cpu(_latent_score_triton, native.head_scores), "CPU")
+_lib.impl("latent_score", _latent_score_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::latent_score",
     lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),

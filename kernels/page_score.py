@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton, use_triton
+from kernels.latent_score import head_scores
 from kernels.splits import empty_scores
 from kernels.tiles import filled
 
@@ -49,10 +50,10 @@ def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None)
     """
     if use_triton(q):
         return torch.ops.kv_fast.page_score(q, low, high, last)
-    B, H = len(q), low.shape[1]
-    groups = q.float().view(B, H, -1, 1, q.shape[2])
-    low, high = low[:B, :, None].float(), high[:B, :, None].float()  # [B, Hkv, 1, P, D]
-    return (groups * low).maximum(groups * high).sum((2, 4))
+    # a positive channel of a query takes the greatest, a negative one the least: a sum over the group comes first
+    groups = q.float().unflatten(1, (low.shape[1], -1))
+    up, down = groups.clamp(min=0).sum(2, keepdim=True), groups.clamp(max=0).sum(2, keepdim=True)
+    return (head_scores(up, high, last) + head_scores(down, low, last))[:, :, 0]
 
 
 # ---- Triton ----

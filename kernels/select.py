@@ -56,9 +56,9 @@ def budget_select(
 ) -> tuple[Tensor, Tensor]:
     """The `wanted` highest-scoring tokens of each row and head, the first `sinks` and last `recent` ones forced in.
 
-    scores [B, H, T], slot t holding the token at position t; pos [B] of the newest token; wanted [B] in all, raised to
-    what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point anywhere.
-    Order and ties as in `topk_select`.
+    scores [B, H, T], slot t holding the token at position t; pos [B] of the newest token; wanted [B] or [B, H] in all,
+    raised to what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point
+    anywhere. Order and ties as in `topk_select`.
     """
     if use_triton(scores):
         return torch.ops.kv_fast.budget_select(scores, pos, wanted, k, sinks, recent)
@@ -68,8 +68,9 @@ def budget_select(
     forced = (t < sinks) | (t > pos[:, None] - recent)
     filled = t <= pos[:, None]
     scores = torch.where(forced[:, None], float("inf"), scores)
-    wanted = torch.maximum(wanted, (sinks + recent * torch.ones_like(pos)).minimum(pos + 1))
-    return topk_select(scores, filled[:, None], k, wanted[:, None].expand(scores.shape[:2]))
+    least = (sinks + recent * torch.ones_like(pos)).minimum(pos + 1)[:, None]
+    wanted = torch.maximum(wanted.view(len(pos), -1), least)
+    return topk_select(scores, filled[:, None], k, wanted.expand(scores.shape[:2]))
 
 
 def with_run(idx: Tensor, count: Tensor, first: Tensor, last: int, k: int) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cache.base import knob
+from cache.budget import TopP
 from cache.labels import LabelCache
 from cache.selecting import Selecting
 from cache.statistic import Statistic
@@ -21,6 +22,10 @@ PRESETS = {
     "double_sparsity-3.1": dict(budget=0.03125),  # Table 2, 1/32
     "double_sparsity-q": dict(ranking="q"),  # Table 3, q outlier
     "double_sparsity-k": dict(ranking="k"),  # Table 3, k outlier
+    "double_sparsity-4k": dict(budget=512, sinks=16, recent=64),  # SALS, Table 4
+    # Self-Indexing KVCache, Tables 1 and 2, with skip_layers=none: 16 channels, "a 2-bit index per parameter"
+    "double_sparsity-160": dict(budget=160, channels=16, label_bits=16),
+    "double_sparsity-7.5": dict(budget=0.075, channels=16, label_bits=16),
 }
 
 
@@ -45,7 +50,7 @@ class DoubleSparsity(Selecting):
 
     @dataclass
     class Args(Selecting.Args):
-        budget: int | float = knob(0.0625, "tokens attended (Sec. 6.1: 1/16)")
+        budget: int | float | TopP = knob(0.0625, "tokens attended (Sec. 6.1: 1/16)")
         sinks: int = knob(0, "first tokens always attended; the paper forces none", low=0)
         recent: int = knob(1, "newest tokens always attended: 1 is the current one", low=1)
         channels: int | float = knob(
@@ -78,12 +83,19 @@ class DoubleSparsity(Selecting):
         """Algorithm 1: approximate attention on the label channels."""
         return self.label.scores(q, pos, self.args.heads)
 
+    def logits(self, q, pos):
+        """Channels that have no label count as 0."""
+        return self.label.scores(q, pos, "query") * q.shape[2] ** -0.5
+
     def score_bytes(self, pos):
-        return (pos + 1) * self.label.token_bytes  # every label
+        """Every label, once, or for each query head."""
+        alone = self.p is not None and self.args.heads == "group"
+        return (pos + 1) * self.label.token_bytes * (self.shape.n_head // self.shape.n_kv_head if alone else 1)
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv
-        return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes
+        noted = 8 * B if self.p is not None else 0
+        return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes + noted
 
     def traffic(self, pos):
         each = self.shape.n_head // self.shape.n_kv_head if self.args.heads == "query" else 1

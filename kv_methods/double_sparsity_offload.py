@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod, knob
-from cache.budget import Selection
+from cache.budget import Selection, TopP
 from cache.double_buffer import Half, half_of
 from cache.labels import LabelCache
 from errors import InputError
@@ -53,6 +53,8 @@ class DoubleSparsityOffload(KVMethod):
 
         def __post_init__(self):
             super().__post_init__()
+            if isinstance(self.budget, TopP):
+                raise InputError("double_sparsity_offload fetches lists of one size: its budget is a number or a share")
             if self.heads == "query":
                 raise InputError("double_sparsity_offload fetches a list of tokens for a KV head: use heads=group")
 

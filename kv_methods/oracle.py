@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-
 from cache.selecting import Selecting
+from kernels.latent_score import head_scores
 
 
 class Oracle(Selecting):
     paper = "none: the ceiling that selection methods are compared with"
 
+    def logits(self, q, pos):
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1))
+        return head_scores(groups, self.k, pos).flatten(1, 2) * q.shape[2] ** -0.5
+
     def scores(self, q, pos):
-        B, H, T, D = self.k[: len(q)].shape
-        logits = q.view(B, H, -1, D).float() @ self.k[:B].float().mT * D**-0.5
-        filled = torch.arange(T, device=q.device) <= pos[:, None]
-        # a selection is made once per KV head: the mass of its query heads is summed
-        return torch.where(filled[:, None, None], logits, float("-inf")).softmax(-1).sum(2)
+        # a selection is made once per KV head: the mass of its query heads counts
+        return self.weights(self.logits(q, pos), pos)
 
     def score_bytes(self, pos):
         return (pos + 1 - self.chosen(pos)) * self.token_bytes() // 2  # the keys of the others, too

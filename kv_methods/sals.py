@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from cache.base import Attended, KVMethod, knob
-from cache.budget import Selection
+from cache.budget import Selection, TopP
 from cache.latents import LatentStore
 from cache.packed import check_groups
 from cache.statistic import Statistic, principal, principal_of_heads
@@ -24,6 +24,7 @@ from kernels.latent import append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
 from kernels.select import budget_select
+from kernels.top_p import top_p_count
 
 SIZES = {
     "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7
@@ -70,15 +71,17 @@ class Sals(KVMethod):
         rank: float = knob(0.25, "latent coordinates of a key, share of n*D (Sec. 5.1)", 0, 1)
         score_rank: float = knob(0.5, "coordinates that score, share of those (Sec. 5.1)", 0, 1)
         value_bits: Literal[2, 4, 8, 16] = knob(4, "bits of values (Sec. 5.1: 4 or 2)")
-        budget: int | float = knob(0.125, "tokens attended (Sec. 5.2: 1/8, 512 of 4K)")
+        budget: int | float | TopP = knob(0.125, "tokens attended (Sec. 5.2: 1/8, 512 of 4K)")
         budget_of: Literal["all", "rest"] = knob(
             "all", "sinks and recent tokens are in the budget; rest: it is of the others (Sec. 5.2, GSM8K)"
         )
         sinks: int = knob(16, "first tokens always attended (Sec. 5.2, x)", low=0)
         recent: int = knob(64, "newest tokens, half compressed, always attended (z)", low=1)
         score: Literal["sum", "softmax"] = knob(
-            "sum", "sum of all heads' products, or of each head's softmax over the tokens (ours)"
+            "sum",
+            "sum of all heads' products, or of each head's softmax over the tokens (ours; with budget=p0.95 always)",
         )
+        cap: int | float = knob(0.25, "most tokens attended with budget=p0.95 (ours; Twilight: 8192 of 32K)")
 
         def __post_init__(self):
             if not (0 < self.rank <= 1 and 0 < self.score_rank <= 1):
@@ -86,7 +89,8 @@ class Sals(KVMethod):
             self.selection()
 
         def selection(self) -> Selection:
-            return Selection(self.budget, self.sinks, self.recent, beside=self.budget_of == "rest")
+            budget = self.cap if isinstance(self.budget, TopP) else self.budget
+            return Selection(budget, self.sinks, self.recent, beside=self.budget_of == "rest")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -98,7 +102,9 @@ class Sals(KVMethod):
         if not rank:
             raise InputError(f"sals: rank {args.rank} of {width} channels leaves no coordinate, raise it")
         self.selection = args.selection()
-        self.k_static, self.dense = self.selection.of(T), self.selection.is_all(T)  # dense: nothing to score
+        self.p = args.budget.p if isinstance(args.budget, TopP) else None
+        self.k_static = self.selection.of(T)
+        self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
         # tokens that have left the ring, slot = position: the last `recent` slots are never of use to a token
         self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
         # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%"
@@ -123,18 +129,25 @@ class Sals(KVMethod):
         """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
         if self.dense:
             return None, None
-        n = self.ring.slots
-        wanted = (self.selection.at(pos + 1) - n).clamp(min=0)
-        return budget_select(self._scores(q, pos), pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
+        n, scores, wanted = self.ring.slots, self._scores(q, pos), self.selection.at(pos + 1)
+        if self.p is not None:  # scores are attention: what the ring gets, all of which is attended, stands at pos
+            ring = 1 - scores.sum(-1, keepdim=True)
+            held = scores.scatter(2, pos[:, None, None], ring)
+            wanted = top_p_count(held, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
+        wanted = (wanted - n).clamp(min=0)
+        return budget_select(scores, pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
     def _scores(self, q, pos):
         """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
         B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
-        if self.args.score == "sum":  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
+        if (
+            self.p is None and self.args.score == "sum"
+        ):  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
             return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
-        return latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
+        mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
+        return mass / q.shape[1]
 
     def attend(self, q, idx, count, pos):
         return latent_attention(self.rope.rotate(q, pos), **self._read(idx, count, pos))  # lines 6-9
@@ -160,9 +173,13 @@ class Sals(KVMethod):
         return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once."""
+        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once.
+
+        A budget of p tells no number of tokens: `cap` of them, the most.
+        """
         s, recent = self.shape, min(pos + 1, self.ring.slots)
-        scored = 0 if self.dense else pos + 1 - (recent if self.args.score == "sum" else 0)
+        by_sum = self.p is None and self.args.score == "sum"
+        scored = 0 if self.dense else pos + 1 - (recent if by_sum else 0)
         row = scored * self.score_rank * s.dtype.itemsize
         row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
         row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one leaves it

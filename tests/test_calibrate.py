@@ -36,19 +36,6 @@ N_RANDOM = 12
 SHAPES = [(2, 2, 16), (1, 3, 8), (4, 1, 32)]  # g, Hkv, D
 
 
-class Pca(S.Statistic):
-    """Loki's: centred PCA of rotated keys, per head. As a user would declare it."""
-
-    name = "pca"
-
-    def measure(self, t):
-        return dict(kk=torch.einsum("snd,sne->nde", t.k_rot, t.k_rot), k=t.k_rot.sum(0))
-
-    def finish(self, mean):
-        values, basis = S.principal(mean["kk"] - mean["k"][:, :, None] * mean["k"][:, None])
-        return dict(eigenvalues=values, basis=basis, mean=mean["k"])
-
-
 class Whiten(S.Statistic):
     """Palu's: second moments of the attention's input."""
 
@@ -62,7 +49,7 @@ class Whiten(S.Statistic):
 
 
 def statistics():
-    return [*all_statistics(), Pca(), Whiten()]
+    return [*all_statistics(), Whiten()]
 
 
 def parts(args):

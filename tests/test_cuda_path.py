@@ -43,6 +43,7 @@ SETTINGS = [
     *METHODS, *presets(), "double_sparsity,label_bits=2", "double_sparsity,label_bits=16", "ojakv,energy=0.9",
     "ojakv,rule=column", "double_sparsity_offload,label_bits=16", "razor,retrieval_method=self_index-no-sinks",
     "razor,retrieval_method=double_sparsity_offload", "sals,score=softmax", "sals,value_bits=16", "sals,budget=1.0",
+    "sals,budget=p0.9", "quest,budget=p0.9", "loki,budget=p0.9", "quest,heads=query",
     "self_index,budget=0.2", "self_index,store_bits=4", "self_index,store_bits=8", "streaming,positions=cache",
 ]  # fmt: skip
 # the operators that a step takes: of methods, and of settings that differ from theirs
@@ -61,6 +62,10 @@ STEP = (
         razor=RAZOR | {"decode_attention"},
         sals={"append_token", "latent_score", "budget_select", "latent_attention"},
         self_index={"lut_score", "budget_select", "packed_gather_attention"},
+        quest={"page_score", "budget_select", "gather_attention"},
+        sparq={"channel_score", "budget_select", "gather_attention"},
+        loki={"latent_score", "budget_select", "gather_attention"},
+        hshare=LABELS | {"gather_attention"},
     )
     | {
         "flexgen": FETCH,
@@ -70,6 +75,12 @@ STEP = (
         "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
         "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
         "sals,budget=1.0": {"append_token", "latent_attention"},
+        "sals,budget=p0.9": {"append_token", "latent_score", "top_p_count", "budget_select", "latent_attention"},
+        "quest,budget=p0.9": {"page_score", "top_p_count", "budget_select", "gather_attention"},
+        "loki,budget=p0.9": {"latent_score", "top_p_count", "budget_select", "gather_attention"},
+        "sparq-1xk": {"latent_score", "budget_select", "gather_attention"},
+        "double_sparsity-160": {"latent_score", "budget_select", "gather_attention"},
+        "double_sparsity-7.5": {"latent_score", "budget_select", "gather_attention"},
     }
     | {f"sals-{size}-{n}": {"append_token", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
 )

@@ -9,8 +9,10 @@ from kernels.native.build import available
 from kernels.native.ops import (
     DTYPES,
     VECTOR,
+    channel_score,
     decode_attention,
     gather_attention,
+    head_scores,
     label_score,
     latent_attention,
     latent_space_attention,
@@ -19,6 +21,7 @@ from kernels.native.ops import (
     oja_sequential,
     packed_gather_attention,
     select,
+    top_p_count,
     unpack_rows,
 )
 from kernels.native.pages import in_huge_pages
@@ -27,8 +30,10 @@ __all__ = [
     "DTYPES",
     "VECTOR",
     "available",
+    "channel_score",
     "decode_attention",
     "gather_attention",
+    "head_scores",
     "in_huge_pages",
     "label_score",
     "latent_attention",
@@ -38,5 +43,6 @@ __all__ = [
     "oja_sequential",
     "packed_gather_attention",
     "select",
+    "top_p_count",
     "unpack_rows",
 ]

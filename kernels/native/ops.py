@@ -214,3 +214,38 @@ def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:
     u = torch.nn.functional.pad(basis, (0, -r % VECTOR)).clone(memory_format=torch.contiguous_format)
     call("kvf_oja_sequential", x.contiguous(), u, N, m, D, u.shape[2])
     return u[..., :r]
+
+
+def head_scores(q: Tensor, x: Tensor, pos: Tensor | None) -> Tensor:
+    """q [B, H, C, R] . x [>= B, H, T, R], rows of which may lie apart -> fp32 [B, H, C, T]."""
+    (B, H, C, R), T = q.shape, x.shape[2]
+    assert x.stride(3) == 1 and R % VECTOR == 0, "rows must be contiguous, and whole vectors"
+    expect(torch.int64, pos)
+    out = torch.empty(B, H, C, -(-T // 16) * 16, dtype=torch.float32)[..., :T]  # as `empty_scores`
+    q, pos = q.float().contiguous(), whole(pos)
+    call("kvf_head_scores", is_bf16(x), q, x, pos, out, *x.stride()[:3], *out.stride()[:3], B, H, C, T, R)
+    return out
+
+
+def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Tensor:
+    """See kernels/channel_score.py."""
+    (B, H, C, R), T = q.shape, keys.shape[3]
+    assert keys.stride(3) == 1, "the tokens of a channel must be contiguous"
+    expect(torch.int64, channels, pos)
+    out = torch.empty(B, H, C, -(-T // 16) * 16, dtype=torch.float32)[..., :T]
+    q, channels, pos = q.float().contiguous(), channels.contiguous(), pos.contiguous()
+    call("kvf_channel_scores", is_bf16(keys), q, channels, keys, pos, out, *keys.stride()[:3], *out.stride()[:3], B, H,
+         C, T, R)  # fmt: skip
+    return out
+
+
+def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int) -> Tensor:
+    """See kernels/top_p.py."""
+    B, H, T = weights.shape
+    weights = weights if weights.stride(2) == 1 else weights.contiguous()
+    expect(torch.float32, weights)
+    expect(torch.int64, pos)
+    count = torch.empty(B, H, dtype=torch.int64)
+    share = torch.tensor(p, dtype=torch.float64)  # `call` passes integers and tensors
+    call("kvf_top_p", weights, pos.contiguous(), share, count, *weights.stride()[:2], B, H, T, sinks, recent)
+    return count

@@ -1,5 +1,5 @@
-// Scores of tokens by table look-up.
-#include "vectors.h"
+// Scores of tokens: by inner products, and by table look-up.
+#include "softmax.h"
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE __builtin_shufflevector
@@ -10,6 +10,9 @@
 namespace {
 
 constexpr int64_t SCORED = 4096;  // tokens of a work item
+
+float number(float x) { return x; }
+float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
 
 vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
 #if defined(__AVX512F__)
@@ -47,9 +50,94 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] wo
     }
 }
 
+// Inner products of C queries q [B * H, C, R] of each head with rows of R numbers that are `slot` apart.
+template <class T>
+void head_scores(const float* q, const T* x, const int64_t* pos, float* out, int64_t row, int64_t head, int64_t slot,
+                 int64_t out_row, int64_t out_head, int64_t out_query, int64_t B, int64_t H, int64_t C, int64_t n, int64_t R,
+                 int64_t threads) {
+    int64_t parts = (n + SCORED - 1) / SCORED;
+    static const Next<T> nothing{};  // for all query heads but the first few
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> products(C * N);
+        Next<T> block[2];
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * H * parts; item++) {
+            int64_t group = item / parts, b = group / H, h = group % H;
+            int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, n, pos ? pos[b] + 1 : n});
+            const T* from = x + b * row + h * head;
+            auto rows = [&](int64_t first, Next<T>& to) {
+                to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
+                for (int i = 0; i < to.n; i++) to.k[i] = from + (first + i) * slot;
+            };
+            rows(lo, block[0]);
+            for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
+                rows(first + N, block[i ^ 1]);
+                by_heads((int)C, [&](auto m, int c) {
+                    dots<m>(q + (group * C + c) * R, block[i].k, block[i].n, (int)R, &products[c * N],
+                            c ? nothing : block[i ^ 1]);
+                });
+                for (int64_t c = 0; c < C; c++)
+                    std::copy_n(&products[c * N], block[i].n, out + b * out_row + h * out_head + c * out_query + first);
+            }
+        }
+    }
+}
+
+// Sums over R channels of C queries q [B * H, C, R] times keys that lie channel by channel.
+template <class T>
+void channel_scores(const float* q, const int64_t* channels, const T* keys, const int64_t* pos, float* out, int64_t row,
+                    int64_t head, int64_t channel, int64_t out_row, int64_t out_head, int64_t out_query, int64_t B,
+                    int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
+    constexpr int64_t RUN = 512;  // tokens whose scores stay in a first-level cache while the channels pass by
+    int64_t parts = (n + SCORED - 1) / SCORED;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> sums(C * RUN);
+#pragma omp for schedule(dynamic)
+        for (int64_t item = 0; item < B * H * parts; item++) {
+            int64_t group = item / parts, b = group / H, h = group % H;
+            int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, n, pos[b] + 1});
+            const T* from = keys + b * row + h * head;
+            for (int64_t first = lo; first < hi; first += RUN) {
+                int64_t m = std::min(RUN, hi - first), whole = m / L * L;
+                std::fill(sums.begin(), sums.end(), 0.0f);
+                for (int64_t r = 0; r < R; r++) {
+                    const T* x = from + channels[group * R + r] * channel + first;
+                    for (int64_t t = 0; t < whole; t += L) {
+                        vf part = load(x + t);
+                        for (int64_t c = 0; c < C; c++) {
+                            float* to = &sums[c * RUN + t];
+                            store(to, load(to) + part * q[(group * C + c) * R + r]);
+                        }
+                    }
+                    for (int64_t t = whole; t < m; t++)
+                        for (int64_t c = 0; c < C; c++) sums[c * RUN + t] += number(x[t]) * q[(group * C + c) * R + r];
+                }
+                for (int64_t c = 0; c < C; c++)
+                    std::copy_n(&sums[c * RUN], m, out + b * out_row + h * out_head + c * out_query + first);
+            }
+        }
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+void kvf_channel_scores(int64_t is_bf16, const float* q, const int64_t* channels, const void* keys, const int64_t* pos,
+                        float* out, int64_t row, int64_t head, int64_t channel, int64_t out_row, int64_t out_head,
+                        int64_t out_query, int64_t B, int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
+    FLOAT_OR_BF16(channel_scores(q, channels, (const T*)keys, pos, out, row, head, channel, out_row, out_head, out_query,
+                                 B, H, C, n, R, threads))
+}
+
+void kvf_head_scores(int64_t is_bf16, const float* q, const void* x, const int64_t* pos, float* out, int64_t row,
+                     int64_t head, int64_t slot, int64_t out_row, int64_t out_head, int64_t out_query, int64_t B,
+                     int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
+    FLOAT_OR_BF16(head_scores(q, (const T*)x, pos, out, row, head, slot, out_row, out_head, out_query, B, H, C, n, R,
+                              threads))
+}
 
 // table [B * H, words * 8, 16]: what each value of each of a token's 4-bit codes adds to its score; W bytes a token
 void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* params, const float* total, const int64_t* pos,

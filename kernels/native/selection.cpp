@@ -95,9 +95,51 @@ struct Picker {
     }
 };
 
+// How many of the largest weights of a row sum to p or more, those of forced slots first. Weights are >= 0, or NaN.
+struct Nucleus {
+    static constexpr int BINS = 4096, SHIFT = 19;  // of the bits of a weight: 16 to an octave
+    std::vector<double> mass;
+    std::vector<int64_t> many;
+    std::vector<float> rest;
+
+    int64_t count(const float* weights, int64_t n, double p, int64_t sinks, int64_t recent) {
+        int64_t forced = std::min(n, sinks + recent), first = std::min(sinks, n), last = std::max(first, n - recent);
+        double sum = 0;
+        for (int64_t t = 0; t < first; t++) sum += weights[t];
+        for (int64_t t = last; t < n; t++) sum += weights[t];
+        if (p >= 1) return n;
+        if (sum >= p || forced == n) return forced;
+        mass.assign(BINS, 0), many.assign(BINS, 0);
+        auto bin = [](float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return (int)(bits >> SHIFT & (BINS - 1)); };
+        for (int64_t t = first; t < last; t++) mass[bin(weights[t])] += weights[t], many[bin(weights[t])]++;
+        int64_t taken = forced;
+        int at = BINS - 1;
+        for (; at > 0 && sum + mass[at] < p; at--) sum += mass[at], taken += many[at];
+        rest.clear();  // the bin in which p is reached, by falling weight
+        for (int64_t t = first; t < last; t++)
+            if (bin(weights[t]) == at) rest.push_back(weights[t]);
+        std::sort(rest.begin(), rest.end(), std::greater<float>());
+        for (size_t i = 0; i < rest.size() && sum < p; i++) sum += rest[i], taken++;
+        return taken;
+    }
+};
+
 }  // namespace
 
 extern "C" {
+
+void kvf_top_p(const float* weights, const int64_t* pos, const double* p, int64_t* count, int64_t row, int64_t head,
+               int64_t B, int64_t H, int64_t T, int64_t sinks, int64_t recent, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Nucleus nucleus;
+#pragma omp for schedule(dynamic)
+        for (int64_t group = 0; group < B * H; group++) {
+            int64_t b = group / H, n = std::max<int64_t>(0, std::min(pos[b] + 1, T));
+            count[group] = nucleus.count(weights + b * row + group % H * head, n, *p, sinks, recent);
+        }
+    }
+}
 
 void kvf_select(const float* scores, const uint8_t* mask, const int64_t* pos, const int64_t* wanted, int64_t* idx,
                 int64_t* count, int64_t row, int64_t head, int64_t mask_row, int64_t mask_head, int64_t wanted_row,

@@ -1,0 +1,86 @@
+"""Scores of all tokens by a few channels of their keys, which each step chooses anew (SparQ Attention).
+
+Keys lie channel by channel, so that a chosen channel of all tokens is one run of memory: nothing else is read. All
+query heads of a group are scored while a channel is at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.gather_attention import gather_rows
+from kernels.splits import empty_scores
+from kernels.tiles import filled
+
+TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
+
+
+def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Tensor:
+    """Sum over r channels of q times the tokens' keys, without softmax and scale.
+
+    q [B, H, G, r], the chosen channels of a group's queries; channels [B, H, r] int64; keys [>= B, H, D, T]; pos [B]
+    the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read, and give anything.
+    """
+    if use_triton(q) or use_native(keys):
+        return torch.ops.kv_fast.channel_score(q, channels, keys, pos)
+    return q.float() @ gather_rows(keys, channels).float()
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _channel_score(
+    q, channels, keys, pos, out, key_row, key_head, key_channel, out_row, out_head, out_query, H, T,
+    G: tl.constexpr, R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, block of tokens)."""
+    group = tl.program_id(0).to(tl.int64)
+    b, h = group // H, group % H
+    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
+    if first >= n:
+        return
+    t, g = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_G)
+    keys += b * key_row + h * key_head
+    score = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+    for r in range(R):
+        channel = tl.load(channels + group * R + r)
+        part = tl.load(keys + channel * key_channel + t, mask=t < n, other=0.0).to(tl.float32)
+        query = tl.load(q + (group * G + g) * R + r, mask=g < G, other=0.0).to(tl.float32)
+        score += query[:, None] * part[None, :]
+    to = out + b * out_row + h * out_head + g[:, None] * out_query + t
+    tl.store(to, score, mask=(g[:, None] < G) & (t < tl.cdiv(T, 16) * 16))
+
+
+def block_of(G: int) -> dict[str, int]:
+    width = triton.next_power_of_2(G)
+    return dict(BLOCK_G=width, BLOCK_T=max(32, TILE // width))
+
+
+def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | None = None) -> Tensor:
+    """The Triton version of `channel_score`; tests give tokens per block."""
+    B, H, G, R = q.shape
+    T = keys.shape[3]
+    assert keys.stride(3) == 1, "the tokens of a channel must be contiguous"
+    out, blocks = empty_scores(B, H, G, T, device=q.device), block_of(G)
+    if block:
+        blocks["BLOCK_T"] = block
+    _channel_score[(B * H, triton.cdiv(T, blocks["BLOCK_T"]))](
+        q.contiguous(), channels.contiguous(), keys, pos.contiguous(), out, *keys.stride()[:3], *out.stride()[:3], H, T,
+        G=G, R=R, **blocks, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("channel_score(Tensor q, Tensor channels, Tensor keys, Tensor pos) -> Tensor")
+_lib.impl("channel_score", on_cpu(launch, native.channel_score), "CPU")
+_lib.impl("channel_score", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake(
+    "kv_fast::channel_score",
+    lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
+    lib=_lib,
+)

@@ -1,0 +1,100 @@
+"""How many tokens a share p of the attention takes: the fewest of the largest weights that sum to it (Twilight).
+
+The kernel does not sort: weights are not negative, so that their bits rise with them, and the lowest weight that is
+taken is found by bisection of its bits, 31 steps in which a row is summed where it is not below the middle. What ties
+at that weight is counted by a division. A row is one program, read again at every step: it stays in the second-level
+cache. Selecting that many tokens is kernels/select.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+
+BLOCK, WARPS = 4096, 8  # weights summed at a time: 16 a thread
+
+
+def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: int = 0) -> Tensor:
+    """The fewest tokens whose weights sum to p or more, the first `sinks` and the last `recent` always among them.
+
+    weights fp32 [B, H, T] >= 0, each row summing to 1 over slots 0 to pos [B]; later slots may hold anything -> int64
+    [B, H], at most pos + 1. p = 1 takes all. Where a sum comes within fp32's rounding of p, versions may differ by one.
+    """
+    if use_triton(weights) or use_native(weights):
+        return torch.ops.kv_fast.top_p_count(weights, pos, p, sinks, recent)
+    t, n = torch.arange(weights.shape[2], device=weights.device), (pos + 1).clamp(max=weights.shape[2])[:, None]
+    there = (t < n)[:, None]
+    forced = ((t < sinks) | (t >= n - recent))[:, None] & there
+    if p >= 1:
+        return n.expand(weights.shape[:2]).contiguous()
+    held = torch.where(forced, weights, 0).sum(-1, dtype=torch.float64)
+    free = torch.where(there & ~forced, weights, 0).sort(-1, descending=True).values.double()
+    before = held[..., None] + free.cumsum(-1) - free  # needed are those before which less than p is taken
+    return (forced.sum(-1) + (before < p).sum(-1)).minimum(n)
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _top_p(weights, pos, count, row, head, H, T, sinks, recent, p, BLOCK: tl.constexpr):
+    """Program (row and head)."""
+    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
+    weights += b * row + h * head
+    i = tl.arange(0, BLOCK)
+    held, sure = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for first in range(0, n, BLOCK):
+        t = first + i
+        forced = ((t < sinks) | (t >= n - recent)) & (t < n)
+        held += tl.where(forced, tl.load(weights + t, mask=t < n, other=0.0), 0.0)
+        sure += forced.to(tl.int32)
+    need, taken = p - tl.sum(held), tl.sum(sure)
+    # the weights not below lo sum to `need` or more, those not below hi to less
+    lo, hi, above, many = 0, 0x7F800000, 0.0, 0
+    while hi > lo + 1:
+        middle = lo + ((hi - lo) >> 1)
+        mass, number = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+        for first in range(0, n, BLOCK):
+            t = first + i
+            x = tl.load(weights + t, mask=(t < n) & (t >= sinks) & (t < n - recent), other=0.0)
+            inside = x.to(tl.int32, bitcast=True) >= middle
+            mass += tl.where(inside, x, 0.0)
+            number += inside.to(tl.int32)
+        total, found = tl.sum(mass), tl.sum(number)
+        enough = total >= need
+        lo = tl.where(enough, middle, lo)
+        hi, above, many = tl.where(enough, hi, middle), tl.where(enough, above, total), tl.where(enough, many, found)
+    lowest = lo.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
+    equal = tl.ceil((need - above) / tl.maximum(lowest, 1e-38)).to(tl.int32)
+    # a lowest weight of 0 means that all together stay below p
+    more = tl.where(lo > 0, many + tl.maximum(equal, 1), n)
+    taken += tl.where(need > 0, more, 0)
+    tl.store(count + tl.program_id(0), tl.minimum(taken, tl.maximum(n, 0)).to(tl.int64))
+
+
+def launch(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int, block: int = BLOCK) -> Tensor:
+    """The Triton version of `top_p_count`; tests give weights per block."""
+    B, H, T = weights.shape
+    weights = weights if weights.stride(2) == 1 else weights.contiguous()
+    if p >= 1:
+        return (pos + 1).clamp(max=T)[:, None].expand(B, H).contiguous()
+    count = torch.empty(B, H, dtype=torch.int64, device=weights.device)
+    _top_p[(B * H,)](
+        weights, pos.contiguous(), count, *weights.stride()[:2], H, T, sinks, recent, p, BLOCK=block, num_warps=WARPS
+    )
+    return count
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("top_p_count(Tensor weights, Tensor pos, float p, int sinks, int recent) -> Tensor")
+_lib.impl("top_p_count", on_cpu(launch, native.top_p_count), "CPU")
+_lib.impl("top_p_count", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake(
+    "kv_fast::top_p_count",
+    lambda weights, pos, p, sinks, recent: weights.new_empty(weights.shape[:2], dtype=torch.int64),
+    lib=_lib,
+)

@@ -1,0 +1,132 @@
+"""HShare: critical tokens chosen by few and shared across steps, across like layers, and across a layer's like heads.
+
+Tokens are chosen as in Double Sparsity, by labels of every key. A set of them serves several steps; of the layers and
+of the heads, the most alike by what a prompt's last queries chose take an earlier one's set. All attend to it with
+their own keys and values, beside sinks and the newest tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.base import knob
+from cache.shared_sets import SharedSets, chosen_of, greedy, sets_of
+from kernels.select import budget_select, with_run
+from kv_methods.double_sparsity import DoubleSparsity
+
+PRESETS = {
+    "hshare-4k": dict(),  # SALS, Table 4: 16 + 432 + 64
+    "hshare-half": dict(layers=0.5, heads=0.5),  # "1/2-1/2-1/2"
+    "hshare-128": dict(budget=128, sinks=8, recent=32),  # GSM8K and CoQA (published code: 8 + 88 + 32)
+}
+
+
+class HShare(DoubleSparsity):
+    paper = "Wu et al. 2025, HShare: Fast LLM Decoding by Hierarchical Key-Value Sharing"
+    stress = dict(budget=24, sinks=4, recent=8, layers=0.5, heads=0.5, steps=3)
+    skip_layers = ()  # type: ignore[assignment]
+
+    sets: SharedSets
+    head_source: Tensor  # int64 [B, Hkv]: the head of this layer whose set a head takes, its own or an earlier one
+    first: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
+
+    @dataclass
+    class Args(DoubleSparsity.Args):
+        budget: int | float = knob(512, "tokens attended: sinks, critical ones and recent ones (SALS, Table 4)")
+        sinks: int = knob(16, "first tokens always attended", low=0)
+        recent: int = knob(64, "newest tokens always attended", low=1)
+        layers: float = knob(0.75, "share of the layers that choose for themselves (3/4-3/4-1/2)", 0, 1)
+        heads: float = knob(0.75, "share of a layer's KV heads that choose for themselves", 0, 1)  # type: ignore
+        steps: int = knob(2, "steps that one set serves: 2 are the ratio of 1/2", 1, 4096)
+        queries: int = knob(8, "last queries of a prompt that tell who is alike (ours; published code: all)", 1, 4096)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, T, _ = shape.kv
+        self.n_critical = max(1, self.k_static - min(args.recent, self.k_static))  # sinks among them
+        self.k_static = self.n_critical + args.recent + args.steps - 1
+        sets, new = sets_of(rope, shape, self.n_critical)
+        # as a submodule it would be counted again in every layer
+        setattr(self, "sets", sets) if new else object.__setattr__(self, "sets", sets)
+        self.sets.join(layer)
+        self.buffer("head_source", (B, H), torch.int64), self.buffer("first", (B,), torch.int64)
+        self.reset()
+
+    def reset(self):
+        if not self.first.is_meta:
+            self.first.zero_(), self.head_source.copy_(torch.arange(self.shape.n_kv_head).expand_as(self.head_source))
+            self.sets.empty(self.layer)
+
+    def compress(self, q, k, v, lengths):
+        """Prompts are attended to exactly. What their last queries would choose tells who is alike."""
+        super().compress(q, k, v, lengths)
+        (B, H, S, _), Q, flags = k.shape, self.args.queries, []
+        row = torch.arange(B, device=k.device)
+        for back in reversed(range(Q)):
+            pos = lengths - 1 - back
+            idx, count = self._critical(q[row, :, pos.clamp(min=0)], pos[:, None].expand(B, H))
+            chosen = torch.arange(idx.shape[2], device=k.device) < count[..., None]
+            at = torch.where(chosen, idx, S).clamp(max=S)
+            flags.append(torch.zeros(B, H, S + 1, dtype=torch.bool, device=k.device).scatter(2, at, True)[..., :S])
+        self.sets.idx[self.layer, :B], self.sets.count[self.layer, :B] = (
+            idx,
+            count,
+        )  # of the last query, every head's own
+        self.first[:B] = (lengths - self.args.recent).clamp(min=0)
+        told = torch.stack(flags, 1)  # [B, Q, Hkv, S]
+        alike = torch.einsum("bqis,bqjs->bij", told.float(), told.float())
+        self.head_source[:B] = greedy(alike, H - chosen_of(H, self.args.heads))
+        self.sets.compare(self.layer, told, self.args.layers)
+
+    def _critical(self, q, pos):
+        """Sinks and the best tokens before the recent ones, pos [B, Hkv] each head's; -1 or less: none are read."""
+        (B, H), recent = pos.shape, self.args.recent
+        last = (pos - recent).clamp(min=-1)
+        wanted = (self.selection.at((pos + 1).flatten().clamp(min=0)) - recent).clamp(min=0)
+        scores = self.label.scores_by_head(q, last)
+        idx, count = budget_select(scores, last.flatten(), wanted, self.n_critical, self.args.sinks)
+        return idx.view(B, H, -1), count.view(B, H)
+
+    def select(self, q, pos):
+        (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.layer
+        due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B]
+        own = torch.arange(self.shape.n_kv_head, device=pos.device) == self.head_source[:B]
+        chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
+        idx, count = self._critical(q, torch.where(chooses, pos[:, None], -1))
+        # heads of the layer that took part, or the layer that this one follows; between two choices what there is
+        heads, row = self.head_source[:B], torch.arange(B, device=pos.device)
+        idx, count = idx.gather(1, heads[..., None].expand_as(idx)), count.gather(1, heads)
+        follows, old = (source != layer)[:, None], (sets.idx[layer, :B], sets.count[layer, :B])
+        count = torch.where(follows, sets.count[source, row], count)
+        idx = torch.where(follows[..., None], sets.idx[source, row], idx)
+        count = torch.where(due[:, None], count, old[1])
+        idx = torch.where(due[:, None, None], idx, old[0])
+        first = torch.where(due, (pos + 1 - recent).clamp(min=0), self.first[:B])
+        sets.idx[layer, :B], sets.count[layer, :B], self.first[:B] = idx, count, first
+        # tokens that left the recent window since are still attended to (published code)
+        run = with_run(idx, count, first, self.shape.max_seq_len - 1, self.k_static)
+        return run, count + (pos - first + 1)[:, None]
+
+    # ---- accounting ----
+
+    def score_bytes(self, pos):
+        """Every label, of the layers, heads and steps that choose: the mean over all."""
+        a, H, L = self.args, self.shape.n_kv_head, len(self.sets.layers)
+        share = chosen_of(H, a.heads) / H * chosen_of(L, a.layers) / L / a.steps
+        return round((pos + 1) * self.label.token_bytes * share)
+
+    def chosen(self, pos):
+        """With the tokens that leave the recent window while a set serves."""
+        return min(pos + 1, super().chosen(pos) + self.args.steps - 1)
+
+    def card_nbytes(self):
+        """The sets of all layers are the first one's."""
+        sets = sum(b.nbytes for b in self.sets.buffers()) if "sets" in self._modules else 0
+        return super().card_nbytes() + 8 * self.shape.max_batch * (self.shape.n_kv_head + 1) + sets
+
+    def traffic(self, pos):
+        heads = self.shape.max_batch * self.shape.n_kv_head
+        return heads * (self.score_bytes(pos) + self.chosen(pos) * self.token_bytes()) + self.label.constant_bytes

@@ -1,0 +1,129 @@
+"""Loki: keys in the basis of their principal components, of which the first quarter scores all tokens.
+
+The basis is orthonormal and of full rank: queries are turned into it too, and their products with the keys stay what
+they are. So no second copy of the keys is needed, scoring reads the first d of D coordinates where they lie, and the
+best quarter of the tokens is attended exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cache.base import knob
+from cache.budget import TopP
+from cache.selecting import Selecting
+from cache.statistic import Statistic, principal
+from errors import InputError
+from kernels.latent_score import head_scores
+
+PRESETS = {
+    "loki-12.5": dict(budget=0.125, dims=0.25),  # k_f = 0.125, d_f = 0.25 (Loki, Sec. 6)
+    "loki-12.5-50": dict(budget=0.125, dims=0.5),  # k_f = 0.125, d_f = 0.5
+    "loki-4k": dict(budget=512, sinks=16, recent=64),  # SALS, Table 4
+}
+
+
+class KeyComponents(Statistic):
+    """Centred PCA of the keys of every head: after rotation, or with `rotated` False before it (Sec. 3)."""
+
+    rotated = True
+    name = "pca"
+
+    def measure(self, t):
+        k = t.k_rot if self.rotated else t.k
+        return dict(kk=torch.einsum("snd,sne->nde", k, k), k=k.sum(0))
+
+    def finish(self, mean):
+        values, basis = principal(mean["kk"] - mean["k"][:, :, None] * mean["k"][:, None])
+        return dict(eigenvalues=values, basis=basis, mean=mean["k"])
+
+
+class KeyComponentsBefore(KeyComponents):
+    """Of keys before rotation; Loki turns rotated keys by them all the same."""
+
+    rotated = False
+    name = "pca_before"
+
+
+class Loki(Selecting):
+    paper = "Singhania et al. 2024, Loki: Low-rank Keys for Efficient Sparse Attention"
+    statistics = (KeyComponents(),)
+
+    basis: Tensor  # [Hkv, D, D], components in columns, the largest first
+
+    @dataclass
+    class Args(Selecting.Args):
+        budget: int | float | TopP = knob(0.25, "tokens attended, k_f (Sec. 6: 0.25)")
+        sinks: int = knob(0, "first tokens always attended; the paper forces none", low=0)
+        recent: int = knob(1, "newest tokens always attended: 1 is the current one (ours)", low=1)
+        dims: int | float = knob(0.25, "coordinates that score, d_f: a number or a share of head_dim", 0, 10**6)
+        calibrated: Literal["after", "before"] = knob(
+            "after", "components of keys after rotation, or before it, applied after it in both cases (Sec. 4)"
+        )
+        heads: Literal["group", "query"] = knob(
+            "group", "a selection per KV head, by the group's sum (ours); query: per query head (published code)"
+        )
+
+        def __post_init__(self):
+            super().__post_init__()
+            if not (0 < self.dims <= 1 if isinstance(self.dims, float) else self.dims >= 1):
+                raise InputError(f"dims {self.dims} is out of range: give a number >= 1, or a share in (0, 1]")
+
+    @classmethod
+    def needs(cls, args):
+        return (KeyComponents() if args.calibrated == "after" else KeyComponentsBefore(),)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        H, D = shape.n_kv_head, shape.head_dim
+        self.d = max(1, round(args.dims * D)) if isinstance(args.dims, float) else args.dims
+        if self.d > D:
+            raise InputError(f"loki: {self.d} coordinates are more than the head_dim of {D}: lower dims")
+        name = self.needs(args)[0].name
+        self.constant("basis", (H, D, D), calib.get(layer, f"{name}.basis") if calib else None)
+
+    # ---- everything in the basis: q . k stays what it is ----
+
+    def turned(self, q):
+        """q [B, Hq, D] rotated -> in the basis of its KV head."""
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1))
+        return (groups @ self.basis).flatten(1, 2)
+
+    def compress(self, q, k, v, lengths):
+        super().compress(q, k @ self.basis, v, lengths)
+
+    def append(self, k, v, pos):
+        super().append((k[:, :, None] @ self.basis)[:, :, 0], v, pos)
+
+    def scores(self, q, pos):
+        """Algorithm 1, lines 5 and 6: products in the first d coordinates, of the group's sum or of each query."""
+        groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
+        if self.args.heads == "group":
+            return head_scores(groups.sum(2, keepdim=True), self.k[..., : self.d], pos)[:, :, 0]
+        return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2)
+
+    def logits(self, q, pos):
+        groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
+        return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2) * q.shape[2] ** -0.5
+
+    def attend(self, q, idx, count, pos):
+        return super().attend(self.turned(q), idx, count, pos)
+
+    def attended(self, q, idx, count, pos):
+        return super().attended(self.turned(q), idx, count, pos)
+
+    # ---- accounting ----
+
+    def score_bytes(self, pos):
+        """d coordinates of every key that is not read whole for being chosen."""
+        return (pos + 1 - self.chosen(pos)) * self.d * self.shape.dtype.itemsize
+
+    def traffic(self, pos):
+        s, basis = self.shape, self.basis.numel() * self.basis.element_size()
+        each = s.n_head // s.n_kv_head if self.args.heads == "query" else 1
+        row = self.score_bytes(pos) + each * self.chosen(pos) * self.token_bytes()
+        return s.max_batch * s.n_kv_head * row + basis

@@ -1,0 +1,123 @@
+"""Quest: pages of 16 tokens, ranked by a bound on what any of their keys can score; the best pages are attended whole.
+
+Full K and V stay. Beside them lie the least and the greatest of every channel of each page's keys: 2 D numbers a page,
+1/16 of K and V. A step reads them all (Sec. 3.3), and K and V of the chosen pages. The page of the current token is
+always one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cache.base import knob
+from cache.budget import TopP
+from cache.selecting import Selecting
+from kernels.page_score import join_page, page_bounds, page_score
+from kernels.select import budget_select, with_run
+from kernels.top_p import top_p_count
+
+PRESETS = {
+    "quest-2048": dict(budget=2048),  # Quest, Sec. 4.3: kernels and end to end, 32K
+    "quest-160": dict(budget=160),  # Self-Indexing KVCache, Table 1 (LongBench), with skip_layers=none
+    "quest-7.5": dict(budget=0.075),  # Self-Indexing KVCache, Table 2 (RULER), with skip_layers=none
+}
+
+
+class Quest(Selecting):
+    paper = "Tang et al. 2024, Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference"
+    stress = dict(budget=24, sinks=0, recent=1, page=8)
+    skip_layers = (0, 1)
+
+    low: Tensor  # [B, Hkv, P, D]
+    high: Tensor
+
+    @dataclass
+    class Args(Selecting.Args):
+        budget: int | float | TopP = knob(1024, "tokens attended, in whole pages (Sec. 4.2: near full on LongBench)")
+        sinks: int = knob(0, "first tokens whose pages are always attended; the paper forces none", low=0)
+        recent: int = knob(1, "newest tokens whose pages are always attended: 1, the current page (published code)", 1)
+        page: int = knob(16, "tokens of a page (Sec. 4.1)", 1, 4096)
+        heads: Literal["group", "query"] = knob(
+            "group", "a selection per KV head, by the group's sum (ours); query: per query head (paper, published code)"
+        )
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, T, D = shape.kv
+        pages = self.pages_of(T)
+        # beside the page of the current token: those of the sinks, and all that the newest tokens can reach into
+        self.sink_pages, self.recent_pages = self.pages_of(args.sinks), self.pages_of(args.recent - 1)
+        self.most = min(pages, max(self.pages_of(self.k_static), self.sink_pages + self.recent_pages + 1))
+        self.k_static = max(2, self.most) * args.page
+        self.buffer("low", (B, H, pages, D)), self.buffer("high", (B, H, pages, D))
+
+    def pages_of(self, tokens):
+        """Pages that hold so many tokens, a number or a tensor."""
+        return -(-tokens // self.args.page)
+
+    def compress(self, q, k, v, lengths):
+        super().compress(q, k, v, lengths)
+        for bound, of_prompt in zip((self.low, self.high), page_bounds(k, lengths, self.args.page), strict=True):
+            bound[: len(k), :, : of_prompt.shape[2]] = of_prompt
+
+    def append(self, k, v, pos):
+        super().append(k, v, pos)
+        join_page(self.low, self.high, k, pos, self.args.page)
+
+    def scores(self, q, pos):
+        """Algorithm 1: the sum over channels of max(q low, q high) for every page -> [B, Hkv or Hq, P]."""
+        if self.args.heads == "group":
+            return page_score(q, self.low, self.high, pos // self.args.page)
+        return self._bounds(q, pos)
+
+    def _bounds(self, q, pos):
+        """The same of every query head, [B, Hq, P]."""
+        each = q.unflatten(1, (self.shape.n_kv_head, -1)).unbind(2)
+        return torch.stack([page_score(x, self.low, self.high, pos // self.args.page) for x in each], 2).flatten(1, 2)
+
+    def logits(self, q, pos):
+        """Of pages: each token at its bound, so that a page counts as often as it has tokens."""
+        page, pages = self.args.page, torch.arange(self.low.shape[2], device=pos.device)
+        held = (pos[:, None] + 1 - pages * page).clamp(1, page)
+        return self._bounds(q, pos) * q.shape[2] ** -0.5 + held.log()[:, None]
+
+    def select(self, q, pos):
+        """The best full pages, and behind them what there is of the current one."""
+        page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
+        last, wanted = pos // page, self.pages_of(self.selection.at(pos + 1))
+        if self.p is None:
+            scores = self.scores(q, pos)
+        else:
+            scores = self.weights(self.logits(q, pos), last)
+            need = top_p_count(scores, last, self.p, sinks, recent + 1)
+            wanted = need.minimum(wanted[:, None])
+        idx, count = budget_select(scores, last - 1, wanted - 1, max(1, self.most - 1), sinks, recent)
+        tokens = (idx[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
+        idx = with_run(tokens, count * page, last * page, self.shape.max_seq_len - 1, self.k_static)
+        count = count * page + (pos % page + 1)[:, None]
+        if self.p is not None:
+            self.note(count)
+        return idx, count
+
+    # ---- accounting ----
+
+    def _lists(self):
+        """How many selections a KV head makes."""
+        return self.shape.n_head // self.shape.n_kv_head if self.args.heads == "query" else 1
+
+    def score_bytes(self, pos):
+        each = self._lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
+        return each * self.pages_of(pos + 1) * self.token_bytes()  # both bounds of every page
+
+    def chosen(self, pos):
+        """The current page counted whole: at the end of a page it is."""
+        forced = self.sink_pages + self.recent_pages + 1
+        return min(pos + 1, max(self.pages_of(super().chosen(pos)), forced) * self.args.page)
+
+    def traffic(self, pos):
+        heads = self.shape.max_batch * self.shape.n_kv_head
+        return heads * (self.score_bytes(pos) + self._lists() * self.chosen(pos) * self.token_bytes())

@@ -1,0 +1,148 @@
+"""SparQ Attention: the channels in which the query is largest score all tokens; what is left out is made up for.
+
+Full K and V stay, and K a second time, channel by channel, so that scoring reads r of its D channels and nothing else
+(Sec. 4.3: half as much memory again). The best k tokens are attended exactly. The attention that they miss, by the
+same estimate, goes to the mean of all values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, knob
+from cache.budget import TopP
+from cache.selecting import Selecting
+from errors import InputError
+from kernels.channel_score import channel_score
+from kernels.latent_score import head_scores
+
+PRESETS = {
+    "sparq-1xk": dict(copies=1),  # Double Sparsity, Table 1, SparQ (1xK): one copy of K, token by token
+    "sparq-64": dict(channels=0.5),  # r = 64 of 128 (SparQ, Sec. 5)
+    "sparq-16": dict(channels=0.125),  # r = 16
+    "sparq-no-mean": dict(mean_value=False),  # SparQ, Sec. 5.4: without reallocation to the mean value
+}
+
+
+class SparQ(Selecting):
+    paper = "Ribar et al. 2024, SparQ Attention: Bandwidth-Efficient LLM Inference"
+
+    kt: Tensor  # [B, Hkv, D, T]: K, channel by channel
+    v_mean: Tensor  # fp32 [B, Hkv, D]
+    share: Tensor  # fp32 [B, Hq], alpha of the step
+
+    @dataclass
+    class Args(Selecting.Args):
+        budget: int | float | TopP = knob(129, "tokens attended: k = 128 and the current one (Sec. 5, published code)")
+        sinks: int = knob(0, "first tokens always attended; the paper forces none", low=0)
+        recent: int = knob(33, "newest tokens always attended: l = k / 4 and the current one (published code)", low=1)
+        channels: int | float = knob(0.25, "r, a number or a share of head_dim (Sec. 5: 32 of 128)", 0, 10**6)
+        mean_value: bool = knob(True, "attention that is missed goes to the mean value (Algorithm 1, step 3)")
+        copies: Literal[1, 2] = knob(2, "2: K twice, also channel by channel; 1: scoring reads it token by token")
+
+        def __post_init__(self):
+            super().__post_init__()
+            if not (0 < self.channels <= 1 if isinstance(self.channels, float) else self.channels >= 1):
+                raise InputError(f"channels {self.channels} is out of range: give a number >= 1, or a share in (0, 1]")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, T, D = shape.kv
+        self.r = max(1, round(args.channels * D)) if isinstance(args.channels, float) else args.channels
+        if self.r > D:
+            raise InputError(f"sparq: {self.r} channels do not fit in a head_dim of {D}: lower channels")
+        if args.copies == 2:
+            self.buffer("kt", (B, H, D, T))
+        if args.mean_value:
+            self.buffer("v_mean", (B, H, D), torch.float32), self.buffer("share", (B, shape.n_head), torch.float32)
+
+    def compress(self, q, k, v, lengths):
+        super().compress(q, k, v, lengths)
+        B, S = len(k), k.shape[2]
+        if self.args.copies == 2:
+            self.kt[:B, ..., :S] = k.mT
+        if self.args.mean_value:
+            real = torch.arange(S, device=k.device) < lengths[:, None]
+            kept = torch.where(real[:, None, :, None], v.float(), 0)  # what is past the end may be NaN
+            self.v_mean[:B] = kept.sum(2) / lengths[:, None, None]
+
+    def append(self, k, v, pos):
+        super().append(k, v, pos)
+        if self.args.copies == 2:
+            self.kt[torch.arange(len(pos), device=pos.device), :, :, pos] = k
+        if self.args.mean_value:  # of all tokens up to this one (Sec. 4.2)
+            mean = torch.where(pos[:, None, None] > 0, self.v_mean[: len(pos)], 0)
+            self.v_mean[: len(pos)] = mean + (v.float() - mean) / (pos + 1)[:, None, None]
+
+    def logits(self, q, pos):
+        """Algorithm 1, step 1: the r channels that are largest in the group's sum of |q|, and the temperature."""
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1))  # [B, Hkv, g, D]
+        size = groups.float().abs()
+        channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]
+        at = channels[:, :, None].expand(-1, -1, groups.shape[2], -1)
+        covered = size.gather(3, at).sum(-1) / size.sum(-1).clamp(min=1e-30)
+        if self.args.copies == 2:
+            products = channel_score(groups.gather(3, at), channels, self.kt, pos)
+        else:  # a token's other channels come in the same lines of memory
+            products = head_scores(torch.zeros_like(groups).scatter(3, at, groups.gather(3, at)), self.k, pos)
+        return (products / (covered * q.shape[2]).clamp(min=1e-30).sqrt()[..., None]).flatten(1, 2)
+
+    def scores(self, q, pos):
+        return self._summed(self.logits(q, pos))
+
+    def _summed(self, logits):
+        return logits.unflatten(1, (self.shape.n_kv_head, -1)).sum(2)
+
+    def select(self, q, pos):
+        """Step 2: the best k tokens by the group's sum (published code), and alpha, their share of the attention."""
+        logits, B = self.logits(q, pos), len(q)
+        if self.p is None:
+            idx, count = self.pick(self._summed(logits), pos)
+        else:
+            idx, count = self.pick_mass(self.weights(logits, pos), pos)
+        if self.args.mean_value:
+            filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
+            total = torch.where(filled[:, None], logits, float("-inf")).logsumexp(-1)
+            chosen = torch.arange(idx.shape[2], device=pos.device) < count[..., None]
+            each = idx.repeat_interleave(q.shape[1] // idx.shape[1], 1)
+            taken = logits.gather(2, each).unflatten(1, (idx.shape[1], -1))
+            taken = torch.where(chosen[:, :, None], taken, float("-inf")).logsumexp(-1).flatten(1, 2)
+            self.share[:B] = (taken - total).exp().clamp(max=1)
+        return idx, count
+
+    def attend(self, q, idx, count, pos):
+        """Step 3."""
+        y = super().attend(q, idx, count, pos)
+        if not self.args.mean_value:
+            return y
+        share, mean = self.share[: len(q), :, None], self.v_mean[: len(q)]
+        return (share * y + (1 - share) * mean.repeat_interleave(q.shape[1] // mean.shape[1], 1)).to(q.dtype)
+
+    def attended(self, q, idx, count, pos):
+        """The mean value is a place that stands for many, of a weight that each query head has by itself."""
+        if not self.args.mean_value:
+            return super().attended(q, idx, count, pos)
+        (B, Hq, D), g = q.shape, q.shape[1] // idx.shape[1]
+        a = super().attended(q, idx.repeat_interleave(g, 1), count.repeat_interleave(g, 1), pos)
+        inside = torch.where(a.position >= 0, (a.k.float() @ q.float()[..., None])[..., 0] * D**-0.5, float("-inf"))
+        share = self.share[:B].clamp(1e-12, 1 - 1e-7)
+        logit = inside.logsumexp(-1) + (1 / share - 1).log()
+        key = q.float() * (logit * D**0.5 / q.float().square().sum(-1).clamp(min=1e-30))[..., None]
+        mean = self.v_mean[:B].repeat_interleave(Hq // self.shape.n_kv_head, 1)
+        many = torch.full_like(a.position[..., :1], -1)
+        k, v = (torch.cat((x.float(), y[:, :, None]), 2) for x, y in ((a.k, key), (a.v, mean)))
+        return Attended(torch.cat((a.position, many), 2), q, k, v)
+
+    # ---- accounting ----
+
+    def score_bytes(self, pos):
+        """r channels of every key; of one copy whole keys, of tokens that are not read anyway: a line of memory holds
+        many channels."""
+        two = self.args.copies == 2
+        read = (pos + 1) * self.r if two else (pos + 1 - self.chosen(pos)) * self.shape.head_dim
+        mean = 4 * self.shape.head_dim if self.args.mean_value else 0
+        return read * self.shape.dtype.itemsize + mean

@@ -1,0 +1,311 @@
+"""Quest, SparQ and Loki against float64 oracles and the formulas of their published code; budgets of p for all that
+select by estimated logits."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from oracle_double_sparsity import Probe, attended, random_keys, rotated
+from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest, published_quest, published_sparq
+from oracles import softmax
+from test_contract import prompt, run, same, teacher, tiny
+
+from cache import checks, step_checks
+from cache.budget import TopP
+from cache.calibration import Calibration
+from cache.spec import make_args, method_class, presets
+from errors import InputError
+from model import ModelArgs
+
+N_LAYER, LAYER, STEPS = 5, 2, 10
+ESTIMATING = ["oracle", "double_sparsity", "quest", "sparq", "loki", "sals"]  # methods with logits
+CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
+    "quest": ("quest", dict(budget=48), (2, 2, 32), (70, 120)),
+    "quest-short": ("quest", dict(budget=32), (1, 2, 32), (1, 15, 16, 30)),
+    "quest-forced": ("quest", dict(budget=40, sinks=5, recent=12, page=4), (3, 1, 32), (3, 33, 60)),
+    "quest-share": ("quest", dict(budget=0.3, page=3), (4, 1, 32), (50, 9)),
+    "quest-per-query": ("quest", dict(budget=24, page=8, heads="query"), (3, 2, 32), (5, 50)),
+    "sparq": ("sparq", dict(budget=20, recent=6, channels=8), (2, 2, 32), (70, 30)),
+    "sparq-one-copy": ("sparq", dict(budget=20, recent=6, channels=8, copies=1), (2, 2, 32), (70, 30)),
+    "sparq-no-mean": ("sparq", dict(budget=0.2, recent=3, mean_value=False), (3, 1, 64), (1, 40)),
+    "loki": ("loki", dict(budget=0.25), (2, 2, 64), (60, 33)),
+    "loki-forced": ("loki", dict(budget=20, sinks=4, recent=5, dims=5), (1, 2, 32), (2, 40)),
+    "loki-before": ("loki", dict(budget=16, calibrated="before", dims=16), (4, 1, 32), (30, 50)),
+    "loki-per-query": ("loki", dict(budget=14, heads="query"), (3, 1, 32), (45,)),
+}
+
+
+@functools.cache
+def calibration(h: int, d: int) -> Calibration:
+    gen = torch.Generator().manual_seed(0)
+    bases = {f"layers.{i}.{name}.basis": torch.linalg.qr(torch.randn(h, d, d, generator=gen)).Q
+             for i in range(N_LAYER) for name in ("pca", "pca_before")}  # fmt: skip
+    return Calibration(bases, N_LAYER)
+
+
+def layer(name, knobs, shape, batch, T, dtype=torch.float32, device="cpu"):
+    g, h, d = shape
+    args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
+    size, cls = args.cache_shape(LAYER, batch, T, dtype, device), method_class(name)
+    calib = calibration(h, d) if device == "cpu" else None
+    return cls(make_args(cls, knobs), size, LAYER, args.rotary(batch, T, device), calib)
+
+
+def head_of(name, args, shape, i):
+    """The oracle of a KV head."""
+    h, d = shape[1:]
+    common = dict(budget=args.budget, sinks=args.sinks, recent=args.recent)
+    if name == "quest":
+        return QuestHead(**common, page=args.page)
+    if name == "sparq":
+        r = args.channels if isinstance(args.channels, int) else round(args.channels * d)
+        return SparqHead(**common, channels=r, mean_value=args.mean_value)
+    kind = "pca" if args.calibrated == "after" else "pca_before"
+    dims = args.dims if isinstance(args.dims, int) else round(args.dims * d)
+    basis = calibration(h, d).get(LAYER, f"{kind}.basis")[i].double().numpy()
+    return LokiHead(**common, dims=dims, basis=basis)
+
+
+def compare(name, knobs, shape, lengths, seed=0, told=None, steps=STEPS):
+    """Every step: a valid choice, and the output that follows from it. told: the oracle's knobs where they differ."""
+    g, h, d = shape
+    B, n = len(lengths), max(lengths) + steps
+    q, k, v = random_keys(seed, g, h, d, B, n)
+    # the mean value gives every token a weight: what was chosen is seen without it
+    blind = dict(mean_value=False) if name == "sparq" else {}
+    method = layer(name, knobs | blind, shape, Probe.rows(B, n, d), n)
+    probe, twin = Probe(method, q, k, v, lengths), layer(name, knobs, shape, B, n) if blind else None
+    if twin is not None:
+        keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        prompts = [torch.where(keep[:, None, :, None], x[:, :, : max(lengths)], 7.0) for x in (q, k, v)]
+        twin.prefill(*prompts, torch.tensor(lengths))
+    k64, v64, q64 = rotated(method.rope, k), v.double().numpy(), rotated(method.rope, q)
+    args = make_args(method_class(name), {**knobs, **(told or {})})
+    heads = {(b, i): head_of(name, args, shape, i) for b, i in np.ndindex(B, h)}
+    for (b, i), head in heads.items():
+        for t in range(lengths[b]):
+            head.append(k64[b, i, t], v64[b, i, t])
+    sparse = 0
+    for step in range(steps):
+        out, weights = probe.step(step)
+        if twin is not None:
+            pos = torch.tensor(lengths) + step
+            now = [x[torch.arange(B), :, pos] for x in (q, k, v)]
+            out = twin.decode(*now, pos).double().numpy()
+        for b, i in np.ndindex(B, h):
+            what, p, head = f"step {step} row {b} head {i}", lengths[b] + step, heads[b, i]
+            group = slice(i * g, i * g + g)
+            head.append(k64[b, i, p], v64[b, i, p])
+            sets = [attended(w) for w in weights[b, group]]
+            sparse += len(sets[0]) < p + 1
+            queries = q64[b, group, p]
+            if getattr(args, "heads", "group") == "query":
+                for x, s in zip(queries, sets, strict=True):
+                    head.check(x[None], s, what)
+                want = np.concatenate([head.attend(x[None], s) for x, s in zip(queries, sets, strict=True)])
+            else:
+                assert all(s == sets[0] for s in sets), f"{what}: the query heads of a group see different tokens"
+                head.check(queries, sets[0], what)
+                want = head.attend(queries, sets[0])
+            error = np.abs(out[b, group] - want).max()
+            assert error <= 2e-4 * max(1, np.abs(want).max()), f"{what}: off by {error:.1e}"
+    assert sparse, "the case selects nothing"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle(case):
+    compare(*CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle_in_other_versions(case, backend, monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    compare(*CASES[case], steps=6)
+
+
+WRONG = {
+    "quest": [dict(budget=64), dict(page=8), dict(recent=18)],
+    "sparq": [dict(budget=21), dict(channels=7), dict(recent=7), dict(mean_value=False)],
+    "loki": [dict(budget=0.3), dict(dims=15), dict(calibrated="before"), dict(recent=4)],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_oracle_catches(name):
+    """The comparison is worth something only if it fails when the method does something else."""
+    for told in WRONG[name]:
+        with pytest.raises(AssertionError):
+            for seed in range(2):
+                compare(*CASES[name], seed=seed, told=told, steps=8)
+
+
+# ---- published code ----
+
+
+def decoded(name, knobs, shape, n, seed=0):
+    """A method with n - 1 tokens of prompt and the last decoded: it, its output, and q, k, v rotated in float64."""
+    q, k, v = random_keys(seed, *shape, 1, n)
+    method = layer(name, knobs, shape, 1, n)
+    method.prefill(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], torch.tensor([n - 1]))
+    out = method.decode(q[:, :, -1], k[:, :, -1], v[:, :, -1], torch.tensor([n - 1]))[0].double().numpy()
+    rows = [rotated(method.rope, x)[0] for x in (q, k)] + [v[0].double().numpy()]
+    return method, out, *rows
+
+
+def test_quest_is_its_published_formula():
+    """Scores of every query head; the best pages before the current one, and that, as the published kernels take."""
+    g, h, d, n, page = 3, 2, 64, 150, 16
+    method, _, q, k, _ = decoded("quest", dict(budget=80, heads="query"), (g, h, d), n)
+    pos, x = torch.tensor([n - 1]), torch.from_numpy(q[:, -1]).float()[None]
+    scores, (idx, count) = method.scores(x, pos), method.select(x, pos)
+    for j in range(g * h):
+        want = published_quest(q[j, -1], k[j // g], page)
+        assert np.allclose(scores[0, j], want, rtol=1e-5, atol=1e-3)
+        best = {*np.argsort(-want[:-1])[:4].tolist(), len(want) - 1}
+        got = idx[0, j, : count[0, j]].tolist()
+        assert sorted(got) == sorted(t for p in best for t in range(p * page, min(n, p * page + page)))
+
+
+@pytest.mark.parametrize("g", [1, 4])
+def test_sparq_is_its_published_formula(g):
+    h, d, n = 2, 64, 120
+    _, out, q, k, v = decoded("sparq", dict(budget=25, recent=7, channels=12), (g, h, d), n)
+    for i in range(h):
+        group = slice(i * g, i * g + g)
+        want = published_sparq(q[group, -1], k[i], v[i], 12, 25, 7)
+        assert np.abs(out[group] - want).max() <= 1e-4 * np.abs(want).max()
+
+
+def test_loki_keeps_products():
+    """Of full rank the basis changes nothing but where keys lie."""
+    method, out, q, k, v = decoded("loki", dict(budget=1.0, dims=1.0), (2, 2, 32), 60)
+    exact = torch.from_numpy(k).float()
+    assert (method.k[0, :, :60] - exact).abs().max() > 1
+    assert torch.allclose(method.k[0, :, :60].square().sum(-1), exact.square().sum(-1), rtol=1e-4)
+
+
+def test_the_mean_value_is_that_of_all_tokens():
+    g, h, d = 1, 2, 32
+    _, _, v = random_keys(3, g, h, d, 2, 40)
+    method, lengths = layer("sparq", {}, (g, h, d), 2, 40), torch.tensor([1, 20])
+    padded = torch.where((torch.arange(20) < lengths[:, None])[:, None, :, None], v[:, :, :20], float("nan"))
+    method.compress(v[:, :, :20], v[:, :, :20], padded, lengths)
+    for step in range(20):
+        pos = lengths + step
+        token = v[torch.arange(2), :, pos]
+        method.append(token, token, pos)
+        for row, n in enumerate((pos + 1).tolist()):
+            assert torch.allclose(method.v_mean[row], v[row, :, :n].mean(1), atol=1e-5)
+
+
+# ---- bytes ----
+
+
+def test_bytes_and_reads():
+    """Quest: 2 D numbers a page of 16; SparQ: K twice; Loki: nothing but the basis, and a quarter of K for scores."""
+    T, D, names = 4096, 128, ("full", "quest", "sparq", "loki")
+    methods = {n: layer(n, {}, (4, 8, 128), 1, T, torch.bfloat16, "meta") for n in names}
+    held = {n: sum(m.nbytes().values()) for n, m in methods.items()}
+    token = 8 * 2 * D * 2
+    assert held["quest"] == held["full"] + T // 16 * token
+    assert held["sparq"] == 1.5 * held["full"] + 4 * 8 * D + 4 * 32
+    assert held["loki"] == held["full"] + 2 * 8 * D * D
+    read = {n: m.traffic(T - 1) for n, m in methods.items()}
+    assert read["quest"] == token * (T // 16 + 1024)
+    assert read["sparq"] == token * 129 + 8 * (T * 32 * 2 + 4 * D)
+    assert read["loki"] == 8 * (T - T // 4) * 32 * 2 + token * T // 4 + 2 * 8 * D * D
+
+
+def test_presets_are_the_rows_of_the_papers():
+    rows = presets()
+    assert rows["quest-160"] == ("quest", dict(budget=160)) and rows["quest-7.5"] == ("quest", dict(budget=0.075))
+    for name in ("loki", "double_sparsity"):
+        args = make_args(method_class(name), rows[f"{name}-4k"][1])
+        assert (args.sinks, args.recent, args.budget - args.sinks - args.recent) == (16, 64, 432)
+    quest, sparq, loki = (method_class(n).Args() for n in ("quest", "sparq", "loki"))
+    assert (quest.page, quest.sinks, quest.recent, quest.budget) == (16, 0, 1, 1024)
+    assert (sparq.budget, sparq.recent, sparq.channels, sparq.copies) == (129, 33, 0.25, 2)
+    assert (loki.budget, loki.dims, loki.calibrated) == (0.25, 0.25, "after")
+
+
+@pytest.mark.parametrize(
+    "name, knobs",
+    [("quest", dict(page=0)), ("quest", dict(budget=0)), ("quest", dict(recent=0)), ("sparq", dict(channels=0)),
+     ("sparq", dict(channels=1.5)), ("sparq", dict(channels=33)), ("sparq", dict(copies=3)), ("loki", dict(dims=0.0)),
+     ("loki", dict(dims=40)), ("loki", dict(calibrated="later")), ("quest", dict(budget="p0")),
+     ("loki", dict(budget="p1.5")), ("sparq", dict(budget="pp")), ("random", dict(budget="p0.9")),
+     ("double_sparsity_offload", dict(budget="p0.9")), ("self_index", dict(budget="p0.9")),
+     ("quest", dict(budget="p0.9", cap=0.0))],
+)  # fmt: skip
+def test_wrong_knobs_are_input_errors(name, knobs):
+    with pytest.raises(InputError) as e:
+        layer(name, knobs, (2, 1, 32), 1, 64)
+    assert "\n" not in str(e.value)
+
+
+# ---- budgets of p ----
+
+
+def test_a_budget_of_p_is_read_and_written():
+    args = make_args(method_class("quest"), dict(budget="p0.95", cap="0.5"))
+    assert args.budget == TopP(0.95) and str(args.budget) == "p0.95" and args.cap == 0.5
+    assert make_args(method_class("sals"), dict(budget=TopP(0.5))).budget.p == 0.5
+
+
+@pytest.mark.parametrize("name", ESTIMATING)
+def test_p_of_one_is_dense_attention(name):
+    knobs = method_class(name).lossless | dict(budget="p1", cap=1.0)
+    model, prompts = tiny(4, 64), [prompt(n) for n in (1, 17, 64)]
+    model.setup_cache(name, 3, 90, **knobs)
+    got, fed = run(model, prompts, 20)
+    same(got, teacher(model, prompts, fed), f"{name} at p1")
+
+
+@pytest.mark.parametrize("name", [*ESTIMATING[:-1], pytest.param("sals", marks=pytest.mark.slow)])
+def test_a_budget_of_p_keeps_the_contract(name):
+    knobs = method_class(name).stress | dict(budget="p0.9", cap=40)
+    checks.check_ragged(name, knobs, lengths=(3, 64), steps=10)
+    checks.check_attended(name, knobs)
+    step_checks.check_traffic(name, knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ESTIMATING)
+def test_a_budget_of_p_keeps_the_whole_contract(name):
+    knobs = method_class(name).stress | dict(budget="p0.9", cap=40)
+    for check in (checks.check_poison, checks.check_ragged, checks.check_reset, checks.check_second_turn,
+                  checks.check_sizes, checks.check_half, step_checks.check_nbytes,
+                  step_checks.check_compiled):  # fmt: skip
+        check(name, knobs)
+
+
+@pytest.mark.parametrize(("p", "cap"), [(0.3, 1.0), (0.9, 1.0), (0.99, 25), (0.95, 0.2)])
+def test_p_of_the_true_attention(p, cap):
+    """`oracle` estimates exactly: as many tokens as the float64 weights say, and they hold p unless the cap binds."""
+    g, h, n, sinks, recent = 2, 2, 90, 3, 5
+    method, _, q, k, _ = decoded("oracle", dict(budget=TopP(p), cap=cap, sinks=sinks, recent=recent), (g, h, 32), n)
+    x, pos = torch.from_numpy(q[:, -1]).float()[None], torch.tensor([n - 1])
+    idx, count = method.select(x, pos)
+    most = max(sinks + recent, int(np.ceil(cap * n - 1e-6)) if isinstance(cap, float) else cap)
+    for i in range(h):
+        weights = np.mean([softmax(k[i] @ q[i * g + j, -1] / np.sqrt(32)) for j in range(g)], 0)
+        forced = {t for t in range(n) if t < sinks or t >= n - recent}
+        chosen = idx[0, i, : count[0, i]].tolist()
+        assert len(chosen) == fewest(weights, p, forced, most) and forced <= set(chosen)
+        assert weights[chosen].sum() >= p - 1e-6 or len(chosen) == most
+        worst = min((weights[t] for t in set(chosen) - forced), default=1)
+        assert all(weights[t] <= worst + 1e-6 for t in set(range(n)) - set(chosen))
+
+
+def test_traffic_of_a_budget_of_p_is_that_of_the_last_step():
+    method, _, q, *_ = decoded("oracle", dict(budget=TopP(0.5), cap=1.0, sinks=1, recent=1), (2, 2, 32), 90)
+    x, pos = torch.from_numpy(q[:, -1]).float()[None], torch.tensor([89])
+    _, count = method.select(x, pos)
+    assert method.chosen(89) == int(-(-count.sum() // 2)) < 90
+    method.reset()
+    assert method.chosen(89) == 90  # the cap, before any step
