@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import re
 import sys
 import types
@@ -156,7 +157,8 @@ def _hints(cls: type[KVMethod]) -> dict[str, Any]:
     """Annotations of all knobs, each read in the module of the class that states it."""
     out: dict[str, Any] = {}
     for base in reversed(cls.Args.__mro__):
-        out |= typing.get_type_hints(base, vars(sys.modules[base.__module__])) if base is not object else {}
+        if base is not object:
+            out |= inspect.get_annotations(base, globals=vars(sys.modules[base.__module__]), eval_str=True)
     return out
 
 
