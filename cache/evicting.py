@@ -24,7 +24,7 @@ from cache.budget import budget_tokens, check_budget
 from errors import InputError
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_rows
-from kernels.observed_attention import observed_attention, prefill_attention_mass
+from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
 from kernels.prompt_scores import best_tokens
 
 
@@ -95,7 +95,10 @@ class Evicting(KVMethod):
         return y
 
     def compress(self, q, k, v, lengths):
-        _, mass = prefill_attention_mass(q, k, v, lengths, self.lookback, group=self.group)
+        if self.lookback is None:
+            mass = prefill_attention_mass(q, k, v, lengths, None)[1]
+        else:
+            mass = last_mass(q, k, lengths, self.lookback, group=self.group)
         self._keep(k, v, self.prompt_scores(mass, lengths), lengths)
 
     def _keep(self, k, v, score, lengths):
