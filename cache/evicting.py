@@ -7,32 +7,37 @@
         def observe(self, weights):                # [B, Hkv, N], what this step looked at; leave it out to freeze
             self.score[: len(weights)] += weights
 
-The weights are those of the attention itself: neither a prompt nor a step computes them twice.
+The weights are those of the attention itself: neither a prompt nor a step computes them twice. With evicts = False
+what is decoded stays: only the prompt is compressed, once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod, knob
-from cache.budget import budget_cap, budget_tokens, check_budget
+from cache.budget import budget_tokens, check_budget
+from errors import InputError
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_rows
-from kernels.observed_attention import observed_attention, prefill_attention_mass
+from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
+from kernels.prompt_scores import best_tokens
 
 
 class Evicting(KVMethod):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, recent=8)
-    lookback: ClassVar[int | None] = 32  # the prompt's last queries whose attention is its score; None: of all of them
+    lookback: int | None = 32  # the prompt's last queries whose attention is its score; None: of all of them
+    group: Literal["sum", "max"] = "sum"  # of the attention of a group's query heads
+    evicts: ClassVar[bool] = True  # False: a prompt loses tokens, a decoded token takes one of the slots of `room`
 
     k: Tensor  # [B, Hkv, N, D] rotated, in any order
     v: Tensor
-    score: Tensor  # fp32 [B, Hkv, N]: the lowest is evicted
+    score: Tensor  # fp32 [B, Hkv, N]: the lowest is evicted; not there if none is
     place: Tensor  # int32 [B, Hkv, N]: positions in the text
     filled: Tensor  # int64 [B]: slots in use, the first ones
 
@@ -43,19 +48,29 @@ class Evicting(KVMethod):
 
         def __post_init__(self):
             check_budget(self.budget)
+            if isinstance(self.budget, int) and self.budget < self.recent:
+                raise InputError(f"the budget of {self.budget} tokens is smaller than its {self.recent} recent ones")
 
     # ---- what a subclass says ----
 
     def prompt_scores(self, mass: Tensor, lengths: Tensor) -> Tensor:
-        """mass fp32 [B, Hkv, S], the attention of the last `lookback` queries and the group's heads to each token of
-        the prompts, lengths [B] -> scores [B, Hkv or 1, S]."""
+        """mass fp32 [B, Hkv, S], the attention of the last `lookback` queries, by `group` of its heads, to each token
+        of the prompts, lengths [B] -> scores [B, Hkv or 1, S]."""
         return mass
 
-    observe: ClassVar = None  # (weights fp32 [B, Hkv, N] of a step, summed over the group): updates self.score in place
+    # (weights fp32 [B, Hkv, N] of a step, summed over the group): updates self.score in place
+    observe: ClassVar[Any] = None
 
-    def layer_budget(self) -> int | float:
-        """The budget of this layer, as `budget`: self.layer is one of self.shape.n_layer."""
-        return self.args.budget
+    def recent(self, length: Tensor) -> Tensor:
+        """How many of the newest tokens are never evicted, at lengths [B] -> [B] int64."""
+        return budget_tokens(self.args.recent, length)
+
+    def held(self, length: Tensor) -> Tensor:
+        """How many tokens a row holds at most, `room` aside, at lengths [B] -> [B] int64, at most the length.
+
+        A layer may have a budget of its own: self.layer is one of self.shape.n_layer.
+        """
+        return budget_tokens(self.args.budget, length).maximum(self.recent(length))
 
     def room(self) -> int:
         """Slots beyond the budget, for decoded tokens: none are evicted before they are full."""
@@ -65,56 +80,64 @@ class Evicting(KVMethod):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.budget = self.layer_budget()
         B, H, T, D = shape.kv
-        N = min(T, max(budget_cap(self.budget, T), args.recent) + self.room())
+        N = min(T, int(self.held(torch.arange(1, T + 1)).max()) + self.room())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
-        self.buffer("score", (B, H, N), torch.float32)
+        if self.evicts:
+            self.buffer("score", (B, H, N), torch.float32)
         self.buffer("place", (B, H, N), torch.int32)
         self.buffer("filled", (B,), torch.int64)
 
     def prefill(self, q, k, v, lengths):
         q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        y, mass = prefill_attention_mass(q, k, v, lengths, self.lookback)
+        y, mass = prefill_attention_mass(q, k, v, lengths, self.lookback, group=self.group)
         self._keep(k, v, self.prompt_scores(mass, lengths), lengths)
         return y
 
     def compress(self, q, k, v, lengths):
-        _, mass = prefill_attention_mass(q, k, v, lengths, self.lookback)
+        if self.lookback is None:
+            mass = prefill_attention_mass(q, k, v, lengths, None)[1]
+        else:
+            mass = last_mass(q, k, lengths, self.lookback, group=self.group)
         self._keep(k, v, self.prompt_scores(mass, lengths), lengths)
 
     def _keep(self, k, v, score, lengths):
         """The newest tokens, and of the others those of the highest score."""
         (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
-        newest, outside = t >= lengths[:, None] - self.args.recent, t >= lengths[:, None]
+        newest, outside = t >= (lengths - self.recent(lengths))[:, None], t >= lengths[:, None]
         rank = score.expand(B, H, S).masked_fill(newest[:, None], float("inf"))
         rank = rank.masked_fill(outside[:, None], float("-inf"))
-        # a stable sort takes the same of equal scores, however far the batch is padded
-        keep = rank.sort(dim=-1, descending=True, stable=True).indices[..., : self.k.shape[2]]
+        keep = best_tokens(rank, self.k.shape[2])
         n = keep.shape[2]
         self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, keep), gather_rows(v, keep)
-        self.score[:B, :, :n], self.place[:B, :, :n] = score.expand(B, H, S).gather(2, keep), keep.int()
-        self.filled[:B] = self._limit(lengths, 0).minimum(lengths)
-
-    def _limit(self, length, room):
-        """How many tokens a row of `length` [B] may hold."""
-        wanted = budget_tokens(self.budget, length).clamp(min=self.args.recent)
-        return (wanted + room).clamp(max=self.k.shape[2])
+        self.place[:B, :, :n] = keep.int()
+        if self.evicts:
+            self.score[:B, :, :n] = score.expand(B, H, S).gather(2, keep)
+        self.filled[:B] = self.held(lengths)
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
         """Into the next free slot, or, where the row holds what it may, in place of the lowest score."""
         (B, H), filled = k.shape[:2], self.filled[: len(k)]
-        slot_of = torch.arange(self.k.shape[2], device=k.device)
-        fixed = (self.place[:B] > (pos - self.args.recent)[:, None, None]) | (slot_of >= filled[:, None])[:, None]
-        lowest = self.score[:B].masked_fill(fixed, float("inf")).argmin(-1)  # [B, Hkv], the first of equals
-        grows = filled < self._limit(pos + 1, self.room())
-        slot = torch.where(grows[:, None], filled[:, None], lowest)
+        most = (self.held(pos + 1) + self.room()).clamp(max=self.k.shape[2])
+        grows = filled < most
+        slot = filled[:, None].clamp(max=self.k.shape[2] - 1)
+        if self.evicts:
+            slot = torch.where(grows[:, None], slot, self._lowest(pos))  # [B, Hkv]
         row, head = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)
         self.k[row, head, slot], self.v[row, head, slot] = k, v
-        self.score[row, head, slot], self.place[row, head, slot] = 0.0, pos[:, None].int().expand(B, H)
+        self.place[row, head, slot] = pos[:, None].int().expand(B, H)
+        if self.evicts:
+            self.score[row, head, slot] = 0.0
         self.filled[:B] = filled + grows
+
+    def _lowest(self, pos):
+        """[B, Hkv], the slot of the lowest score among those of tokens that are not recent; the first of equals."""
+        B, slot = len(pos), torch.arange(self.k.shape[2], device=pos.device)
+        recent = self.place[:B] > (pos - self.recent(pos + 1))[:, None, None]
+        fixed = recent | (slot >= self.filled[:B, None])[:, None]
+        return self.score[:B].masked_fill(fixed, float("inf")).argmin(-1)
 
     def attend(self, q, idx, count, pos):
         filled = self.filled[: len(q)]
@@ -129,9 +152,18 @@ class Evicting(KVMethod):
         there = (slot < self.filled[:B, None])[:, None]
         return Attended(torch.where(there, self.place[:B].long(), -2), q, self.k[:B], self.v[:B])
 
+    def maintain(self, step):
+        if not self.evicts and self.room() < step and self.k.shape[2] < self.shape.max_seq_len:
+            raise InputError(
+                f"{type(self).__name__}: after {step} decoded tokens their {self.room()} slots are full: set the cache "
+                "up with max_new_tokens, or give more room"
+            )
+
     def reset(self):
         self.filled.zero_()
 
     def traffic(self, pos):
-        s, tokens = self.shape, min(pos + 1, self.k.shape[2])
-        return s.max_batch * (s.n_kv_head * tokens * (2 * s.head_dim * s.dtype.itemsize + 8) + 8)
+        """All of `pos` taken as prompt, where decoded tokens come on top: see `room`."""
+        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        ranks = 8 if self.evicts else 0  # score and place
+        return s.max_batch * (s.n_kv_head * tokens * (2 * s.head_dim * s.dtype.itemsize + ranks) + 8)

@@ -24,17 +24,25 @@ WEIGHTS = dict(cpu=1 << 22, gpu=1 << 25)  # and how many of them, in fp32: what 
 
 
 def prefill_attention_mass(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, last: int | None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    last: int | None,
+    window: int | None = None,
+    group: str = "sum",
 ) -> tuple[Tensor, Tensor]:
     """`prefill_attention` of right-padded prompts, and the attention mass that their tokens get.
 
     q [B, Hq, S, D], k and v [B, Hkv, S, D] (rotated), lengths [B] -> y [B, Hq, S, D] and mass fp32 [B, Hkv, S]: softmax
-    weights summed over the `last` queries of each prompt (None: all of its queries) and the group's query heads; 0 past
-    the prompt's end. `window` as in `prefill_attention`.
+    weights summed over the `last` queries of each prompt (None: all of its queries) and over the group's query heads,
+    or, where there is a `last`, the largest of these (group="max"); 0 past the prompt's end. `window` as in
+    `prefill_attention`.
     """
     if last is None:
+        assert group == "sum", "the attention of all queries is summed over a group's heads"
         return _attention_and_mass(q, k, v, lengths, window)
-    return prefill_attention(q, k, v, window), _last_mass(q, k, lengths, last, window)
+    return prefill_attention(q, k, v, window), last_mass(q, k, lengths, last, window, group)
 
 
 def _most(x: Tensor) -> int:
@@ -48,8 +56,10 @@ def _steps(B: int, H: int, most: int, weights: int) -> list[tuple[slice, slice]]
     return [(slice(b, b + rows), slice(h, h + heads)) for b in range(0, B, rows) for h in range(0, H, heads)]
 
 
-def _last_mass(q: Tensor, k: Tensor, lengths: Tensor, last: int, window: int | None) -> Tensor:
-    """The mass of the last queries alone, in fp32."""
+def last_mass(
+    q: Tensor, k: Tensor, lengths: Tensor, last: int, window: int | None = None, group: str = "sum"
+) -> Tensor:
+    """The mass of the last queries alone, as in `prefill_attention_mass`; in fp32 whatever the dtype of keys."""
     (B, Hq, S, D), H = q.shape, k.shape[1]
     W, t = min(last, S), torch.arange(S, device=q.device)
     at = lengths[:, None] - W + torch.arange(W, device=q.device)  # [B, W] positions; negative before the prompt
@@ -61,7 +71,8 @@ def _last_mass(q: Tensor, k: Tensor, lengths: Tensor, last: int, window: int | N
     for b, h in _steps(B, H, _most(q), Hq // H * W * S):
         logits = x[b, h].flatten(2, 3).float() @ k[b, h].float().mT * D**-0.5  # [B, H, g * W, S]
         p = logits.unflatten(2, (-1, W)).masked_fill_(~seen[b, None, None], float("-inf")).softmax(-1)
-        mass[b, h] = p.masked_fill_((at[b] < 0)[:, None, None, :, None], 0).sum((2, 3))
+        each = p.masked_fill_((at[b] < 0)[:, None, None, :, None], 0).sum(3)  # [B, H, g, S]
+        mass[b, h] = each.sum(2) if group == "sum" else each.amax(2)
     return mass
 
 

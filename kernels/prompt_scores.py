@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.observed_attention import last_mass
+
 
 def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool: int = 7) -> Tensor:
     """Attention mass that the last `window` queries of each prompt give its tokens (SnapKV, Li et al. 2024, Sec. 4).
@@ -13,18 +15,18 @@ def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool:
     q [B, Hq, S, D], k [B, Hkv, S, D] rotated, lengths [B] -> fp32 [B, Hkv, S]: softmax, summed over the queries and
     the group's heads, max-pooled over `pool` neighbours; -inf past the prompt's end.
     """
-    B, Hq, S, D = q.shape
-    Hkv = k.shape[1]
-    at = lengths[:, None] - window + torch.arange(window, device=q.device)  # [B, W] positions of the last queries
-    last = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(B, Hq, window, D))
-    t = torch.arange(S, device=q.device)
-    seen = t <= at[..., None]  # causal; a negative position (prompt shorter than the window) sees nothing
-    logits = last.view(B, Hkv, -1, D).float() @ k.float().transpose(2, 3) * D**-0.5  # [B, Hkv, g * W, S]
-    logits = logits.view(B, Hkv, -1, window, S).masked_fill(~seen[:, None, None], float("-inf"))
-    mass = logits.softmax(-1).nan_to_num(0).sum((2, 3))  # [B, Hkv, S]
-    if pool > 1:
-        mass = F.max_pool1d(mass, pool, stride=1, padding=pool // 2)
+    mass = pooled(last_mass(q, k, lengths, window), pool)
+    t = torch.arange(k.shape[2], device=k.device)
     return mass.masked_fill((t >= lengths[:, None])[:, None], float("-inf"))
+
+
+def pooled(mass: Tensor, kernel: int, how: str = "max") -> Tensor:
+    """The largest ("max") or the mean ("avg") of `kernel` neighbours, an odd number: [B, H, S] >= 0 -> [B, H, S].
+
+    What lies outside counts as 0, in the mean too.
+    """
+    pool = F.max_pool1d if how == "max" else F.avg_pool1d
+    return mass if kernel == 1 else pool(mass, kernel, stride=1, padding=kernel // 2)
 
 
 def best_tokens(scores: Tensor, n: int) -> Tensor:

@@ -266,6 +266,7 @@ BY_ROW_0 = """
 from dataclasses import dataclass
 import torch
 from cache.base import knob
+from cache.budget import budget_tokens
 from cache.evicting import Evicting
 
 class H2O(Evicting):
@@ -277,8 +278,8 @@ class H2O(Evicting):
         heavy: int | float = knob(500, "tokens kept")
         recent: int = knob(32, "newest tokens")
 
-    def layer_budget(self):
-        return self.args.heavy
+    def held(self, length):
+        return budget_tokens(self.args.heavy, length)
 
     def observe(self, weights):
         self.score[: len(weights)] += weights[:1]

@@ -108,6 +108,8 @@ def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         groups, (P, order) = q.unflatten(1, (H, -1)), (method.n_other, method.order)
         fill(other, groups[:, order[:P]].flatten(1, 2), k[:, order[:P]], v[:, order[:P]])
         q, k, v = groups[:, order[P:]].flatten(1, 2), k[:, order[P:]], v[:, order[P:]]
+    if getattr(method, "lookback", 0) is None:  # h2o: the attention of all queries, which are one here
+        method.lookback = 1
     method.compress(q.expand(-1, -1, S, -1), k, v, lengths)
 
 

@@ -123,12 +123,11 @@ class Evaluation:
         results = {}
         for name, cache in self.caches.items():
             self.model.cache = cache
-            results[name] = self._decode(first[name], lengths, forced, n_new)
+            results[name] = self.decode(first[name], lengths, forced, n_new)
         return results
 
-    def _decode(
-        self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: int
-    ) -> tuple[list[list[int]], float]:
+    def decode(self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: int) -> tuple[list[list[int]], float]:
+        """By the cache in use, after a prefill that ended in logits at pos [B]; returns what `run_rows` does."""
         out: list[list[int]] = [[] for _ in forced]
         logp, steps = 0.0, max(map(len, forced)) + n_new
         for step in range(steps):

@@ -1,0 +1,60 @@
+"""SnapKV: once, when the prompt is read, keep of it what its last queries look at, and the neighbours of that.
+
+The observation window, the last 32 tokens, votes: its attention to every earlier token is summed, pooled over 7
+neighbours, and the best tokens of each KV head are kept beside the window. What is decoded afterwards stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cache.base import knob
+from cache.evicting import Evicting
+from errors import InputError
+from kernels.prompt_scores import pooled
+
+PRESETS = {
+    "snapkv-50": dict(budget=0.5),  # OjaKV, Table 6, SnapKV (Token Sel. only)
+    "snapkv-160": dict(budget=160),  # Self-Indexing KVCache, Table 1, SnapKV
+    "snapkv-7.5": dict(budget=0.075),  # Self-Indexing KVCache, Table 2, SnapKV
+    "snapkv-published": dict(budget=2048, kernel=5, pool="avg"),  # published code: github.com/FasterDecoding/SnapKV
+}
+
+
+class SnapKV(Evicting):
+    paper = "Li, Huang et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
+    stress = dict(budget=12, recent=4)
+    evicts = False
+
+    @dataclass
+    class Args(Evicting.Args):
+        budget: int | float = knob(
+            1024, "tokens kept of a prompt, its window included, or their share (Sec. 5.3: 1024 to 4096)"
+        )
+        recent: int = knob(32, "observation window: last tokens, which choose and are kept (Sec. 5.3)", 1, 4096)
+        kernel: int = knob(7, "neighbours pooled, an odd number (Sec. 5.3; published code: 5)", 1, 10**4)
+        pool: Literal["max", "avg"] = knob("max", "how they are pooled (Sec. 5.3; published code: avg)")
+        group: Literal["mean", "max"] = knob(
+            "mean", "of a group's query heads, as kvpress has it, or their largest (AdaKV); the paper: one a key"
+        )
+        room: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.kernel % 2 == 0:
+                raise InputError(f"kernel={self.kernel} has no middle: give an odd number")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        self.lookback, self.group = args.recent, "max" if args.group == "max" else "sum"
+
+    def prompt_scores(self, mass, lengths):
+        """Listing 1: votes for what stands before the window alone, then pooled."""
+        before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
+        return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
+
+    def room(self):
+        return self.args.room if self.shape.max_new_tokens is None else self.shape.max_decoded

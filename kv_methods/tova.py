@@ -1,0 +1,37 @@
+"""TOVA: what the newest query looks at least is dropped, the same token in every head of a layer.
+
+A transformer as a recurrent network of so many states: no window, no sinks, no memory of earlier attention. The weights
+of each step, averaged over the heads, are the scores by which the next one makes room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cache.base import knob
+from cache.evicting import Evicting
+
+
+class TOVA(Evicting):
+    paper = "Oren, Hassid et al. 2024, Transformers are Multi-State RNNs"
+    stress = dict(budget=24)
+    lookback = 1
+
+    @dataclass
+    class Args(Evicting.Args):
+        budget: int | float = knob(0.125, "states: tokens kept, or their share (Sec. 5: 1/8 is nearly the full model)")
+        recent: int = knob(0, "newest tokens never evicted; the paper has none", low=0)
+        heads: Literal["layer", "kv"] = knob(
+            "layer", "one choice for a layer, by the mean of its heads (Sec. 3.2); kv: one per KV head (ours)"
+        )
+
+    def over_heads(self, weights):
+        """[B, Hkv, n], summed over each group -> over all heads of the layer."""
+        return weights if self.args.heads == "kv" else weights.sum(1, keepdim=True)
+
+    def prompt_scores(self, mass, lengths):
+        return self.over_heads(mass)
+
+    def observe(self, weights):
+        self.score[: len(weights)] = self.over_heads(weights)

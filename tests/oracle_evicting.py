@@ -1,0 +1,179 @@
+"""Slow float64 oracle of the methods that evict: H2O, TOVA, SnapKV and PyramidKV, one row of a batch at a time.
+
+Written from the papers and their cards (docs/design.md, section 3), in loops over queries, heads and tokens. Nothing
+here imports cache/, kv_methods/ or kernels/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from oracles import attention, softmax
+
+Budget = int | float
+
+
+def tokens(budget: Budget, length: int) -> int:
+    """A number of tokens, or a share of the length, rounded up."""
+    return min(length, budget if isinstance(budget, int) else math.ceil(budget * length - 1e-6))
+
+
+class Row:
+    """q [Hq, n, D], k and v [Hkv, n, D] of the prompt, rotated. Scores are kept by KV head and position."""
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray):
+        self.g = len(q) // len(k)
+        self.k = [list(head) for head in k]
+        self.v = [list(head) for head in v]
+        n = k.shape[1]
+        scores = self.scores_of_prompt(q, n)
+        self.score: list[dict[int, float]] = []
+        for head in range(len(k)):
+            recent = range(max(0, n - self.recent(n)), n)
+            others = sorted((t for t in range(n) if t not in recent), key=lambda t: (-scores[head][t], t))
+            kept = [*recent, *others[: self.held(n) - len(recent)]]
+            self.score.append({t: scores[head][t] for t in kept})
+
+    def weights(self, x: np.ndarray, head: int, seen: list[int]) -> np.ndarray:
+        """Softmax weights of one query x [D] over some tokens of a KV head."""
+        return softmax(np.array([x @ self.k[head][t] for t in seen]) / math.sqrt(len(x)))
+
+    def mass(self, q: np.ndarray, n: int, last: int, reduce: Callable[[list[float]], float] = sum) -> list[list[float]]:
+        """Attention that each token of the prompt gets from its last queries, by KV head."""
+        out = []
+        for head in range(len(self.k)):
+            each = np.zeros((self.g, n))
+            for i, t in np.ndindex(self.g, n):
+                if t >= n - last:
+                    each[i, : t + 1] += self.weights(q[head * self.g + i, t], head, list(range(t + 1)))
+            out.append([float(reduce(list(column))) for column in each.T])
+        return out
+
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """One token: q [Hq, D], k and v [Hkv, D] -> [Hq, D]."""
+        pos, out, seen_by = len(self.k[0]), [], []
+        for head, score in enumerate(self.score):
+            if self.evicts and len(score) >= self.held(pos + 1):
+                old = [t for t in sorted(score) if t <= pos - self.recent(pos + 1)]
+                del score[min(old, key=lambda t: (score[t], t))]
+            score[pos] = 0.0
+            self.k[head].append(k[head])
+            self.v[head].append(v[head])
+            seen, total = sorted(score), np.zeros(len(score))
+            for i in range(self.g):
+                x = q[head * self.g + i]
+                total += self.weights(x, head, seen)
+                out.append(attention(x, [self.k[head][t] for t in seen], [self.v[head][t] for t in seen]))
+            seen_by.append(dict(zip(seen, total, strict=True)))
+        self.observe(seen_by)
+        return np.stack(out)
+
+    evicts = True
+
+    def scores_of_prompt(self, q: np.ndarray, n: int) -> list[list[float]]:
+        raise NotImplementedError
+
+    def recent(self, length: int) -> int:
+        raise NotImplementedError
+
+    def held(self, length: int) -> int:
+        raise NotImplementedError
+
+    def observe(self, weights: list[dict[int, float]]) -> None:
+        """By KV head, the step's weights summed over the group."""
+
+
+class H2ORow(Row):
+    def __init__(self, q, k, v, *, heavy: Budget, recent: Budget):
+        self.heavy, self.newest = heavy, recent
+        super().__init__(q, k, v)
+
+    def scores_of_prompt(self, q, n):
+        return self.mass(q, n, n)
+
+    def recent(self, length):
+        return tokens(self.newest, length)
+
+    def held(self, length):
+        return min(length, tokens(self.heavy, length) + self.recent(length))
+
+    def observe(self, weights):
+        for score, seen in zip(self.score, weights, strict=True):
+            for t, w in seen.items():
+                score[t] += w
+
+
+class TOVARow(Row):
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, heads: str):
+        self.budget, self.newest, self.heads = budget, recent, heads
+        super().__init__(q, k, v)
+
+    def over_heads(self, by_head):
+        """The mean of all query heads, for every KV head; or of each group alone."""
+        if self.heads == "kv":
+            return by_head
+        return [sum(x) / len(by_head) for x in zip(*by_head, strict=True)]
+
+    def scores_of_prompt(self, q, n):
+        mass = self.mass(q, n, 1)
+        return mass if self.heads == "kv" else [self.over_heads(mass)] * len(mass)
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+    def observe(self, weights):
+        if self.heads == "layer":
+            assert all(set(w) == set(weights[0]) for w in weights), "one choice for a layer"
+            mean = {t: sum(w[t] for w in weights) / len(weights) for t in weights[0]}
+            weights = [mean] * len(weights)
+        self.score = [dict(w) for w in weights]
+
+
+class SnapKVRow(Row):
+    evicts = False
+
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, kernel: int, pool: str, group: str):
+        self.budget, self.window, self.kernel, self.pool, self.group = budget, recent, kernel, pool, group
+        super().__init__(q, k, v)
+
+    def scores_of_prompt(self, q, n):
+        votes = self.mass(q, n, self.window, max if self.group == "max" else sum)
+        out, before = [], max(0, n - self.window)
+        for head in votes:
+            near = [[head[j] if 0 <= j < before else 0.0 for j in self.around(t)] for t in range(n)]
+            out.append([max(x) if self.pool == "max" else sum(x) / self.kernel for x in near])
+        return out
+
+    def around(self, t):
+        return range(t - self.kernel // 2, t + self.kernel // 2 + 1)
+
+    def recent(self, length):
+        return min(length, self.window)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class PyramidKVRow(SnapKVRow):
+    def __init__(self, q, k, v, *, beta: float, layer: int, n_layer: int, **knobs):
+        self.beta, self.layer, self.n_layer = beta, layer, n_layer
+        super().__init__(q, k, v, **knobs)
+
+    def held(self, length):
+        """As the published code has it: sizes beside the window, the first layers' no larger than what there is."""
+        window, capacity = self.recent(length), tokens(self.budget, length)
+        if capacity >= length:
+            return length
+        rest = max(0, capacity - window)
+        low = rest / self.beta
+        high = 2 * rest - low
+        if high > length - window:
+            high = length - window
+            low = 2 * rest - high
+        size = high - self.layer * (high - low) / (self.n_layer - 1)
+        return min(length, window + round(size))
