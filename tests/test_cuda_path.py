@@ -56,6 +56,8 @@ STEP = (
         oracle={"budget_select", "gather_attention"},
         random={"budget_select", "gather_attention"},
         double_sparsity=LABELS | {"gather_attention"},
+        hadamard={"quantized_append", "quantized_attention"},
+        kivi={"quantized_append", "quantized_attention"},
         double_sparsity_offload=LABELS | FETCH,
         ojakv={"lowrank_attention"},
         razor=RAZOR | {"decode_attention"},
@@ -78,7 +80,11 @@ PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
 # operators with a version in torch: taken whether kernels are wanted or not
-BOTH = FETCH - {"packed_gather_attention"} | RAZOR | {"decode_attention", "lowrank_attention", "half_params"}
+BOTH = (
+    FETCH - {"packed_gather_attention"}
+    | RAZOR
+    | {"decode_attention", "lowrank_attention", "half_params", "quantized_append"}
+)
 
 
 class OnDevice(TorchDispatchMode):

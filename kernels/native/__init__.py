@@ -17,6 +17,7 @@ from kernels.native.ops import (
     look_up,
     oja_sequential,
     packed_gather_attention,
+    quantized_attention,
     select,
     unpack_rows,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "look_up",
     "oja_sequential",
     "packed_gather_attention",
+    "quantized_attention",
     "select",
     "unpack_rows",
 ]
