@@ -60,6 +60,7 @@ STEP = (
         kivi={"quantized_append", "quantized_attention"},
         double_sparsity_offload=LABELS | FETCH,
         ojakv={"lowrank_attention"},
+        palu={"group_attention"},
         razor=RAZOR | {"decode_attention"},
         sals={"append_token", "latent_score", "budget_select", "latent_attention"},
         self_index={"lut_score", "budget_select", "packed_gather_attention"},
@@ -83,7 +84,8 @@ PROMPT = dict(
 BOTH = (
     FETCH - {"packed_gather_attention"}
     | RAZOR
-    | {"decode_attention", "lowrank_attention", "half_params", "quantized_append"}
+    | {"decode_attention", "lowrank_attention", "half_params"}
+    | {"quantized_append", "group_attention"}
 )
 
 
