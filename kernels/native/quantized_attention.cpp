@@ -110,10 +110,12 @@ void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, in
                 return seen.add_slots(query, keys.whole, values.whole, D, D, slots.data(), 0, (int64_t)slots.size());
             }
             std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
+            std::vector<int> order(D);
+            for (int d = 0; d < D; d++) order[d] = keys.at(d);
             const float *ks[N], *vs[N];
             for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
             for (int g = 0; g < G; g++)
-                for (int d = 0; d < D; d++) turned[g * D + keys.at(d)] = query[g * D + d], sums[g] += query[g * D + d];
+                for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
             // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are unpacked
             bool by_channel = channels && k_bits < 16, by_token = k_bits < 16 && !channels && k_group == D;
             const Next<float> nothing{};
@@ -130,7 +132,7 @@ void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, in
                 if (by_channel) {
                     const uint16_t* pairs = keys.params + first / N * D * 2;
                     for (int d = 0; d < D; d++) {
-                        int at = keys.at(d);
+                        int at = order[d];  // divisions here would take longer than the block
                         scale[at] = half_to_float(pairs[2 * d]), zero[at] = half_to_float(pairs[2 * d + 1]);
                     }
                     for (int g = 0; g < G; g++) {
