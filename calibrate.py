@@ -57,7 +57,11 @@ def layer_tokens(model: Transformer) -> LayerTokens:
         cos, sin = model.rope_tables(tokens.shape[1])
         for i, (block, x) in enumerate(zip(model.layers, model.hidden_states(tokens), strict=False)):
             x = block.attention_norm(x)
-            yield Tokens(i, *(t[0] for t in (x, *block.attention.qkv(x), cos, sin)))
+            biases: Sequence[Tensor] = ()  # a norm of keys behind the projection leaves no bias to take off
+            if block.attention.wqkv.bias is not None and not model.args.qk_norm:
+                heads = block.attention.wqkv.bias.float().view(-1, model.args.head_dim)
+                biases = heads[model.args.n_head :].chunk(2)
+            yield Tokens(i, *(t[0] for t in (x, *block.attention.qkv(x), cos, sin)), *biases)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Slots of vectors in 16, 8, 4 or 2 bits, a scale and a zero for every 32 channels: what quantizing methods store in.
+"""Slots of vectors in 16 to 2 bits, a scale and a zero for every group of channels: what quantizing methods store in.
 
 kernels/quantize.py says how they are packed; attention kernels read the parts as they lie.
 """
@@ -16,21 +16,23 @@ from kernels.quantize import GROUP, quantize
 
 
 class PackedVectors(Storage):
-    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, width / 32, 2]; at 16 bits the vectors alone."""
+    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, width / group, 2]; at 16 bits vectors alone."""
 
     data: Tensor  # at 16 bits [*slots, width] in the dtype of keys and values
     params: Tensor | None
 
-    def __init__(self, shape: CacheShape, slots: tuple[int, ...], width: int, bits: int):
+    def __init__(
+        self, shape: CacheShape, slots: tuple[int, ...], width: int, bits: int, group: int = GROUP, clip: float = 1.0
+    ):
         super().__init__(shape)
-        self.bits = bits
+        self.bits, self.group, self.clip = bits, group, clip
         if bits == 16:
             self.buffer("data", (*slots, width))
             self.params, self.vector_bytes = None, width * shape.dtype.itemsize
         else:
             self.buffer("data", (*slots, width * bits // 8), torch.uint8)
-            self.buffer("params", (*slots, width // GROUP, 2), torch.float16)
-            self.vector_bytes = width * bits // 8 + width // GROUP * 2 * 2
+            self.buffer("params", (*slots, width // group, 2), torch.float16)
+            self.vector_bytes = width * bits // 8 + width // group * 2 * 2
 
     def put(
         self, at: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
@@ -40,7 +42,7 @@ class PackedVectors(Storage):
         At 16 bits there is nothing to divide by or to take a sign from: only the mean is taken off.
         """
         if self.params is not None:
-            self.data[at], self.params[at] = quantize(x, self.bits, mean, alpha, magnitude)
+            self.data[at], self.params[at] = quantize(x, self.bits, mean, alpha, magnitude, self.group, self.clip)
         else:
             self.data[at] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
 

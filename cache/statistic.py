@@ -66,6 +66,8 @@ class Tokens:
     v: Tensor  # [S, Hkv, D]
     cos: Tensor  # [S, 1, D/2]
     sin: Tensor
+    k_bias: Tensor | None = None  # [Hkv, D], what the projections add to every key and value (Qwen2); None: nothing
+    v_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.x, self.q, self.k, self.v = (t.float() for t in (self.x, self.q, self.k, self.v))

@@ -1,7 +1,7 @@
-"""Group quantization per token: asymmetric, fp16 scale and zero for every group of 32 channels, packed into bytes.
+"""Group quantization: asymmetric, fp16 scale and zero for every group, packed into bytes.
 
-The Triton kernel of `quantize` reads x once and writes what it packs. `dequantize` has none: the attention kernels
-dequantize in registers.
+Groups are of 32 channels of a token, or of more; or of 32 tokens of a channel (KIVI's keys). The Triton kernels read x
+once and write what they pack. `dequantize` has none: the attention kernels dequantize in registers.
 """
 
 from __future__ import annotations
@@ -12,31 +12,55 @@ from torch import Tensor
 from kernels.backend import tl, triton, use_triton
 from kernels.tiles import encode_groups
 
-GROUP = 32  # channels that share a scale and a zero
+GROUP = 32  # channels that share a scale and a zero, or tokens that do
+BITS = (2, 3, 4, 8, 16)
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels of so many bits are one integer
 FP16_MAX = 65504.0
 
 
 def quantize(
-    x: Tensor, bits: int, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+    x: Tensor,
+    bits: int,
+    mean: Tensor | None = None,
+    alpha: Tensor | None = None,
+    magnitude: bool = False,
+    group: int = GROUP,
+    clip: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """x [..., D], D % 32 == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., D / 32, 2] (scale, zero).
+    """x [..., D], D % group == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., D / group, 2] (scale, zero).
 
-    Asymmetric per token and group of 32 channels: zero = min, scale = (max - min) / (2^bits - 1); Self-Indexing KVCache
+    Asymmetric per token and group of channels: zero = min, scale = (max - min) / (2^bits - 1); Self-Indexing KVCache
     eq. 9-10. The codes are taken against the scale and zero *as stored in fp16*. The first channel of a byte is in its
     lowest bits. With mean and alpha, fp32 [B, H, D], (x - mean) / alpha of x [B, H, S, D] is quantized, or its
-    magnitude; either may be left out.
+    magnitude; either may be left out. clip: min and max are taken times it (QuaRot), what lies beyond saturates. The
+    group is a multiple of 32.
     """
-    if use_triton(x):
+    if use_triton(x) and group == GROUP and clip == 1 and bits in WORDS:
         return torch.ops.kv_fast.quantize(x, bits, mean, alpha, magnitude)
-    levels, x = 2**bits - 1, x.float()
+    x = x.float()
     x = x if mean is None else x - mean[:, :, None]
     x = x if alpha is None else x / alpha[:, :, None]
-    g = (x.abs() if magnitude else x).unflatten(-1, (-1, GROUP))
-    scale, zero = half_params(g.amin(-1), g.amax(-1), levels)
+    codes, params = _codes((x.abs() if magnitude else x).unflatten(-1, (-1, group)), -1, bits, clip)
+    return pack(codes.flatten(-2), bits), params
+
+
+def quantize_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x [..., S, D], S and D % 32 == 0 -> packed uint8 [..., S, D * bits / 8], params fp16 [..., S / 32, D, 2].
+
+    As `quantize`, but what shares a scale and a zero are 32 tokens of one channel (KIVI, Section 3.2). Codes are packed
+    by token all the same: a token's are one row, as attention reads it.
+    """
+    codes, params = _codes(x.float().unflatten(-2, (-1, GROUP)), -2, bits, 1.0)
+    return pack(codes.flatten(-3, -2), bits), params
+
+
+def _codes(g: Tensor, dim: int, bits: int, clip: float) -> tuple[Tensor, Tensor]:
+    """fp32, groups along dim -> uint8 codes of its shape, params fp16 without dim, and with 2 (scale, zero) behind."""
+    levels = 2**bits - 1
+    scale, zero = half_params(g.amin(dim) * clip, g.amax(dim) * clip, levels)
     step = scale.float().clamp(min=1e-8)  # a constant group has scale 0: every code is 0
-    codes = ((g - zero.float()[..., None]) / step[..., None]).round_().clamp_(0, levels).to(torch.uint8)
-    return pack(codes.flatten(-2), bits), torch.stack((scale, zero), -1)
+    codes = ((g - zero.float().unsqueeze(dim)) / step.unsqueeze(dim)).round_().clamp_(0, levels).to(torch.uint8)
+    return codes, torch.stack((scale, zero), -1)
 
 
 def half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -54,14 +78,26 @@ def _half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(packed: Tensor, params: Tensor, bits: int) -> Tensor:
-    """The inverse, eq. 11: packed [..., D * bits / 8] and params [..., D / 32, 2] -> fp32 [..., D]."""
-    q = unpack(packed, bits).unflatten(-1, (-1, GROUP)).float()
+    """The inverse, eq. 11: packed [..., D * bits / 8] and params [..., D / group, 2] -> fp32 [..., D]."""
+    q = unpack(packed, bits).unflatten(-1, (params.shape[-2], -1)).float()
     scale, zero = params.float().unbind(-1)
     return (q * scale[..., None] + zero[..., None]).flatten(-2)
 
 
+def dequantize_channels(packed: Tensor, params: Tensor, bits: int) -> Tensor:
+    """The inverse of `quantize_channels`: [..., S, D * bits / 8] and [..., S / 32, D, 2] -> fp32 [..., S, D]."""
+    q = unpack(packed, bits).unflatten(-2, (-1, GROUP)).float()
+    scale, zero = params.float().unbind(-1)
+    return (q * scale.unsqueeze(-2) + zero.unsqueeze(-2)).flatten(-3, -2)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2^bits, [..., n] -> bytes [..., n * bits / 8]; the first code of a byte in its lowest bits."""
+    """uint8 codes below 2^bits, [..., n] -> bytes [..., n * bits / 8]; the first code of a byte in its lowest bits.
+
+    3 bits are three, not ten in a word of 32: first the bytes of all low 2 bits, behind them those of the third ones.
+    """
+    if bits == 3:
+        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
     per = 8 // bits
     parts = codes.unflatten(-1, (-1, per)).unbind(-1)
     out = parts[0]
@@ -72,6 +108,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """bytes [..., m] -> uint8 codes [..., m * 8 / bits]."""
+    if bits == 3:
+        low, third = packed.split((packed.shape[-1] // 3 * 2, packed.shape[-1] // 3), -1)
+        return unpack(low, 2) | unpack(third, 1) << 2
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 

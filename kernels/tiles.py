@@ -69,7 +69,12 @@ def scale_zero(params):
 @triton.jit
 def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None."""
-    x = ((word >> (BITS * r)) & (2**BITS - 1)).to(tl.float32) * scale + zero
+    # 3 bits: the low two of all channels, and behind them the third ones
+    if BITS == 3:  # noqa: SIM108
+        code = ((word >> (2 * r)) & 3) | (((word >> (16 + r)) & 1) << 2)
+    else:
+        code = (word >> (BITS * r)) & (2**BITS - 1)
+    x = code.to(tl.float32) * scale + zero
     if codes is not None:
         # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
         bit: tl.constexpr = 3 - r if r < 4 else 11 - r
@@ -79,14 +84,21 @@ def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYP
 
 @triton.jit
 def unpack_tile(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order.
+    """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order."""
+    N: tl.constexpr = word.shape[0]
+    U: tl.constexpr = word.shape[1]
+    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
+    return unpack_units(word, s, z, codes, BITS, DTYPE)
+
+
+@triton.jit
+def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """`unpack_tile` with a scale and a zero for every unit of 8 channels: fp32 [N, U], or numbers.
 
     All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
     """
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
-    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
-    c = codes
     x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
     x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
     x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE), _channel(word, s, z, c, 6, BITS, DTYPE))

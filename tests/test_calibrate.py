@@ -588,7 +588,7 @@ def test_what_a_spec_needs():
     assert names("sals-12.5") == ["sals"] and names("ojakv-0.6", "double_sparsity-q") == ["channels", "oja"]
     assert names("razor") == ["razor"] and names("razor,retrieval_method=sals") == ["razor", "sals"]
     assert names("0-1:full,2-:double_sparsity") == ["channels"]
-    assert sorted(s.name for s in all_statistics()) == ["channels", "oja", "razor", "sals"]
+    assert sorted(s.name for s in all_statistics()) == ["channels", "oja", "palu", "razor", "sals"]
 
 
 # ---- the command ----
@@ -637,7 +637,7 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     code, out, _ = here(capsys, monkeypatch, [*flags(checkpoint, text), "--json"])
     meta = json.loads(out)
     how = meta["statistics"]
-    assert code == 0 and list(how) == ["channels", "oja", "razor", "sals"]
+    assert code == 0 and list(how) == ["channels", "oja", "palu", "razor", "sals"]
     assert all(how[name]["tokens"] == 128 and how[name]["samples"] == 2 for name in ("channels", "oja", "sals"))
     assert how["razor"] == dict(random_tokens=16, dtype="fp32")
     assert {f.name for f in checkpoint.iterdir()} == before | {FILE}

@@ -57,8 +57,11 @@ STEP = (
         oracle={"budget_select", "gather_attention"},
         random={"budget_select", "gather_attention"},
         double_sparsity=LABELS | {"gather_attention"},
+        hadamard={"quantized_append", "quantized_attention"},
+        kivi={"quantized_append", "quantized_attention"},
         double_sparsity_offload=LABELS | FETCH,
         ojakv={"lowrank_attention"},
+        palu={"group_attention"},
         razor=RAZOR | {"decode_attention"},
         sals={"append_token", "latent_score", "budget_select", "latent_attention"},
         self_index={"lut_score", "budget_select", "packed_gather_attention"},
@@ -89,7 +92,12 @@ PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
 # operators with a version in torch: taken whether kernels are wanted or not
-BOTH = FETCH - {"packed_gather_attention"} | RAZOR | {"decode_attention", "lowrank_attention", "half_params"}
+BOTH = (
+    FETCH - {"packed_gather_attention"}
+    | RAZOR
+    | {"decode_attention", "lowrank_attention", "half_params"}
+    | {"quantized_append", "group_attention"}
+)
 
 
 class OnDevice(TorchDispatchMode):

@@ -99,7 +99,7 @@ template <class T> struct Rotated {
             for (int d = 0; d < D; d += L) store(v + d, load((const T*)values + at * D + d));
         else
             (bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)(
-                (const uint8_t*)values + at * D * bits / 8, params + at * (D / 32) * 2, nullptr, D, v);
+                (const uint8_t*)values + at * D * bits / 8, params + at * (D / 32) * 2, nullptr, D, v, 32);
         if (++n == N) flush();
     }
 

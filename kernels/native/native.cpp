@@ -12,6 +12,7 @@
 #include "observed.cpp"
 #include "oja.cpp"
 #include "packed_attention.cpp"
+#include "quantized_attention.cpp"
 #include "scores.cpp"
 #include "selection.cpp"
 #include "operators.cpp"

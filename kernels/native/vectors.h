@@ -74,6 +74,7 @@ template <int BITS> vf codes_of(const uint8_t* p) {  // 16 channels
     }
     vu word;
     vu shift = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * BITS;
+    if constexpr (BITS == 1) word = vu{} + load_as<uint16_t>(p);
     if constexpr (BITS == 2) word = vu{} + load_as<uint32_t>(p);
     if constexpr (BITS == 4) {
         uint32_t a = load_as<uint32_t>(p), b = load_as<uint32_t>(p + 4);
@@ -83,14 +84,22 @@ template <int BITS> vf codes_of(const uint8_t* p) {  // 16 channels
     return __builtin_convertvector((vi)((word >> shift) & ((1u << BITS) - 1)), vf);
 }
 
-template <int BITS> void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs, int D, float* out) {
+template <int BITS> vf codes_at(const uint8_t* row, int D, int d) {  // of channels d.. of a row of D
+    if constexpr (BITS == 3) return codes_of<2>(row + d / 4) + codes_of<1>(row + D / 4 + d / 8) * 4.0f;
+    else return codes_of<BITS>(row + d * BITS / 8);
+}
+
+template <int BITS>
+void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs, int D, float* out, int group = 32) {
     // the even subvector's code is in the low half of a byte, its first channel in the highest bit of the half
     const vu up = {28, 29, 30, 31, 24, 25, 26, 27, 20, 21, 22, 23, 16, 17, 18, 19};
-    for (int d = 0; d < D; d += L) {
-        const uint16_t* pair = params + d / 32 * 2;
-        vf x = codes_of<BITS>(packed + d * BITS / 8) * half_to_float(pair[0]) + half_to_float(pair[1]);
-        if (signs) x = (vf)((vu)x ^ (((vu{} + ~(uint32_t)load_as<uint16_t>(signs + d / 8)) << up) & 0x80000000u));
-        store(out + d, x);
+    for (int first = 0; first < D; first += group, params += 2) {
+        float scale = half_to_float(params[0]), zero = half_to_float(params[1]);
+        for (int d = first; d < first + group; d += L) {
+            vf x = codes_at<BITS>(packed, D, d) * scale + zero;
+            if (signs) x = (vf)((vu)x ^ (((vu{} + ~(uint32_t)load_as<uint16_t>(signs + d / 8)) << up) & 0x80000000u));
+            store(out + d, x);
+        }
     }
 }
 

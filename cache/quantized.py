@@ -1,0 +1,107 @@
+"""Every token kept and attended to, in few bits but for the newest and, where asked for, the first ones.
+
+A subclass says how keys and values are quantized (`Quantized.store`) and in which basis (`turn`). The rest is done: a
+ring of the newest tokens in the cache's dtype, what leaves it packed, one pass of attention over both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, CacheShape, KVMethod, Storage
+from cache.packed import PackedVectors
+from errors import InputError
+from kernels.quantize import BITS, GROUP
+from kernels.quantized_attention import (
+    QuantizedTokens,
+    append_token,
+    quantized_attention,
+    read_tokens,
+    store_prompt,
+)
+
+
+class QuantizedStore(Storage):
+    """Keys, or values: slot = position where packed; `sinks` first tokens and a ring of `ring` newest ones whole."""
+
+    whole: Tensor  # [B, Hkv, sinks + ring, D]
+
+    def __init__(
+        self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
+        channels: bool = False,
+    ):  # fmt: skip
+        """channels: GROUP tokens of a channel share a scale and a zero, instead of `group` channels of a token."""
+        super().__init__(shape)
+        B, H, T, D = shape.kv
+        self.bits, self.clip, self.sinks, self.channels = bits, clip, sinks, channels and bits < 16
+        if self.channels:
+            slots = -(-T // GROUP) * GROUP
+            self.packed = Storage(shape)
+            self.packed.buffer("data", (B, H, slots, D * bits // 8), torch.uint8)
+            self.packed.buffer("params", (B, H, slots // GROUP, D, 2), torch.float16)
+            self.vector_bytes = D * bits // 8 + D * 2 * 2 // GROUP  # of one token and KV head
+        else:
+            self.packed = PackedVectors(shape, (B, H, T), D, bits, group, clip)
+            self.vector_bytes = self.packed.vector_bytes
+        self.buffer("whole", (B, H, sinks + ring, D))
+
+    @property
+    def tokens(self) -> QuantizedTokens:
+        """As the kernels take them."""
+        data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
+        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.channels, self.clip)
+
+
+class Quantized(KVMethod):
+    """A subclass allocates `keys` and `values`, of the same sinks and ring."""
+
+    keys: QuantizedStore
+    values: QuantizedStore
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Into the basis in which keys, values and queries are stored and meet, [..., D]; orthonormal."""
+        return x
+
+    def turn_back(self, y: Tensor) -> Tensor:
+        return y
+
+    def compress(self, q, k, v, lengths):
+        for store, x in ((self.keys, k), (self.values, v)):
+            store_prompt(store.tokens, self.turn(x), lengths)
+
+    def append(self, k, v, pos):
+        for store, x in ((self.keys, k), (self.values, v)):
+            append_token(store.tokens, self.turn(x), pos)
+
+    def attend(self, q, idx, count, pos):
+        return self.turn_back(quantized_attention(self.turn(q), self.keys.tokens, self.values.tokens, pos))
+
+    def attended(self, q, idx, count, pos):
+        T = self.shape.max_seq_len
+        t = torch.arange(T, device=pos.device).expand(len(pos), -1)
+        k, v = (self.turn_back(read_tokens(x.tokens, pos, T)) for x in (self.keys, self.values))
+        return Attended.of(q, (torch.where(t <= pos[:, None], t, -2), k, v))
+
+    # ---- accounting ----
+
+    def card_nbytes(self):
+        B, H, T, D = self.shape.kv
+        size = self.shape.dtype.itemsize
+        return sum(
+            B * H * (store.packed.get_buffer("data").shape[2] * store.vector_bytes + store.whole.shape[2] * D * size)
+            for store in (self.keys, self.values)
+        )
+
+    def traffic(self, pos):
+        """Bytes of packed tokens and of whole ones; rings that empty at once are counted as full, the most they are."""
+        (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
+        whole = min(n, self.keys.whole.shape[2])
+        return B * H * (2 * whole * D * size + (n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
+
+
+def check_bits(method: str, *given: int | None) -> None:
+    """InputError for bits that cannot be packed; None: not given."""
+    for bits in given:
+        if bits is not None and bits not in BITS:
+            raise InputError(f"{method}: {bits} bits cannot be packed, use one of {', '.join(map(str, BITS))}")

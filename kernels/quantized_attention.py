@@ -1,0 +1,303 @@
+"""Attention of one query per row over every token, in few bits but for the first and the newest, which are whole.
+
+Keys and values each lie in slots of few bits, slot = position. Beside them stand the first tokens and a ring of the
+newest, in the cache's dtype: a token is quantized when it leaves the ring, by itself or, where keys are quantized per
+channel, with the whole ring at once (KIVI). One pass reads what is packed and unpacks it in registers: at 2 bits and
+D = 128, 96 bytes a token and KV head (KIVI) where dense bf16 reads 512.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.dense_attention import masked_attention
+from kernels.gather_attention import gather_rows
+from kernels.quantize import GROUP, WORDS, dequantize, dequantize_channels, quantize, quantize_channels
+from kernels.ring import held
+from kernels.splits import blocks_of, combine, parts_of, split_count
+from kernels.tiles import LOG2_E, dot, scale_zero, softmax_step, unpack_units, write_part
+
+
+class QuantizedTokens(NamedTuple):
+    """Keys, or values, of T positions. From `sinks` to `packed_until` they are packed, all others are whole."""
+
+    data: Tensor  # uint8 [>= B, Hkv, >= T, D * bits / 8]; at 16 bits [..., D]
+    params: Tensor | None  # fp16 [>= B, Hkv, T, D / group, 2] scales and zeros; [>= B, Hkv, T / 32, D, 2] per channel
+    whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
+    bits: int
+    sinks: int
+    channels: bool = False  # 32 tokens of a channel share a scale, not channels of a token
+    clip: float = 1.0
+
+    @property
+    def ring(self) -> int:
+        return self.whole.shape[2] - self.sinks
+
+    def packed_until(self, pos: Tensor) -> Tensor:
+        """The first position behind the packed ones while the token at pos [B] is attended to."""
+        if self.channels:  # the ring leaves as a whole, when it is full (KIVI, Algorithm 1)
+            return pos // self.ring * self.ring
+        return (pos + 1 - self.ring).clamp(min=self.sinks)
+
+
+def slot_of(pos: Tensor, sinks: int, ring: int) -> Tensor:
+    """Where among the whole tokens a position stands."""
+    return torch.where(pos < sinks, pos, sinks + (pos - sinks) % ring)
+
+
+# ---- storing ----
+
+
+def store_prompt(tokens: QuantizedTokens, x: Tensor, lengths: Tensor) -> None:
+    """x [B, Hkv, S, D] of prompts that end at lengths [B]; past them, slots may get anything."""
+    B, _, S, D = x.shape
+    if tokens.params is None:
+        tokens.data[:B, :, :S] = x
+    elif tokens.channels:
+        S = S // GROUP * GROUP  # fewer than that stay whole
+        if S:
+            tokens.data[:B, :, :S], tokens.params[:B, :, : S // GROUP] = quantize_channels(x[:, :, :S], tokens.bits)
+    else:
+        group = D // tokens.params.shape[3]
+        coded = quantize(x, tokens.bits, group=group, clip=tokens.clip)
+        tokens.data[:B, :, :S], tokens.params[:B, :, :S] = coded
+    sinks = min(tokens.sinks, x.shape[2])
+    tokens.whole[:B, :, :sinks] = x[:, :, :sinks]
+    newest = tokens.sinks + held(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
+    tokens.whole[:B, :, tokens.sinks :] = gather_rows(x, newest.clamp(0, x.shape[2] - 1)[:, None])
+
+
+def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
+    """One token per row, x [B, Hkv, D] at pos [B], to the ring; what leaves it is quantized.
+
+    An operator: a compiled graph that reads a slot of the ring before it writes it would copy the ring.
+    """
+    torch.ops.kv_fast.quantized_append(
+        x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.channels, tokens.clip
+    )
+
+
+def _append(
+    x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None,
+    bits: int, sinks: int, channels: bool, clip: float,
+) -> None:  # fmt: skip
+    tokens = QuantizedTokens(data, params, whole, bits, sinks, channels, clip)
+    row, ring = torch.arange(len(pos), device=pos.device), tokens.ring
+    slot = slot_of(pos, sinks, ring)
+    if channels:
+        _flush(tokens, pos)
+    else:
+        # Where nothing leaves, the slot's contents go to one that is never read: a sink's, or one of the last R, whose
+        # tokens can never leave the ring.
+        old, at = whole[row, :, slot], (pos - ring) % data.shape[2]
+        if params is None:
+            data[row, :, at] = old
+        else:
+            data[row, :, at], params[row, :, at] = quantize(old, bits, group=old.shape[2] // params.shape[3], clip=clip)
+    whole[row, :, slot] = x
+
+
+def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
+    """Quantize the ring of rows whose next token, at pos [B], would overwrite its first."""
+    ring, params = tokens.ring, tokens.params
+    assert params is not None
+    due = (pos % ring == 0) & (pos > 0)
+    if pos.device.type == "cpu":
+        rows = due.nonzero()[:, 0]
+        if not len(rows):
+            return
+    else:  # no number may reach the host: all rows are quantized, and some written
+        rows = torch.arange(len(pos), device=pos.device)
+    coded = quantize_channels(tokens.whole[rows], tokens.bits)
+    first, row = (pos[rows] - ring).clamp(min=0)[:, None], rows[:, None]
+    for part, new, each in ((tokens.data, coded[0], 1), (params, coded[1], GROUP)):
+        at = first // each + torch.arange(ring // each, device=pos.device)
+        new = new.transpose(1, 2)  # advanced indices around slices put what is between behind
+        there = due[rows].view(-1, 1, *[1] * (new.dim() - 2))
+        part[row, :, at] = torch.where(there, new, part[row, :, at])
+
+
+def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int) -> Tensor:
+    """Tokens at positions 0..n-1 in the clear, the newest at pos [B] -> [B, Hkv, n, D] in the dtype of whole ones."""
+    B, t, data, params = len(pos), torch.arange(n, device=pos.device), tokens.data[: len(pos), :, :n], tokens.params
+    if params is None:
+        packed = data
+    elif tokens.channels:
+        slots = -(-n // GROUP) * GROUP
+        packed = dequantize_channels(tokens.data[:B, :, :slots], params[:B, :, : slots // GROUP], tokens.bits)[:, :, :n]
+    else:
+        packed = dequantize(data, params[:B, :, :n], tokens.bits)
+    is_packed = (t >= tokens.sinks) & (t < tokens.packed_until(pos)[:, None])
+    whole = tokens.whole[:B, :, slot_of(t, tokens.sinks, tokens.ring)]
+    return torch.where(is_packed[:, None, :, None], packed.to(whole.dtype), whole)
+
+
+# ---- attention ----
+
+
+def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor) -> Tensor:
+    """Softmax attention of q [B, Hq, D] over positions 0..pos [B] -> [B, Hq, D]. Scale 1/sqrt(D).
+
+    Sinks and rings of keys and of values are of one size. Other slots may hold anything.
+    """
+    if use_triton(q) or use_native(q, q.shape[2]):
+        # a whole key has a whole value: the ring of keys holds none that the ring of values does not
+        return torch.ops.kv_fast.quantized_attention(
+            q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
+            k.sinks, k.bits, v.bits, k.channels,
+        )  # fmt: skip
+    n = v.data.shape[2]
+    there = torch.arange(n, device=pos.device) <= pos[:, None]
+    return masked_attention(q, read_tokens(k, pos, n), read_tokens(v, pos, n), there[:, None])
+
+
+# ---- Triton ----
+
+BLOCK_N = GROUP  # keys per channel share their scales
+NUM_WARPS, NUM_STAGES = 4, 3
+
+
+@triton.jit
+def _words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
+    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`."""
+    real = inside[:, None] & (u < D // 8)
+    if BITS == 3:
+        low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + u, mask=real, other=0).to(tl.int32)
+        return low | (high << 16)
+    else:
+        return tl.load(packed + slot[:, None] * (D // 8) + u, mask=real, other=0)
+
+
+@triton.jit
+def _unpacked(
+    packed, third, params, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Tokens quantized by themselves, [N, 8 * U]."""
+    real = inside[:, None] & (u < D // 8)
+    s, z = scale_zero(tl.load(params + slot[:, None] * (D // GROUP) + u // (GROUP // 8), mask=real, other=0))
+    return unpack_units(_words(packed, third, slot, inside, u, D, BITS), s, z, None, BITS, DTYPE)
+
+
+@triton.jit
+def _quantized_attention(
+    q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, part, lse,
+    q_row, q_head, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
+    G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): the first S_PACKED splits share the packed keys, the others the whole ones."""
+    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = group // H, group % H
+    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    u = tl.arange(0, BLOCK_D // 8)
+    SCALE: tl.constexpr = D**-0.5 * LOG2_E
+    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold sinks alone, and -inf less -inf is NaN
+    total = tl.zeros([BLOCK_G], tl.float32)
+    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    newest = tl.load(pos + b).to(tl.int32)
+    packed_keys, packed_values = tl.load(k_stop + b).to(tl.int32), tl.load(v_stop + b).to(tl.int32)
+
+    step = tl.cdiv(tl.cdiv(packed_keys, S_PACKED), BLOCK_N) * BLOCK_N
+    lo = split * step
+    hi = tl.minimum(packed_keys, lo + step)
+    for first in tl.range(lo, hi, BLOCK_N):
+        t = first + n
+        inside = (t >= sinks) & (t < hi)
+        slot = group * K_SLOTS + t
+        if K_BITS == 16:
+            keys = tl.load(k + slot[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
+            logits = dot(x, tl.trans(keys))
+        elif CHANNELS:  # q . (scale * code + zero) = (q * scale) . code + q . zero
+            words = _words(k, k_third, slot, inside, u, D, K_BITS)
+            at = (group * (K_SLOTS // 32) + first // 32) * D + d
+            s, z = scale_zero(tl.load(k_params + at, mask=d < D, other=0))
+            codes = unpack_units(words, 1.0, 0.0, None, K_BITS, x.dtype)
+            logits = dot((x * s[None, :]).to(x.dtype), tl.trans(codes)) + tl.sum(x * z[None, :], 1)[:, None]
+        else:
+            keys = _unpacked(k, k_third, k_params, slot, inside, u, D, K_BITS, K_GROUP, x.dtype)
+            logits = dot(x, tl.trans(keys))
+        slot, inner = group * V_SLOTS + t, inside & (t < packed_values)
+        if V_BITS == 16:
+            values = tl.load(v + slot[:, None] * D + d, mask=inner[:, None] & (d < D), other=0.0)
+        else:
+            values = _unpacked(v, v_third, v_params, slot, inner, u, D, V_BITS, V_GROUP, x.dtype)
+        if CHANNELS:  # keys leave the ring before their values do
+            late = inside & (t >= packed_values)
+            at = (group * (sinks + ring) + sinks + (t - sinks) % ring) * D
+            values += tl.load(v_whole + at[:, None] + d, mask=late[:, None] & (d < D), other=0.0)
+        top, total, y = softmax_step(logits * SCALE, inside, values, top, total, y)
+
+    # sinks and then the ring as one list of whole rows; of the splits before, none has a part of it
+    begin = tl.maximum(packed_keys, sinks)
+    n_sinks = tl.minimum(newest + 1, sinks)
+    n_whole = n_sinks + tl.maximum(newest + 1 - begin, 0)
+    step = tl.cdiv(tl.cdiv(n_whole, S - S_PACKED), BLOCK_N) * BLOCK_N
+    lo = (split - S_PACKED) * step
+    hi = tl.minimum(n_whole, lo + step)
+    for first in range(tl.maximum(lo, 0), hi, BLOCK_N):
+        i = first + n
+        inside = i < hi
+        t = tl.where(i < n_sinks, i, begin + i - n_sinks)
+        at = (group * (sinks + ring) + tl.where(t < sinks, t, sinks + (t - sinks) % ring)) * D
+        at = tl.multiple_of(at, 16)
+        real = inside[:, None] & (d < D)
+        keys = tl.load(k_whole + at[:, None] + d, mask=real, other=0.0)
+        values = tl.load(v_whole + at[:, None] + d, mask=real, other=0.0)
+        top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
+    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+
+
+def launch(
+    q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
+    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, sinks: int, k_bits: int, v_bits: int, channels: bool,
+    splits: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """The Triton version of `quantized_attention`; tests give splits (of the packed tokens, of the whole ones)."""
+    B, Hq, D = q.shape
+    H, n_whole = k_whole.shape[1:3]
+    buffers = (k, k_params, k_whole, v, v_params, v_whole)
+    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
+    if splits is None:
+        T = v.shape[2]
+        S = split_count(B * H, T + n_whole, 2 * BLOCK_N, q.device)
+        share = round(S * T / (T + n_whole))
+        splits = (max(1, min(share, triton.cdiv(T, BLOCK_N))), max(1, S - share))
+    part, lse = parts_of(q, sum(splits))
+    groups = [GROUP if x is None or per else D // x.shape[3] for x, per in ((k_params, channels), (v_params, False))]
+    pairs = [None if x is None else x.view(torch.int32) for x in (k_params, v_params)]
+    words = [x if bits == 16 else x.view(WORDS.get(bits, torch.int16)) for x, bits in ((k, k_bits), (v, v_bits))]
+    third = [x if bits == 3 else None for x, bits in ((k, k_bits), (v, v_bits))]
+    _quantized_attention[(B * H, sum(splits))](
+        q, words[0], third[0], pairs[0], k_whole, words[1], third[1], pairs[1], v_whole,
+        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), part, lse,
+        *q.stride()[:2], H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
+        **blocks_of(Hq, H, D), K_BITS=k_bits, V_BITS=v_bits, K_GROUP=groups[0], V_GROUP=groups[1], CHANNELS=channels,
+        BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    return part if lse is None else combine(part, lse, q.dtype)
+
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "quantized_append(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, "
+    "int sinks, bool channels, float clip) -> ()"
+)
+for _device in ("CPU", "CUDA"):
+    _lib.impl("quantized_append", _append, _device)
+torch.library.register_fake("kv_fast::quantized_append", lambda *args: None, lib=_lib)
+_lib.define(
+    "quantized_attention(Tensor q, Tensor k, Tensor? k_params, Tensor k_whole, Tensor v, Tensor? v_params, "
+    "Tensor v_whole, Tensor pos, Tensor k_stop, Tensor v_stop, int sinks, int k_bits, int v_bits, "
+    "bool channels) -> Tensor"
+)
+_lib.impl("quantized_attention", on_cpu(launch, native.quantized_attention), "CPU")
+_lib.impl("quantized_attention", lambda *args: launch(*args), "CUDA")
+torch.library.register_fake("kv_fast::quantized_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

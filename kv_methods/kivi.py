@@ -1,0 +1,49 @@
+"""KIVI: keys quantized per channel, values per token, in 2 or 4 bits; the newest tokens stay in the cache's dtype.
+
+Some channels of a key are large at every token: quantized together with others they would cost those their precision,
+so that 32 tokens of one channel share a scale and a zero. Values have no such channels and are quantized token by
+token, 32 channels together. Nothing is calibrated and nothing selected. At D = 128: 160 of 512 bytes a token and KV
+head in 4 bits, 96 in 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cache.base import knob
+from cache.packed import check_groups
+from cache.quantized import Quantized, QuantizedStore, check_bits
+from errors import InputError
+from kernels.quantize import GROUP
+
+PRESETS = {
+    "kivi-4": dict(bits=4),  # KIVI-4 of SALS, Tables 2 and 3
+    "kivi-2": dict(bits=2),  # KIVI-2 of SALS, Tables 2 and 3; KIVI of Self-Indexing KVCache, Figure 5
+}
+
+
+class Kivi(Quantized):
+    paper = "Liu, Yuan et al. 2024, KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache"
+    lossless = dict(bits=16)
+    stress = dict(bits=2, residual=32)
+
+    @dataclass
+    class Args:
+        bits: Literal[2, 3, 4, 8, 16] = knob(2, "bits of keys and values (Section 4.1: 2 or 4; 3, 8 and 16: ours)")
+        k_bits: int | None = knob(None, "bits of keys; None: `bits` (published code: k_bits)")
+        v_bits: int | None = knob(None, "bits of values; None: `bits` (published code: v_bits)")
+        residual: int = knob(128, "newest tokens in the cache's dtype, R (Section 4.1: 128)", GROUP)
+
+        def __post_init__(self):
+            check_bits("kivi", self.k_bits, self.v_bits)
+            if self.residual % GROUP:
+                raise InputError(f"kivi: residual={self.residual} must be a multiple of the group of {GROUP} tokens")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        check_groups("kivi", shape.head_dim)
+        # Algorithm 1: keys leave the ring all at once when it is full, so that groups of tokens are whole; values one
+        # by one, so that the newest R are always there
+        self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, args.residual, channels=True)
+        self.values = QuantizedStore(shape, args.v_bits or args.bits, 0, args.residual)

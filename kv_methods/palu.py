@@ -1,0 +1,172 @@
+"""Palu: keys and values as coordinates of low-rank projections, of which groups of four KV heads share one.
+
+The weights of a group's key projection are cut to rank r by an SVD whitened with the calibration's inputs, and so are
+those of its values: what is cached is x W_down, before rotation, r numbers a group. With inputs x of second moment M,
+the whitened SVD of W keeps W V V^T, V the leading eigenvectors of W^T M W, the second moment of the keys less their
+bias: so the method needs no weights, it projects keys and values themselves. The prompt is attended to as it is stored.
+Coordinates may be quantized, turned by a Hadamard matrix before. At a rank of 70 % in 3 bits: 67 of 512 bytes and two
+scales a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.packed import PackedVectors
+from cache.statistic import Statistic, principal, principal_of_heads
+from errors import InputError
+from kernels.dense_attention import prefill_attention
+from kernels.group_attention import coordinates, group_attention, rebuild
+from kernels.hadamard import hadamard_matrix
+
+PRESETS = {
+    "palu-30": dict(rank=0.7, bits=3),  # Palu-30 % (3bit) of SALS, Tables 2 and 3
+    "palu-50": dict(rank=0.5, bits=3),  # Palu-50 % (3bit)
+    "palu-30-16bit": dict(rank=0.7),  # Palu's own, not quantized
+    "palu-50-16bit": dict(rank=0.5),
+}
+MULTIPLE = 32  # ranks are rounded to multiples of it (published code)
+
+
+class Projections(Statistic):
+    """Principal directions of x W of all heads together, keys before rotation, for keys and for values; their bias."""
+
+    name = "palu"
+
+    def measure(self, t):
+        out: dict[str, torch.Tensor] = {}
+        for part, x, bias in (("k", t.k, t.k_bias), ("v", t.v, t.v_bias)):
+            bias = torch.zeros_like(x[0]) if bias is None else bias
+            less = (x - bias).flatten(1)  # [S, n*D]
+            out |= {part: less.T @ less, f"{part}_bias": bias * len(x)}
+        return out
+
+    def finish(self, mean):
+        out = {f"{part}_bias": mean[f"{part}_bias"] for part in "kv"}
+        for part in "kv":
+            out[f"{part}_eigenvalues"], out[f"{part}_basis"] = principal(mean[part])
+        return out
+
+    def take_heads(self, tensors, kv_heads, n_kv_head):
+        out = {f"{part}_bias": tensors[f"{part}_bias"][kv_heads] for part in "kv"}
+        for part in "kv":
+            given = tensors[f"{part}_eigenvalues"], tensors[f"{part}_basis"]
+            values, basis = principal_of_heads(*given, kv_heads, n_kv_head)
+            out |= {f"{part}_eigenvalues": values.float(), f"{part}_basis": basis.float()}
+        return out
+
+
+class Coordinates(Storage):
+    """Keys, or values, of N groups of s KV heads: r numbers a token and group, slot = position."""
+
+    def __init__(self, shape: CacheShape, s: int, rank: int, bits: int, basis, bias):
+        """basis [N, s * D, r] and bias [N, s * D] of the calibration, or None: sizes only."""
+        super().__init__(shape)
+        N, width = shape.n_kv_head // s, s * shape.head_dim
+        if basis is not None and bits < 16:  # Section 4.3: the matrix is folded into the weights
+            basis = basis @ hadamard_matrix(rank)
+        self.basis = self.constant("u", (N, width, rank), basis, torch.float32)
+        self.bias = self.constant("bias", (N, width), bias, torch.float32)
+        self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
+        self.fixed_bytes = 4 * N * width * (rank + 1)
+
+    def put(self, x, at):
+        """Tokens [B, Hkv, n, D] before rotation to slots `at`, an index of [B, N, T]."""
+        N, width, _ = self.basis.shape
+        x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
+        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.basis).to(x.dtype))
+
+    def restored(self, B: int, n: int):
+        """The first n tokens in the clear, fp32 [B, Hkv, n, D]."""
+        stored = [x[:B, :, :n] for x in self.packed.parts()]
+        x = coordinates(stored[0], stored[1] if len(stored) > 1 else None, self.packed.bits)
+        return rebuild(x, self.basis, self.bias, self.shape.head_dim)
+
+
+class Palu(KVMethod):
+    paper = "Chang, Lin et al. 2024, Palu: Compressing KV-Cache with Low-Rank Projection"
+    lossless = dict(rank=1.0, bits=16)
+    stress = dict(rank=0.5, bits=4)
+    pre_rope = True
+    statistics = (Projections(),)
+    exact_prefill = False  # a prompt is attended to as it is stored
+
+    @dataclass
+    class Args:
+        rank: float = knob(0.7, "coordinates of a group, share of its channels (Section 5.2: 0.7 and 0.5)", 0, 1)
+        group: int = knob(4, "KV heads that share coordinates (G-LRD: 4; M-LRD: 1; J-LRD: all)", 1)
+        bits: Literal[2, 3, 4, 8, 16] = knob(16, "bits of coordinates (Section 5.3: 3 and 2 beside 16)")
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        H, s = shape.n_kv_head, min(args.group, shape.n_kv_head)
+        if H % s:
+            raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads, use another group")
+        width = s * shape.head_dim
+        # all layers, keys and values alike: "uniform" of the published code
+        self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)
+        if args.bits < 16 and self.rank % MULTIPLE:
+            raise InputError(f"palu: a rank of {self.rank} cannot be packed in {args.bits} bits: use bits=16")
+        self.keys, self.values = (
+            Coordinates(shape, s, self.rank, args.bits, *self._calibrated(part, s)) for part in "kv"
+        )
+
+    def _calibrated(self, part, s):
+        if not self.calib:
+            return None, None
+        H, get = self.shape.n_kv_head, lambda name: self.calib.get(self.layer, f"palu.{part}_{name}")
+        groups = [list(range(i, i + s)) for i in range(0, H, s)]
+        given = get("eigenvalues"), get("basis")
+        bases = [given[1] if s == H else principal_of_heads(*given, heads, H)[1] for heads in groups]
+        return torch.stack([u[:, : self.rank] for u in bases]).float(), get("bias").reshape(len(groups), -1)
+
+    # ---- the prompt: the weights are cut, so that its own attention sees what is stored ----
+
+    def prefill(self, q, k, v, lengths):
+        self.compress(q, k, v, lengths)
+        k, v = (x.restored(len(q), q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
+        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v)
+
+    def compress(self, q, k, v, lengths):
+        at = (slice(len(k)), slice(None), slice(k.shape[2]))
+        self.keys.put(k, at), self.values.put(v, at)
+
+    # ---- one token per row ----
+
+    def append(self, k, v, pos):
+        row = torch.arange(len(pos), device=pos.device)[:, None, None]
+        group = torch.arange(len(self.keys.basis), device=pos.device)[:, None]
+        at = (row, group, pos[:, None, None])
+        self.keys.put(k[:, :, None], at), self.values.put(v[:, :, None], at)
+
+    def attend(self, q, idx, count, pos):
+        k, v = self.keys, self.values
+        return group_attention(
+            self.rope.rotate(q, pos), k.packed.parts(), v.packed.parts(), k.packed.bits, k.basis, v.basis, k.bias,
+            v.bias, pos, self.rope.cos, self.rope.sin)  # fmt: skip
+
+    def attended(self, q, idx, count, pos):
+        B, T = len(pos), self.shape.max_seq_len
+        k, v = (x.restored(B, T) for x in (self.keys, self.values))
+        t = torch.arange(T, device=pos.device).expand(B, -1)
+        at = torch.where(t <= pos[:, None], t, -2)
+        return Attended.of(self.rope.rotate(q, pos), (at, self.rope.rotate_prompt(k), v))
+
+    # ---- accounting ----
+
+    def _fixed(self):
+        return self.keys.fixed_bytes + self.values.fixed_bytes
+
+    def _tokens(self, n):
+        each = self.keys.packed.vector_bytes + self.values.packed.vector_bytes
+        return self.shape.max_batch * len(self.keys.basis) * n * each
+
+    def card_nbytes(self):
+        return self._fixed() + self._tokens(self.shape.max_seq_len)
+
+    def traffic(self, pos):
+        return self._fixed() + self._tokens(pos + 1)
