@@ -72,6 +72,10 @@ class Evicting(KVMethod):
         """
         return budget_tokens(self.args.budget, length).maximum(self.recent(length))
 
+    def most_held(self, n: int) -> int:
+        """The largest `held` of all lengths up to n."""
+        return int(self.held(torch.arange(1, n + 1)).max())
+
     def room(self) -> int:
         """Slots beyond the budget, for decoded tokens: none are evicted before they are full."""
         return 0
@@ -81,7 +85,7 @@ class Evicting(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        N = min(T, int(self.held(torch.arange(1, T + 1)).max()) + self.room())
+        N = min(T, self.most_held(T) + self.room())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
         if self.evicts:
             self.buffer("score", (B, H, N), torch.float32)

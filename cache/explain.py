@@ -59,6 +59,10 @@ def explain(e: BaseException, file: str) -> Broken:
     return Broken(what, todo)
 
 
+# as torch names dtypes in C++
+DTYPES = dict(Long="torch.int64", Float="torch.float32", Half="torch.float16", Byte="torch.uint8", Bool="torch.bool")
+
+
 def _shorter(text: str, most: int = 300) -> str:
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " ..."
 
@@ -94,7 +98,10 @@ def _given(e: BaseException, file: str) -> str:
     listed = ", ".join(f"{n} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for n, x in tensors.items())
     blamed = next((n for n, x in tensors.items() if x is refused), None)
     needed = re.search(r"a tensor of (torch\.\w+)", str(e))
-    first = f"give {blamed} as {needed[1]}: " if blamed and needed else ""
+    if in_cpp := re.search(r"(\w+): a tensor of dtype (\w+) is needed", str(e)):
+        first = f"give {in_cpp[1]} as {DTYPES.get(in_cpp[2], in_cpp[2])}: "
+    else:
+        first = f"give {blamed} as {needed[1]}: " if blamed and needed else ""
     return f"{first}{code.co_name} was called with {listed}"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.splits import empty_scores
 from kernels.tiles import dot, filled
 
@@ -125,7 +125,13 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("latent_score(Tensor q, Tensor latents, Tensor? pos) -> Tensor")
-_lib.impl("latent_score", on_cpu(_latent_score_triton, native.head_scores), "CPU")
+
+
+def _latent_score_cpu(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
+    return (native.head_scores if use_native(q, q.shape[3]) else _latent_score_triton)(q, latents, pos)
+
+
+_lib.impl("latent_score", _latent_score_cpu, "CPU")
 _lib.impl("latent_score", _latent_score_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::latent_score",

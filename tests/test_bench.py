@@ -26,7 +26,7 @@ from kv_methods.razor import Razor
 from model import random_transformer
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
-from scripts.eval import analyze, eval_retrieval
+from scripts.eval import analyze, eval_retrieval, weights_quality
 from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
@@ -676,7 +676,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 12
+    assert len(scripts) == 14
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]
@@ -802,3 +802,22 @@ def test_speed_tables_without_a_run(tmp_path):
     (tmp_path / "x.json").write_text('{"rows": [1]}')
     with pytest.raises(InputError, match=r"x\.json"):
         gpu.section(tmp_path)
+
+
+def test_what_rounding_the_weights_costs(cli, tmp_path):
+    out = tmp_path / "weights.json"
+    argv = ["--weights", "fp32", "int8", "int4", "--method", "full", "self_index", "--length", 96, "--samples", 2]
+    status, _, err = cli(weights_quality, *argv, "--texts", 1, "--new", 4, "--batch-size", 2, "--out", out)
+    assert status == 0, err
+    rows = {(r["weights"], r["method"]): r for r in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 6 and all(len(r["needle_each"]) == 2 and r["perplexity_code"] > 1 for r in rows.values())
+    off = [rows[w, "full"]["logits_off"] for w in ("fp32", "int8", "int4")]
+    assert off[0] == 0 < 10 * off[1] < off[2], "rounding to 4 bits moves logits more than to 8"
+    assert rows["fp32", "self_index"]["greedy_agreement"] == 1 and rows["int4", "full"]["greedy_agreement"] <= 1
+    assert weights_quality.agreement([[1, 2, 3], [1, 2, 3]], [[1, 2, 4], [0, 2, 3]]) == 2 / 6
+
+
+@pytest.mark.parametrize("argv", [["--length", 32], ["--weights", "int3"], ["--samples", 0], ["--method", "nothing"]])
+def test_weights_quality_refuses(argv, cli):
+    status, out, err = cli(weights_quality, *argv)
+    assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1

@@ -39,14 +39,14 @@ AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, 
 
 def matrix():
     """Slow checks are for `make test-all`, and of what takes inductor's code (`copies`) all but three methods."""
-    for check in CHECKS:
+    for check, every_setting in CHECKS.items():
         for name in METHODS:
             slow = check in SLOW or (check == "copies" and name not in ("razor", "sals", "self_index"))
-            if check in AT_A_SETTING:
+            at_one = check in AT_A_SETTING
+            if at_one:
                 yield pytest.param(name, AT_A_SETTING[check], [settings(name)[-1]], id=f"{check}-{name}")
-                check, slow = f"{check}-everywhere", True
-            run = CHECKS[check.removesuffix("-everywhere")]
-            yield pytest.param(name, run, [], marks=[pytest.mark.slow] if slow else [], id=f"{check}-{name}")
+            which = f"{check}-everywhere-{name}" if at_one else f"{check}-{name}"
+            yield pytest.param(name, every_setting, [], marks=[pytest.mark.slow] if slow or at_one else [], id=which)
 
 
 @pytest.mark.parametrize("name, check, setting", list(matrix()))

@@ -1,14 +1,20 @@
-"""Prefill holds the raw keys and values of one layer at a time: measured, in a process of its own."""
+"""Prefill holds the raw keys and values of one layer at a time, loading one tensor: measured, each in a process."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint import args_from_hf, save_checkpoint_tensors
+from model import random_transformer
 
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
@@ -79,3 +85,46 @@ def test_prefill_does_not_keep_the_keys_and_values_of_earlier_layers():
 def test_the_measurement_sees_a_method_that_keeps_them(tmp_path):
     (tmp_path / "hoarder.py").write_text(HOARDER)
     assert growth("hoarder", 2, tmp_path) - growth("self_index", 2) > RAW
+
+
+LOAD = """
+import sys, threading
+import torch
+from checkpoint import load_checkpoint
+from weights import WeightFormat
+
+def held():  # what is this process's own: pages of the checkpoint's file are not
+    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("RssAnon"))
+
+torch.set_num_threads(1)
+load_checkpoint(sys.argv[1], how=WeightFormat.parse(sys.argv[2]))  # what the libraries allocate once
+ended, peak, before = threading.Event(), [0], held()
+def watch():
+    while not ended.wait(0.0005):
+        peak[0] = max(peak[0], held())
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load_checkpoint(sys.argv[1], how=WeightFormat.parse(sys.argv[2]))
+ended.set(), watcher.join()
+print(max(peak[0], held()) - before, sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+"""
+
+
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_quantizing_holds_the_quantized_model_and_one_tensor(weights, tmp_path):
+    """Of a checkpoint in bf16 of 75 MB, which dense would take 150 MB in fp32."""
+    dim, ffn, n_layer = 512, 4096, 5
+    config = dict(model_type="llama", hidden_size=dim, intermediate_size=ffn, num_hidden_layers=n_layer,
+                  vocab_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+                  tie_word_embeddings=True)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = random_transformer(args_from_hf(config), "cpu", torch.float32)
+    save_file(save_checkpoint_tensors(model, torch.bfloat16), tmp_path / "model.safetensors")
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", LOAD, str(tmp_path), weights]
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, size = map(int, done.stdout.split())
+    dense = 4 * sum(p.numel() for p in model.parameters())
+    assert size < 0.3 * dense and peak > 0.5 * size, "nothing was measured"
+    assert peak < size + 3 * ffn * dim * 4, "more is held than the quantized model and a tensor being quantized"

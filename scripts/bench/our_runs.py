@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import Result, Sampling, Session, Step, continue_rows, make_step
+from engine import Result, Sampling, Session, Step, compiler_options, continue_rows, make_step
 from model import Transformer
 from runtime import synchronize
 from scripts.bench.layer import fill
@@ -22,7 +22,8 @@ MODES = ("eager", "compiled", "captured", "blocks")
 @contextlib.contextmanager
 def compiled_blocks(model: Transformer) -> Iterator[None]:
     """Inside, a layer's decode is compiled by itself: layers of one method share the code."""
-    compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False)
+    options = compiler_options(model.device, graphs=False)
+    compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
     for block in model.layers:
         block.forward = compiled.__get__(block)
     try:
@@ -73,7 +74,8 @@ class Ours(Run):
         else:
             self.step = lambda tokens, pos: sampling.draw(model.decode(tokens, pos))
             if self.mode == "captured":
-                self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
+                options = compiler_options(w.device, graphs=False)
+                self.step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
             if w.device.type == "cuda":
                 with self._blocks():
                     self.step = capture(self.step, w.batch, w.device)

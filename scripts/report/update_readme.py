@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import ROOT, check_out, temporary  # noqa: E402
-from scripts.report.tables.accuracy import comparison, losses, retrieval  # noqa: E402
+from scripts.report.tables.accuracy import comparison, losses, retrieval, weights  # noqa: E402
 from scripts.report.tables.claims import claims  # noqa: E402
 from scripts.report.tables.methods import methods, settings  # noqa: E402
 from scripts.report.tables.speed import attention, gpu, kernels, speed  # noqa: E402
@@ -28,7 +28,8 @@ from scripts.report.tables.speed import attention, gpu, kernels, speed  # noqa: 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": dict(comparison=comparison, losses=losses, claims=claims, retrieval=retrieval,
-                              attention=attention, speed=speed, gpu=gpu, kernels=kernels, settings=settings),
+                              weights=weights, attention=attention, speed=speed, gpu=gpu, kernels=kernels,
+                              settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.report.tables.markdown import NONE, files, folded, share, source, table
+from scripts.report.tables.markdown import NONE, files, folded, percent, share, source, table
 from scripts.shared.results import method_rows
 
 OPEN = 2048  # the length whose comparison is shown unfolded
@@ -79,3 +79,30 @@ def retrieval(only: str | None = None, folder: str = "") -> str:
         return NONE
     header = ["method", "tokens", "KV bytes / full", *tasks, "ppl code", "ppl prose"]
     return table(header, rows) + "\n\n" + "\n\n".join(sources)
+
+
+def weights() -> str:
+    """results/weights.json: what rounding the weights costs under some methods."""
+    out = []
+    for file, data in files("weights*.json"):
+        rows = [
+            [f"`{r['method']}`", r["weights"], share(r["needle_each"]), f"{r['perplexity_code']:.3f}",
+             f"{r['perplexity_prose']:.3f}", percent(r["greedy_agreement"]), f"{r['logits_off']:.4f}"]
+            for r in sorted(data["rows"], key=lambda r: r["method"])
+        ]  # fmt: skip
+        header = [
+            "method",
+            "weights",
+            "needles",
+            "perplexity, code",
+            "prose",
+            "greedy tokens as with the first",
+            "logits off",
+        ]
+        s = data["settings"]
+        out.append(table(header, rows))
+        out.append(
+            f"{s['length']} tokens; greedy: {data['rows'][0]['prompts']} prompts, {s['new']} tokens each. "
+            + source(file, data)
+        )
+    return "\n\n".join(out) or NONE

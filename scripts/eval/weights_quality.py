@@ -1,0 +1,134 @@
+"""What rounding the weights costs, under any methods: perplexity, needles, and greedy tokens that stay the same.
+
+    python scripts/eval/weights_quality.py                                       # the shipped model
+    python scripts/eval/weights_quality.py --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
+    python scripts/eval/weights_quality.py --out results/weights.json
+
+Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
+first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
+Samples are those of eval_retrieval.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from formats.shards import read_object as read_json  # noqa: E402
+from runtime import TINY, pick_device, set_threads  # noqa: E402
+from scripts.eval.eval_retrieval import Evaluation  # noqa: E402
+from scripts.shared.options import expand  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from weights import WeightFormat  # noqa: E402
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY))
+    a(
+        "--weights",
+        nargs="+",
+        default=["fp32", "int8", "int4"],
+        help="as of generate.py; others are held to the first",
+    )
+    a("--method", nargs="+", default=["full", "self_index", "sals"])
+    a("--length", type=int, default=1024, help="tokens of a needle's context, and of a text")
+    a("--samples", type=int, default=100, help="needles")
+    a("--texts", type=int, default=10, help="texts of each kind, for perplexity, and prompts that are continued")
+    a("--new", type=int, default=64, help="tokens that are continued, and over which perplexity is taken")
+    a("--batch-size", type=int, default=10)
+    a("--seed", type=int, default=1)
+    a("--device")
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--out", help="result file, e.g. results/weights.json; written after every kind of weights")
+    a("--json", action="store_true", help="print the result object")
+    opt = p.parse_args()
+    if min(opt.samples, opt.texts, opt.batch_size) < 1 or opt.new < 2:
+        raise InputError("--samples, --texts and --batch-size must be at least 1, --new at least 2")
+    limit = args_from_hf(read_json(Path(opt.checkpoint) / "config.json")).max_seq_len
+    if not 64 <= opt.length <= limit:
+        raise InputError(f"--length {opt.length} is not between 64 and the {limit} tokens of this model")
+    for weights in opt.weights:
+        WeightFormat.parse(weights)
+    opt.method = expand(opt.method, True)
+    check_out(opt.out)
+    set_threads(opt.threads)
+    return opt
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """The share of tokens before the first that differs, over all rows."""
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    return sum(same) / sum(map(len, ours))
+
+
+def measure(ev: Evaluation, opt: argparse.Namespace, firsts: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+    """A row a method, for the model's weights; firsts: tokens of the first weights, filled in if there are none."""
+    T, new = opt.length, opt.new
+    ev.setup({m: (m, {}) for m in opt.method}, T + max(64, new))
+    needles: dict[str, list[float]] = {m: [] for m in opt.method}
+    for part in ev.batches("needle", T, opt.samples, 0, new):
+        for m, values in part.items():
+            needles[m] += values
+    perplexity = ev.perplexity(T, opt.texts, new)
+    prompts = [
+        ids[i * T : i * T + T].tolist() for ids in ev.texts.values() for i in range(min(opt.texts, len(ids) // T))
+    ]
+    tokens: dict[str, list[list[int]]] = {m: [] for m in opt.method}
+    for i in tqdm(range(0, len(prompts), opt.batch_size), desc="greedy", leave=False):
+        rows = prompts[i : i + opt.batch_size]
+        for m, (out, _) in ev.run_rows(rows, [[] for _ in rows], new).items():
+            tokens[m] += out
+    first = {m: firsts.setdefault(m, tokens[m]) for m in opt.method}
+    return [
+        dict(method=m, needle=round(sum(needles[m]) / len(needles[m]), 4), needle_each=needles[m], **perplexity[m],
+             greedy_agreement=round(agreement(tokens[m], first[m]), 4), prompts=len(prompts))
+        for m in opt.method
+    ]  # fmt: skip
+
+
+@torch.inference_mode()
+def logits_of(ev: Evaluation, T: int) -> Tensor:
+    return ev.model(torch.tensor(ev.texts["prose"][None, :T], device=ev.device))[0].float()
+
+
+def main() -> None:
+    opt = parse_args()
+    device = pick_device(opt.device)
+    settings = {k: getattr(opt, k) for k in ("length", "samples", "texts", "new", "batch_size", "seed")}
+    data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings, rows=[])
+    firsts: dict[str, list[list[int]]] = {}
+    want = None
+    for weights in opt.weights:
+        model = load_checkpoint(opt.checkpoint, device, torch.float32, WeightFormat.parse(weights))
+        ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, False, opt.seed, model)
+        logits = logits_of(ev, opt.length)
+        want = logits if want is None else want
+        off = ((logits - want).std() / want.std()).item()
+        rows = [dict(weights=weights, logits_off=round(off, 5), **row) for row in measure(ev, opt, firsts)]
+        data["rows"] += rows
+        if opt.out:
+            write_json(opt.out, data)
+        if not opt.json:
+            for row in rows:
+                print(" ".join(f"{k}={v}" for k, v in row.items() if not isinstance(v, list)), flush=True)
+    if opt.json:
+        print(json.dumps(data))
+
+
+if __name__ == "__main__":
+    run_cli(main)
