@@ -64,7 +64,7 @@ def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
         static.append(all(isinstance(x, torch.Tensor) for x in inputs))  # a size that may change would be a number
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=backend, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **given: compile(f, backend=backend, **given))
     torch._dynamo.reset()
     args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
     model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
@@ -290,7 +290,7 @@ def test_further_turns_of_a_compiled_conversation_compile_nothing(monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr(torch, "compile", lambda f, mode, **options: compile(f, backend=backend, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **given: compile(f, backend=backend, **given))
     torch._dynamo.reset()
     talk = E.LLM(TINY, compile=True).conversation()
     assert len(graphs) == 1  # by the warm-up
