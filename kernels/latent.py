@@ -13,12 +13,13 @@ In decode, one kernel moves the token that leaves the ring, at the target ratio,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels import native
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.gather_attention import gather_rows
 from kernels.quantize import dequantize, quantize
 from kernels.tiles import dot, encode_groups, scale_zero
@@ -98,10 +99,13 @@ def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, value
     The token at pos - R leaves it for the store, at the target ratio. Where there is none yet, what its slot holds goes
     to one of the store's last slots: their tokens can never leave the ring.
     """
+    kernel: Any = None
     if use_triton(values):
-        torch.ops.kv_fast.append_token(
-            latents, values, pos, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), store.bits
-        )
+        kernel = torch.ops.kv_fast.append_token
+    elif use_native(values, values.shape[1]) and len(store.latents) == 2:
+        kernel = native.latent_append
+    if kernel is not None:
+        kernel(latents, values, pos, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), store.bits)
         return
     R, T = ring.latents[0].shape[1], store.latents[0].shape[1]
     row, slot = torch.arange(len(pos), device=pos.device), pos % R

@@ -23,11 +23,13 @@ to some 230 registers: one program a multiprocessor on an H100, two at tiles of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.latent import LatentTokens, read_tokens
 from kernels.quantize import WORDS
@@ -59,8 +61,13 @@ def latent_attention(
     the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
     None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
     """
-    if use_triton(q) or use_native(q, q.shape[2] // 2):  # halves are rotated
-        return torch.ops.kv_fast.latent_attention(
+    kernel: Any = None
+    if use_triton(q):
+        kernel = torch.ops.kv_fast.latent_attention
+    elif use_native(q, q.shape[2] // 2):  # halves are rotated
+        kernel = native.latent_attention
+    if kernel is not None:
+        return kernel(
             q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), pos, idx, count, cos, sin,
             ring.bits, store.bits,
         )  # fmt: skip
@@ -307,6 +314,6 @@ _lib.define(
     "Tensor lead, Tensor rest, Tensor v, Tensor? params, Tensor pos, Tensor? idx, Tensor? count, Tensor cos, "
     "Tensor sin, int ring_bits, int bits) -> Tensor"
 )
-_lib.impl("latent_attention", on_cpu(_launch, native.latent_attention), "CPU")
+_lib.impl("latent_attention", _launch, "CPU")
 _lib.impl("latent_attention", _launch, "CUDA")
 torch.library.register_fake("kv_fast::latent_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

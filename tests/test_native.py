@@ -29,9 +29,11 @@ from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
 from kernels.label_score import label_score
+from kernels.latent import LatentTokens, append_token
 from kernels.native import build, ops
 from kernels.packed_attention import packed_attention
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
+from kernels.quantize import unpack
 from kernels.select import budget_select, topk_select
 from kernels.sign_codes import lut_score
 
@@ -424,6 +426,41 @@ def test_latent_space_matrix(case, r_v):
 def rotated_at(x, angles):
     a, b = np.split(x, 2, -1)
     return np.concatenate((a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", (2, 4, 8, 16))
+def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
+    """As the torch version, to the bit but for codes on a rounding border: products are fused with sums here."""
+    gen, B, R, T, ranks, W, ring_bits = generator(bits), 2, 5, 20, (9, 8), 96, max(8, bits)
+
+    def empty(slots, widths, bits):
+        latents = tuple(torch.zeros(B + 1, slots, r, dtype=dtype) for r in widths)
+        if bits == 16:
+            return LatentTokens(latents, (torch.zeros(B + 1, slots, W, dtype=dtype),), bits)
+        packed = torch.zeros(B + 1, slots, W * bits // 8, dtype=torch.uint8)
+        return LatentTokens(latents, (packed, torch.zeros(B + 1, slots, W // 32, 2, dtype=torch.float16)), bits)
+
+    ours, theirs = ([empty(R, (30,), ring_bits), empty(T, ranks, bits)] for _ in range(2))
+    start = torch.tensor([0, 3])
+    for step in range(T - 4):
+        token = rand(gen, B, 30, dtype=dtype), rand(gen, B, W, dtype=dtype) * 10 ** (step % 3 - 1)
+        if step == 7:
+            token[1][:, :32] = 2.5  # a constant group
+        if step == 9:
+            token[1][0, 5] = 3e5  # more than fp16 holds
+        append_token(*ours, *token, start + step)
+        with torch_versions():
+            append_token(*theirs, *token, start + step)
+    for got, want in zip(ours, theirs, strict=True):
+        for x, y in zip((*got.latents, *got.values[1:]), (*want.latents, *want.values[1:]), strict=True):
+            assert torch.allclose(x.float(), y.float(), rtol=1e-3, atol=0)
+        if got.bits == 16:
+            assert torch.equal(got.values[0], want.values[0])
+        else:
+            x, y = (unpack(t.values[0], t.bits).int() for t in (got, want))
+            assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3
+    assert not ours[0].latents[0][B:].any() and not ours[1].values[0][B:].any(), "a row that is not of the batch"
 
 
 def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits, ring, listed, tables, H=2, D=32):

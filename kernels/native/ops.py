@@ -75,6 +75,17 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor",
         lambda q, labels, params, bits, pos: _scores(labels[: len(q)]),
     ),
+    "latent_append": (
+        "(Tensor latents, Tensor values, Tensor pos, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor(c!)? ring_params, "
+        "Tensor(d!) lead, Tensor(e!) rest, Tensor(f!) v, Tensor(g!)? params, int bits) -> ()",
+        lambda *args: None,
+    ),
+    "latent_attention": (
+        "(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Tensor? ring_params, Tensor lead, Tensor rest, "
+        "Tensor v, Tensor? params, Tensor pos, Tensor? idx, Tensor? count, Tensor cos, Tensor sin, int ring_bits, "
+        "int bits) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
     "linear": (
         "(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
         lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * VECTOR),
@@ -127,6 +138,15 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tenso
     return torch.ops.kv_fast_cpp.label_score(q, labels, params, bits, pos)
 
 
+def latent_append(*args: Any) -> None:
+    """See `append_token` of kernels/latent.py."""
+    torch.ops.kv_fast_cpp.latent_append(*args)
+
+
+def latent_attention(*args: Any) -> Tensor:
+    return torch.ops.kv_fast_cpp.latent_attention(*args)
+
+
 def linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
@@ -155,36 +175,6 @@ def quantized_attention(
     call("kvf_quantized_attention", is_bf16(q, k_whole, v_whole, *stored), k_bits, v_bits, int(channels), q,
          *buffers[0], *buffers[1], *at, out, *q.stride()[:2], B, H, Hq // H, D, k.shape[2], v.shape[2], sinks, held,
          *groups)  # fmt: skip
-    return out
-
-
-def latent_attention(
-    q: Tensor, basis: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None, lead: Tensor, rest: Tensor,
-    v: Tensor, params: Tensor | None, pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
-    ring_bits: int, bits: int,
-) -> Tensor:  # fmt: skip
-    """torch multiplies with the basis, as fast as the processor can; what follows would be a pass each in torch."""
-    (B, Hq, D), R, T = q.shape, *(x.shape[1] for x in (ring_k, lead))
-    if idx is None or count is None:  # the last R slots of a store never hold anything
-        K, count, parts = T - R, pos + 1 - R, [lead[:B, : T - R], rest[:B, : T - R]]
-    else:
-        K, idx, count = idx.shape[1], idx.contiguous(), count.contiguous()
-        at = (idx + torch.arange(B)[:, None] * T).flatten()
-        parts = [x.flatten(0, 1).index_select(0, at).unflatten(0, (B, K)) for x in (lead, rest)]
-    r, keys = lead.shape[2], q.new_empty(B * (R + K), basis.shape[1])
-    held, listed = keys.split((B * R, B * K))
-    torch.mm(ring_k[:B].flatten(0, 1), basis[: ring_k.shape[2]], out=held)
-    torch.mm(parts[0].flatten(0, 1), basis[:r], out=listed)
-    listed.addmm_(parts[1].flatten(0, 1), basis[r : r + rest.shape[2]])
-    buffers = (ring_v, ring_params, v, params)
-    assert all(x is None or x.is_contiguous() for x in (lead, rest, cos, sin, *buffers)) and q.stride(2) == 1
-    expect(torch.int64, pos, idx, count)
-    expect(torch.float32, cos, sin)
-    expect(torch.float16, ring_params, params)
-    out = q.new_empty(B, Hq, D)
-    H, pos = basis.shape[1] // D, pos.contiguous()
-    call("kvf_latent_attention", is_bf16(q, held), ring_bits, bits, q, held, listed, *buffers, pos, idx, count, cos,
-         sin, out, *q.stride()[:2], cos.stride(0) if len(cos) > 1 else 0, B, H, Hq // H, D, T, R, K)  # fmt: skip
     return out
 
 
