@@ -96,7 +96,7 @@ def weights() -> str:
             "needles",
             "perplexity, code",
             "prose",
-            "greedy tokens as with the first",
+            "greedy tokens kept",
             "logits off",
         ]
         s = data["settings"]
