@@ -190,17 +190,15 @@ class KVMethod(Storage):
         """
         q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         y = prefill_attention(q_rot, k_rot, v, self.shape.window)
-        if self.pre_rope:
-            self.compress(q, k, v, lengths)
-        else:
-            self.compress(q_rot, k_rot, v, lengths)
+        KVMethod.fill(self, q, k, q_rot, k_rot, v, lengths)  # a subclass's may be of more heads than came here
         return y
 
-    def fill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """`prefill` without its output, which with an exact prefill another cache of the same prompts has computed."""
-        if not self.pre_rope:
-            q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        self.compress(q, k, v, lengths)
+    def fill(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """`prefill` without its output, which with an exact prefill another cache of the same prompts has computed.
+
+        q and k before and after rotation.
+        """
+        self.compress(*((q, k) if self.pre_rope else (q_rot, k_rot)), v, lengths)
 
     def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""

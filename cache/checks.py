@@ -228,9 +228,9 @@ def check_fill(name: str, knobs: Knobs) -> str | None:
 
     def fill_alone(method: KVMethod) -> None:
         def prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-            method.fill(q, k, v, lengths)
-            rotate = method.rope.rotate_prompt
-            return prefill_attention(rotate(q), rotate(k), v, method.shape.window)
+            q_rot, k_rot = method.rope.rotate_prompt(q), method.rope.rotate_prompt(k)
+            method.fill(q, k, q_rot, k_rot, v, lengths)
+            return prefill_attention(q_rot, k_rot, v, method.shape.window)
 
         method.prefill = prefill  # type: ignore[method-assign]
 

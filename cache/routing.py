@@ -47,14 +47,14 @@ class Routed(KVMethod):
     def prefill(self, q, k, v, lengths):
         return self._by_head("prefill", super().prefill, q, k, v, lengths)
 
-    def fill(self, q, k, v, lengths):
+    def fill(self, q, k, q_rot, k_rot, v, lengths):
         if self.other is None:
-            super().fill(q, k, v, lengths)
+            super().fill(q, k, q_rot, k_rot, v, lengths)
         elif not self.n_own:
-            self.other.fill(q, k, v, lengths)
+            self.other.fill(q, k, q_rot, k_rot, v, lengths)
         else:
             fills: tuple[Callable[..., None], ...] = self.other.fill, super().fill
-            for run, (_, parts) in zip(fills, self._split(q, k, v), strict=True):
+            for run, (_, parts) in zip(fills, self._split(q, k, q_rot, k_rot, v), strict=True):
                 run(*parts, lengths)
 
     def decode(self, q, k, v, pos):

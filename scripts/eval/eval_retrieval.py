@@ -71,9 +71,10 @@ class Shared(KVMethod):
         self.members, self.rope, self.shape = members, members[0].rope, members[0].shape
 
     def prefill(self, q, k, v, lengths):
+        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         for m in self.members:
-            m.fill(q, k, v, lengths)
-        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v, self.shape.window)
+            m.fill(q, k, q_rot, k_rot, v, lengths)
+        return prefill_attention(q_rot, k_rot, v, self.shape.window)
 
 
 class Evaluation:
