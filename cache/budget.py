@@ -46,6 +46,17 @@ class TopP:
             return None
 
 
+def check_part(name: str, value: int | float) -> None:
+    """InputError unless a knob is a number from 1 on, or a share in (0, 1]: of channels or coordinates."""
+    if not (0 < value <= 1 if isinstance(value, float) else value >= 1):
+        raise InputError(f"{name} {value} is out of range: give a number >= 1, or a share in (0, 1]")
+
+
+def part_of(value: int | float, n: int) -> int:
+    """What such a knob stands for of n, at least 1; as a number it may be more than n."""
+    return max(1, round(value * n)) if isinstance(value, float) else value
+
+
 def budget_cap(budget: int | float, length: int) -> int:
     """The budget at a length, at most the length; at max_seq_len: the static number of slots it can ever need."""
     return min(length, math.ceil(budget * length - 1e-6) if isinstance(budget, float) else budget)

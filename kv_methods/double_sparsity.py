@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cache.base import knob
-from cache.budget import TopP
+from cache.budget import TopP, check_part
 from cache.labels import LabelCache
 from cache.selecting import Selecting
 from cache.statistic import Statistic
-from errors import InputError
 
 PRESETS = {
     "double_sparsity-12.5": dict(budget=0.125),  # Table 2, 1/8
@@ -64,8 +63,7 @@ class DoubleSparsity(Selecting):
 
         def __post_init__(self):
             super().__post_init__()
-            if not (0 < self.channels <= 1 if isinstance(self.channels, float) else self.channels >= 1):
-                raise InputError(f"channels {self.channels} is out of range: give a number >= 1, or a share in (0, 1]")
+            check_part("channels", self.channels)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

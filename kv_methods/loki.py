@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.base import knob
-from cache.budget import TopP
+from cache.budget import TopP, check_part, part_of
 from cache.selecting import Selecting
 from cache.statistic import Statistic, principal
 from errors import InputError
@@ -70,8 +70,7 @@ class Loki(Selecting):
 
         def __post_init__(self):
             super().__post_init__()
-            if not (0 < self.dims <= 1 if isinstance(self.dims, float) else self.dims >= 1):
-                raise InputError(f"dims {self.dims} is out of range: give a number >= 1, or a share in (0, 1]")
+            check_part("dims", self.dims)
 
     @classmethod
     def needs(cls, args):
@@ -80,7 +79,7 @@ class Loki(Selecting):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         H, D = shape.n_kv_head, shape.head_dim
-        self.d = max(1, round(args.dims * D)) if isinstance(args.dims, float) else args.dims
+        self.d = part_of(args.dims, D)
         if self.d > D:
             raise InputError(f"loki: {self.d} coordinates are more than the head_dim of {D}: lower dims")
         name = self.needs(args)[0].name

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, knob
-from cache.budget import TopP
+from cache.budget import TopP, check_part, part_of
 from cache.selecting import Selecting
 from errors import InputError
 from kernels.channel_score import channel_score
@@ -46,13 +46,12 @@ class SparQ(Selecting):
 
         def __post_init__(self):
             super().__post_init__()
-            if not (0 < self.channels <= 1 if isinstance(self.channels, float) else self.channels >= 1):
-                raise InputError(f"channels {self.channels} is out of range: give a number >= 1, or a share in (0, 1]")
+            check_part("channels", self.channels)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        self.r = max(1, round(args.channels * D)) if isinstance(args.channels, float) else args.channels
+        self.r = part_of(args.channels, D)
         if self.r > D:
             raise InputError(f"sparq: {self.r} channels do not fit in a head_dim of {D}: lower channels")
         if args.copies == 2:
