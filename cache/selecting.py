@@ -123,6 +123,10 @@ class Selecting(Dense):
         """What `scores` reads of one row and KV head, the newest token at pos."""
         return 0
 
+    def lists(self) -> int:
+        """How many selections a KV head makes: one, or with the knob heads="query" one for each of its query heads."""
+        return self.shape.n_head // self.shape.n_kv_head if getattr(self.args, "heads", "") == "query" else 1
+
     def chosen(self, pos: int) -> int:
         """Tokens attended, the newest at pos. A share p tells no number: those of the last step, before any the cap."""
         if self.p is not None and not self.taken.is_meta and (used := self.taken[self.taken > 0]).numel():
@@ -132,4 +136,4 @@ class Selecting(Dense):
     def traffic(self, pos):
         """What scoring reads, and the keys and values of the chosen tokens."""
         heads = self.shape.max_batch * self.shape.n_kv_head
-        return heads * (self.score_bytes(pos) + self.chosen(pos) * self.token_bytes())
+        return heads * (self.score_bytes(pos) + self.lists() * self.chosen(pos) * self.token_bytes())

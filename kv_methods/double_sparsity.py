@@ -87,8 +87,8 @@ class DoubleSparsity(Selecting):
 
     def score_bytes(self, pos):
         """Every label, once, or for each query head."""
-        alone = self.p is not None and self.args.heads == "group"
-        return (pos + 1) * self.label.token_bytes * (self.shape.n_head // self.shape.n_kv_head if alone else 1)
+        each = self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
+        return (pos + 1) * self.label.token_bytes * each
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv
@@ -96,5 +96,4 @@ class DoubleSparsity(Selecting):
         return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes + noted
 
     def traffic(self, pos):
-        each = self.shape.n_head // self.shape.n_kv_head if self.args.heads == "query" else 1
-        return super().traffic(pos) * each + self.label.constant_bytes
+        return super().traffic(pos) + self.label.constant_bytes

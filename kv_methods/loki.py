@@ -122,7 +122,4 @@ class Loki(Selecting):
         return (pos + 1 - self.chosen(pos)) * self.d * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        s, basis = self.shape, self.basis.numel() * self.basis.element_size()
-        each = s.n_head // s.n_kv_head if self.args.heads == "query" else 1
-        row = self.score_bytes(pos) + each * self.chosen(pos) * self.token_bytes()
-        return s.max_batch * s.n_kv_head * row + basis
+        return super().traffic(pos) + self.basis.numel() * self.basis.element_size()

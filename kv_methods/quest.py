@@ -105,19 +105,11 @@ class Quest(Selecting):
 
     # ---- accounting ----
 
-    def _lists(self):
-        """How many selections a KV head makes."""
-        return self.shape.n_head // self.shape.n_kv_head if self.args.heads == "query" else 1
-
     def score_bytes(self, pos):
-        each = self._lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
+        each = self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
         return each * self.pages_of(pos + 1) * self.token_bytes()  # both bounds of every page
 
     def chosen(self, pos):
         """The current page counted whole: at the end of a page it is."""
         forced = self.sink_pages + self.recent_pages + 1
         return min(pos + 1, max(self.pages_of(super().chosen(pos)), forced) * self.args.page)
-
-    def traffic(self, pos):
-        heads = self.shape.max_batch * self.shape.n_kv_head
-        return heads * (self.score_bytes(pos) + self._lists() * self.chosen(pos) * self.token_bytes())
