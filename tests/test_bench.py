@@ -26,7 +26,7 @@ from kv_methods.razor import Razor
 from model import random_transformer
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
-from scripts.eval import analyze, eval_retrieval, weights_quality
+from scripts.eval import analyze, eval_retrieval, evaluation, weights_quality
 from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
@@ -261,11 +261,11 @@ def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch):
     argv = ("--method", "full", "streaming", "--method-arg", "recent=16", "--lengths", 96, "--samples", 3, "--device",
             "cpu", "--text-samples", 2, "--batch-size", 1, "--decoded", 8, "--tasks", "needle,repeats")  # fmt: skip
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    texts = [d for d in eval_retrieval.collect(only_held_out=True) if d.held_out]
+    texts = [d for d in evaluation.collect(only_held_out=True) if d.held_out]
     few = [d for kind in ("code", "prose") for d in [d for d in texts if d.kind == kind][:8]]  # enough, and soon read
-    monkeypatch.setattr(eval_retrieval, "collect", lambda only_held_out: few)
+    monkeypatch.setattr(evaluation, "collect", lambda only_held_out: few)
     assert cli(eval_retrieval, *argv, "--out", whole)[0] == 0
-    run_rows, batches = eval_retrieval.Evaluation.run_rows, []
+    run_rows, batches = evaluation.Evaluation.run_rows, []
 
     def stops(self, *args):
         if len(batches) % 2:
@@ -274,7 +274,7 @@ def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch):
         batches.append("run")
         return run_rows(self, *args)
 
-    monkeypatch.setattr(eval_retrieval.Evaluation, "run_rows", stops)
+    monkeypatch.setattr(evaluation.Evaluation, "run_rows", stops)
     codes = [cli(eval_retrieval, *argv, "--resume", "--out", parts)[0] for _ in range(5)]
     assert codes == [130] * 4 + [0] and batches.count("run") == 5
     read = [json.loads(f.read_text()) for f in (whole, parts)]

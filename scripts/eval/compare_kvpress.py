@@ -30,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, check_range, run_cli  # noqa: E402
 from runtime import TINY, set_threads  # noqa: E402
-from scripts.eval.eval_retrieval import Evaluation  # noqa: E402
+from scripts.eval.evaluation import Evaluation  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress

@@ -26,7 +26,7 @@ from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
-from scripts.eval.eval_retrieval import Evaluation  # noqa: E402
+from scripts.eval.evaluation import Evaluation  # noqa: E402
 from scripts.shared.options import expand  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 from weights import WeightFormat  # noqa: E402
