@@ -61,7 +61,7 @@ def sals_bytes(T: int, target: float) -> list[str]:
 def palu_bytes(T: int, target: float) -> list[str]:
     """3 bits as long as they reach, as in the seed papers' rows; whole coordinates above."""
     ranks = [i / 8 for i in range(1, 9)]
-    return [f"palu,rank={r},bits=3" for r in ranks] + [f"palu,rank={r},bits=16" for r in ranks if r > 0.25]
+    return [f"palu,rank={r},bits=3" for r in ranks] + [f"palu,rank={r},bits=16" for r in ranks[2:]]
 
 
 def loki_reads(T: int, target: float) -> list[str]:

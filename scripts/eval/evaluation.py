@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from cache import evicting
 from cache.base import KVMethod
 from checkpoint import load_checkpoint
 from corpus import collect
@@ -41,9 +44,28 @@ class Shared(KVMethod):
 
     def prefill(self, q, k, v, lengths):
         q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        for m in self.members:
-            m.fill(q, k, q_rot, k_rot, v, lengths)
+        with once(evicting, "prefill_attention_mass"), once(evicting, "last_mass"):
+            for m in self.members:
+                m.fill(q, k, q_rot, k_rot, v, lengths)
         return prefill_attention(q_rot, k_rot, v, self.shape.window)
+
+
+@contextlib.contextmanager
+def once(module: ModuleType, name: str) -> Iterator[None]:
+    """A function of a module computes once what it is asked again of the same tensors: here, by all that evict."""
+    compute, known = getattr(module, name), {}
+
+    def look_up(*args, **kwargs):
+        key = tuple(id(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.items()))
+        if key not in known:
+            known[key] = args, compute(*args, **kwargs)  # with what it was asked of: an id is of a tensor that lives
+        return known[key][1]
+
+    setattr(module, name, look_up)
+    try:
+        yield
+    finally:
+        setattr(module, name, compute)
 
 
 class Evaluation:
