@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
 from hypothesis import settings
+
+from errors import run_cli
 
 # The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others each time.
 settings.register_profile("fixed", derandomize=True)
@@ -25,3 +28,16 @@ def _seed():
 def kernel_device() -> torch.device:
     """Where kernels are tested: natively if there is a GPU, interpreted otherwise."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Run a script's main in this process -> exit status, standard output, standard error."""
+
+    def call(script, *argv):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, argv)])
+        with pytest.raises(SystemExit) as e:
+            run_cli(script.main)
+        return (e.value.code or 0, *capsys.readouterr())
+
+    return call

@@ -21,7 +21,7 @@ from helps import helps
 from cache.calibration import Calibration
 from cache.spec import make_args, method_files
 from checkpoint import args_from_hf
-from errors import InputError, run_cli
+from errors import InputError
 from kv_methods.razor import Razor
 from model import random_transformer
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
@@ -55,19 +55,6 @@ def config(tmp_path):
     path = tmp_path / "shapes.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Run a script's main in this process -> exit status, standard output, standard error."""
-
-    def call(script, *argv):
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, argv)])
-        with pytest.raises(SystemExit) as e:
-            run_cli(script.main)
-        return (e.value.code or 0, *capsys.readouterr())
-
-    return call
 
 
 def attention(cli, config, *argv):
@@ -676,7 +663,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 14
+    assert len(scripts) == 15
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]

@@ -114,12 +114,12 @@ BY_AXIS = dict(kv=HELD, read=READ)
 class Sizes:
     """Bytes of settings, computed on the meta device: nothing is allocated."""
 
-    def __init__(self, ev: Evaluation):
-        self.batch = ev.batch
+    def __init__(self, model: Transformer, batch: int):
+        self.batch = batch
         with torch.device("meta"):
-            self.model = Transformer(ev.model.args)
-        self.model.kv_dtype = ev.model.kv_dtype or ev.model.dtype
-        self.model.calibration = ev.model.find_calibration()
+            self.model = Transformer(model.args)
+        self.model.kv_dtype = model.kv_dtype or model.dtype
+        self.model.calibration = model.find_calibration()
         self.full: dict[int, tuple[float, float]] = {}
 
     def of(self, spec: str, T: int) -> tuple[float, float]:
@@ -152,7 +152,8 @@ class Sizes:
 
 def settings(sizes: Sizes, opt: argparse.Namespace, T: int) -> tuple[list[dict], list[dict]]:
     """Cells (axis, target, method, spec, share) at one length, and those that cannot be."""
-    cells, missing = [], []
+    cells: list[dict] = []
+    missing: list[dict] = []
     for axis, targets in (("kv", opt.kv), ("read", opt.read)):
         for method in BY_AXIS[axis]:
             if opt.method and method not in opt.method:
@@ -226,8 +227,7 @@ def main() -> None:
     opt.dtype, opt.kv_dtype = opt.dtype or "fp32", opt.kv_dtype or "bf16"
     opt.text_samples, opt.decoded = 1, 2  # of tasks that are not run here
     model = load_model(opt, device)
-    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed, model)
-    sizes = Sizes(ev)
+    sizes = Sizes(model, opt.batch_size)
     chosen = {T: settings(sizes, opt, T) for T in opt.lengths}
     if opt.settings:
         for T, (cells, missing) in chosen.items():
@@ -243,6 +243,8 @@ def main() -> None:
     rows = {(r["seq_len"], r["method"]): r for r in old.get("rows", [])}  # `method` of a row is the whole spec
     data["missing"] = [m for _, missing in chosen.values() for m in missing]
     data["cells"] = [c for cells, _ in chosen.values() for c in cells]
+
+    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed, model)
 
     def save(T: int, part: dict[str, dict]) -> None:
         rows.update({(T, spec): r for spec, r in part.items()})
