@@ -18,9 +18,10 @@ PY := .venv/bin/python
 demo: .venv/runtime
 	$(PY) examples/compare.py
 
-# a process a core, and one thread in each: the tests are many and small
+# A process a core, and one thread in each: the tests are many and small. A file stays in one process: what its tests
+# share is made once.
 test: .venv/dev
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
 
 test-all: .venv/dev
 	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto

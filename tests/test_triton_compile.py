@@ -42,16 +42,16 @@ def sound(rows):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module")
-def main_kernels():
-    return compiled("--cc", "90", "--first", "1")
+@pytest.fixture(scope="module", params=[MODELS[-1], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[:-1])])
+def main_kernels(request):
+    """The main kernel of each file at the shapes of a model, Llama-3.1-8B always."""
+    return compiled("--cc", "90", "--first", "1", "--models", request.param)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_main_kernel_compiles_for_an_h100(main_kernels, file):
-    """At the shapes of Llama-2-7B and Llama-3.1-8B."""
     rows = [r for r in main_kernels if r["file"] == file]
-    assert {r["model"] for r in rows} == set(MODELS), f"{file}: aot lists no kernel"
+    assert rows, f"{file}: aot lists no kernel"
     sound(rows)
     for r in rows:
         assert max(map(int, r["loads"]), default=0) >= 4, (
