@@ -26,8 +26,8 @@ from kv_methods.razor import Razor
 from model import random_transformer
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
-from scripts.eval import analyze, eval_retrieval, evaluation, weights_quality
-from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
+from scripts.eval import analyze, equal_bytes, eval_retrieval, evaluation, weights_quality
+from scripts.report import plot_equal_bytes, plot_methods, plot_results, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
 from scripts.shared import options, timing
@@ -575,6 +575,13 @@ def test_plots(cli, config, tmp_path):
 
 def test_committed_results_can_be_drawn(cli, tmp_path):
     assert cli(plot_results, ROOT / "results" / "generate_cpu.json", "--out", tmp_path)[0] == 0
+    status, out, _ = cli(plot_equal_bytes, "--out", tmp_path, "--json")
+    assert status == 0 and [Path(f).name for f in json.loads(out)] == ["equal_bytes_kv.png", "equal_bytes_read.png"]
+
+
+def test_the_frontier_is_what_nothing_beats():
+    points = [(0.25, 50, "a"), (0.125, 50, "b"), (0.125, 40, "c"), (0.5, 90, "d"), (0.6, 80, "e"), (0.0625, 10, "f")]
+    assert plot_equal_bytes.frontier(points) == [(0.0625, 10, "f"), (0.125, 50, "b"), (0.5, 90, "d")]
 
 
 @pytest.mark.parametrize(
@@ -645,7 +652,7 @@ def test_wrong_use(cli, script, argv):
 
 WRITERS = [
     (bench_attention, "--out"), (bench_generate, "--out"), (eval_retrieval, "--out"), (analyze, "--out"),
-    (plot_methods, "--out"), (plot_training, "--out"), (train_tiny, "--run"),
+    (plot_methods, "--out"), (plot_training, "--out"), (train_tiny, "--run"), (equal_bytes, "--out"),
 ]  # fmt: skip
 
 
@@ -663,7 +670,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 15
+    assert len(scripts) == 16
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]

@@ -13,7 +13,7 @@ from scripts.report.tables.accuracy import TASKS, knobs
 from scripts.report.tables.markdown import files, percent, table
 from scripts.shared.results import method_rows
 
-TOKENS = 4096  # of the context that bytes and accuracy are of
+TOKENS = 2048  # of the context that bytes and accuracy are of
 LENGTH = 32768  # tokens in the cache that speed is of
 
 
