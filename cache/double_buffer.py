@@ -13,7 +13,8 @@ from kernels.rope import Rope
 
 
 class Half(Storage):
-    """One half of the double buffer: a layer's fetched tokens, idx [B, Hkv, K] (-1: none), k and v [B, Hkv, K, D]."""
+    """One half of the double buffer: the tokens that a layer asked for, idx [B, Hkv, K] (-1: none), and what came, k
+    and v [B, Hkv, K, D]. They are written beside the compute stream: read them after `await_rows`."""
 
     k: Tensor
     v: Tensor

@@ -14,9 +14,13 @@ multiply-add loaded values, and what bounds decode is memory.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
@@ -24,6 +28,7 @@ from kernels.splits import COMBINE_D, blocks_of, multiprocessors
 from kernels.tiles import LOG2_E, dot
 
 QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask to QUERY_BLOCK x (QUERY_BLOCK + window)
+CUDNN_FROM = 4096  # tokens of a prompt: cuDNN is faster on Hopper, but makes a plan for every length it has not seen
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -31,18 +36,48 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None
 
     q [B, Hq, S, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, S, D]. Scale 1/sqrt(D). K and V are not repeated.
     """
-    S, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    S, attend = q.shape[2], _attend_on(q)
     if window is None or window >= S:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return attend(q, k, v)
     out = torch.empty_like(q)
     for i in range(0, S, QUERY_BLOCK):
         j, lo = min(i + QUERY_BLOCK, S), max(0, i - window + 1)
         rows, cols = torch.arange(i, j, device=q.device)[:, None], torch.arange(lo, j, device=q.device)[None]
         mask = (cols <= rows) & (cols > rows - window)
-        out[:, :, i:j] = F.scaled_dot_product_attention(
-            q[:, :, i:j], k[:, :, lo:j], v[:, :, lo:j], attn_mask=mask, enable_gqa=grouped
-        )
+        out[:, :, i:j] = attend(q[:, :, i:j], k[:, :, lo:j], v[:, :, lo:j], mask)
     return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Under a mask [queries, keys] that is True where a query sees a key, or causal; by any version that torch has."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def _attend_on(q: Tensor) -> Callable[..., Tensor]:
+    """`_attend`, or on a GPU `fused_attention` by what the card has."""
+    if not q.is_cuda:
+        return _attend
+    card, long = torch.cuda.get_device_capability(q.device), q.shape[2] >= CUDNN_FROM
+    return functools.partial(fused_attention, flash=card >= (8, 0), cudnn=card >= (9, 0) and long)
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, flash: bool = True, cudnn: bool = False
+) -> Tensor:
+    """`_attend` on a GPU, never by the version of torch that writes all weights to memory: queries times keys of them.
+
+    FlashAttention takes groups of query heads, but neither fp32 nor a mask; the memory-efficient version takes both,
+    but no groups. There, a group's first heads go in one call, its second ones in another, and K and V stay as they
+    are. flash: whether the card has the former; cudnn: its version is tried first.
+    """
+    flash = flash and mask is None and q.dtype != torch.float32 and q.shape[3] <= 256
+    order = [SDPBackend.CUDNN_ATTENTION] * cudnn + [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    with sdpa_kernel(order, set_priority=True):
+        if flash or q.shape[1] == k.shape[1]:
+            return _attend(q, k, v, mask)
+        parts = [_attend(heads, k, v, mask) for heads in q.unflatten(1, (k.shape[1], -1)).unbind(2)]
+        return torch.stack(parts, 2).flatten(1, 2)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

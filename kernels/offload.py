@@ -30,27 +30,33 @@ PROGRAMS = 32  # of a fetch, whatever its size
 TILE_BYTES, MAX_ROWS = 8192, 64  # of K or V that a program has on the way
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
-_lib.define("await_rows(Tensor idx, Tensor(a!) out_k, Tensor(b!) out_v) -> ()")
+_lib.define(
+    "fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor after, "
+    "Tensor(a!) asked, Tensor(b!) out_k, Tensor(c!) out_v) -> ()"
+)
+_lib.define("await_rows(Tensor(a!) asked, Tensor(b!) out_k, Tensor(c!) out_v) -> ()")
 
 
-def fetch_rows(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+def fetch_rows(
+    host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
+) -> None:
     """Start to copy rows idx of K and V to the device, where they may be read after `await_rows`.
 
     host_k and host_v [>= B, H, T, D] from `host_buffer`, idx [B, H, K] int64, out_k and out_v [>= B, H, K, D]. A
     negative index asks for nothing: its row of the output may hold anything. What is fetched must have been written
-    before, and neither it nor idx may change until `await_rows`.
+    before, and may not change until `await_rows`. asked [>= B, H, K] int64 gets idx, and the copy reads it alone: a
+    compiled graph frees idx, a temporary of its own, while the copy is under way. It is a buffer that outlives a step.
+    after: any result of what last read the outputs; a compiled graph that fetched before it would copy them first.
     """
-    torch.ops.kv_fast.fetch_rows(host_k, host_v, idx, out_k, out_v)
+    torch.ops.kv_fast.fetch_rows(host_k, host_v, idx, after, asked, out_k, out_v)
 
 
-def await_rows(idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
-    """What is computed after this sees the rows that the last `fetch_rows` to these outputs asked for.
+def await_rows(asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    """What is computed after this from these three sees what the last `fetch_rows` to them brought.
 
-    idx is the one that was given to it: as an argument here, a compiled graph cannot reuse its memory before the copy
-    is done.
+    All are said to be written here: so a compiled graph reads them after it, and asks for more after that.
     """
-    torch.ops.kv_fast.await_rows(idx, out_k, out_v)
+    torch.ops.kv_fast.await_rows(asked, out_k, out_v)
 
 
 def fetched_attention(
@@ -128,10 +134,13 @@ def _flat_rows(idx: Tensor, T: int) -> Tensor:
     return (idx.clamp(min=0) + torch.arange(B * H, device=idx.device).view(B, H, 1) * T).flatten()
 
 
-def _fetch_rows_cpu(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
-    if use_triton(idx):
-        return launch(host_k, host_v, idx, out_k, out_v)
-    rows, into = _flat_rows(idx, host_k.shape[2]), (idx >= 0).flatten().nonzero()[:, 0]
+def _fetch_rows_cpu(
+    host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
+) -> None:
+    asked = asked[: len(idx)].copy_(idx)
+    if use_triton(asked):
+        return launch(host_k, host_v, asked, out_k, out_v)
+    rows, into = _flat_rows(asked, host_k.shape[2]), (asked >= 0).flatten().nonzero()[:, 0]
     for host, out in ((host_k, out_k), (host_v, out_v)):
         D = host.shape[-1]
         out.view(-1, D).index_copy_(0, into, host.view(-1, D).index_select(0, rows[into]))
@@ -151,37 +160,42 @@ def _arrival(device: torch.device, address: int) -> torch.cuda.Event:
     return torch.cuda.Event()
 
 
-def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+def _fetch_rows_cuda(
+    host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
+) -> None:
     """Nothing waits on the host, and only streams wait on streams: fork and join are captured into a CUDA graph.
 
-    The side stream waits for the compute stream as of now: idx is chosen, the layer that used this half of the double
-    buffer has attended, and its rows of K and V lie in host memory. From here on the compute stream goes on with the
-    layer before, and decode joins the side stream by the event recorded here (`await_rows`) before it attends.
+    The side stream waits for the compute stream as of now: `asked` is written, the layer that used this half of the
+    double buffer has attended, and its rows of K and V lie in host memory. From here on the compute stream goes on with
+    the layer before, and decode joins the side stream by the event recorded here (`await_rows`) before it attends.
     """
     side, B = _side_stream(idx.device), len(idx)
+    asked = asked[:B].copy_(idx)
     side.wait_stream(torch.cuda.current_stream(idx.device))
     with torch.cuda.stream(side):
-        # temporaries belong to the side stream's pool; all else is alive until `await_rows`: no record_stream is needed
-        if use_triton(idx):
-            launch(host_k, host_v, idx, out_k, out_v)
+        # temporaries belong to the side stream's pool; all else are buffers: no record_stream is needed
+        if use_triton(asked):
+            launch(host_k, host_v, asked, out_k, out_v)
         else:
-            rows = _flat_rows(idx, host_k.shape[2])
+            rows = _flat_rows(asked, host_k.shape[2])
             for host, out in ((host_k, out_k), (host_v, out_v)):
                 D = host.shape[-1]
                 torch.index_select(host.view(-1, D), 0, rows, out=out[:B].view(-1, D))
         _arrival(idx.device, out_k.data_ptr()).record(side)
 
 
-def _await_rows_cuda(idx: Tensor, out_k: Tensor, out_v: Tensor) -> None:
-    torch.cuda.current_stream(idx.device).wait_event(_arrival(idx.device, out_k.data_ptr()))
+def _await_rows_cuda(asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
+    torch.cuda.current_stream(asked.device).wait_event(_arrival(asked.device, out_k.data_ptr()))
 
 
 _lib.impl("fetch_rows", _fetch_rows_cpu, "CPU")
 _lib.impl("fetch_rows", _fetch_rows_cuda, "CUDA")
-_lib.impl("await_rows", lambda idx, out_k, out_v: None, "CPU")
+_lib.impl("await_rows", lambda asked, out_k, out_v: None, "CPU")
 _lib.impl("await_rows", _await_rows_cuda, "CUDA")
-torch.library.register_fake("kv_fast::fetch_rows", lambda host_k, host_v, idx, out_k, out_v: None, lib=_lib)
-torch.library.register_fake("kv_fast::await_rows", lambda idx, out_k, out_v: None, lib=_lib)
+torch.library.register_fake(
+    "kv_fast::fetch_rows", lambda host_k, host_v, idx, after, asked, out_k, out_v: None, lib=_lib
+)
+torch.library.register_fake("kv_fast::await_rows", lambda asked, out_k, out_v: None, lib=_lib)
 
 
 # ---- host memory ----

@@ -115,9 +115,8 @@ class DoubleSparsityOffload(KVMethod):
         return torch.where(slot < count[..., None], idx, -1)
 
     def fetch(self, q, pos):
-        idx = self.fetched.idx[: len(pos)]
-        idx.copy_(self.choose(q, pos))
-        fetch_rows(self.host_k, self.host_v, idx, self.fetched.k, self.fetched.v)
+        half = self.fetched
+        fetch_rows(self.host_k, self.host_v, self.choose(q, pos), q, half.idx, half.k, half.v)
 
     def prefetch(self, q_hat, pos):
         self.fetch(self.rope.rotate(q_hat, pos), pos)
@@ -126,13 +125,14 @@ class DoubleSparsityOffload(KVMethod):
         """What was fetched ahead, or with the true query what is fetched now."""
         if not self.predicts:
             self.fetch(q, pos)
-        idx = self.fetched.idx[: len(pos)]
+        half = self.fetched
+        await_rows(half.idx, half.k, half.v)
+        idx = half.idx[: len(pos)]
         return idx, (idx >= 0).sum(-1)
 
     def attend(self, q, idx, count, pos):
         """Exact attention over the fetched tokens and the ring, which holds the current one."""
         half = self.fetched
-        await_rows(idx, half.k, half.v)
         return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
     def attended(self, q, idx, count, pos):

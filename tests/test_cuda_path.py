@@ -176,7 +176,7 @@ def gpu(monkeypatch):
     )
     splits.multiprocessors.cache_clear()
     if not torch.cuda.is_available():
-        card = SimpleNamespace(multi_processor_count=splits.ASSUMED_SMS)
+        card = SimpleNamespace(multi_processor_count=splits.ASSUMED_SMS, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
         monkeypatch.setattr("runtime.available_memory", lambda device: 80 << 30)
     # streams and addresses are of real things

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import causal_attention, snapkv
+from torch.backends.cuda import cudnn_sdp_enabled
+from torch.nn.attention import SDPBackend
 
 from kernels import dense_attention
 from kernels.dense_attention import decode_attention, masked_attention, prefill_attention
@@ -203,6 +208,42 @@ def test_prefill_attention_is_the_loop(window, block, monkeypatch):
     q, k, v = rand(0, 2, 6, 23, 32), rand(1, 2, 2, 23, 32), rand(2, 2, 2, 23, 32)
     want = causal_attention(*(x.double().numpy() for x in (q, k, v)), window)
     assert np.abs(prefill_attention(q, k, v, window).double().numpy() - want).max() < 1e-5
+
+
+CARDS = {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0)}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("window", (None, 7))
+@pytest.mark.parametrize("kv_heads", (2, 6))
+def test_on_a_gpu_no_prompt_is_quadratic_in_memory(kv_heads, window, dtype, card, monkeypatch):
+    """Torch is asked for what its fused kernels take alone, with its plain version closed to it. So is the CPU's."""
+    attend = dense_attention._attend_on
+    fake = SimpleNamespace(is_cuda=True, device=None, shape=(2, 6, 23, 32))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: CARDS[card])
+    monkeypatch.setattr(dense_attention, "CUDNN_FROM", 23)
+    monkeypatch.setattr(dense_attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(dense_attention, "_attend_on", lambda q: attend(fake))
+    real, calls, cudnn = F.scaled_dot_product_attention, [], int(SDPBackend.CUDNN_ATTENTION)
+
+    def fused(q, k, v, mask=None, is_causal=False, enable_gqa=False):
+        """What torch's kernels take: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+        assert not torch.backends.cuda.math_sdp_enabled()
+        assert (torch._C._get_sdp_priority_order()[0] == cudnn) == (card == "H100") == cudnn_sdp_enabled()
+        grouped = q.shape[1] != k.shape[1]
+        flash = card != "T4" and dtype == torch.bfloat16 and mask is None
+        assert enable_gqa == grouped and is_causal == (mask is None) and (flash or not grouped)
+        calls.append(k.untyped_storage().data_ptr())
+        return real(q, k, v, mask, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
+    q, k, v = (x.to(dtype) for x in (rand(0, 2, 6, 23, 32), *(rand(i, 2, kv_heads, 23, 32) for i in (1, 2))))
+    want = causal_attention(*(x.double().numpy() for x in (q, k, v)), window)
+    got = prefill_attention(q, k, v, window)
+    assert got.shape == q.shape and got.dtype == dtype
+    assert np.abs(got.double().numpy() - want).max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert calls and set(calls) == {k.untyped_storage().data_ptr()}, "keys are read where they are"
 
 
 def test_decode_attention_registers_as_an_operator():

@@ -13,7 +13,7 @@ from test_contract import TOL, check_poison, check_second_turn, method_class, pr
 
 from kernels import oja
 from kernels.lowrank import launch, lowrank_attention, split_counts
-from kernels.oja import change_basis, oja_step, orthonormalize
+from kernels.oja import change_basis, cholesky_qr, oja_step, orthonormalize
 from scripts.report.kernels.lowrank import account
 from tests.compiling import compiled
 
@@ -201,6 +201,25 @@ def test_change_basis(side_by_side):
     expected = (lat.double() @ old.double().mT) @ new.double()
     change_basis(lat, old, new)
     assert torch.allclose(lat.double(), expected, atol=1e-5, equal_nan=True)
+
+
+def test_orthonormal_without_the_host():
+    """What a GPU does, against QR in fp64: bases of any condition that fp32 can hold; dependent columns stay finite."""
+    D, r = 96, 58
+    turn = torch.linalg.qr(rand(5, 3, r, r).double()).Q
+    for digits in (0, 1, 4, 7):
+        basis = (torch.linalg.qr(rand(6, 3, D, r).double()).Q * torch.logspace(0, -digits, r).double()) @ turn
+        basis = (1e3 * basis).float()
+        want = orthonormalize(basis.double().cpu())
+        got = cholesky_qr(basis)
+        assert got.dtype == torch.float32 and (got.cpu() - want).abs().max() < 2e-7, digits
+        assert (orthonormalize(basis).cpu() - want).abs().max() < 2e-7 * max(10, 10**digits)
+    basis[..., 5], basis[..., 7] = basis[..., 2], 0
+    got = cholesky_qr(basis)
+    kept = [i for i in range(r) if i not in (5, 7)]
+    assert got.isfinite().all() and got.norm(dim=1).max() < 1 + 1e-6
+    q = got[..., kept].double()
+    assert (q.mT @ q - torch.eye(len(kept), dtype=torch.float64, device=q.device)).abs().max() < 1e-6
 
 
 def test_one_token_does_not_take_the_basis_over():

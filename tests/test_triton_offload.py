@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
 
+from cache.harness import Decoder, Sizes
+from cache.step_checks import step_code
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
 from scripts.report.kernels.offload import account
@@ -92,13 +97,58 @@ def test_fetch_matrix(case, programs, rows):
     copies(case, programs, rows)
 
 
+def fetch_problem():
+    sources, idx = host(3, 2, 2, 40, 64, torch.float32), randint(3, -1, 40, 2, 2, 9)
+    asked = torch.full((3, 2, 9), -5, device=DEVICE)
+    return sources, idx, asked, [torch.full((3, 2, 9, 64), 7.0, device=DEVICE) for _ in "kv"]
+
+
 def test_fetch_and_await(triton_backend):
     """Through the registered operators, with the grid of launches."""
-    sources, idx = host(3, 2, 2, 40, 64, torch.float32), randint(3, -1, 40, 2, 2, 9)
-    outs = [torch.full((3, 2, 9, 64), 7.0, device=DEVICE) for _ in "kv"]
-    fetch_rows(*sources, idx, *outs)
-    await_rows(idx, *outs)
+    sources, idx, asked, outs = fetch_problem()
+    fetch_rows(*sources, idx, idx, asked, *outs)
+    await_rows(asked, *outs)
     check_copy(sources, idx, outs, 7.0)
+    assert torch.equal(asked[:2], idx) and asked[2:].eq(-5).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_the_side_stream_reads_no_temporary(backend, monkeypatch):
+    """What runs on it sees memory that was freed, and taken by others, since it was asked for."""
+    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    (k, v), idx, asked, outs = fetch_problem()
+    wanted = idx.clamp_(min=0).clone()
+
+    @contextlib.contextmanager
+    def side_stream(stream):
+        idx.fill_(39)
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "stream", side_stream)
+    monkeypatch.setattr(offload, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(offload, "_arrival", lambda device, address: SimpleNamespace(record=lambda stream: None))
+    offload._fetch_rows_cuda(k, v, idx, idx, asked, *outs)
+    check_copy((k, v), wanted, outs, 7.0)
+
+
+def test_a_compiled_step_fetches_between_buffers():
+    """In inductor's code, every fetch copies between graph inputs, which nobody frees, and none is asked for before
+    the last one of its half of the double buffer was awaited. Three layers: two of them use one half by turns."""
+    model, n_layer = Decoder(Sizes(n_layer=3)), 3
+    model.setup_cache("flexgen", 2, 32, recent=4)
+    run(model, [prompt(9), prompt(9)], 1)
+    code = step_code(model, torch.tensor([1, 2]), torch.tensor([10, 10]))
+    calls = re.findall(r"kv_fast\.(fetch|await)_rows\.default\((.*)\)", code)
+    under_way = set()
+    for what, args in calls:
+        args = re.sub(r"reinterpret_tensor\((\w+),[^()]*(\([^()]*\)[^()]*)*\)", r"\1", args).split(", ")
+        half, sources = args[-3:], args[:2] if what == "fetch" else []
+        assert all(re.fullmatch(r"arg\d+_1", x) for x in sources + half), f"{what}: temporaries among {args}"
+        assert (what == "await") == (tuple(half) in under_way)
+        under_way ^= {tuple(half)}
+    assert [what for what, _ in calls].count("fetch") == n_layer and not under_way
 
 
 def test_bytes_on_the_way():
