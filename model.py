@@ -26,7 +26,7 @@ from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
-from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
+from weights import DENSE, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = args.n_head, args.n_kv_head, args.head_dim
         self.window = args.window(layer)
-        self.wqkv = nn.Linear(args.dim, (args.n_head + 2 * args.n_kv_head) * args.head_dim, bias=args.qkv_bias)
-        self.wo = nn.Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
+        self.wqkv = Linear(args.dim, (args.n_head + 2 * args.n_kv_head) * args.head_dim, bias=args.qkv_bias)
+        self.wo = Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
 
@@ -163,8 +163,8 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.w13 = nn.Linear(args.dim, 2 * args.ffn_dim, bias=args.mlp_bias)  # gate and up
-        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=args.mlp_bias)
+        self.w13 = Linear(args.dim, 2 * args.ffn_dim, bias=args.mlp_bias)  # gate and up
+        self.w2 = Linear(args.ffn_dim, args.dim, bias=args.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, -1)
@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         self.tok_embeddings: Any = nn.Embedding(args.vocab_size, args.dim)
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.output = Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
@@ -413,11 +413,6 @@ def empty_transformer(
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
                    "more memory")  # fmt: skip
     model.to_empty(device=device)
-    if device.type == "cpu":
-        # [in, out] in memory: BLAS is up to twice as fast on the one-row products of decoding (measured with MKL, fp32)
-        for m in model.modules():
-            if isinstance(m, nn.Linear):
-                m.weight = nn.Parameter(torch.empty_like(m.weight.t(), memory_format=torch.contiguous_format).t())
     if args.tie_embeddings and not how:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     return model
@@ -432,7 +427,7 @@ def random_transformer(
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                fill_normal((p if p.is_contiguous() else p.t()).view(-1), 0.02, gen)
+                fill_normal(p.view(-1), 0.02, gen)
             elif name.endswith("bias"):
                 p.zero_()
             else:

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from errors import InputError
 from formats.codes import Codes
-from kernels.linear import ROWS, WORD, dequantize, interleave, pack_bits, packed_linear, separate, unpack_bits
+from kernels.linear import (
+    ROWS,
+    WORD,
+    dense_linear,
+    dequantize,
+    interleave,
+    pack_bits,
+    packed_linear,
+    separate,
+    unpack_bits,
+)
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
@@ -84,6 +94,13 @@ def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
 
 
 # ---- modules ----
+
+
+class Linear(nn.Linear):
+    """A linear layer of weights in the compute dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dense_linear(x, self.weight, self.bias)
 
 
 class PackedLinear(nn.Module):
@@ -209,7 +226,7 @@ def first_outputs(linear: nn.Module, x: Tensor, n: int) -> Tensor:
     if isinstance(linear, PackedLinear):
         return linear.first(x, n)
     bias = linear.bias
-    return F.linear(x, linear.weight[:n], None if bias is None else bias[:n])  # type: ignore[index]
+    return dense_linear(x, linear.weight[:n], None if bias is None else bias[:n])  # type: ignore[index]
 
 
 def pack(model: nn.Module, how: WeightFormat, device: torch.device) -> None:

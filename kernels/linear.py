@@ -59,7 +59,18 @@ def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: i
     return ((grouped - offset) * scale.float()[..., None]).flatten(1)
 
 
-# ---- the product ----
+# ---- the products ----
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
+
+    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them (results/TUNING.md).
+    """
+    here = x.numel() < MANY * x.shape[-1] and weight.dtype == x.dtype and weight.is_contiguous()
+    if here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x):
+        return native.dense_linear(x.flatten(0, -2).contiguous(), weight, bias).unflatten(0, x.shape[:-1])
+    return F.linear(x, weight, bias)
 
 
 def packed_linear(

@@ -77,6 +77,18 @@ def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
         assert static == [True] * graphs
 
 
+@pytest.mark.slow
+def test_compiled_steps_of_several_caches_do_not_mix(tiny):
+    """A step checks its arguments alone: it must never be handed the cache of another."""
+    prompt = tiny[1].encode("import os\n" * 20, bos=True)
+    specs, tokens = ("full", "streaming,recent=64", "full", "self_index,budget=96"), {}
+    for compile in (False, True):
+        llms = [E.LLM(TINY, method=m, compile=compile) for m in specs]
+        tokens[compile] = [llm.generate([prompt], 16)[0].tokens for _ in range(2) for llm in llms]
+        tokens[compile] += [llms[0].use(m).generate([prompt] * 2, 16)[1].tokens for m in specs[1:]]
+    assert tokens[True] == tokens[False]
+
+
 # in every run one method of each archetype; the contract has all of them, on a smaller model
 @pytest.mark.parametrize(
     "method",

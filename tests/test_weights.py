@@ -21,10 +21,11 @@ from engine import LLM
 from errors import InputError
 from formats import open_checkpoint
 from kernels import linear as K
+from kernels import native
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
-from weights import Codes, PackedLinear, WeightFormat, first_outputs, quantize
+from weights import Codes, Linear, PackedLinear, WeightFormat, first_outputs, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
 
@@ -82,6 +83,28 @@ def test_products_are_float64s(backend, data):
         group, symmetric = n if bits == 16 else d(group, n), bits == 8 or d(True, False)
         seed, bias = data.draw(st.integers(0, 99)), d(True, False)
         check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_products_with_weights_as_they_are(data):
+    """In C++: any rows and outputs, and a row of x gives what it gives alone, to the bit."""
+    d = lambda *args: data.draw(st.sampled_from(args))  # noqa: E731
+    rows, out, n, dtype = d(1, 2, 3, 4, 7, 8, 17, 31), d(1, 3, 4, 66, 300), d(16, 48, 272, 1040), d(*native.DTYPES)
+    gen = torch.Generator().manual_seed(rows * out + n)
+    x, w, b = (torch.randn(*size, generator=gen).to(dtype) for size in ((rows, n), (out, n), (out,)))
+    want = x.double() @ w.double().T + b.double()
+    with torch.no_grad():
+        got, alone = K.dense_linear(x, w, b), K.dense_linear(x[-1:], w, b)
+    assert native.available() and got.dtype == dtype and torch.equal(got[-1:], alone)
+    error = (got.double() - want).abs().max() / want.abs().max()
+    assert error < (2e-6 if dtype == torch.float32 else 8e-3), error
+
+
+def test_gradients_flow_through_weights_as_they_are():
+    layer, x = Linear(16, 3), torch.ones(2, 16)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((3, 16), 2.0))
 
 
 def test_a_prompt_takes_tiles():

@@ -127,12 +127,7 @@ int64_t entries_of(int64_t codes) { return (codes + 7) / 8 * 8 * L; }  // of a t
 template <class T> void mean_of_group(const T* q, int64_t head, int64_t G, int64_t D, float* out) {
     std::fill(out, out + D, 0.0f);
     for (int64_t g = 0; g < G; g++)
-        for (int64_t d = 0; d < D; d++) {
-            float x;
-            if constexpr (sizeof(T) == 4) x = q[g * head + d];
-            else { uint32_t bits = (uint32_t)q[g * head + d].bits << 16; std::memcpy(&x, &bits, 4); }
-            out[d] += x;
-        }
+        for (int64_t d = 0; d < D; d++) out[d] += load_one(q + g * head + d);
     for (int64_t d = 0; d < D; d++) out[d] /= G;
 }
 
@@ -171,6 +166,17 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
                 table[group * n + c * L + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
     }
     return looked_up(q, table.data(), B, H, labels, params, total.data(), pos, {});
+}
+
+Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
+    int64_t M = x.size(0), n = x.size(1), out = weight.size(0);
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(weight) && lies_whole(bias), "x and the weight must be contiguous");
+    STD_TORCH_CHECK(weight.size(1) == n && n % L == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
+    Tensor y = like(x, {M, out});
+    int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
+    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr, y.data_ptr(), M, n, out,
+                     threads());
+    return y;
 }
 
 Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bias, int64_t bits) {
@@ -257,6 +263,7 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("select", TORCH_BOX(&select_tokens));
     lib.impl("lut_score", TORCH_BOX(&lut_score));
     lib.impl("label_score", TORCH_BOX(&label_score));
+    lib.impl("dense_linear", TORCH_BOX(&dense_linear));
     lib.impl("linear", TORCH_BOX(&packed_linear));
     lib.impl("latent_append", TORCH_BOX(&latent_append));
     lib.impl("latent_attention", TORCH_BOX(&latent_attention));

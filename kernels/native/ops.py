@@ -86,6 +86,10 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "int bits) -> Tensor",
         lambda q, *rest: q.new_empty(q.shape),
     ),
+    "dense_linear": (
+        "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+        lambda x, weight, bias: x.new_empty(len(x), len(weight)),
+    ),
     "linear": (
         "(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
         lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * VECTOR),
@@ -145,6 +149,11 @@ def latent_append(*args: Any) -> None:
 
 def latent_attention(*args: Any) -> Tensor:
     return torch.ops.kv_fast_cpp.latent_attention(*args)
+
+
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Few rows of x [M, in] and weight [out, in] as it is; all of one dtype."""
+    return torch.ops.kv_fast_cpp.dense_linear(x, weight, bias)
 
 
 def linear(

@@ -29,6 +29,11 @@ vf load(const bf16* p) {
     typedef uint16_t half_vector __attribute__((vector_size(32)));
     return (vf)(__builtin_convertvector(load_as<half_vector>(p), vu) << 16);
 }
+float load_one(const float* p) { return *p; }
+float load_one(const bf16* p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    float x; std::memcpy(&x, &bits, 4); return x;
+}
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 void store(bf16* p, vf x) {  // to nearest, ties to even
     vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
