@@ -69,16 +69,16 @@ class Coordinates(Storage):
         N, width = shape.n_kv_head // s, s * shape.head_dim
         if basis is not None and bits < 16:  # Section 4.3: the matrix is folded into the weights
             basis = basis @ hadamard_matrix(rank)
-        self.basis = self.constant("u", (N, width, rank), basis, torch.float32)
+        self.basis = self.constant("u", (N, width, rank), basis)  # in the dtype of the cache, as weights are
         self.bias = self.constant("bias", (N, width), bias, torch.float32)
         self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
-        self.fixed_bytes = 4 * N * width * (rank + 1)
+        self.fixed_bytes = N * width * (rank * shape.dtype.itemsize + 4)
 
     def put(self, x, at):
         """Tokens [B, Hkv, n, D] before rotation to slots `at`, an index of [B, N, T]."""
         N, width, _ = self.basis.shape
         x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
-        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.basis).to(x.dtype))
+        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.basis.float()).to(x.dtype))
 
     def restored(self, B: int, n: int):
         """The first n tokens in the clear, fp32 [B, Hkv, n, D]."""

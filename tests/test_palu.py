@@ -7,11 +7,15 @@ import pytest
 import torch
 from oracle_quantized import hadamard, through_bits
 from oracles import attention, causal_attention, rotate
+from torch.utils._pytree import tree_map
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
 from cache.statistic import Tokens
 from errors import InputError
+from kernels import native
+from kernels.group_attention import group_attention
+from kernels.quantize import quantize
 from model import ModelArgs
 
 DIM = 80  # of the model's stream
@@ -140,3 +144,63 @@ def test_bytes_are_those_of_the_paper(name, share):
 def test_groups_that_do_not_divide_are_refused():
     with pytest.raises(InputError, match="groups of 4 heads do not divide the 6"):
         setting({}, (1, 6, 32), (4,), 1)
+
+
+# ---- the operator: C++ and Triton against torch ----
+
+OPERATOR = [  # bits, groups, KV heads a group, g, D, r, T, positions
+    (16, 2, 4, 4, 64, 96, 70, (0, 69)),
+    (3, 1, 2, 3, 32, 32, 40, (33,)),
+    (4, 2, 1, 1, 128, 64, 600, (31, 599)),
+    (2, 1, 2, 2, 96, 160, 50, (49,)),
+    (8, 1, 4, 1, 32, 128, 33, (32,)),
+]
+
+
+def operands(bits, groups, s, g, d, r, T, places, dtype=torch.float32):
+    """Of `group_attention`, with NaN in what was not written."""
+    gen, B = torch.Generator().manual_seed(bits), len(places)
+    pos, width = torch.tensor(places), s * d
+    stored = []
+    for _ in "kv":
+        x = torch.randn(B + 1, groups, T, r, generator=gen)
+        parts = quantize(x, bits, group=r) if bits < 16 else (x.to(dtype),)
+        for b, p in enumerate(places):
+            parts[-1][b, :, p + 1 :] = torch.nan
+        stored.append(parts)
+    bases = [torch.linalg.qr(torch.randn(groups, width, r, generator=gen))[0].contiguous().to(dtype) for _ in "kv"]
+    biases = [torch.randn(groups, width, generator=gen) for _ in "kv"]
+    angles = torch.rand(1 if T % 2 else B, T, d // 2, generator=gen) * 6
+    q = torch.randn(B, groups * s * g, d, generator=gen).to(dtype)
+    return q, *stored, bits, *bases, *biases, pos, angles.cos(), angles.sin()
+
+
+def check_operator(case, dtype, backend, monkeypatch, device="cpu"):
+    given = operands(*case, dtype=dtype)
+    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    want = group_attention(*given).float()
+    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    got = group_attention(*tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, given)).float().cpu()
+    assert (got - want).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("case", OPERATOR, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_cpp_is_torch(case, dtype, monkeypatch):
+    """In bf16 by the processor's matrix unit, where it has one."""
+    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
+    if not native.available():
+        pytest.skip("no C++ compiler")
+    check_operator(case, dtype, "", monkeypatch)
+
+
+@pytest.mark.parametrize("case", [c if c[0] in (2, 3) else pytest.param(c, marks=pytest.mark.slow) for c in OPERATOR],
+                         ids=str)  # fmt: skip
+def test_triton_is_torch(case, kernel_device, monkeypatch):
+    check_operator(case, torch.float32, "triton", monkeypatch, kernel_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPERATOR, ids=str)
+def test_triton_is_torch_in_bf16(case, kernel_device, monkeypatch):
+    check_operator(case, torch.bfloat16, "triton", monkeypatch, kernel_device)

@@ -8,11 +8,13 @@ compiler a note says so, once, and the torch versions run.
 from kernels.native.build import available
 from kernels.native.ops import (
     DTYPES,
+    RANKS,
     VECTOR,
     channel_score,
     decode_attention,
     dense_linear,
     gather_attention,
+    group_attention,
     head_scores,
     label_score,
     latent_append,
@@ -31,12 +33,14 @@ from kernels.native.pages import in_huge_pages
 
 __all__ = [
     "DTYPES",
+    "RANKS",
     "VECTOR",
     "available",
     "channel_score",
     "decode_attention",
     "dense_linear",
     "gather_attention",
+    "group_attention",
     "head_scores",
     "in_huge_pages",
     "label_score",

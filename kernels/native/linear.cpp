@@ -273,7 +273,7 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
             else dense_tile<1, TILE_ROWS>(w + o * in, at, in, fetch, part);
             for (int k = 0; k < done; k++, m++) {
                 vf z = load_some<vf>(part + k * R, R);
-                if (bias) for (int r = 0; r < R; r++) z[r] += load_one(bias + o + r);
+                if (bias) for (int r = 0; r < R; r++) z[r] += number(bias[o + r]);
                 T last[L];
                 store(last, z);
                 std::copy(last, last + R, y + m * out + o);

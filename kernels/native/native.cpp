@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "attention.cpp"
+#include "group_attention.cpp"
 #include "latent.cpp"
 #include "latent_attention.cpp"
 #include "linear.cpp"

@@ -127,7 +127,7 @@ int64_t entries_of(int64_t codes) { return (codes + 7) / 8 * 8 * L; }  // of a t
 template <class T> void mean_of_group(const T* q, int64_t head, int64_t G, int64_t D, float* out) {
     std::fill(out, out + D, 0.0f);
     for (int64_t g = 0; g < G; g++)
-        for (int64_t d = 0; d < D; d++) out[d] += load_one(q + g * head + d);
+        for (int64_t d = 0; d < D; d++) out[d] += number(q[g * head + d]);
     for (int64_t d = 0; d < D; d++) out[d] /= G;
 }
 
@@ -252,6 +252,27 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     return out;
 }
 
+Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_params, Tensor k_basis, Tensor v_basis,
+                       Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int64_t bits) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), groups = k.size(1), R = k_basis.size(2);
+    int64_t s = k_basis.size(1) / D, G = Hq / (groups * s);
+    for (auto x : {&k, &v, &k_basis, &v_basis, &k_bias, &v_bias, &cos, &sin})
+        STD_TORCH_CHECK(lies_whole(*x), "caches, bases and tables must be contiguous");
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && q.stride(2) == 1, "caches must be contiguous");
+    int64_t half = is_bf16({&q, &k_basis, &v_basis});
+    if (bits == 16) is_bf16({&q, &k, &v});
+    else bytes(k, "k"), bytes(v, "v");
+    pos = whole(pos);
+    Tensor out = like(q, {B, Hq, D}), mean = like(q, {B, Hq, R}, ScalarType::Float);
+    if (B)
+        kvf_group_attention(half, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), v.data_ptr(),
+                            halves(v_params, "v_params"), k_basis.data_ptr(), v_basis.data_ptr(), floats(k_bias, "k_bias"),
+                            floats(v_bias, "v_bias"), ints(pos, "pos"), floats(cos, "cos"), floats(sin, "sin"),
+                            (float*)mean.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1),
+                            cos.size(0) > 1 ? cos.stride(0) : 0, B, groups, s, G, D, k.size(2), R, bits, threads());
+    return out;
+}
+
 }  // namespace
 
 extern "C" void kvf_register() {  // they stay registered until the next library is loaded, and it registers its own
@@ -264,6 +285,7 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("lut_score", TORCH_BOX(&lut_score));
     lib.impl("label_score", TORCH_BOX(&label_score));
     lib.impl("dense_linear", TORCH_BOX(&dense_linear));
+    lib.impl("group_attention", TORCH_BOX(&group_attention));
     lib.impl("linear", TORCH_BOX(&packed_linear));
     lib.impl("latent_append", TORCH_BOX(&latent_append));
     lib.impl("latent_attention", TORCH_BOX(&latent_attention));

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.native import build
 
 VECTOR = 16  # floats: rows are read in whole vectors
+RANKS = 32  # coordinates that bases are multiplied with at a time
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -90,6 +91,11 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
         lambda x, weight, bias: x.new_empty(len(x), len(weight)),
     ),
+    "group_attention": (
+        "(Tensor q, Tensor k, Tensor? k_params, Tensor v, Tensor? v_params, Tensor k_basis, Tensor v_basis, "
+        "Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int bits) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
     "linear": (
         "(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
         lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * VECTOR),
@@ -121,6 +127,11 @@ def decode_attention(
 
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
     return torch.ops.kv_fast_cpp.gather_attention(q, k, v, idx, count)
+
+
+def group_attention(*args: Any) -> Tensor:
+    """Ranks of whole steps of 32 coordinates; bases in the dtype of q."""
+    return torch.ops.kv_fast_cpp.group_attention(*args)
 
 
 def packed_gather_attention(*args: Any) -> Tensor:

@@ -11,9 +11,6 @@ namespace {
 
 constexpr int64_t SCORED = 4096;  // tokens of a work item
 
-float number(float x) { return x; }
-float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
-
 vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
 #if defined(__AVX512F__)
     return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table);

@@ -142,7 +142,7 @@ template <class T> void scaled_query(const T* q, int64_t head, int G, int D, flo
 }
 
 // Runs work(group, part, q [G, D] fp32, seen) for `parts` parts of each of B * H groups, and joins the parts. Queries are
-// scaled by 1 / sqrt(channels), logits are in log 2. lse, if given, gets the logarithm of what each softmax summed up to.
+// scaled by 1 / sqrt(channels), logits are in log 2; without q, work has its own. lse, if given, gets the logarithm of what each softmax summed up to.
 template <class T, class Work>
 void attention(const T* q, int64_t q_row, int64_t q_head, T* out, int B, int H, int G, int D, int64_t parts, int64_t threads,
                Work work, int channels = 0, float* lse = nullptr) {
@@ -156,7 +156,7 @@ void attention(const T* q, int64_t q_row, int64_t q_head, T* out, int B, int H, 
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < groups * parts; item++) {
             int64_t group = item / parts, b = group / H, h = group % H;
-            scaled_query(q + b * q_row + h * G * q_head, q_head, G, D, scale, query.data());
+            if (q) scaled_query(q + b * q_row + h * G * q_head, q_head, G, D, scale, query.data());
             seen.clear();
             work(group, item % parts, query.data(), seen);
             float* to = &all[item * G * (D + 2)];
