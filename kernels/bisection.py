@@ -39,12 +39,6 @@ def ends_of(keys):
 
 
 @triton.jit
-def slot_of(i, chunk, S, SPAN: tl.constexpr):
-    """Where in a row the i-th key of a chunk is, of S interleaved chunks."""
-    return (i // SPAN * S + chunk) * SPAN + i % SPAN
-
-
-@triton.jit
 def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
     """Narrows lo < hi, of which many >= want > few keys are not below, until many == want or nothing is between.
 
@@ -66,21 +60,33 @@ def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
 
 
 @triton.jit
-def write_slots(to, taken, words, start, chunk, S, SPAN: tl.constexpr):
-    """Writes the slots of which `taken` [N] is true to to[start], to[start + 1], ..., in order.
+def store_flags(words, flags):
+    """32 flags of flags [N] to a word of words [N / 32] each, the first in the lowest bit."""
+    bits = tl.reshape(flags.to(tl.int32), [flags.shape[0] // 32, 32]) << tl.arange(0, 32)[None, :]
+    tl.store(words + tl.arange(0, flags.shape[0] // 32), tl.sum(bits, 1))
 
-    words [N / 32] is memory by which 32 flags become a word of one thread: it then counts and writes them by itself.
+
+@triton.jit
+def write_flagged(to, word, slot, start):
+    """Writes the slots whose flags are set to to[start], to[start + 1], ..., in order -> how many.
+
+    word [N] of 32 flags, of which the first are of slots slot [N]: one thread counts and writes them by itself.
     """
-    w = tl.arange(0, taken.shape[0] // 32)
-    bits = tl.reshape(taken.to(tl.int32), [taken.shape[0] // 32, 32]) << tl.arange(0, 32)[None, :]
-    tl.store(words + w, tl.sum(bits, 1))
-    tl.debug_barrier()
-    word = tl.load(words + w)
     n = word - ((word >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
     n = (((n + (n >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    at, slot = start + tl.cumsum(n, 0) - n, slot_of(w * 32, chunk, S, SPAN).to(to.dtype.element_ty)
+    at, slot = start + tl.cumsum(n, 0) - n, slot.to(to.dtype.element_ty)
     for j in tl.static_range(32):
         bit = (word >> j) & 1
-        tl.store(to + at, slot + (j // SPAN * S * SPAN + j % SPAN), mask=bit != 0)
+        tl.store(to + at, slot + j, mask=bit != 0)
         at += bit
+    return tl.sum(n)
+
+
+@triton.jit
+def write_slots(to, taken, words):
+    """Writes the slots of which `taken` [N] is true to to[0], to[1], ..., in order; words [N / 32] is memory for it."""
+    store_flags(words, taken)
+    tl.debug_barrier()
+    w = tl.arange(0, taken.shape[0] // 32)
+    write_flagged(to, tl.load(words + w), w * 32, 0)

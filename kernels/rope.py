@@ -14,6 +14,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+PROMPT_CHUNK = 4096  # tokens rotated at a time
+
 
 @dataclass
 class RopeArgs:
@@ -135,9 +137,15 @@ class Rope(nn.Module):
         return self.cos[row, pos], self.sin[row, pos]
 
     def rotate_prompt(self, x: Tensor) -> Tensor:
-        """x [B, H, S, D] at positions 0..S-1."""
-        cos, sin = self.prompt(x.shape[2])
-        return apply_rope(x, cos[: len(x)], sin[: len(x)])
+        """x [B, H, S, D] at positions 0..S-1, PROMPT_CHUNK tokens at a time: in fp32, all would be several times x."""
+        B, S = len(x), x.shape[2]
+        cos, sin = (t[:B] for t in self.prompt(S))
+        if S <= PROMPT_CHUNK:
+            return apply_rope(x, cos, sin)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for part, *of in zip(*(t.split(PROMPT_CHUNK, 2) for t in (out, x, cos, sin)), strict=True):
+            part.copy_(apply_rope(*of))
+        return out
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
         """x [B, H, D], one token per row, at pos [B]."""

@@ -6,15 +6,12 @@ soon as the count is the wanted one, after about 16 to 20 of at most 32 steps. (
 of 256 bins. In Triton these are, by version, a hundred instructions for 32 keys or an atomic for each of them, which is
 slow where many scores share their first digit: they all do.)
 
-Rows of up to ROW slots are one program each: one launch, scores are read once. Longer rows go to three kernels over
-chunks of a row, so that one row still fills the card. Chunks are interleaved, thus alike: each finds its own share of
-the wanted, roughly (`_bracket`). The lowest and the highest key found there enclose the one that is wanted of the whole
-row, whatever the scores are. The slots of the keys between them, a few per cent, are listed (`_candidates`); then every
-chunk bisects the list alone, and writes its part of the selection (`_finish`).
-
-Counted in the machine code for an H100, with 1/16 of normal scores wanted: 3600 instructions a thread for a row of 16K
-(16 warps), 2100 for one of 4K (8 warps). To issue them takes 8.3 and 2.4 us at 1.755 GHz. That is a lower bound: waits
-for memory, barriers and integer units that work at half rate come on top, and it has not been timed.
+A row of up to ROW slots is held by one program whole. Of a longer one, a sample tells roughly where the lowest key to
+be taken is. Four standard deviations below that is the floor (`_floor`); the slots above it, a few per cent more than
+are wanted, are listed in their order (`_list`); the bisection sees the list alone (`_take`). If the floor is too high,
+as no sample can rule out, the list is the row: exact, and slow. The row is read by tiles, so that a few slots more than
+a power of two cost a tile more. One program does all this up to ALONE slots. Longer rows are cut into equal chunks, a
+program each, in two launches: every chunk's list, then its part of what is taken from all lists.
 """
 
 from __future__ import annotations
@@ -24,14 +21,27 @@ from torch import Tensor
 
 from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
-from kernels.bisection import HIGH, LOW, bisect, ends_of, keys_of, slot_of, target_of, write_slots
+from kernels.bisection import (
+    HIGH,
+    LOW,
+    bisect,
+    ends_of,
+    keys_of,
+    store_flags,
+    target_of,
+    write_flagged,
+    write_slots,
+)
 
-ROW = 16384  # keys of one program: 32 a thread, beside which the registers of 512 threads hold little else
-CHUNK, CHUNK_WARPS = 8192, 8  # keys of a program of the three kernels: 32 a thread, and two programs a multiprocessor
-KEYS = 16  # keys a thread of one program, up to 512 threads
-SPAN = 8  # neighbouring slots in a chunk, 32 bytes: the fewer, the more alike are the chunks. Divides 32
-SLACK = 32  # keys that a chunk may leave undecided
-LISTED = 4096  # candidates held in registers; any more are read again at every step
+ROW = 4096  # keys that a program holds whole, 16 a thread
+KEYS = 16  # keys a thread of such a program
+ALONE = 16384  # slots of a row that one program reads, by tiles
+CHUNK = 8192  # about as many slots has each of the chunks of a longer row
+TILE, WARPS = 1024, 8  # keys at a time: four a thread, 16 bytes
+WORDS = 256  # of 32 flags, written at a time: one a thread
+SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
+SLACK = 16  # keys of the sample that the floor may lie lower
+LISTED = 8192  # most candidates held in registers; any more are read again at every step
 
 
 def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,142 +131,195 @@ def _select_row(
         cut = (begin + end) >> 1
         n = tl.sum(((keys > level) | ((keys == level) & (t < cut))).to(tl.int32))
         begin, end = tl.where(n < want, cut, begin), tl.where(n < want, end, cut)
-    write_slots(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32), 0, 0, 1, SPAN=32)
+    write_slots(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32))
     _pad(idx, want, K)
     tl.store(count + row, want.to(tl.int64))
 
 
-# ---- longer rows, in chunks ----
+# ---- longer rows ----
 
 
 @triton.jit
-def _bracket(
-    scores, mask, pos, wanted, bounds, found,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, S,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, SLACK: tl.constexpr,
-):  # fmt: skip
-    """Program (row and head, chunk): a key that r keys of the chunk are not below, and one that less than r are above.
-
-    With r = ceil(want / S) in every chunk, at least `want` keys of the row are not below the lowest of the former, and
-    at most S (r - 1) < want are above the highest of the latter: the wanted key is between them.
-    """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
-    if mask is not None:
-        mask += b * mask_row + h * mask_head
-    keys = keys_of(scores, mask, slot_of(tl.arange(0, CHUNK), chunk, S, SPAN), last, T, width, sinks, recent)
-    lo, hi, allowed, forced = ends_of(keys)
-    share = tl.cdiv(want, S)
-    search = (allowed >= share) & (share > forced)
-    lo, hi, _, _ = bisect(keys, share, lo, hi, tl.where(search, allowed, share), forced, SLACK=SLACK)
-    edge = tl.where(share > forced, LOW + 1, HIGH)  # all keys of the chunk are wanted, or only forced ones
-    bounds += (row * S + chunk) * 3
-    tl.store(bounds, tl.where(search, lo, edge))
-    tl.store(bounds + 1, tl.where(search, hi - 1, edge))
-    if chunk == 0:
-        tl.store(found + row, 0)
-
-
-@triton.jit
-def _enclosing(bounds, s, S):
-    lo, hi = tl.load(bounds + s * 3, mask=s < S, other=HIGH), tl.load(bounds + s * 3 + 1, mask=s < S, other=LOW)
-    return tl.min(lo), tl.max(hi)
-
-
-@triton.jit
-def _unique(keys, t):
-    """int64 keys without ties: of equal scores the first slot is highest."""
-    return (keys.to(tl.int64) << 32) | (0x7FFFFFFF - t)
-
-
-@triton.jit
-def _candidates(
-    scores, mask, pos, bounds, found, words, listed,
-    row_stride, head_stride, mask_row, mask_head, H, T, width, sinks, recent, S,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Program (row and head, chunk): appends its slots within the bracket to the row's list, and counts those above.
-
-    The order of the list is that in which programs arrive: nothing depends on it.
-    """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // H, row % H
-    last = T - 1
-    if pos is not None:
-        last = tl.minimum(tl.load(pos + b), T - 1).to(tl.int32)
-    scores += b * row_stride + h * head_stride
-    if mask is not None:
-        mask += b * mask_row + h * mask_head
-    bounds += row * S * 3
-    t = slot_of(tl.arange(0, CHUNK), chunk, S, SPAN)
+def _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
+    """A key that more than `want` keys of a row are not below, as far as a sample tells; LOW + 1: all may be wanted."""
+    n = last + 1
+    t = (tl.arange(0, SAMPLE).to(tl.int64) * n // SAMPLE).to(tl.int32)
     keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
-    lo, hi = _enclosing(bounds, tl.arange(0, BLOCK_S), S)
-    tl.store(bounds + chunk * 3 + 2, tl.sum((keys > hi).to(tl.int32)))
-    within = (keys >= lo) & (keys <= hi)
-    start = tl.atomic_add(found + row, tl.sum(within.to(tl.int32)))
-    write_slots(listed + row * T, within, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
+    share = want / tl.maximum(n, 1).to(tl.float32)
+    rank = (share * SAMPLE + 4 * tl.sqrt(tl.maximum(share * (1 - share), 0.0) * SAMPLE)).to(tl.int32) + 1
+    lo, hi, allowed, forced = ends_of(keys)
+    search = (rank < allowed) & (rank > forced)
+    lo, hi, _, _ = bisect(keys, rank, lo, hi, tl.where(search, allowed, rank), forced, SLACK=SLACK)
+    return tl.where(search, lo, tl.where(rank < allowed, HIGH, LOW + 1))
 
 
 @triton.jit
-def _listed(scores, listed, i, n, last, T, width, sinks, recent):
-    """Candidates i < n, as int64 keys without ties (the lowest of all past the end), and their slots.
-
-    They are allowed by any mask: it needs no second look.
-    """
-    t = tl.load(listed + i, mask=i < n, other=0)
-    keys = _unique(keys_of(scores, None, t, last, T, width, sinks, recent), t)
-    return tl.where(i < n, keys, -(2**63)), t
-
-
-@triton.jit
-def _finish(
-    scores, mask, pos, wanted, bounds, found, words, listed, idx, count,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, S,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
+def _list(
+    scores, mask, floor, begin, end, last, T, width, sinks, recent, words, listed,
+    TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, chunk): the wanted key of the row, from the candidates alone; the chunk's part of idx."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
-    if mask is not None:
-        mask += b * mask_row + h * mask_head
-    bounds += row * S * 3
-    listed += row * T
-    idx += row * K
-    s, i = tl.arange(0, BLOCK_S), tl.arange(0, LISTED)
-    n, above = tl.load(found + row), tl.load(bounds + s * 3 + 2, mask=s < S, other=0)
-    want = tl.minimum(want, tl.sum(above) + n)  # with a mask: allowed slots may be fewer than wanted
-    rest = want - tl.sum(above)
+    """Slots begin <= t < end whose keys are not below the floor, in order, to `listed` -> how many."""
+    for first in range(begin, end, TILE):
+        t = first + tl.arange(0, TILE)
+        keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
+        store_flags(words + (first - begin) // 32, (keys >= floor) & (t < end))
+    tl.debug_barrier()
+    n = 0
+    for first in range(0, tl.cdiv(end - begin, 32), WORDS):
+        w = first + tl.arange(0, WORDS)
+        word = tl.load(words + w, mask=w * 32 < end - begin, other=0)
+        n += write_flagged(listed, word, begin + w * 32, n)
+    return n
 
-    keys, _ = _listed(scores, listed, i, n, last, T, width, sinks, recent)
-    lowest, highest = _enclosing(bounds, s, S)
-    lo, end = lowest.to(tl.int64) << 32, (highest.to(tl.int64) << 32) + 0x80000000
-    hi, many = end, tl.where(rest > 0, n, rest)
-    while many > rest:  # ends: no two keys are equal
+
+@triton.jit
+def _candidates(scores, mask, listed, found, i, n, kept, size, S, last, T, width, sinks, recent):
+    """Keys and slots of candidates i < n of a row, in order; LOW past the end. Those of a chunk lie together."""
+    at, end = i, 0
+    for s in range(S - 1):
+        m = tl.load(found + s)
+        end += m
+        at += tl.where(i >= end, size - m, 0)
+    t = tl.where(i < kept, tl.load(listed + at, mask=i < kept, other=0), i)
+    return tl.where(i < n, keys_of(scores, mask, t, last, T, width, sinks, recent), LOW), t
+
+
+@triton.jit
+def _taken(keys, t, level, cut):
+    """Which are taken: above the level, and of those at it the ones before slot `cut`."""
+    return (keys > level) | ((keys == level) & (t < cut))
+
+
+@triton.jit
+def _take(
+    scores, mask, want, floor, n, listed, found, idx, count, chunk, size, S, last, T, width, K, sinks, recent,
+    TILE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """The chunk's part of what is taken of a row's n candidates, in order, to its place in idx."""
+    missed = (n < want) & (floor > LOW + 1)  # the floor is too high: every slot is a candidate, and none is listed
+    own = n
+    if S > 1:
+        own = tl.load(found + chunk)
+    n, kept = tl.where(missed, last + 1, n), tl.where(missed, 0, n)
+    i = tl.arange(0, LISTED)
+    keys, _ = _candidates(scores, mask, listed, found, i, n, kept, size, S, last, T, width, sinks, recent)
+    lo, hi, many, forced = ends_of(keys)
+    for first in range(LISTED, n, LISTED):
+        more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent)
+        least, most, m, f = ends_of(more)
+        lo, hi, many, forced = tl.minimum(lo, least), tl.maximum(hi, most), many + m, forced + f
+    want = tl.minimum(want, many)  # with a mask: allowed slots may be fewer than wanted
+    search = want > forced
+    lo, many = tl.where(search, lo, HIGH), tl.where(search, many, forced)
+    while (many > want) & (hi > lo) & (hi - 1 > lo):
         middle = (lo & hi) + ((lo ^ hi) >> 1)
         m = tl.sum((keys >= middle).to(tl.int32))
         for first in range(LISTED, n, LISTED):
-            more, _ = _listed(scores, listed, first + i, n, last, T, width, sinks, recent)
+            more, _ = _candidates(
+                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
+            )
             m += tl.sum((more >= middle).to(tl.int32))
-        enough = m >= rest
-        lo, many = tl.where(enough, middle, lo), tl.where(enough, m, many)
-        hi = tl.where(enough, hi, middle)
-    level = tl.where(rest > 0, lo, end)
+        enough = m >= want
+        lo, many, hi = tl.where(enough, middle, lo), tl.where(enough, m, many), tl.where(enough, hi, middle)
+    before, behind, cut = 0, T, T
+    while many != want:
+        cut = (before + behind) >> 1
+        many = 0
+        for first in range(0, n, LISTED):
+            more, t = _candidates(
+                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
+            )
+            many += tl.sum(_taken(more, t, lo, cut).to(tl.int32))
+        before, behind = tl.where(many < want, cut, before), tl.where(many < want, behind, cut)
 
-    # the chunk's part begins after those of the chunks before it
-    start = tl.sum(tl.where(s < chunk, above, 0))
-    for first in range(0, n, LISTED):
-        more, slot = _listed(scores, listed, first + i, n, last, T, width, sinks, recent)
-        start += tl.sum(((more >= level) & (slot // SPAN % S < chunk)).to(tl.int32))
-    t = slot_of(tl.arange(0, CHUNK), chunk, S, SPAN)
-    take = _unique(keys_of(scores, mask, t, last, T, width, sinks, recent), t) >= level
-    write_slots(idx, take, words + (row * S + chunk) * (CHUNK // 32), start, chunk, S, SPAN)
+    # the chunk's own candidates, behind what is taken of the chunks before it
+    begin, start = chunk * size, 0
+    if S > 1:
+        for first in range(0, n, LISTED):
+            more, t = _candidates(
+                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
+            )
+            start += tl.sum((_taken(more, t, lo, cut) & (t < begin)).to(tl.int32))
+    kept, own = tl.where(missed, 0, own), tl.where(missed, tl.minimum(size, last + 1 - begin), own)
+    for first in range(0, own, TILE):
+        j = first + tl.arange(0, TILE)
+        slot = tl.where(j < kept, tl.load(listed + begin + j, mask=j < kept, other=0), begin + j)
+        key = keys_of(scores, mask, slot, last, T, width, sinks, recent)
+        take = (_taken(key, slot, lo, cut) & (j < own)).to(tl.int32)
+        tl.store(idx + start + tl.cumsum(take, 0) - 1, slot.to(tl.int64), mask=take != 0)
+        start += tl.sum(take)
     if chunk == 0:
         _pad(idx, want, K)
-        tl.store(count + row, want.to(tl.int64))
+        tl.store(count, want.to(tl.int64))
+
+
+@triton.jit
+def _select_alone(
+    scores, mask, pos, wanted, words, listed, idx, count,
+    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size,
+    SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head)."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // H, row % H
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    scores += b * row_stride + h * head_stride
+    if mask is not None:
+        mask += b * mask_row + h * mask_head
+    listed += row * size
+    words += row * (size // 32)
+    floor = _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE, SLACK)
+    n = _list(scores, mask, floor, 0, last + 1, last, T, width, sinks, recent, words, listed, TILE, WORDS)
+    tl.debug_barrier()  # the list is written
+    _take(
+        scores, mask, want, floor, n, listed, listed, idx + row * K, count + row, 0, size, 1, last, T, width, K, sinks,
+        recent, TILE, LISTED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _list_chunk(
+    scores, mask, pos, wanted, words, listed, found, floors,
+    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size, S,
+    SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, chunk of `size` slots): its candidates, and how many they are. Each finds the floor."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = row // H, row % H
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    scores += b * row_stride + h * head_stride
+    if mask is not None:
+        mask += b * mask_row + h * mask_head
+    floor, begin = _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE, SLACK), chunk * size
+    n = _list(
+        scores, mask, floor, begin, tl.minimum(last + 1, begin + size), last, T, width, sinks, recent,
+        words + (row * S + chunk) * (size // 32), listed + row * S * size + begin, TILE, WORDS,
+    )  # fmt: skip
+    tl.store(found + row * S + chunk, n)
+    if chunk == 0:
+        tl.store(floors + row, floor)
+
+
+@triton.jit
+def _take_chunk(
+    scores, mask, pos, wanted, listed, found, floors, idx, count,
+    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size, S,
+    TILE: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head, chunk): its part of idx."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = row // H, row % H
+    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
+    scores += b * row_stride + h * head_stride
+    if mask is not None:
+        mask += b * mask_row + h * mask_head
+    found += row * S
+    s = tl.arange(0, BLOCK_S)
+    n = tl.sum(tl.load(found + s, mask=s < S, other=0))
+    _take(
+        scores, mask, want, tl.load(floors + row), n, listed + row * S * size, found, idx + row * K, count + row, chunk,
+        size, S, last, T, width, K, sinks, recent, TILE, LISTED,
+    )  # fmt: skip
 
 
 # ---- launch ----
@@ -264,7 +327,8 @@ def _finish(
 
 def select(
     scores: Tensor, mask: Tensor | None, pos: Tensor | None, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0,
-    row: int = ROW, chunk: int = CHUNK, span: int = SPAN, slack: int = SLACK, listed: int = LISTED,
+    row: int = ROW, alone: int = ALONE, chunk: int = CHUNK, tile: int = TILE, sample: int | None = None,
+    slack: int = SLACK, listed: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton version of `topk_select` (mask) and of `budget_select` (pos). Tests give it small blocks."""
     B, H, T = scores.shape
@@ -275,7 +339,7 @@ def select(
         mask = mask if mask.stride(2) == 1 else mask.contiguous()
     pos = None if pos is None else pos.contiguous()
     wanted = wanted.view(B, -1).expand(B, H)
-    strides = (*scores.stride()[:2], *((0, 0) if mask is None else mask.stride()[:2]))
+    strides = (*scores.stride()[:2], *((0, 0) if mask is None else mask.stride()[:2]), *wanted.stride())
     # a row may be read to the next multiple of 16 slots if that is still memory of its tensor
     width, memory = triton.cdiv(T, 16) * 16, scores.untyped_storage().nbytes() // scores.element_size()
     if scores.storage_offset() + (B - 1) * scores.stride(0) + (H - 1) * scores.stride(1) + width > memory:
@@ -284,33 +348,51 @@ def select(
         block = max(32, triton.next_power_of_2(T))
         words = torch.empty(B * H, block // 32, dtype=torch.int32, device=scores.device)
         _select_row[(B * H,)](
-            scores, mask, pos, wanted, words, idx, count, *strides, *wanted.stride(), H, T, width, k, sinks, recent,
+            scores, mask, pos, wanted, words, idx, count, *strides, H, T, width, k, sinks, recent,
             ROW=block, num_warps=_warps(block),
         )  # fmt: skip
         return idx, count
-    S = triton.cdiv(T, chunk)
-    bounds = torch.empty(B * H, S, 3, dtype=torch.int32, device=scores.device)
-    found = torch.empty(B * H, dtype=torch.int32, device=scores.device)
-    words = torch.empty(B * H, S, chunk // 32, dtype=torch.int32, device=scores.device)
-    slots = torch.empty(B * H, T, dtype=torch.int32, device=scores.device)
-    grid, sizes, block_s = (B * H, S), dict(CHUNK=chunk, SPAN=span, num_warps=CHUNK_WARPS), triton.next_power_of_2(S)
-    _bracket[grid](
-        scores, mask, pos, wanted, bounds, found, *strides, *wanted.stride(), H, T, width, k, sinks, recent, S,
-        SLACK=slack, **sizes,
+    S, size = _chunks(T, alone, chunk, tile)
+    words = torch.empty(B * H, S, size // 32, dtype=torch.int32, device=scores.device)
+    slots = torch.empty(B * H, S, size, dtype=torch.int32, device=scores.device)
+    reading = dict(SAMPLE=sample or _sample(T), SLACK=slack, TILE=tile, WORDS=WORDS)
+    taking = dict(TILE=tile, LISTED=listed or _listed(T, k))
+    if S == 1:
+        _select_alone[(B * H,)](
+            scores, mask, pos, wanted, words, slots, idx, count, *strides, H, T, width, k, sinks, recent, size,
+            **reading | taking, num_warps=WARPS,
+        )  # fmt: skip
+        return idx, count
+    found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)
+    floors = torch.empty(B * H, dtype=torch.int32, device=scores.device)
+    _list_chunk[(B * H, S)](
+        scores, mask, pos, wanted, words, slots, found, floors, *strides, H, T, width, k, sinks, recent, size, S,
+        **reading, num_warps=WARPS,
     )  # fmt: skip
-    _candidates[grid](
-        scores, mask, pos, bounds, found, words, slots, *strides, H, T, width, sinks, recent, S,
-        BLOCK_S=block_s, **sizes,
-    )  # fmt: skip
-    _finish[grid](
-        scores, mask, pos, wanted, bounds, found, words, slots, idx, count,
-        *strides, *wanted.stride(), H, T, width, k, sinks, recent, S, BLOCK_S=block_s, LISTED=listed, **sizes,
+    _take_chunk[(B * H, S)](
+        scores, mask, pos, wanted, slots, found, floors, idx, count, *strides, H, T, width, k, sinks, recent, size, S,
+        BLOCK_S=triton.next_power_of_2(S), **taking, num_warps=WARPS,
     )  # fmt: skip
     return idx, count
 
 
 def _warps(block: int) -> int:
-    return max(4, min(16, block // (32 * KEYS)))
+    return max(4, min(8, block // (32 * KEYS)))
+
+
+def _chunks(T: int, alone: int, chunk: int, tile: int) -> tuple[int, int]:
+    """How many chunks a row of T slots is cut into, and their slots, whole tiles: as many as about `chunk` each."""
+    S = 1 if alone >= T else max(2, round(T / chunk))
+    return S, triton.cdiv(triton.cdiv(T, S), tile) * tile
+
+
+def _sample(T: int) -> int:
+    return SAMPLE if T < LONG else 4 * SAMPLE
+
+
+def _listed(T: int, k: int) -> int:
+    """What the list of k wanted slots of T holds, and as much again as the floor is low, as a power of two."""
+    return min(LISTED, triton.next_power_of_2(k + T // 16))
 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from oracles import causal_attention, snapkv
 from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels.rope
 from kernels import dense_attention
 from kernels.dense_attention import decode_attention, masked_attention, prefill_attention
 from kernels.prompt_scores import snapkv_scores
 from kernels.quantize import GROUP, dequantize, pack, quantize, unpack
+from kernels.rope import Rope, RopeArgs
 from kernels.select import topk_select
 from kernels.sign_codes import lut_score, pack_codes, sign_codes, sign_patterns
 
@@ -208,6 +211,29 @@ def test_prefill_attention_is_the_loop(window, block, monkeypatch):
     q, k, v = rand(0, 2, 6, 23, 32), rand(1, 2, 2, 23, 32), rand(2, 2, 2, 23, 32)
     want = causal_attention(*(x.double().numpy() for x in (q, k, v)), window)
     assert np.abs(prefill_attention(q, k, v, window).double().numpy() - want).max() < 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of memory that any operation gives back."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
+
+
+def test_a_long_prompt_is_rotated_in_place_of_its_copies(monkeypatch):
+    """What is made in fp32 is of a chunk's size, and the numbers are those of one call."""
+    rope, x = Rope(RopeArgs(), 32, 64, 2, 41), rand(0, 2, 3, 41, 32).bfloat16()
+    want = rope.rotate_prompt(x.mT.contiguous().mT)
+    monkeypatch.setattr(kernels.rope, "PROMPT_CHUNK", 8)
+    with Largest() as largest:
+        got = rope.rotate_prompt(x)
+    assert torch.equal(got, want) and got.is_contiguous()
+    assert largest.nbytes == got.nbytes, "no more at a time than the result"
 
 
 CARDS = {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0)}
