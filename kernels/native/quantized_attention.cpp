@@ -8,36 +8,115 @@ namespace {
 template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
 template <int BITS> constexpr int STEP = 16 * 8 / STORED<BITS>;   // channels of 16 bytes
 
-// codes of a row of D channels, times scale plus zero of each group where params are given
-template <int BITS> void unpack_in_order(const uint8_t* row, const uint16_t* params, int group, int D, float* out) {
-    typedef uint8_t v16 __attribute__((vector_size(16)));
-    constexpr int B = STORED<BITS>, C = STEP<BITS>;
-    vf scale = vf{} + 1.0f, zero = {};
+// Codes of 16 bytes of a row of D channels, from channel d on.
+template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* out) {
+    constexpr int B = STORED<BITS>;
     const vu nibble = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
-    for (int d = 0; d < D; d += C) {
-        vu w = __builtin_convertvector(load_as<v16>(row + d * B / 8), vu), third = {};
-        if constexpr (BITS == 3) {  // channel 4 j + r of 64 has its third bit at 4 j + r
-            uint32_t a = load_as<uint32_t>(row + D / 4 + d / 8), b = load_as<uint32_t>(row + D / 4 + d / 8 + 4);
-            third = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b} >> nibble;
+    vu w = bytes_at(row + d * B / 8), third = {};
+    if constexpr (BITS == 3) {  // channel 4 j + r of 64 has its third bit at 4 j + r
+        uint32_t a = load_as<uint32_t>(row + D / 4 + d / 8), b = load_as<uint32_t>(row + D / 4 + d / 8 + 4);
+        third = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b} >> nibble;
+    }
+    for (int r = 0; r < STEP<BITS> / L; r++) {
+        vu code = w >> (B * r);
+        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
+#if defined(__AVX512F__)
+        if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
+            constexpr int M = (1 << BITS) - 1;
+            const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
+                                  15 & M};
+            out[r] = (vf)_mm512_permutexvar_ps((__m512i)code, table);
+            continue;
         }
-        if (params && (d == 0 || group < D)) {
-            // a division takes longer than 16 channels do
-            const uint16_t* one = params + (group == 32 ? d / 32 : d / group) * 2;
-            const uint16_t* two = C < 64 ? one : params + (group == 32 ? d / 32 + 1 : (d + 32) / group) * 2;
-            scale = vf{} + half_to_float(one[0]), zero = vf{} + half_to_float(one[1]);
-            if (one != two) {
-                float s = half_to_float(two[0]), z = half_to_float(two[1]);
-                const vi upper = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
-                scale = upper ? vf{} + s : scale, zero = upper ? vf{} + z : zero;
+#endif
+        if constexpr (BITS != 3) code &= (1u << B) - 1;
+        out[r] = __builtin_convertvector((vi)code, vf);
+    }
+}
+
+// Packed rows of D channels, one behind the other, as they are read: in order, or, where 16 bytes are no part of them, as
+// they come.
+template <int BITS, bool IN_ORDER> struct Rows {
+    static constexpr int C = IN_ORDER && STEP<BITS> > 2 * L ? STEP<BITS> : 2 * L;  // channels at a time, which divide D
+    static constexpr int V = C / L;
+    const uint8_t* at;
+    const float* pairs;  // scale and zero of each group, or none
+    int D, group, bytes, groups;
+
+    Rows(const uint8_t* at, const float* pairs, int D, int group)
+        : at(at), pairs(pairs), D(D), group(group), bytes(D * BITS / 8), groups(D / group) {}
+
+    void prefetch(int i) const {  // the row of the next block
+        for (int b = 0; b < bytes; b += 64) __builtin_prefetch(at + (N + i) * bytes + b, 0, 2);
+    }
+
+    struct Groups { int one, two; };  // of the first and the last channels from d on
+    Groups groups_of(int d) const {  // a division takes longer than 16 channels do
+        if (group == D || !pairs) return {0, 0};
+        if (group == 32) return {d / 32 * 2, (d + C - 1) / 32 * 2};
+        return {d / group * 2, (d + C - 1) / group * 2};
+    }
+
+    void read(int i, int d, Groups g, vf* out) const {
+        const uint8_t* row = at + i * bytes;
+        if constexpr (IN_ORDER)
+            for (int c = 0; c < C; c += STEP<BITS>) codes_in_order<BITS>(row, D, d + c, out + c / L);
+        else
+            for (int c = 0; c < C; c += L) out[c / L] = codes_at<BITS>(row, D, d + c);
+        if (!pairs) return;
+        const float* pair = pairs + i * groups * 2;
+        vf scale = vf{} + pair[g.one], zero = vf{} + pair[g.one + 1];
+        if (C > 2 * L && g.one != g.two) {
+            const vi upper = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
+            scale = upper ? vf{} + pair[g.two] : scale, zero = upper ? vf{} + pair[g.two + 1] : zero;
+        }
+        for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
+    }
+
+    template <int G> __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h
+        for (int i = 0; i < n; i += 2) {
+            int j = std::min(i + 1, n - 1);
+            prefetch(i), prefetch(i + 1);
+            vf acc[2][G] = {}, x[V], y[V];
+            for (int d = 0; d < D; d += C) {
+                Groups at = groups_of(d);
+                read(i, d, at, x), read(j, d, at, y);
+                for (int v = 0; v < V; v++)
+                    for (int g = 0; g < G; g++) {
+                        vf query = load(q + g * D + d + v * L);
+                        acc[0][g] += x[v] * query, acc[1][g] += y[v] * query;
+                    }
             }
-        }
-        for (int r = 0; r < C / L; r++) {
-            vu code = (w >> (B * r)) & ((1u << B) - 1);
-            if constexpr (BITS == 3) code |= (third >> r & 1) << 2;
-            vf x = __builtin_convertvector((vi)code, vf);
-            store(out + d + r * L, params ? x * scale + zero : x);
+            for (int g = 0; g < G; g++)
+                for (int m = 0; m < 2; m++) logits[g * N + i + m] = sum(acc[m][g]);
         }
     }
+
+    template <int G> __attribute__((noinline)) void weigh(const float* p, int n, float* y) const {
+        for (int i = 0; i < n; i++) prefetch(i);
+        for (int d = 0; d < D; d += C) {
+            Groups at = groups_of(d);
+            vf acc[V][G], x[V];
+            for (int v = 0; v < V; v++)
+                for (int g = 0; g < G; g++) acc[v][g] = load(y + g * D + d + v * L);
+            for (int i = 0; i < n; i++) {
+                read(i, d, at, x);
+                for (int g = 0; g < G; g++) {
+                    vf weight = vf{} + p[g * N + i];
+                    for (int v = 0; v < V; v++) acc[v][g] += x[v] * weight;
+                }
+            }
+            for (int v = 0; v < V; v++)
+                for (int g = 0; g < G; g++) store(y + g * D + d + v * L, acc[v][g]);
+        }
+    }
+};
+
+void floats_of(const uint16_t* halves, int n, float* out) {
+    typedef uint16_t half_vector __attribute__((vector_size(32)));
+    int i = 0;
+    for (; i + L <= n; i += L) store(out + i, half_to_float(__builtin_convertvector(load_as<half_vector>(halves + i), vu)));
+    for (; i < n; i++) out[i] = half_to_float(halves[i]);
 }
 
 // One head's keys or values: `packed` rows of slots = positions, `whole` rows of sinks and a ring.
@@ -62,19 +141,21 @@ template <class T> struct Quantized {
 
     const uint16_t* params_of(int64_t t) const { return params + t * (D / group) * 2; }
 
-    template <int BITS> void read(int64_t t, const uint16_t* given, float* out) const {
-        const uint8_t* row = packed + t * D * BITS / 8;
-        if (per > 1 || BITS == 8) return unpack_in_order<BITS>(row, given, (int)group, D, out);
-        if (given) return unpack<BITS>(row, given, nullptr, D, out, (int)group);
-        for (int d = 0; d < D; d += L) store(out + d, codes_at<BITS>(row, D, d));
+    // f(rows from t on), where they are packed; pairs: as Rows has them
+    template <class F> void packed_rows(int64_t t, const float* pairs, F f) const {
+        const uint8_t* at = packed + t * D * bits / 8;
+        bool in_order = per > 1;
+        if (bits == 2 && in_order) f(Rows<2, true>(at, pairs, D, (int)group));
+        else if (bits == 2) f(Rows<2, false>(at, pairs, D, (int)group));
+        else if (bits == 3 && in_order) f(Rows<3, true>(at, pairs, D, (int)group));
+        else if (bits == 3) f(Rows<3, false>(at, pairs, D, (int)group));
+        else if (bits == 4 && in_order) f(Rows<4, true>(at, pairs, D, (int)group));
+        else if (bits == 4) f(Rows<4, false>(at, pairs, D, (int)group));
+        else f(Rows<8, true>(at, pairs, D, (int)group));
     }
 
-    void take(int64_t t, const uint16_t* given, float* out) const {  // one packed token; its codes, without params
-        if (bits == 2) read<2>(t, given, out);
-        else if (bits == 3) read<3>(t, given, out);
-        else if (bits == 4) read<4>(t, given, out);
-        else if (bits == 8) read<8>(t, given, out);
-        else for (int d = 0; d < D; d += L) store(out + d, load((const T*)packed + t * D + d));
+    void take(int64_t t, float* out) const {  // a token of 16 bits
+        for (int d = 0; d < D; d += L) store(out + d, load((const T*)packed + t * D + d));
     }
 
     void take_whole(int64_t t, float* out) const {
@@ -110,31 +191,25 @@ void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, in
                 return seen.add_slots(query, keys.whole, values.whole, D, D, slots.data(), 0, (int64_t)slots.size());
             }
             std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
+            std::vector<float> k_pairs(N * D / k_group * 2), v_pairs(N * D / v_group * 2), pairs(D * 2);
             std::vector<int> order(D);
             for (int d = 0; d < D; d++) order[d] = keys.at(d);
             const float *ks[N], *vs[N];
             for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
             for (int g = 0; g < G; g++)
                 for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
-            // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are unpacked
+            // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are multiplied
             bool by_channel = channels && k_bits < 16, by_token = k_bits < 16 && !channels && k_group == D;
             const Next<float> nothing{};
             int64_t hi = std::min(k_stop[b], (part + 1) * CHUNK);
-            for (int64_t first = std::max(sinks, part * CHUNK); first < hi; first += N) {
-                int n = (int)std::min<int64_t>(N, hi - first);
-                for (int i = 0; i < n; i++) {
-                    int64_t t = first + i;
-                    keys.take(t, by_channel || by_token || k_bits == 16 ? nullptr : keys.params_of(t), (float*)ks[i]);
-                    if (t >= v_stop[b]) values.take_whole(t, (float*)vs[i]);
-                    else values.take(t, v_bits == 16 ? nullptr : values.params_of(t), (float*)vs[i]);
-                }
+            for (int64_t first = std::max(sinks, part * CHUNK), next; first < hi; first = next) {
+                next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
+                if (first < v_stop[b]) next = std::min(next, v_stop[b]);
+                int n = (int)(next - first);
                 const float* x = turned.data();
                 if (by_channel) {
-                    const uint16_t* pairs = keys.params + first / N * D * 2;
-                    for (int d = 0; d < D; d++) {
-                        int at = order[d];  // divisions here would take longer than the block
-                        scale[at] = half_to_float(pairs[2 * d]), zero[at] = half_to_float(pairs[2 * d + 1]);
-                    }
+                    floats_of(keys.params + first / N * D * 2, (int)D * 2, pairs.data());
+                    for (int d = 0; d < D; d++) scale[order[d]] = pairs[2 * d], zero[order[d]] = pairs[2 * d + 1];
                     for (int g = 0; g < G; g++) {
                         vf total = {};
                         for (int d = 0; d < D; d += L) {
@@ -144,20 +219,35 @@ void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, in
                         sums[g] = sum(total);
                     }
                     x = scaled.data();
-                }
-                by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
+                } else if (k_bits < 16)
+                    floats_of(keys.params_of(first), n * (int)(D / k_group) * 2, k_pairs.data());
+                if (k_bits == 16) {
+                    for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
+                    by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
+                } else
+                    keys.packed_rows(first, by_channel || by_token ? nullptr : k_pairs.data(), [&](const auto& of) {
+                        by_heads(G, [&](auto m, int g) { of.template dots<m>(x + g * D, n, &seen.p[g * N]); });
+                    });
                 for (int g = 0; g < G; g++) {
-                    float* p = &seen.p[g * N];
-                    for (int i = 0; i < n; i++) {
-                        if (by_channel) p[i] += sums[g];
-                        if (by_token) {
-                            const uint16_t* pair = keys.params_of(first + i);
-                            p[i] = p[i] * half_to_float(pair[0]) + sums[g] * half_to_float(pair[1]);
-                        }
-                    }
+                    float *p = &seen.p[g * N], more = sums[g];
+                    if (by_channel)
+                        for (int i = 0; i < n; i++) p[i] += more;
+                    if (by_token)
+                        for (int i = 0; i < n; i++) p[i] = p[i] * k_pairs[2 * i] + more * k_pairs[2 * i + 1];
                     float shrink = seen.soften(g, p, n, N);
-                    for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                    if (shrink != 1)
+                        for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
                 }
+                if (v_bits < 16 && first < v_stop[b]) {
+                    floats_of(values.params_of(first), n * (int)(D / v_group) * 2, v_pairs.data());
+                    values.packed_rows(first, v_pairs.data(), [&](const auto& of) {
+                        by_heads(G, [&](auto m, int g) { of.template weigh<m>(&seen.p[g * N], n, &seen.y[g * D]); });
+                    });
+                    continue;
+                }
+                for (int i = 0; i < n; i++)
+                    if (first < v_stop[b]) values.take(first + i, (float*)vs[i]);
+                    else values.take_whole(first + i, (float*)vs[i]);
                 by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], vs, n, D, &seen.y[g * D], nothing); });
             }
             for (int g = 0; g < G; g++) {
