@@ -57,7 +57,7 @@ def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration |
     some = next(iter(text.values()))
     cos, sin = model.rope_tables(some.shape[1])
     device = model.norm.weight.device
-    inputs = {kind: model.tok_embeddings(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
+    inputs = {kind: model.embed(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
     before: dict[str, Tensor] = {}
     out: Series = {name: [] for name in names}
     for i, block in enumerate(tqdm(model.layers, desc="layers")):
