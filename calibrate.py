@@ -38,8 +38,9 @@ from corpus import collect as read_corpus
 from errors import InputError, Parser, run_cli
 from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer
-from runtime import DTYPES, TINY, pick_device, read_text
+from runtime import DTYPES, TINY, add_weights, pick_device, read_text
 from tokenizer import load_tokenizer
+from weights import WeightFormat
 
 PARTIAL = "calibration.partial.safetensors"
 SAVE_EVERY = 60  # seconds
@@ -171,9 +172,10 @@ def main() -> None:
     a("--import-channels", metavar="FILE", help="no pass: take Double Sparsity's published channel lists (JSON)")
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
+    add_weights(p)
     a("--json", action="store_true", help="print the file's metadata as JSON")
     opt = p.parse_args()
-    folder, device = Path(opt.checkpoint), pick_device(opt.device)
+    folder, device, kind = Path(opt.checkpoint), pick_device(opt.device), WeightFormat.parse(opt.weights, opt.head)
     args = args_from_hf(read_json(folder / "config.json"))
     if opt.import_channels:
         if opt.method or opt.data:
@@ -196,7 +198,8 @@ def main() -> None:
     check_writable(folder)
 
     tokenizer = load_tokenizer(folder)
-    model, partial = load_checkpoint(folder, device, DTYPES[opt.dtype]), folder / PARTIAL
+    model, partial = load_checkpoint(folder, device, DTYPES[opt.dtype], kind), folder / PARTIAL
+    numbers = dict(dtype=opt.dtype) | ({} if kind is None else dict(weights=opt.weights, head=opt.head))
     tensors: dict[str, Tensor] = {}
     how: dict[str, dict] = {}
     if of_text := [s for s in statistics if not isinstance(s, RepeatedTokens)]:
@@ -204,7 +207,7 @@ def main() -> None:
         windows = draw(ids, opt.samples, seq_len, opt.seed)
         text = dict(data=hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(),
                     files=[Path(f).name for f in opt.data] if opt.data else "default",
-                    samples=opt.samples, seq_len=seq_len, seed=opt.seed, dtype=opt.dtype)  # fmt: skip
+                    samples=opt.samples, seq_len=seq_len, seed=opt.seed, **numbers)  # fmt: skip
         settings = dict(version=VERSION, fingerprint=fingerprint(folder), **text)
         sums = text_sums(model, windows, of_text, partial, settings | dict(statistics=sources(of_text)))
         tensors |= sums.finish(args.n_layer)
@@ -213,7 +216,7 @@ def main() -> None:
         signal.signal(sig, signal.default_int_handler)
     repeated = repeated_sums(args, layer_tokens(model), statistics, n_random, True, tokenizer.text_ids)
     tensors |= repeated.finish(args.n_layer)
-    how |= {s.name: dict(random_tokens=n_random, dtype=opt.dtype) for s in repeated.statistics}
+    how |= {s.name: dict(random_tokens=n_random, **numbers) for s in repeated.statistics}
 
     save(folder, args, tensors, how, json_only=opt.json)
     for left in (partial, partial.with_name(partial.name + ".tmp")):

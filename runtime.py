@@ -46,9 +46,15 @@ def add_precision(p: argparse.ArgumentParser) -> None:
     """--dtype, --weights, --head, --kv-dtype."""
     a = p.add_argument
     a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    add_weights(p)
+    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
+
+
+def add_weights(p: argparse.ArgumentParser) -> None:
+    """--weights, --head."""
+    a = p.add_argument
     a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
     a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
-    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
 
 
 def set_threads(n: int | None) -> None:

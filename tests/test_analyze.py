@@ -266,9 +266,11 @@ def test_two_analyses_with_plots(capsys, tmp_path, checkpoint, short_corpus):
 
 
 def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
-    code, text, err = run(capsys, "--checkpoint", str(checkpoint), "--samples", "1", "--seq-len", "64", "--json")
+    code, text, err = run(capsys, "--checkpoint", str(checkpoint), "--samples", "1", "--seq-len", "64", "--json",
+                          "--weights", "int8:channel")  # fmt: skip
     assert code == 0 and "in memory" in err
     data = json.loads(text)
+    assert data["weights"] == "int8:channel"
     assert list(data["analyses"]) == list(A.ANALYSES) and "in memory" in data["calibration"]
     assert all(0 <= r["oracle"] <= 1 for r in data["analyses"]["overlap"]["layers"])
     assert all(r["oracle"] >= max(r.values()) for r in data["analyses"]["overlap"]["layers"])
@@ -281,6 +283,7 @@ def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
         (["--only", "spectra,spectrum"], "unknown analysis 'spectrum'"),
         (["--seq-len", "129"], "--seq-len 129 is out of range: this model takes 64 to 128"),
         (["--samples", "0"], "--samples 0 is out of range"),
+        (["--weights", "int3"], "--weights int3: use"),
         (["--plots", "/nowhere"], "/nowhere does not exist"),
         (["--out", "/nowhere/x.json"], "/nowhere does not exist"),
     ],

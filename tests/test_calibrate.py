@@ -653,6 +653,10 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     first = (checkpoint / FILE).read_bytes()
     assert here(capsys, monkeypatch, flags(checkpoint, text))[0] == 0
     assert (checkpoint / FILE).read_bytes() == first, "the same command gives another file"
+    assert here(capsys, monkeypatch, [*flags(checkpoint, text), "--weights", "int4"])[0] == 0
+    packed = Calibration.load(checkpoint, model.args)
+    assert packed.meta["statistics"]["razor"] == dict(random_tokens=16, dtype="fp32", weights="int4", head=None)
+    assert not torch.equal(packed.get(3, "sals.basis"), got.get(3, "sals.basis"))
 
 
 # ---- published channel lists ----

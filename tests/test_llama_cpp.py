@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from formats_files import sentencepiece_vocab
+from formats_files import write_gguf as converted
+from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file
 
 from checkpoint import load_checkpoint
+from engine import LLM
 from errors import run_cli
 from model import ModelArgs, random_transformer
 from runtime import TINY
@@ -109,3 +117,23 @@ def test_one_that_fails_is_a_line(program, monkeypatch, capsys):
 def test_what_is_no_program_is_refused(monkeypatch, capsys):
     code, out, err = run(monkeypatch, capsys, "--peer", f"llama.cpp:{TINY}")
     assert code == 2 and not out and "llama-bench" in err and err.count("\n") == 1
+
+
+PROGRAM = Path(os.environ.get("KV_FAST_LLAMA_CPP", ""), "llama-completion")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PROGRAM.is_file(), reason="KV_FAST_LLAMA_CPP names no folder with llama.cpp's llama-completion")
+@pytest.mark.parametrize(
+    "prompt", ["import os", "def main():\n    ", "The code for red-door is 5371. The code for red-door"]
+)
+def test_llama_cpp_itself_writes_the_same_text(prompt, tmp_path):
+    """The shipped model in fp32 as a GGUF, greedy, in llama.cpp's reader and tokenizer and in ours."""
+    file = tmp_path / "tiny.gguf"
+    config, tensors = json.loads((TINY / "config.json").read_text()), load_file(TINY / "model.safetensors")
+    converted(file, config, tensors, Q.F32, lambda w: (sentencepiece_vocab(w, TINY), w.add_add_space_prefix(False)))
+    command = [PROGRAM, "-m", file, "-t", "1", "-ngl", "0", "--temp", "0", "-n", "24", "-no-cnv", "--no-warmup",
+               "--no-display-prompt", "-ctk", "f32", "-ctv", "f32", "-p", prompt]  # fmt: skip
+    theirs = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True).stdout
+    (ours,) = LLM(file).generate(prompt, max_new_tokens=24)
+    assert len(ours.tokens) == 24 and theirs.rstrip("\n") == ours.text.rstrip("\n")

@@ -10,6 +10,12 @@ Its sources come with the package llama-cpp-python, with no further download:
     tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
     cmake --build build --target llama-bench                      # build/bin/llama-bench
+
+On processors with AMX its prompts may end in a segmentation fault (ggml_backend_amx_mul_mat, llama.cpp's issue 20824;
+seen with Q4_0): then build with -DCMAKE_C_FLAGS and -DCMAKE_CXX_FLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".
+
+Every run of it fills its cache anew, a prompt of `--length` tokens: at 8K and 32K that is nearly all of the time, and
+`--rounds 2 --warm-up 0` is what one can wait for.
 """
 
 from __future__ import annotations
@@ -146,7 +152,7 @@ class LlamaCpp(Run):
                    "-ctk", kv, "-ctv", kv, "-ngl", gpu, *what]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            said = done.stderr.strip().splitlines() or ["without a word"]
+            said = done.stderr.strip().splitlines() or [f"without a word, {done.returncode}"]
             raise RuntimeError(f"llama-bench ended: {said[-1]}")
         (row,) = json.loads(done.stdout)
         self.info |= dict(build=row["build_commit"], processor=row["cpu_info"])

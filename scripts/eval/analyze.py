@@ -39,12 +39,13 @@ from corpus import collect  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from kernels.rope import apply_rope  # noqa: E402
 from model import Transformer  # noqa: E402
-from runtime import DTYPES, TINY, pick_device, set_threads  # noqa: E402
+from runtime import DTYPES, TINY, add_weights, pick_device, set_threads  # noqa: E402
 from scripts.eval.analyses import ANALYSES  # noqa: E402
 from scripts.eval.analyses.axes import integer_axis  # noqa: E402
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
 from scripts.shared.results import check_out, record, save_figure, write_json  # noqa: E402
 from tokenizer import load_tokenizer  # noqa: E402
+from weights import WeightFormat  # noqa: E402
 
 MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
 RANDOM_TOKENS = 512  # of the head scores, where no calibration file holds them
@@ -56,7 +57,7 @@ def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration |
     some = next(iter(text.values()))
     cos, sin = model.rope_tables(some.shape[1])
     device = model.norm.weight.device
-    inputs = {kind: model.tok_embeddings(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
+    inputs = {kind: model.embed(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
     before: dict[str, Tensor] = {}
     out: Series = {name: [] for name in names}
     for i, block in enumerate(tqdm(model.layers, desc="layers")):
@@ -156,10 +157,12 @@ def main(argv: list[str] | None = None) -> None:
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
+    add_weights(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--json", action="store_true", help="print the result object instead of tables")
     opt = p.parse_args(argv)
     set_threads(opt.threads)
+    kind = WeightFormat.parse(opt.weights, opt.head)
     names = list(dict.fromkeys(opt.only.split(",")))
     if unknown := [n for n in names if n not in ANALYSES]:
         raise InputError(f"unknown analysis {unknown[0]!r} in --only: use {', '.join(ANALYSES)}")
@@ -168,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     if opt.plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
     checkpoint, device = Path(opt.checkpoint), pick_device(opt.device)
-    model = load_checkpoint(checkpoint, device, DTYPES[opt.dtype])
+    model = load_checkpoint(checkpoint, device, DTYPES[opt.dtype], kind)
     # a sliding window would hide tokens that every measure here takes for visible
     longest = min([model.args.context, *(w for w in model.args.windows if w)])
     seq_len = opt.seq_len or min(1024, longest)
@@ -177,8 +180,10 @@ def main(argv: list[str] | None = None) -> None:
             raise InputError(f"{flag} {value} is out of range: this model takes {low} to {high}")
     calib, text, source = prepare(model, checkpoint, names, opt.samples, seq_len)
     found = go_through(model, text, calib, names)
-    data = record(device, checkpoint=checkpoint.name, samples=opt.samples, seq_len=seq_len, calibration=source,
-                  analyses={n: dict(what=ANALYSES[n].what, layers=rounded(found[n])) for n in names})  # fmt: skip
+    weights = {} if kind is None else dict(weights=opt.weights, head=opt.head)
+    layers = {n: dict(what=ANALYSES[n].what, layers=rounded(found[n])) for n in names}
+    data = record(device, checkpoint=checkpoint.name, **weights, samples=opt.samples, seq_len=seq_len,
+                  calibration=source, analyses=layers)  # fmt: skip
     if opt.out:
         write_json(opt.out, data)
     if opt.plots:

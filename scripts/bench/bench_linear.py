@@ -1,0 +1,146 @@
+"""What a product of the decoder costs by rows, inputs, outputs and the width of the weights, beside torch's own.
+
+    python scripts/bench/bench_linear.py --threads 2 --out results/linear_cpu.json
+
+y = x W^T of the layers of known models, M rows of x: 1 to 16 are a step's, 512 a prompt's (the head has the rows of a
+step alone). Ours takes fp32 rows; weights in 8 and 4 bits have groups of 32. torch: `linear` in fp32 and in bf16, and
+the packed operators that it has for CPUs, which take bf16 rows: `_weight_int8pack_mm`, a scale a row, and
+`_weight_int4pack_mm_for_cpu`, groups of 32. Calls of a shape take turns, caches emptied before each.
+
+`share`: bytes of the weight, scales included, over the median time, as a share of the bandwidth measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from errors import InputError, Parser, run_cli  # noqa: E402
+from model import NAMED, ModelArgs  # noqa: E402
+from runtime import check_out, set_threads  # noqa: E402
+from scripts.shared.progress import Progress  # noqa: E402
+from scripts.shared.results import record, write_json  # noqa: E402
+from scripts.shared.timing import Call, Clock, ceilings, reason, summary  # noqa: E402
+from weights import Linear, PackedLinear  # noqa: E402
+
+CPU = torch.device("cpu")
+GROUP = 32
+OURS = {"ours fp32": 32, "ours bf16": 16, "ours int8": 8, "ours int4": 4}
+Product = tuple[Call, int]  # the call, and the bytes of its weight
+
+
+def shapes(a: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Layer -> inputs and outputs."""
+    heads = a.n_head * a.head_dim
+    return dict(qkv=(a.dim, heads + 2 * a.n_kv_head * a.head_dim), out=(heads, a.dim), gate_up=(a.dim, 2 * a.ffn_dim),
+                down=(a.ffn_dim, a.dim), head=(a.dim, a.vocab_size))  # fmt: skip
+
+
+def ours(n: int, out: int, bits: int, gen: torch.Generator) -> torch.nn.Module:
+    if bits == 32:
+        layer = Linear(n, out, bias=False)
+        layer.weight.data.normal_(generator=gen)
+        return layer
+    packed = PackedLinear(n, out, False, bits, GROUP)
+    packed.fill_random(0.02, gen)
+    return packed
+
+
+def theirs(n: int, out: int, gen: torch.Generator) -> Iterator[tuple[str, Any, int]]:
+    """Of torch: name, x -> call, bytes."""
+    for name, dtype in (("torch fp32", torch.float32), ("torch bf16", torch.bfloat16)):
+        w = torch.randn(out, n, generator=gen).to(dtype)
+        yield name, lambda x, w=w: F.linear(x.to(w.dtype), w), w.nbytes
+    codes = torch.randint(-127, 128, (out, n), generator=gen, dtype=torch.int8)
+    scale = torch.full((out,), 0.01, dtype=torch.bfloat16)
+    yield ("torch int8", lambda x: torch._weight_int8pack_mm(x.bfloat16(), codes, scale), codes.nbytes + scale.nbytes)
+    packed = torch._convert_weight_to_int4pack_for_cpu(codes.int() & 15, 1)
+    both = torch.full((n // GROUP, out, 2), 0.01, dtype=torch.bfloat16)
+    yield ("torch int4", lambda x: torch._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, GROUP, both),
+           packed.nbytes + both.nbytes)  # fmt: skip
+
+
+def products(n: int, out: int, rows: list[int]) -> tuple[dict[tuple[str, int], Product], dict[str, str]]:
+    """(name, M) -> call and bytes; what torch cannot do with this shape -> why."""
+    gen = torch.Generator().manual_seed(0)
+    calls: dict[str, tuple[Any, int]] = {}
+    for name, bits in OURS.items():
+        layer = ours(n, out, bits, gen)
+        calls[name] = layer, sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
+    failed: dict[str, str] = {}
+    source = theirs(n, out, gen)
+    for name in ("torch fp32", "torch bf16", "torch int8", "torch int4"):
+        try:
+            _, call, size = next(source)
+            call(torch.randn(1, n, generator=gen))
+            calls[name] = call, size
+        except (RuntimeError, StopIteration) as e:
+            failed.setdefault(name, reason(e))
+    x = {m: torch.randn(m, n, generator=gen) for m in rows}
+    bf16 = {m: t.bfloat16() for m, t in x.items()}  # rows as each takes them: converting is no part of a product
+    made: dict[tuple[str, int], Product] = {}
+    for m in rows:
+        for name, (call, size) in calls.items():
+            given = x[m] if name in OURS or name == "torch fp32" else bf16[m]
+            made[name, m] = (lambda call=call, given=given: call(given)), size
+    return made, failed
+
+
+@torch.inference_mode()
+def measure(opt: argparse.Namespace, data: dict[str, Any], progress: Progress) -> None:
+    clock = Clock(CPU, cold=True)
+    todo = [(model, part, *size) for model in opt.model for part, size in shapes(ModelArgs.from_name(model)).items()]
+    progress.plan |= dict(round=len(todo) * opt.rounds)
+    for model, part, n, out in todo:
+        rows = [m for m in opt.rows if part != "head" or m <= 16]
+        progress.now("prepare", f"{model}, {part}: {n} x {out}")
+        made, failed = products(n, out, rows)
+        calls = {key: clock.prepare(call) for key, (call, _) in made.items()}
+        times = clock.rounds(calls, opt.rounds, say=lambda i: progress.now("round", f"{model} {part}"))  # noqa: B023
+        for (name, m), each in times.items():
+            size = made[name, m][1]
+            row = dict(model=model, part=part, M=m, K=n, N=out, product=name, bytes=size, **summary(each))
+            data["rows"].append(row | dict(share=size / row["ms"] * 1e3 / data["bandwidth"]))
+        data["failed"] += [dict(model=model, part=part, product=p, reason=why) for p, why in failed.items()]
+        if opt.out:
+            write_json(opt.out, data)
+
+
+def main() -> None:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--model", nargs="+", default=["llama-3.2-1b", "qwen2.5-0.5b"], help=f"of {', '.join(NAMED)}")
+    a("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 512], help="M, rows of x")
+    a("--rounds", type=int, default=5)
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--out", help="result file")
+    a("--json", action="store_true", help="print the result file's content and nothing else")
+    opt = p.parse_args()
+    for name in opt.model:
+        ModelArgs.from_name(name)
+    if min(opt.rows) < 1 or opt.rounds < 1:
+        raise InputError("--rows and --rounds take numbers of at least 1")
+    check_out(opt.out)
+    set_threads(opt.threads)
+    with Progress() as progress:
+        progress.now("ceilings", "bandwidth and matrix products of this machine")
+        data = record(CPU, **ceilings(CPU, torch.float32, 5), group=GROUP, rows=[], failed=[])
+        measure(opt, data, progress)
+    if opt.json:
+        print(json.dumps(data))
+        return
+    for r in data["rows"]:
+        print(f"{r['model']:14s} {r['part']:8s} M {r['M']:3d} {r['product']:12s} {r['ms']:9.3f} ms "
+              f"{100 * r['share']:4.0f} % of the bandwidth")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_cli(main)
