@@ -56,9 +56,9 @@ class Hadamard(Quantized):
         if not has_hadamard(D):
             raise InputError(f"hadamard: no Hadamard matrix of {D} channels is known, use kivi")
         self.matrix = self.constant("h", (D, D), hadamard_matrix(D), torch.float32)
-        sinks = min(args.sinks, shape.max_seq_len)
+        sinks, ring = (min(n, shape.max_seq_len) for n in (args.sinks, args.recent))
         self.keys, self.values = (
-            QuantizedStore(shape, bits or args.bits, sinks, args.recent, group, args.clip)
+            QuantizedStore(shape, bits or args.bits, sinks, ring, group, args.clip)
             for bits in (args.k_bits, args.v_bits)
         )
 

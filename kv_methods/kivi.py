@@ -45,5 +45,6 @@ class Kivi(Quantized):
         check_groups("kivi", shape.head_dim)
         # Algorithm 1: keys leave the ring all at once when it is full, so that groups of tokens are whole; values one
         # by one, so that the newest R are always there
-        self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, args.residual, channels=True)
-        self.values = QuantizedStore(shape, args.v_bits or args.bits, 0, args.residual)
+        ring = min(args.residual, -(-shape.max_seq_len // GROUP) * GROUP)  # no longer than the context
+        self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, ring, channels=True)
+        self.values = QuantizedStore(shape, args.v_bits or args.bits, 0, ring)

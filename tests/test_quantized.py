@@ -145,6 +145,21 @@ def test_bytes_are_those_of_the_papers(name, share):
     assert (method.keys.vector_bytes + method.values.vector_bytes) / 512 == share
 
 
+@pytest.mark.parametrize("name", ["kivi", "hadamard"])
+def test_a_ring_is_no_longer_than_the_context(name):
+    """And nothing changes by it: prompts and steps up to the last slot."""
+    q, k, v = numbers(0, 2, 1, 32, 1, 40)
+    got = []
+    for T in (40, 300):
+        method, y = layer(name, {}, 2, 1, 32, 1, T), []
+        method.prefill(q[:, :, :30], k[:, :, :30], v[:, :, :30], torch.tensor([30]))
+        for t in range(30, 40):
+            y.append(method.decode(q[:, :, t], k[:, :, t], v[:, :, t], torch.tensor([t])))
+        got.append(torch.stack(y))
+        assert method.keys.whole.shape[2] == min(128, -(-T // 32) * 32 if name == "kivi" else T)
+    assert torch.equal(*got)
+
+
 # ---- the operator: C++ and Triton against torch ----
 
 OPERATOR = [  # k_bits, v_bits, channels, sinks, ring, (g, h, d)
