@@ -23,11 +23,11 @@ from cache.spec import make_args, method_files
 from checkpoint import args_from_hf
 from errors import InputError, run_cli
 from kv_methods.razor import Razor
-from model import random_transformer
-from scripts.bench import bench_attention, bench_generate, layer, our_runs
+from model import NAMED, random_transformer
+from scripts.bench import bench_attention, bench_generate, bench_linear, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, eval_retrieval, weights_quality
-from scripts.report import plot_methods, plot_results, plot_training, speed_tables, update_readme
+from scripts.report import plot_methods, plot_results, plot_speed, plot_training, speed_tables, update_readme
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
 from scripts.shared import options, timing
@@ -588,6 +588,22 @@ def test_plots(cli, config, tmp_path):
 
 def test_committed_results_can_be_drawn(cli, tmp_path):
     assert cli(plot_results, ROOT / "results" / "generate_cpu.json", "--out", tmp_path)[0] == 0
+    speed = sorted((ROOT / "results").glob("generate_cpu*.json"))
+    status, out, err = cli(plot_speed, *speed, "--out", tmp_path, "--json")
+    assert status == 0 and {"speed_tiny.png", "speed_llama-3.2-1b.png"} <= {Path(f).name for f in json.loads(out)}, err
+
+
+def test_products_are_timed_beside_torchs(cli, monkeypatch):
+    small = dict(dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, vocab_size=160, rope={})
+    monkeypatch.setitem(NAMED, "small", small)
+    argv = ["--model", "small", "--rows", "1", "5", "--rounds", "2", "--json"]
+    status, out, err = cli(bench_linear, *argv)
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    ours = {(r["part"], r["M"], r["product"]): r for r in rows if r["product"].startswith("ours")}
+    assert len(ours) == 5 * 2 * 4 and all(r["share"] > 0 and len(r["each"]) == 2 for r in rows)
+    assert ours["gate_up", 5, "ours int8"]["bytes"] == 64 * 192 + 2 * 2 * 192  # codes, and a scale for 32 of them
+    assert {r["product"] for r in rows} >= {"torch fp32", "torch bf16"}
 
 
 @pytest.mark.parametrize(
@@ -632,6 +648,9 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         (plot_results, ["/no/such/file.json"]),
         (plot_results, [str(ROOT / "models" / "tiny" / "config.json")]),
         (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
+        (plot_speed, ["/no/such/file.json"]),
+        (bench_linear, ["--model", "nothing"]),
+        (bench_linear, ["--rows", "0"]),
         (speed_tables, []),
         (speed_tables, ["/no/such/folder"]),
         (plot_methods, ["--task", "nothing"]),
