@@ -65,9 +65,12 @@ def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: i
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
 
-    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them (results/TUNING.md).
+    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16; one
+    in fp32 it multiplies a tenth faster (scripts/bench/bench_linear.py).
     """
-    here = x.numel() < MANY * x.shape[-1] and weight.dtype == x.dtype and weight.is_contiguous()
+    rows = x.numel() // x.shape[-1]
+    here = rows < MANY and (rows > 1 or x.dtype == torch.bfloat16)
+    here = here and weight.dtype == x.dtype and weight.is_contiguous()
     if here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x):
         return native.dense_linear(x.flatten(0, -2).contiguous(), weight, bias).unflatten(0, x.shape[:-1])
     return F.linear(x, weight, bias)

@@ -23,11 +23,19 @@ from cache.spec import make_args, method_files
 from checkpoint import args_from_hf
 from errors import InputError
 from kv_methods.razor import Razor
-from model import random_transformer
-from scripts.bench import bench_attention, bench_generate, layer, our_runs
+from model import NAMED, random_transformer
+from scripts.bench import bench_attention, bench_generate, bench_linear, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, equal_bytes, eval_retrieval, evaluation, weights_quality
-from scripts.report import plot_equal_bytes, plot_methods, plot_results, plot_training, speed_tables, update_readme
+from scripts.report import (
+    plot_equal_bytes,
+    plot_methods,
+    plot_results,
+    plot_speed,
+    plot_training,
+    speed_tables,
+    update_readme,
+)
 from scripts.report.tables import gpu
 from scripts.report.tables.markdown import share, wilson
 from scripts.shared import options, timing
@@ -577,11 +585,27 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
     assert cli(plot_results, ROOT / "results" / "generate_cpu.json", "--out", tmp_path)[0] == 0
     status, out, _ = cli(plot_equal_bytes, "--out", tmp_path, "--json")
     assert status == 0 and [Path(f).name for f in json.loads(out)] == ["equal_bytes_kv.png", "equal_bytes_read.png"]
+    speed = sorted((ROOT / "results").glob("generate_cpu*.json"))
+    status, out, err = cli(plot_speed, *speed, "--out", tmp_path, "--json")
+    assert status == 0 and {"speed_tiny.png", "speed_llama-3.2-1b.png"} <= {Path(f).name for f in json.loads(out)}, err
 
 
 def test_the_frontier_is_what_nothing_beats():
     points = [(0.25, 50, "a"), (0.125, 50, "b"), (0.125, 40, "c"), (0.5, 90, "d"), (0.6, 80, "e"), (0.0625, 10, "f")]
     assert plot_equal_bytes.frontier(points) == [(0.0625, 10, "f"), (0.125, 50, "b"), (0.5, 90, "d")]
+
+
+def test_products_are_timed_beside_torchs(cli, monkeypatch):
+    small = dict(dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, vocab_size=160, rope={})
+    monkeypatch.setitem(NAMED, "small", small)
+    argv = ["--model", "small", "--rows", "1", "5", "--rounds", "2", "--json"]
+    status, out, err = cli(bench_linear, *argv)
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    ours = {(r["part"], r["M"], r["product"]): r for r in rows if r["product"].startswith("ours")}
+    assert len(ours) == 5 * 2 * 4 and all(r["share"] > 0 and len(r["each"]) == 2 for r in rows)
+    assert ours["gate_up", 5, "ours int8"]["bytes"] == 64 * 192 + 2 * 2 * 192  # codes, and a scale for 32 of them
+    assert {r["product"] for r in rows} >= {"torch fp32", "torch bf16"}
 
 
 @pytest.mark.parametrize(
@@ -626,6 +650,9 @@ def test_the_frontier_is_what_nothing_beats():
         (plot_results, ["/no/such/file.json"]),
         (plot_results, [str(ROOT / "models" / "tiny" / "config.json")]),
         (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
+        (plot_speed, ["/no/such/file.json"]),
+        (bench_linear, ["--model", "nothing"]),
+        (bench_linear, ["--rows", "0"]),
         (speed_tables, []),
         (speed_tables, ["/no/such/folder"]),
         (plot_methods, ["--task", "nothing"]),
@@ -670,7 +697,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 16
+    assert len(scripts) == 18
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]

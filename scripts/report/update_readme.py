@@ -23,14 +23,14 @@ from scripts.report.tables.accuracy import comparison, losses, retrieval, weight
 from scripts.report.tables.claims import claims  # noqa: E402
 from scripts.report.tables.equal_bytes import equal_bytes  # noqa: E402
 from scripts.report.tables.methods import methods, settings  # noqa: E402
-from scripts.report.tables.speed import attention, gpu, kernels, speed  # noqa: E402
+from scripts.report.tables.speed import attention, gpu, kernels, linear, speed  # noqa: E402
 
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": dict(comparison=comparison, equal_bytes=equal_bytes, losses=losses, claims=claims,
-                              retrieval=retrieval, weights=weights, attention=attention, speed=speed, gpu=gpu,
-                              kernels=kernels, settings=settings),
+                              retrieval=retrieval, weights=weights, attention=attention, speed=speed, linear=linear,
+                              gpu=gpu, kernels=kernels, settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 

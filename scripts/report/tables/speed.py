@@ -38,6 +38,32 @@ def cell(r: dict[str, Any]) -> str:
     return text
 
 
+def linear() -> str:
+    """results/linear_cpu.json: milliseconds of each product by rows of x, and the share of the bandwidth it reaches."""
+    out = []
+    for file, data in files("linear_cpu.json"):
+        rows = sorted({r["M"] for r in data["rows"]})
+        for model in dict.fromkeys(r["model"] for r in data["rows"]):
+            mine = [r for r in data["rows"] if r["model"] == model]
+            cells = {((r["part"], r["K"], r["N"]), r["product"], r["M"]): r for r in mine}
+            lines = [
+                [f"{part}, {k} x {n}", product, *(product_cell(cells.get(((part, k, n), product, m))) for m in rows)]
+                for (part, k, n), product in dict.fromkeys(key[:2] for key in cells)
+            ]
+            out.append(table([f"{model}, K x N", "product", *(f"M = {m}" for m in rows)], lines))
+        bandwidth = f"{data['bandwidth'] / 1e9:.1f} GB/s measured in the same run"
+        out.append(f"ms (median), share of {bandwidth}, groups of {data['group']}. {source(file, data)}")
+    return "\n\n".join(out) or NONE
+
+
+def product_cell(r: dict[str, Any] | None) -> str:
+    """Time, and for a step's rows the share of the bandwidth; the spread where it is large."""
+    if r is None:
+        return "-"
+    wide = f" (spread {percent(r['spread'])})" if r["spread"] > 0.3 else ""
+    return f"{r['ms']:.3g}" + (f", {percent(r['share'])}" if r["M"] <= 16 else "") + wide
+
+
 def speed() -> str:
     """results/generate_cpu*.json: a table each, with a column of whatever its runs are compared with."""
     out = []
