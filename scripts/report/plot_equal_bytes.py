@@ -3,7 +3,7 @@
     python scripts/report/plot_equal_bytes.py                    # -> results/equal_bytes_kv.png, equal_bytes_read.png
     python scripts/report/plot_equal_bytes.py --task key_value --out /tmp
 
-A line a method, through its settings. The frontier, what no other setting beats with as few bytes, is drawn in grey; the
+A line a method, through its settings. The frontier, what no other setting beats with as few bytes, is grey; the
 setting in which it ends is named: no other finds more, nor as much with fewer bytes.
 """
 
