@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -41,3 +42,15 @@ def cli(monkeypatch, capsys):
         return (e.value.code or 0, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def few_texts(monkeypatch):
+    """Of the held-out texts enough for a short evaluation, and soon read."""
+    from scripts.eval import evaluation  # imports kernels
+
+    every, held_out = evaluation.collect(only_held_out=True), evaluation.held_out
+    texts = [d for d in every if d.held_out]
+    few = [d for kind in ("code", "prose") for d in [d for d in texts if d.kind == kind][:8]]
+    monkeypatch.setattr(evaluation, "collect", lambda only_held_out: few)
+    monkeypatch.setattr(evaluation, "held_out", functools.cache(held_out.__wrapped__))

@@ -251,14 +251,11 @@ def test_flush_is_larger_than_the_cache(monkeypatch):
     assert timing.flush_bytes(torch.device("cpu")) >= 64 << 20
 
 
-def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch):
+def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch, few_texts):
     """Interrupted after every batch and continued, the file is that of one run; each sample is run once."""
     argv = ("--method", "full", "streaming", "--method-arg", "recent=16", "--lengths", 96, "--samples", 3, "--device",
             "cpu", "--text-samples", 2, "--batch-size", 1, "--decoded", 8, "--tasks", "needle,repeats")  # fmt: skip
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    texts = [d for d in evaluation.collect(only_held_out=True) if d.held_out]
-    few = [d for kind in ("code", "prose") for d in [d for d in texts if d.kind == kind][:8]]  # enough, and soon read
-    monkeypatch.setattr(evaluation, "collect", lambda only_held_out: few)
     assert cli(eval_retrieval, *argv, "--out", whole)[0] == 0
     run_rows, batches = evaluation.Evaluation.run_rows, []
 
@@ -825,7 +822,7 @@ def test_speed_tables_without_a_run(tmp_path):
         gpu.section(tmp_path)
 
 
-def test_what_rounding_the_weights_costs(cli, tmp_path):
+def test_what_rounding_the_weights_costs(cli, tmp_path, few_texts):
     out = tmp_path / "weights.json"
     argv = ["--weights", "fp32", "int8", "int4", "--method", "full", "self_index", "--length", 96, "--samples", 2]
     status, _, err = cli(weights_quality, *argv, "--texts", 1, "--new", 4, "--batch-size", 2, "--out", out)

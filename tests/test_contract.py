@@ -21,11 +21,15 @@ from errors import InputError
 from model import ModelArgs, random_transformer
 from runtime import ROOT
 
-__all__ = ["METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn", "every_method", "method_class", "poison",
-           "prompt", "rounds", "run", "same", "settings", "teacher", "tiny"]  # fmt: skip  # for the tests of kernels
+__all__ = ["METHODS", "SAMPLED", "TOL", "VOCAB", "check_poison", "check_second_turn", "every_method", "method_class",
+           "poison", "prompt", "rounds", "run", "same", "settings", "teacher", "tiny"]  # fmt: skip  # for other tests
 
 METHODS = sorted(method_files())
 every_method = pytest.mark.parametrize("name", METHODS)
+# Of checks that take long, a method of each kind in every run, and all in `make test-all`.
+KINDS = ("double_sparsity_offload", "full", "h2o", "hadamard", "hshare", "ojakv", "palu", "quest", "razor", "sals",
+         "self_index")  # fmt: skip
+SAMPLED = [pytest.param(m, marks=() if m in KINDS else pytest.mark.slow) for m in METHODS]
 
 
 # ---- every method ----
@@ -38,10 +42,11 @@ AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, 
 
 
 def matrix():
-    """Slow checks are for `make test-all`, and of what takes inductor's code (`copies`) all but three methods."""
+    """Slow checks are for `make test-all`, and of those that compile (`compiled`, `copies`) all but some methods."""
+    in_every_run = dict(compiled=KINDS, copies=("razor", "sals", "self_index"))
     for check, every_setting in CHECKS.items():
         for name in METHODS:
-            slow = check in SLOW or (check == "copies" and name not in ("razor", "sals", "self_index"))
+            slow = check in SLOW or name not in in_every_run.get(check, METHODS)
             at_one = check in AT_A_SETTING
             if at_one:
                 yield pytest.param(name, AT_A_SETTING[check], [settings(name)[-1]], id=f"{check}-{name}")
@@ -77,7 +82,7 @@ def test_in_the_model_the_lossless_limit_is_dense_attention(name, transformer):
     same(got, teacher(transformer, prompts, fed), f"{name} in the model")
 
 
-@every_method
+@pytest.mark.parametrize("name", SAMPLED)
 def test_in_the_model_a_second_turn_continues_the_cache(name, transformer):
     check_second_turn(name, method_class(name).lossless, True, model=transformer)
     check_second_turn(name, settings(name)[-1], model=transformer)

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_contract import METHODS
+from test_contract import METHODS, SAMPLED
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,7 +279,7 @@ def test_windows_norms_and_sampling(setting, gpu):
     conversation(model, gpu, Sampling(temperature=0.8, top_k=20, top_p=0.9))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SAMPLED)
 def test_a_step_is_one_graph(method, gpu):
     """Traced whole, and again to functional operations, as inductor gets it: all on the device."""
     model, _ = model_with(method, torch.bfloat16)

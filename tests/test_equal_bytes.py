@@ -58,11 +58,8 @@ def test_sizes_are_those_of_real_caches(sizes, spec):
     assert sizes.of(spec, T) == ((held[0] / full[0], held[1] / full[1]) if spec != "full" else full)
 
 
-def test_cells_have_rows_and_nothing_runs_twice(cli, tmp_path, monkeypatch):
+def test_cells_have_rows_and_nothing_runs_twice(cli, tmp_path, monkeypatch, few_texts):
     out = tmp_path / "x.json"
-    texts = [d for d in evaluation.collect(only_held_out=True) if d.held_out]
-    few = [d for kind in ("code", "prose") for d in [d for d in texts if d.kind == kind][:8]]  # enough, and soon read
-    monkeypatch.setattr(evaluation, "collect", lambda only_held_out: few)
     argv = ("--method", "streaming", "random", "kivi", "--kv", "3/4,1/16", "--read", "1/4", "--lengths", 160, "--tasks",
             "needle", "--samples", 3, "--batch-size", 2, "--at-once", 2, "--device", "cpu", "--out", out)  # fmt: skip
     status, printed, _ = cli(equal_bytes, *argv)

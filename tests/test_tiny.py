@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint
-from scripts.eval.eval_retrieval import Evaluation
+from scripts.eval.evaluation import Evaluation
 from scripts.eval.tasks import Tasks
 from scripts.train.train_tiny import Trainer
 from tokenizer import load_tokenizer

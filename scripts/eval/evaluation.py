@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -68,17 +69,23 @@ def once(module: ModuleType, name: str) -> Iterator[None]:
         setattr(module, name, compute)
 
 
+@functools.cache
+def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Tokens of the texts that training never saw, by kind."""
+    tk, docs = load_tokenizer(checkpoint), [d for d in collect(only_held_out=True) if d.held_out]
+    return {
+        kind: np.array([i for d in docs if d.kind == kind for i in tk.encode(d.text, bos=True)])
+        for kind in ("code", "prose")
+    }
+
+
 class Evaluation:
     def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int,
                  model: Transformer | None = None):  # fmt: skip
         self.model = model or load_checkpoint(checkpoint, device)
         self.tk = load_tokenizer(checkpoint)
         self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
-        docs = [d for d in collect(only_held_out=True) if d.held_out]
-        self.texts = {
-            kind: np.array([i for d in docs if d.kind == kind for i in self.tk.encode(d.text, bos=True)])
-            for kind in ("code", "prose")
-        }
+        self.texts = held_out(checkpoint)
         self.words = json.loads(WORDS.read_text())["held_out"]
 
     def tasks(self, *seed: int) -> Tasks:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.spec import layer_methods  # noqa: E402
 from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
@@ -56,12 +57,14 @@ def parse_args() -> argparse.Namespace:
     opt = p.parse_args()
     if min(opt.samples, opt.texts, opt.batch_size) < 1 or opt.new < 2:
         raise InputError("--samples, --texts and --batch-size must be at least 1, --new at least 2")
-    limit = args_from_hf(read_json(Path(opt.checkpoint) / "config.json")).max_seq_len
-    if not 64 <= opt.length <= limit:
-        raise InputError(f"--length {opt.length} is not between 64 and the {limit} tokens of this model")
+    args = args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+    if not 64 <= opt.length <= args.max_seq_len:
+        raise InputError(f"--length {opt.length} is not between 64 and the {args.max_seq_len} tokens of this model")
     for weights in opt.weights:
         WeightFormat.parse(weights)
     opt.method = expand(opt.method, True)
+    for spec in opt.method:
+        layer_methods(spec, args.n_layer)  # a wrong name or knob ends the run before it starts
     check_out(opt.out)
     set_threads(opt.threads)
     return opt
