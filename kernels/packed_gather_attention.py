@@ -17,7 +17,7 @@ from kernels.gather_attention import gather_rows
 from kernels.quantize import GROUP, WORDS
 from kernels.ring import held
 from kernels.sign_codes import SUB
-from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
+from kernels.splits import block_size, blocks_of, combine, parts_of, share_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
 
 UNIT = 8  # channels that are one word of `bits` bytes, beside one byte of sign codes
@@ -153,11 +153,11 @@ NUM_WARPS, NUM_STAGES = 4, 3
 @triton.jit
 def _packed_gather_attention(
     q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v, pos, prompt_len, flushed,
-    part, lse, q_row, q_head, idx_row, idx_head, count_row, count_head, H, T, K, sinks, ring, S, S_PACKED,
+    part, lse, q_row, q_head, idx_row, idx_head, count_row, count_head, H, T, K, sinks, ring, S,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, split): the first S_PACKED splits share the list, the others sinks and tail."""
+    """Program (row and KV head, split): its share of the list, the sinks and the tail, laid end to end as they are."""
     group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = group // H, group % H
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -167,11 +167,15 @@ def _packed_gather_attention(
     total = tl.zeros([BLOCK_G], tl.float32)
     y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
-    # the list; a split beyond S_PACKED starts behind its end
+    # a ring is empty behind a prompt, and a list may be short: what is shared is what is there, not what could be
     chosen = tl.minimum(tl.load(count + b * count_row + h * count_head), K).to(tl.int32)
-    step = tl.cdiv(tl.cdiv(chosen, S_PACKED), BLOCK_N) * BLOCK_N
-    lo = split * step
-    hi = tl.minimum(chosen, lo + step)
+    n_prompt = tl.load(prompt_len + b).to(tl.int32)
+    newest = tl.load(pos + b).to(tl.int32) - n_prompt
+    oldest = tl.maximum(tl.load(flushed).to(tl.int32), newest - ring + 1)
+    n_sinks = tl.minimum(n_prompt, sinks)
+    n_whole = n_sinks + tl.maximum(newest - oldest + 1, 0)
+    lo, end = share_of(chosen + n_whole, split, S, BLOCK_N)
+    hi = tl.minimum(chosen, end)
     idx += b * idx_row + h * idx_head
     if BITS == 16:
         for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
@@ -199,16 +203,9 @@ def _packed_gather_attention(
             values = unpack_tile(v_words, v_pairs, None, BITS, x.dtype)
             top, total, y = softmax_step(logits, inside, values, top, total, y)
 
-    # sinks and then tail as one list of whole rows; of the splits before, none has a part of it
-    n_prompt = tl.load(prompt_len + b).to(tl.int32)
-    newest = tl.load(pos + b).to(tl.int32) - n_prompt
-    oldest = tl.maximum(tl.load(flushed).to(tl.int32), newest - ring + 1)
-    n_sinks = tl.minimum(n_prompt, sinks)
-    n_whole = n_sinks + tl.maximum(newest - oldest + 1, 0)
-    step = tl.cdiv(tl.cdiv(n_whole, S - S_PACKED), BLOCK_N) * BLOCK_N
-    lo = (split - S_PACKED) * step
-    hi = tl.minimum(n_whole, lo + step)
-    for first in range(tl.maximum(lo, 0), hi, BLOCK_N):
+    # sinks and then tail as one list of whole rows
+    hi = end - chosen
+    for first in range(tl.maximum(lo - chosen, 0), hi, BLOCK_N):
         i = first + n
         inside = i < hi
         real = inside[:, None] & (d < D)
@@ -240,9 +237,9 @@ def launch(
     flushed: Tensor,
     bits: int,
     block: int | None = None,
-    splits: tuple[int, int] | None = None,
+    splits: int | None = None,
 ) -> Tensor:
-    """The Triton version; tests give block (a power of two >= 16) and splits (of the list, of the whole tokens)."""
+    """The Triton version; tests give block (a power of two >= 16) and splits."""
     B, Hq, D = q.shape
     H, K = idx.shape[1:]
     T, sinks, ring = k.shape[2], sink_k.shape[2], tail_k.shape[2]
@@ -251,18 +248,15 @@ def launch(
     if block is None:
         block = block_size(B * H, K + sinks + ring, triton.next_power_of_2(D) * q.element_size(), q.device)
         block = block if bits == 16 else min(block, UNPACKED)
-    if splits is None:
-        S = split_count(B * H, K + sinks + ring, block, q.device)
-        share = round(S * K / (K + sinks + ring))
-        splits = (max(1, min(share, triton.cdiv(K, block))), max(1, S - share))
-    part, lse = parts_of(q, sum(splits))
+    splits = splits or split_count(B * H, K + sinks + ring, block, q.device)
+    part, lse = parts_of(q, splits)
     if bits < 16:  # as words of 8 channels, and pairs of scale and zero
         k, v = k.view(WORDS[bits]), v.view(WORDS[bits])
         k_params, v_params = (None if x is None else x.view(torch.int32) for x in (k_params, v_params))
-    _packed_gather_attention[(B * H, sum(splits))](
+    _packed_gather_attention[(B * H, splits)](
         q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
         pos.contiguous(), prompt_len, flushed, part, lse,
-        *q.stride()[:2], *idx.stride()[:2], *count.stride(), H, T, K, sinks, ring, sum(splits), splits[0],
+        *q.stride()[:2], *idx.stride()[:2], *count.stride(), H, T, K, sinks, ring, splits,
         **blocks_of(Hq, H, D), BITS=bits, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

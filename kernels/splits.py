@@ -53,6 +53,14 @@ def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> i
     return block
 
 
+@triton.jit
+def share_of(n, part, parts, BLOCK_N: tl.constexpr):
+    """Where the share of one of `parts` in n tokens begins and ends: whole blocks, at most one more than others."""
+    blocks = tl.cdiv(n, BLOCK_N)
+    lo = part * blocks // parts * BLOCK_N
+    return lo, tl.minimum(n, (part + 1) * blocks // parts * BLOCK_N)
+
+
 def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
     """Where `splits` programs a head write: their outputs and weights; one alone writes the result."""
     if splits == 1:

@@ -23,8 +23,9 @@ from cache.spec import make_args, resolve
 from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.packed_attention import packed_attention, replace_token
+from kernels.packed_attention import packed_attention
 from kernels.ring import held
+from kernels.window_append import window_append
 
 PLACES = 4  # after an earlier copy, whose attention is measured
 
@@ -186,17 +187,10 @@ class Razor(Routed):
 
     def append(self, k, v, pos):
         """While the window grows nothing leaves it; else the new token takes the slot of the oldest, which does."""
-        B, filled = len(pos), self.filled(pos)
-        grows, n = filled > self.filled(pos - 1), self.dropped(pos)
-        oldest = self.slot_of[:B].gather(1, ((n - 1) % self.ring)[:, None])[:, 0]  # at position sinks + N_d - 1
-        slot = torch.where(grows, filled - 1, oldest)
-        left_k, left_v = replace_token(self.k, slot, k), replace_token(self.v, slot, v)
-        self.slot_of[:B].scatter_(1, ((pos - self.sinks) % self.ring)[:, None], slot.int()[:, None])
-        if self.args.compensation:
-            grows, n = grows[:, None, None], n.clamp(min=1)[:, None, None]
-            for mean, left in ((self.mean_k, left_k), (self.mean_v, left_v)):
-                moved = mean[:B] + (left.float() - mean[:B]) / n  # Eq. 4, one token more
-                mean[:B] = torch.where(grows, mean[:B], moved)
+        filled = self.filled(pos)
+        fresh = torch.where(filled > self.filled(pos - 1), filled - 1, -1)
+        mean = (self.mean_k, self.mean_v) if self.args.compensation else None  # Eq. 4, one token more
+        window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))
 
     def attend(self, q, idx, count, pos):
         filled = self.filled(pos)

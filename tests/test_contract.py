@@ -208,10 +208,11 @@ def test_a_fault_is_found_and_explained(fault, write):
     assert not result.ok and message in f"{result.what} -> {result.todo}", result
 
 
-RAZOR = "left_k, left_v = replace_token(self.k, slot, k), replace_token(self.v, slot, v)"
-READ_THEN_WRITTEN = """row = torch.arange(B, device=pos.device)
+RAZOR = "window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))"
+READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fresh.clamp(min=0)
         left_k, left_v = self.k[row, :, slot], self.v[row, :, slot]
-        self.k[row, :, slot], self.v[row, :, slot] = k, v"""
+        self.k[row, :, slot], self.v[row, :, slot] = k, v
+        self.mean_k[: len(pos)], self.mean_v[: len(pos)] = left_k, left_v"""
 
 
 def test_a_step_that_copies_its_cache_is_found(write):

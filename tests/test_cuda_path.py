@@ -50,7 +50,7 @@ SETTINGS = [
 # the operators that a step takes: of methods, and of settings that differ from theirs
 LABELS = {"store_labels", "label_score", "budget_select"}
 FETCH = {"fetch_rows", "await_rows", "packed_gather_attention"}
-RAZOR = {"packed_attention", "replace_token"}
+RAZOR = {"packed_attention", "window_append"}
 STEP = (
     dict(
         full={"decode_attention"},
@@ -95,8 +95,7 @@ PROMPT = dict(
 # operators with a version in torch: taken whether kernels are wanted or not
 BOTH = (
     FETCH - {"packed_gather_attention"}
-    | RAZOR
-    | {"decode_attention", "lowrank_attention", "half_params"}
+    | {"packed_attention", "replace_token", "decode_attention", "lowrank_attention", "half_params"}
     | {"quantized_append", "group_attention"}
 )
 

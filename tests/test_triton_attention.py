@@ -18,6 +18,7 @@ from kernels.dense_attention import _decode_attention_masked, decode_attention, 
 from kernels.gather_attention import gather_attention, launch
 from kernels.packed_attention import packed_attention
 from kernels.splits import ASSUMED_SMS, MAX_SPLITS, combine, split_count
+from kernels.window_append import window_append
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -349,6 +350,40 @@ def test_packed_heads_of_different_lengths(monkeypatch, backend, extra):
     mean = rand(3, 3, 2, 32), rand(4, 3, 2, 32), torch.tensor([[0, 9], [30, 0]], device=DEVICE)
     got = packed_attention(q, k, v, stop, *(mean if extra else ()))
     check(got, want(q, k, v, spans, mean if extra else None), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("dtype, compensation", ((torch.float32, True), (torch.bfloat16, False)))
+def test_window_append(monkeypatch, backend, dtype, compensation):
+    """A list for each row: 2 sinks, then a window that grows by some tokens and drops the oldest at the others; it
+    fills its ring, and so a token's place is at last that of the one that leaves."""
+    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    B, H, D, sinks, ring = 2, 2, 24, 2, 5
+    caches = [torch.full((B + 1, H, sinks + ring, D), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    means = [torch.zeros(B + 1, H, D, device=DEVICE) for _ in range(2)]
+    slot_of = torch.zeros(B + 1, ring, dtype=torch.int32, device=DEVICE)
+    kept, gone = [[[], []] for _ in range(B)], [[[], []] for _ in range(B)]
+    for t in range(16):
+        fresh, dropped = [], []
+        x = [rand(2 * t + i, B, 2 * H, D, dtype=dtype)[:, H * i : H * i + H] for i in range(2)]  # strided
+        for b in range(B):
+            grows = len(kept[b][0]) < min(sinks + ring, sinks + 2 + (t + b) // 3)
+            fresh.append(len(kept[b][0]) if grows else -1)
+            for i in range(2):
+                kept[b][i].append(x[i][b])
+                if not grows:
+                    gone[b][i].append(kept[b][i].pop(sinks))
+            dropped.append(len(gone[b][0]) or -2)
+        place = torch.full((B,), t - sinks, device=DEVICE)
+        table = [torch.tensor(n, device=DEVICE) for n in (fresh, dropped)]
+        window_append(*caches, slot_of, tuple(means) if compensation else None, *x, place, *table)
+        for b, i in ((b, i) for b in range(B) for i in range(2)):
+            some = caches[i][b, :, : len(kept[b][i])].float().transpose(0, 1).flatten(1)
+            held = torch.stack(kept[b][i]).float().flatten(1)
+            assert torch.equal(some.sort(0).values, held.sort(0).values) and caches[i][b, :, len(held) :].isnan().all()
+            mean = torch.stack(gone[b][i]).double().mean(0) if gone[b][i] and compensation else torch.zeros(H, D)
+            assert (means[i][b].double().cpu() - mean.cpu()).abs().max() < 1e-5
+    assert len(gone[0][0]) > 6 and all(x[B:].float().nan_to_num().eq(0).all() for x in (*caches, *means, slot_of))
 
 
 @pytest.mark.parametrize("which", ("decode_attention", "packed_attention", "gather_attention"))

@@ -1,0 +1,113 @@
+"""A token into a window whose slots are in no order: it takes a fresh slot, or that of the oldest token, which leaves.
+
+In Triton one operator of one launch, where torch takes nine that move a few numbers each. The torch version stays open
+to the compiler, which fuses all of it but `replace_token`: on a CPU that takes half of the time of an opaque operator.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import tl, triton, use_triton
+from kernels.packed_attention import replace_token
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define(
+    "window_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) slot_of, Tensor(d!)? mean_k, "
+    "Tensor(e!)? mean_v, Tensor k, Tensor v, Tensor place, Tensor fresh, Tensor dropped) -> ()"
+)
+
+
+def window_append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_of: Tensor,
+    mean: tuple[Tensor, Tensor] | None,
+    k: Tensor,
+    v: Tensor,
+    place: Tensor,
+    fresh: Tensor,
+    dropped: Tensor,
+) -> None:
+    """In place, k and v [B, H, D] into caches [>= B, H, C, D]; place, fresh and dropped are int64 [B].
+
+    slot_of int32 [>= B, ring] says in which slot the token of each place lies, modulo ring. A token at `place` goes
+    into slot `fresh` or, where that is -1, into that of the oldest, at place dropped - 1. What was there moves the mean
+    of the then `dropped` tokens (fp32, two of [>= B, H, D]) that have left so: RazorAttention, Eq. 4.
+    """
+    mean_k, mean_v = mean or (None, None)
+    if use_triton(k):
+        torch.ops.kv_fast.window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
+        return
+    B, ring = len(place), slot_of.shape[1]
+    oldest = slot_of[:B].gather(1, ((dropped - 1) % ring)[:, None])[:, 0]
+    slot = torch.where(fresh < 0, oldest, fresh)
+    left_k, left_v = replace_token(k_cache, slot, k), replace_token(v_cache, slot, v)
+    slot_of[:B].scatter_(1, (place % ring)[:, None], slot.int()[:, None])
+    leaves, n = (fresh < 0)[:, None, None], dropped.clamp(min=1)[:, None, None]
+    for moving, left in ((mean_k, left_k), (mean_v, left_v)):
+        if moving is not None:
+            moved = moving[:B] + (left.float() - moving[:B]) / n
+            moving[:B] = torch.where(leaves, moved, moving[:B])
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _replace(cache, mean, x, group, slot, C, n, leaves, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)
+    at = cache + (group * C + slot) * D + d
+    if mean is not None:
+        left = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+        old = tl.load(mean + group * D + d, mask=d < D, other=0.0)
+        moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n)
+        tl.store(mean + group * D + d, tl.where(leaves, moved, old), mask=d < D)
+    tl.store(at, tl.load(x + d, mask=d < D, other=0.0), mask=d < D)
+
+
+@triton.jit
+def _window_append_kernel(
+    k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped,
+    k_row, k_head, v_row, v_head, H, C, ring, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program: one head of a row."""
+    group = tl.program_id(0).to(tl.int64)
+    b, h = group // H, group % H
+    table = slot_of + b * ring
+    n, slot = tl.maximum(tl.load(dropped + b), 1), tl.load(fresh + b)
+    leaves = slot < 0
+    slot = tl.where(leaves, tl.load(table + (n - 1) % ring).to(tl.int64), slot)
+    _replace(k_cache, mean_k, k + b * k_row + h * k_head, group, slot, C, n.to(tl.float32), leaves, D, BLOCK_D)
+    _replace(v_cache, mean_v, v + b * v_row + h * v_head, group, slot, C, n.to(tl.float32), leaves, D, BLOCK_D)
+    if h == 0:
+        # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
+        p = (tl.load(place + b) % ring + ring) % ring
+        tl.store(table + p, slot.to(tl.int32))
+
+
+def launch(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_of: Tensor,
+    mean_k: Tensor | None,
+    mean_v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    place: Tensor,
+    fresh: Tensor,
+    dropped: Tensor,
+) -> None:
+    B, H, D = k.shape
+    buffers = (k_cache, v_cache, slot_of, mean_k, mean_v, place, fresh, dropped)
+    assert all(x is None or x.is_contiguous() for x in buffers) and k.stride(2) == v.stride(2) == 1
+    _window_append_kernel[(B * H,)](
+        k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped, *k.stride()[:2], *v.stride()[:2],
+        H, k_cache.shape[2], slot_of.shape[1], D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
+    )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    _lib.impl("window_append", lambda *args: launch(*args), _device)
+torch.library.register_fake("kv_fast::window_append", lambda *args: None, lib=_lib)
