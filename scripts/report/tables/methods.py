@@ -34,7 +34,7 @@ def methods() -> str:
     """One row a method: its own defaults, where they were measured, else the setting that was, beside the number."""
     kept = {r["method"]: r for r in method_rows() if r["seq_len"] == TOKENS}
     timed: list[dict[str, Any]] = [
-        r for _, data in files("attention_cpu.json") for r in data["rows"]
+        r for _, data in files("attention_cpu_bf16.json") for r in data["rows"]
         if (r["batch"], r["length"]) == (1, LENGTH) and "times_dense" in r
     ]  # fmt: skip
     rows = []
@@ -50,11 +50,11 @@ def methods() -> str:
             percent(statistics.mean(tasks)) if tasks else "-",
             times(name, mine[0]) if mine else "-",
         ])  # fmt: skip
-    size, n = f"{TOKENS} tokens", min((r["samples"] for r in kept.values()), default=0)
+    size, n = f"{TOKENS} tokens", min((len(r["needle_each"]) for r in kept.values() if "needle" in r), default=0)
     note = (f"KV bytes: allocated, as a share of a dense cache, {size} of the shipped model in fp32. Accuracy: mean of "
             f"{', '.join(TASKS[:-1])} and {TASKS[-1]} at {size}, the question unknown when the context is compressed; "
-            f"{n} samples a task, so that single points mean nothing. Speed: one layer's attention of a decode step "
-            f"against the fastest dense attention, Llama-3.1-8B shapes, {LENGTH // 1024}K tokens, batch 1, on a CPU."
+            f"at least {n} needles. Speed: one layer's attention of a decode step against the fastest dense attention, "
+            f"Llama-3.1-8B shapes, {LENGTH // 1024}K tokens in bf16, batch 1, on a CPU."
             )  # fmt: skip
     header = ["method", "idea", f"KV bytes, {TOKENS // 1024}K", f"accuracy, {TOKENS // 1024}K",
               f"speed, {LENGTH // 1024}K"]  # fmt: skip
