@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from model import Transformer  # noqa: E402
-from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
-from scripts.eval.evaluation import NEEDLES, NEW, Evaluation, evaluate  # noqa: E402
+from runtime import TINY, pick_device, set_threads  # noqa: E402
+from scripts.eval.evaluation import NEEDLES, NEW, Evaluation, evaluate, parse_flags  # noqa: E402
 from scripts.shared.options import earlier, load_model, precision  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 from weights import WeightFormat  # noqa: E402
@@ -180,18 +180,8 @@ def parse_args() -> argparse.Namespace:
     a("--samples", type=int, default=100, help="of every cell")
     a("--batch-size", type=int, default=10)
     a("--at-once", type=int, default=24, help="settings whose caches are in memory together: they share prefills")
-    a("--seed", type=int, default=1)
-    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
-    a("--device")
-    add_precision(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
-    a("--out", help="result file, e.g. results/equal_bytes.json; written after every batch")
-    a("--json", action="store_true", help="print the result object")
-    opt = p.parse_args()
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to go on with")
+    opt = parse_flags(p, "equal_bytes")
     if wrong := set(opt.method) - {*HELD, *READ}:
         raise InputError(f"{min(wrong)!r} has no ladder: use some of {', '.join(sorted({*HELD, *READ}))}")
     for name in ("kv", "read"):
@@ -205,10 +195,6 @@ def parse_args() -> argparse.Namespace:
     opt.tasks = opt.tasks.split(",")
     if unknown := set(opt.tasks) - {*NEEDLES, "key_value"}:
         raise InputError(f"unknown task {min(unknown)!r}: use {', '.join([*NEEDLES, 'key_value'])}")
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is not a list such as 1024,2048") from None
     if min(opt.lengths) < 128:
         raise InputError(
             f"--lengths {min(opt.lengths)} is below 128: sinks and windows alone would be above the targets"

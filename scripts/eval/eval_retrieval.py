@@ -29,8 +29,8 @@ from cache.spec import layer_methods  # noqa: E402
 from checkpoint import args_from_hf  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from formats.shards import read_object as read_json  # noqa: E402
-from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
-from scripts.eval.evaluation import NEEDLES, Evaluation, evaluate  # noqa: E402
+from runtime import TINY, pick_device, set_threads  # noqa: E402
+from scripts.eval.evaluation import NEEDLES, Evaluation, evaluate, parse_flags  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
     earlier,
@@ -56,27 +56,13 @@ def parse_args() -> argparse.Namespace:
     a("--text-samples", type=int, default=10, help="sequences of repeats, and of perplexity for each kind of text")
     a("--decoded", type=int, default=512, help="at most this many tokens of a sequence go through decode")
     a("--batch-size", type=int, default=4)
-    a("--seed", type=int, default=1)
-    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
-    a("--device")
-    add_precision(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
-    a("--out", help="result file, e.g. results/retrieval.json; written after every batch")
-    a("--json", action="store_true", help="print the result object")
-    opt = p.parse_args()
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to go on with")
+    opt = parse_flags(p, "retrieval")
     opt.tasks, known = opt.tasks.split(","), [*NEEDLES, "key_value", "repeats", "perplexity"]
     if unknown := set(opt.tasks) - set(known):
         raise InputError(f"unknown task {sorted(unknown)[0]!r}: use {', '.join(known)}")
     if min(opt.samples, opt.text_samples, opt.batch_size) < 1 or opt.decoded < 2:
         raise InputError("--samples, --text-samples and --batch-size must be at least 1, --decoded at least 2")
     args = args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is not a list such as 512,1024") from None
     if min(opt.lengths) < 32:
         raise InputError(f"--lengths {min(opt.lengths)} is below 32: there is no room for a task")
     check_out(opt.out)

@@ -26,7 +26,7 @@ from engine import pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
-from runtime import TINY
+from runtime import TINY, add_precision
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks
 from tokenizer import load_tokenizer
 
@@ -271,3 +271,24 @@ def evaluate(
                 each[label] += values
                 rows[label][task] = round(float(np.mean(each[label])), 4)
             save()
+
+
+def parse_flags(p: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """What evaluations take beside their own flags, of which one is --lengths; that becomes a list of numbers."""
+    a = p.add_argument
+    a("--seed", type=int, default=1)
+    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
+    a("--device")
+    add_precision(p)
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
+    a("--out", help=f"result file, e.g. results/{name}.json; written after every batch")
+    a("--json", action="store_true", help="print the result object")
+    opt = p.parse_args()
+    if opt.resume and not opt.out:
+        raise InputError("--resume needs --out, the file to go on with")
+    try:
+        opt.lengths = [int(n) for n in opt.lengths.split(",")]
+    except ValueError:
+        raise InputError(f"--lengths {opt.lengths} is not a list such as 512,1024") from None
+    return opt
