@@ -127,6 +127,10 @@ class Selecting(Dense):
         """How many selections a KV head makes: one, or with the knob heads="query" one for each of its query heads."""
         return self.shape.n_head // self.shape.n_kv_head if getattr(self.args, "heads", "") == "query" else 1
 
+    def scorings(self) -> int:
+        """How often a KV head's tokens are scored: once a list, or for each query head where weights must reach p."""
+        return self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
+
     def chosen(self, pos: int) -> int:
         """Tokens attended, the newest at pos. A share p tells no number: those of the last step, before any the cap."""
         if self.p is not None and not self.taken.is_meta and (used := self.taken[self.taken > 0]).numel():

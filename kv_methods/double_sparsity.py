@@ -87,8 +87,7 @@ class DoubleSparsity(Selecting):
 
     def score_bytes(self, pos):
         """Every label, once, or for each query head."""
-        each = self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
-        return (pos + 1) * self.label.token_bytes * each
+        return (pos + 1) * self.label.token_bytes * self.scorings()
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv

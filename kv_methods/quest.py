@@ -106,8 +106,7 @@ class Quest(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        each = self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
-        return each * self.pages_of(pos + 1) * self.token_bytes()  # both bounds of every page
+        return self.scorings() * self.pages_of(pos + 1) * self.token_bytes()  # both bounds of every page
 
     def chosen(self, pos):
         """The current page counted whole: at the end of a page it is."""
