@@ -119,7 +119,7 @@ class PackedLinear(nn.Module):
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
 
-        buffer("packed", (blocks, size // WORD[bits], ROWS, WORD[bits]), torch.uint8)
+        buffer("packed", (blocks, size // WORD, ROWS, WORD), torch.uint8)
         for name in ("scale", "zero", "bias"):
             self.register_buffer(name, None)
         if bits < 16:
@@ -162,7 +162,7 @@ class PackedLinear(nn.Module):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
         at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
-        self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)), WORD[self.bits])
+        self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
         for buffer, t in params:
             if buffer is not None and t is not None:
                 buffer[at] = F.pad(t.to(buffer.dtype), (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)

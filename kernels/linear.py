@@ -2,8 +2,12 @@
 
 A group of inputs shares a scale: W = scale * (code - zero). Symmetric codes have no zeros: 8-bit ones are signed, 4-bit
 ones are around 8. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by side, [out /
-16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, bf16: 2) or byte (8 bits: 1), so that a vector has one
-input of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
+16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same
+inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
+
+On a CPU that multiplies bytes (VNNI) few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of
+their products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that
+multiplies tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from kernels.tiles import dot
 
 ROWS = 16  # of W side by side
 MANY = 32  # rows of x from which a matrix product of unpacked rows is faster than unpacking in registers
+MANY_BF16 = 8  # rows from which torch is faster with weights as they are in bf16, where the processor multiplies tiles
 TILE = 1 << 21  # numbers that are unpacked for one matrix product: 8 MB in fp32, which the caches hold
-WORD = {4: 4, 8: 1, 16: 4}  # bytes that a lane holds
+WORD = 4  # bytes that a lane holds
 
 
 # ---- layouts ----
@@ -40,9 +45,9 @@ def unpack_bits(data: Tensor, bits: int) -> Tensor:
     return data.contiguous().view(torch.int8 if bits == 8 else torch.bfloat16)
 
 
-def interleave(data: Tensor, word: int) -> Tensor:
-    """Rows uint8 [out, n], out a multiple of 16 -> [out / 16, n / word, 16, word]."""
-    return data.view(-1, ROWS, data.shape[1] // word, word).transpose(1, 2).contiguous()
+def interleave(data: Tensor) -> Tensor:
+    """Rows uint8 [out, n], out a multiple of 16 -> [out / 16, n / 4, 16, 4]."""
+    return data.view(-1, ROWS, data.shape[1] // WORD, WORD).transpose(1, 2).contiguous()
 
 
 def separate(data: Tensor) -> Tensor:
@@ -68,10 +73,10 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16; one
     in fp32 it multiplies a tenth faster (scripts/bench/bench_linear.py).
     """
-    rows = x.numel() // x.shape[-1]
-    here = rows < MANY and (rows > 1 or x.dtype == torch.bfloat16)
-    here = here and weight.dtype == x.dtype and weight.is_contiguous()
-    if here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x):
+    rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
+    here = rows < MANY and (rows > 1 or bf16) and weight.dtype == x.dtype and weight.is_contiguous()
+    here = here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x)
+    if here and not (bf16 and rows >= MANY_BF16 and native.has_tiles()):
         return native.dense_linear(x.flatten(0, -2).contiguous(), weight, bias).unflatten(0, x.shape[:-1])
     return F.linear(x, weight, bias)
 
@@ -106,6 +111,8 @@ def _in_cpp(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     x = x.detach().contiguous()  # codes are not trained: nothing flows back
+    if native.has_tiles():
+        return native.many_rows(x, packed, scale, zero, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)
     for first in range(0, packed.shape[0], n):
@@ -126,7 +133,7 @@ def _packed_linear(
     BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies R blocks of 16 rows of W, K inputs at a time: one row of x by sums, 16 by dot."""
-    PER: tl.constexpr = 32 // BITS if BITS != 8 else 1  # inputs in a word
+    PER: tl.constexpr = 32 // BITS  # inputs in a word
     GT: tl.constexpr = G if G < K else K  # inputs of a tile that share a scale
     block = tl.program_id(0) * R + tl.arange(0, R)
     there = block < blocks
@@ -139,12 +146,12 @@ def _packed_linear(
     together = tl.zeros([16, R * 16], tl.float32)
     for first in range(0, IN, K):
         w = tl.load(word + first // PER * 16, mask=there[:, None, None], other=0)  # [R, K / PER, 16]
-        if BITS == 8:
-            q = w.to(tl.float32)
+        w = w[:, :, None, :] >> (j * BITS)[None, None, :, None]
+        if BITS == 16:
+            q = (w << 16).to(tl.float32, bitcast=True)
         else:
-            w = w[:, :, None, :] >> (j * BITS)[None, None, :, None]
-            q = (w << 16).to(tl.float32, bitcast=True) if BITS == 16 else (w & 15).to(tl.float32)
-            q = tl.reshape(q, [R, K, 16])
+            q = ((w & 15) if BITS == 4 else (w << 24) >> 24).to(tl.float32)
+        q = tl.reshape(q, [R, K, 16])
         if BITS != 16:
             at = group + ((first + tl.arange(0, K // GT) * GT) // G * 16)[None, :, None]
             s = tl.load(scale + at, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
@@ -190,9 +197,8 @@ def _in_triton(
     x, y = x.contiguous(), x.new_empty(M, blocks * ROWS)
     group = n if scale is None else n // scale.shape[1]
     tile = tile_of(n, group, blocks, x.device)
-    words = packed.view(torch.int8) if bits == 8 else packed.view(torch.int32)
     _packed_linear[(triton.cdiv(blocks, tile["R"]),)](
-        x, words, scale, zero, bias, y, n, blocks * ROWS, M, blocks, n,
+        x, packed.view(torch.int32), scale, zero, bias, y, n, blocks * ROWS, M, blocks, n,
         BITS=bits, G=group, **tile, ONE=M == 1, num_warps=4, num_stages=3,
     )  # fmt: skip
     return y

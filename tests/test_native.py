@@ -36,6 +36,7 @@ from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_ga
 from kernels.quantize import unpack
 from kernels.select import budget_select, topk_select
 from kernels.sign_codes import lut_score
+from tests.test_weights import check_product
 
 ROOT = Path(__file__).resolve().parent.parent
 NAN, INF = float("nan"), float("inf")
@@ -1224,7 +1225,11 @@ def test_wrong_types_are_refused():
 
 # ---- other instruction sets ----
 
-EXTENSIONS = {"x86-64-v3": {"avx2", "fma", "bmi2", "f16c"}, "x86-64-v2": {"sse4_2", "popcnt"}}
+EXTENSIONS = {
+    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
+    "alderlake": {"avx2", "fma", "bmi2", "f16c", "avx_vnni"},  # bytes are multiplied, but no tiles and no AVX-512
+    "x86-64-v2": {"sse4_2", "popcnt"},
+}
 
 
 def runs_here(march):
@@ -1232,7 +1237,9 @@ def runs_here(march):
     return EXTENSIONS[march] <= set(flags)
 
 
-@pytest.mark.parametrize("march", ["x86-64-v3", pytest.param("x86-64-v2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "march", ["x86-64-v3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("alderlake", "x86-64-v2"))]
+)
 def test_other_instruction_sets(march, fresh, monkeypatch):
     """Tables of 16 numbers are looked up in another way with AVX2, and in a third without."""
     if not runs_here(march):
@@ -1250,5 +1257,7 @@ def test_other_instruction_sets(march, fresh, monkeypatch):
         lut_is_float64(W, 2, 2, W, 300, 1, [299, 100], True)
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 4)
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 2)
+    for bits, rows in product((16, 8, 4), (1, 2, 3, 7, 20, 40)):
+        check_product(rows, rows, 37, 192, bits, 192 if bits == 16 else 64, bits == 8, True, torch.float32, "")
     for kind in ("normal", "few values", "infinities", "zeros of both signs"):
         budget_is_brute_force(0, 1, 2, 4500, kind, 300, False, [300], 2, 3, [4499])

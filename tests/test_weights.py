@@ -64,8 +64,13 @@ def check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backe
     want = x.double().numpy() @ w.T + (b.double().numpy() if bias else 0)
     got = layer(x)
     assert got.shape == (rows, out) and got.dtype == dtype
-    error = np.abs(got.double().numpy() - want).max() / np.abs(want).max()
-    assert error < (2e-6 if dtype == torch.float32 else 8e-3 if backend == "" else 2e-2), error
+    error = np.abs(got.double().numpy() - want)
+    if dtype == torch.float32:  # x in 16 bits of the largest of its group, or x and W in two bf16 parts
+        size = np.abs(x.double().numpy()) @ np.abs(w).T + 1e-9
+        assert error.max() < 2e-6 * np.abs(want).max() + (2e-5 * size.max() if backend == "" else 0)
+        assert (error / size).mean() < 5e-6
+    else:
+        assert error.max() < (8e-3 if backend == "" and rows < K.MANY else 2e-2) * np.abs(want).max()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -88,7 +93,7 @@ def test_products_are_float64s(backend, data):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_products_with_weights_as_they_are(data):
-    """Any rows and outputs; in C++ a row of x gives the same beside any others, to the bit."""
+    """Any rows and outputs; in C++, where few rows run, one gives the same beside any others, to the bit."""
     d = lambda *args: data.draw(st.sampled_from(args))  # noqa: E731
     rows, out, n, dtype = d(1, 2, 3, 4, 7, 8, 17, 31), d(1, 3, 4, 66, 300), d(16, 48, 272, 1040), d(*native.DTYPES)
     gen = torch.Generator().manual_seed(rows * out + n)
@@ -96,9 +101,31 @@ def test_products_with_weights_as_they_are(data):
     want = x.double() @ w.double().T + b.double()
     with torch.no_grad():
         got, alone = K.dense_linear(x, w, b), K.dense_linear(x[[-1, -1]], w, b)[:1]
-    assert native.available() and got.dtype == dtype and (rows == 1 or torch.equal(got[-1:], alone))
+    few = 1 < rows < (K.MANY_BF16 if dtype == torch.bfloat16 and native.has_tiles() else K.MANY)
+    assert native.available() and got.dtype == dtype and (not few or torch.equal(got[-1:], alone))
     error = (got.double() - want).abs().max() / want.abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 8e-3), error
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_with_rows_of_a_wide_range(bits):
+    """Zeros, a number that dwarfs its group, tiny and huge ones, NaN and infinity: a row harms no other."""
+    gen = torch.Generator().manual_seed(bits)
+    layer, c = PackedLinear(256, 40, False, bits, 64), codes(gen, 40, 256, bits, 64, bits == 8)
+    layer.put(0, c)
+    w = torch.from_numpy(by_hand(c))
+    x = torch.randn(9, 256, generator=gen)
+    x[1], x[2, 70], x[3], x[4] = 0, 1e6, x[3] * 1e-35, x[4] * 1e30
+    x[5, 7], x[6, 200], x[7, 255] = torch.nan, torch.inf, -torch.inf
+    got, want = layer(x), x.double() @ w.T
+    assert torch.equal(got[1], torch.zeros(40)) and not got[5:8].isfinite().any()
+    for i in (0, 2, 3, 4, 8):  # every group has its own step: what is far from the large number keeps its precision
+        off = torch.zeros(256, dtype=torch.float64)
+        for g in range(0, 256, 64):
+            off[g : g + 64] = x[i, g : g + 64].double().abs().max() * 2**-15
+        least = 1e-6 * want[i].abs().max() + 1e-30 * w.abs().sum(1)
+        assert ((got[i].double() - want[i]).abs() <= off @ w.abs().T + least).all(), i
+    assert torch.equal(layer(x[8:]), got[8:])
 
 
 def test_gradients_flow_through_weights_as_they_are():
@@ -107,19 +134,24 @@ def test_gradients_flow_through_weights_as_they_are():
     assert torch.equal(layer.weight.grad, torch.full((3, 16), 2.0))
 
 
-def test_a_prompt_takes_tiles():
+@pytest.mark.parametrize("tiles", [True, False])
+def test_a_prompt_takes_tiles(tiles, monkeypatch):
     """More rows than are multiplied in registers, more of W than one tile."""
+    monkeypatch.setattr(native, "has_tiles", lambda has=native.has_tiles: tiles and has())
+    monkeypatch.setattr(K, "TILE", 256 * 96)
     gen = torch.Generator().manual_seed(0)
     layer, c = PackedLinear(256, 1000, False, 4, 64), codes(gen, 1000, 256, 4, 64, False)
     layer.put(0, c)
-    x, tile = torch.randn(70, 256, generator=gen), K.TILE
-    try:
-        K.TILE = 256 * 96
-        got = layer(x)
-    finally:
-        K.TILE = tile
+    x = torch.randn(70, 256, generator=gen)
     want = x.double() @ torch.from_numpy(by_hand(c)).T
-    assert (got.double() - want).abs().max() < 1e-5 * want.abs().max()
+    assert (layer(x).double() - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("bits, dtype", [(4, torch.float32), (8, torch.bfloat16), (16, torch.float32)])
+def test_long_prompts(bits, dtype):
+    """More rows than W is unpacked for at once, inputs that are no whole chunks, an odd number of blocks."""
+    n, rows, out = 592, 1060, 150
+    check_product(0, rows, out, n, bits, n if bits == 16 else 16, bits == 8, True, dtype, "")
 
 
 @pytest.mark.parametrize("bits, group", [(8, 32), (8, 96), (4, 32)])
@@ -191,19 +223,19 @@ def test_logits_are_those_of_the_dequantized_weights(kind, shape):
     packed, dense = pair(kind, **shape)
     tokens = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(3))
     got, want = packed(tokens), dense(tokens)
-    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    assert (got - want).abs().max() < 1.5e-4 * want.abs().max()
     for model in (packed, dense):
         model.setup_cache("full", 2, 64)
     lengths, pos = torch.tensor([40, 13]), torch.tensor([40, 13])
     got, want = (m.prefill(tokens, lengths) for m in (packed, dense))
-    assert (got - want).abs().max() < 2e-5 * want.abs().max()
+    assert (got - want).abs().max() < 1.5e-4 * want.abs().max()
     compiled = kind == "int4"  # one graph, as of any other layer
     step = torch.compile(packed.decode, fullgraph=True, backend="aot_eager") if compiled else packed.decode
     for _ in range(3):
         token = want.argmax(-1)
         with torch.inference_mode():
             got, want = step(token, pos), dense.decode(token, pos)
-        assert (got - want).abs().max() < 2e-5 * want.abs().max()
+        assert (got - want).abs().max() < 1.5e-4 * want.abs().max()
         pos = pos + 1
 
 

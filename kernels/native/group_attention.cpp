@@ -1,19 +1,8 @@
 // Attention over coordinates that groups of KV heads share (Palu): keys are rebuilt and rotated a block at a time.
 #include "softmax.h"
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace {
-
-// Room for n numbers, in whole vectors: a row that lies across two lines of the cache costs twice.
-template <class T> struct Room {
-    std::vector<vf> lines;
-    T* at;
-    Room(int64_t n) : lines((n * sizeof(T) + sizeof(vf) - 1) / sizeof(vf)), at((T*)lines.data()) {}
-    T& operator[](int64_t i) { return at[i]; }
-};
 
 constexpr int PANEL = 2 * L;    // channels that are rebuilt at a time
 constexpr int64_t SPAN = 512;   // tokens of a work item: each costs as much as many tokens do elsewhere
@@ -41,22 +30,11 @@ struct ByFloats {
 };
 
 #ifdef __AMX_BF16__
-// The processor has a matrix unit for bf16; the system gives its registers to those who ask (ARCH_REQ_XCOMP_PERM).
-bool has_tiles() {
-    static const bool given = !syscall(SYS_arch_prctl, 0x1023, 18);
-    return given;
-}
-
 struct ByTiles {
     typedef bf16 Row;
     static int64_t at(int64_t r, int c) { return (r / 2 * PANEL + c) * 2 + r % 2; }  // pairs of coordinates
 
-    ByTiles() {
-        struct alignas(64) { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } all;
-        for (int i = 0; i < 8; i++) all.bytes[i] = 64, all.rows[i] = 16;
-        _tile_loadconfig(&all);
-    }
-    ~ByTiles() { _tile_release(); }
+    Tiles registers;
 
     __attribute__((noinline)) static void multiply(const bf16* rows, const bf16* panel, int R, float* out, int stride) {
         static_assert(N == 32, "two tiles of rows");

@@ -1,6 +1,6 @@
-// y = x W^T for few rows of x: W is read once, as it is, or packed in bf16 or in 8 or 4 bits and unpacked in registers.
+// y = x W^T for few rows of x: W is read once, packed in bf16 or in 8 or 4 bits, and unpacked in registers.
 //
-// Packed, 16 rows of W lie side by side, so that a vector has one input of 16 outputs, and needs no sum over its lanes. A group
+// 16 rows of W lie side by side, so that a vector has the same inputs of 16 outputs, and needs no sum over its lanes. A group
 // of inputs shares a scale, and a zero if the codes are not symmetric.
 #include <algorithm>
 #include <vector>
@@ -32,15 +32,11 @@ template <> struct Unit<16> {  // lanes of two inputs
     }
 };
 
-template <> struct Unit<8> {
+template <> struct Unit<8> {  // lanes of four inputs
     static void read(const uint8_t* p, vf, vf* w) {
         for (int j = 0; j < UNIT; j++) {
-#if defined(__AVX512F__)
-            w[j] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + j * L))));
-#else
-            typedef int8_t bytes __attribute__((vector_size(16)));
-            w[j] = __builtin_convertvector(__builtin_convertvector(load_as<bytes>(p + j * L), vi), vf);
-#endif
+            vi v = load_as<vi>(p + j / 4 * 64);
+            w[j] = __builtin_convertvector((vi)((vu)v << (24 - j % 4 * 8)) >> 24, vf);
         }
     }
 };
@@ -127,9 +123,156 @@ template <int M> void many(const float* unpacked, int64_t in, const float* x, vf
     }
 }
 
+// M rows of x are taken 8 at a time, the last ones 4, 2 and 1
+struct Together {
+    int64_t first, count;
+    Together(int64_t row, int64_t M) : first(row), count(8) {  // those of which `row` is one
+        int64_t rest = M % 8, at = row - M / 8 * 8;
+        if (at < 0) first = row / 8 * 8;
+        else for (count = 4; !(rest & count) || at >= count; count /= 2) if (rest & count) at -= count;
+        if (at >= 0) first = row - at;
+    }
+};
+
+template <class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the count a constant
+    for (int64_t m = 0, count; m < M; m += count) {
+        count = Together(m, M).count;
+        if (count == 8) f(std::integral_constant<int, 8>{}, m);
+        else if (count == 4) f(std::integral_constant<int, 4>{}, m);
+        else if (count == 2) f(std::integral_constant<int, 2>{}, m);
+        else f(std::integral_constant<int, 1>{}, m);
+    }
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// ---- codes of 8 and 4 bits where the processor multiplies bytes ----
+//
+// x becomes integers of 16 bits, with a step for up to 128 inputs: what a code is multiplied with are their two bytes. Sums
+// are integers, and exact.
+
+constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
+
+vi dot(vi acc, vu w, int32_t four) {  // four unsigned bytes of each lane of w times four with a sign
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+#else
+    __m256i sum[2], two[2], all = _mm256_set1_epi32(four);
+    std::memcpy(sum, &acc, sizeof acc), std::memcpy(two, &w, sizeof w);
+    for (int i = 0; i < 2; i++) sum[i] = _mm256_dpbusd_avx_epi32(sum[i], two[i], all);
+    return load_as<vi>(sum);
+#endif
+}
+
+struct Integers {  // of M rows of x
+    int64_t M, in, span, spans;  // inputs of a row, and that share a step
+    std::vector<int32_t> bytes;  // [rows together][in / 4, in the order in which a lane has them][row][upper, lower]
+    std::vector<float> step;     // [M][spans]
+    std::vector<int32_t> sum;    // of the integers
+
+    Integers(int64_t M, int64_t in, int64_t group) : M(M), in(in), span(group) {
+        for (int64_t size : {16, 32, 64, 128})
+            if (group > 128 && group % size == 0) span = size;
+        spans = in / span;
+        bytes.resize(M * in / 2), step.resize(M * spans), sum.resize(M * spans);
+    }
+
+    template <int BITS, class T> void take(const T* x, int64_t row, int64_t s) {  // span s
+        const Together own(row, M);
+        int32_t* to = &bytes[own.first * in / 2 + (s * span / 4 * own.count + row - own.first) * 2];
+        x += row * in + s * span;
+        vf most = {}, wrong = {};
+        for (int64_t i = 0; i < span; i += L) {
+            vf v = load(x + i), size = (vf)((vu)v & 0x7fffffffu);
+            most = size > most ? size : most, wrong += v * 0.0f;  // NaN and infinity become NaN
+        }
+        const float top = largest(most), per = top > 1e-30f ? LARGEST / top : 0.0f;
+        vi total = {};
+        for (int64_t i = 0; i < span; i += L) {
+            vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
+            total += q;
+            if (BITS == 4) q = __builtin_shuffle(q, vi{0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
+            const vi upper = (q + 128) >> 8;
+            const auto a = four_bytes(upper), b = four_bytes(q - (upper << 8));
+            for (int j = 0; j < 4; j++, to += own.count * 2) to[0] = a[j], to[1] = b[j];
+        }
+        step[row * spans + s] = top / LARGEST + ::sum(wrong);
+        int32_t& all = sum[row * spans + s] = 0;
+        for (int i = 0; i < L; i++) all += total[i];
+    }
+
+    typedef int32_t v4 __attribute__((vector_size(16)));
+    static v4 four_bytes(vi x) {  // the lowest byte of 16 lanes, four by four
+#if defined(__AVX512F__)
+        return (v4)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+        typedef int8_t v16 __attribute__((vector_size(16)));
+        return (v4)__builtin_convertvector(x, v16);
+#endif
+    }
+};
+
+template <int BITS, int M> void few_by_bytes(const Weight& w, int64_t block, const Integers& x, int64_t first, vf* y) {
+    const int64_t groups = w.in / w.group;
+    const uint8_t* p = w.codes + block * w.in * BITS * 2;
+    const int32_t* at_x = &x.bytes[first * w.in / 2];
+    const vu low = vu{} + 0x0f0f0f0fu, sign = vu{} + 0x80808080u;
+    for (int m = 0; m < M; m++) y[m] = vf{};
+    for (int64_t g = 0, s = 0, i = 0; g < groups; g++) {
+        const int64_t at = (block * groups + g) * L;
+        vf scale = halves(w.scale + at);
+        vi zero = vi{} + (BITS == 8 ? 128 : 8);  // what makes codes unsigned
+        if (w.zero) zero = (vi)bytes_at(w.zero + at) + (BITS == 8 ? 128 : 0);
+        for (; i < (g + 1) * w.group; s++) {
+            vi high[M][2] = {}, rest[M][2] = {};
+            for (int64_t end = i + x.span; i < end; i += UNIT) {
+                vu two[2];
+                if constexpr (BITS == 4) {
+                    vu v = load_as<vu>(p);
+                    two[0] = v & low, two[1] = (v >> 4) & low;
+                } else for (int h = 0; h < 2; h++) two[h] = load_as<vu>(p + h * 64) ^ sign;
+                p += BITS * 16;
+                for (int h = 0; h < 2; h++)
+                    for (int m = 0; m < M; m++, at_x += 2) {
+                        int a = M < 4 ? h : 0;  // sums of one row in turns: an addition waits for the one before
+                        high[m][a] = dot(high[m][a], two[h], at_x[0]);
+                        rest[m][a] = dot(rest[m][a], two[h], at_x[1]);
+                    }
+            }
+            for (int m = 0; m < M; m++) {
+                const int64_t own = (first + m) * x.spans + s;
+                if (M < 4) high[m][0] += high[m][1], rest[m][0] += rest[m][1];
+                vi total = (high[m][0] << 8) + rest[m][0] - zero * x.sum[own];
+                y[m] += __builtin_convertvector(total, vf) * (scale * x.step[own]);
+            }
+        }
+    }
+}
+
 template <int BITS, class T>
-void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t out, int threads) {
-    const int64_t blocks = (out + L - 1) / L, groups = w.in / w.group;
+void linear_by_bytes(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
+    Integers rows(M, w.in, w.group);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < M * rows.spans; i++) rows.take<BITS>(x, i / rows.spans, i % rows.spans);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < blocks; b++)
+            by_rows(M, [&](auto count, int64_t first) {
+                vf part[count];
+                few_by_bytes<BITS, count>(w, b, rows, first, part);
+                for (int k = 0; k < count; k++)
+                    store(y + ((first + k) * blocks + b) * L, bias ? part[k] + load(bias + b * L) : part[k]);
+            });
+    }
+}
+#endif
+
+template <int BITS, class T>
+void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    if constexpr (BITS < 16) return linear_by_bytes<BITS>(w, x, bias, y, M, blocks, threads);
+#endif
+    const int64_t groups = w.in / w.group;
     std::vector<float> wide, sums;
     const float* rows;
     if constexpr (std::is_same_v<T, float>) rows = x;
@@ -151,29 +294,15 @@ void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int
         std::vector<float> unpacked(M > FEW ? w.in * L : 0);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {
-            const int n = std::min<int64_t>(L, out - b * L);
-            vf own = bias ? load_some<vf>(bias + b * L, n) : vf{};
             if (M > FEW) unpack_block<BITS>(w, b, unpacked.data());
-            for (int64_t m = 0; m < M;) {
-                vf part[8];
-                const float *at = rows + m * w.in, *total = sums.data() + (w.zero ? m * groups : 0);
-                int done = std::min<int64_t>(M - m, M > FEW ? 8 : FEW);
-                if (M > FEW) {
-                    if (done == 8) many<8>(unpacked.data(), w.in, at, part);
-                    else for (int k = 0; k < done; k++) many<1>(unpacked.data(), w.in, at + k * w.in, part + k);
-                } else if (done == 4) few<BITS, 4>(w, b, at, total, part);
-                else if (done == 3) few<BITS, 3>(w, b, at, total, part);
-                else if (done == 2) few<BITS, 2>(w, b, at, total, part);
-                else few<BITS, 1>(w, b, at, total, part);
-                for (int k = 0; k < done; k++, m++) {
-                    vf z = part[k] + own;
-                    T* to = y + m * out + b * L;
-                    if (n == L) { store(to, z); continue; }
-                    T last[L];
-                    store(last, z);
-                    std::copy(last, last + n, to);
-                }
-            }
+            by_rows(M, [&](auto count, int64_t first) {
+                vf part[count];
+                const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
+                if (M > FEW) many<count>(unpacked.data(), w.in, at, part);
+                else if constexpr (count <= FEW) few<BITS, count>(w, b, at, total, part);
+                for (int k = 0; k < count; k++)
+                    store(y + ((first + k) * blocks + b) * L, bias ? part[k] + load(bias + b * L) : part[k]);
+            });
         }
     }
 }
@@ -190,114 +319,17 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
     }
 }
 
-// ---- W as it is, fp32 or bf16 [out][in] ----
-
-constexpr int SHORT = 4096;  // bytes of a row, a page, below which the processor fetches too little ahead by itself
-constexpr int TILE_ROWS = 4;  // of W, for as many of x: 16 sums, which are added up together
-
-// Lanes i of a and then of b for which i & N is 0: half of the 16 from each
-template <int N> struct Lanes {
-    int32_t at[L];
-    constexpr Lanes() : at() {
-        for (int i = 0; i < L; i++) at[i] = i % (L / 2) / N * 2 * N + i % N + i / (L / 2) * L;
-    }
-};
-
-#if defined(__AVX512F__)
-template <int N> vf join(vf a, vf b) {  // lanes that are N apart added up, those of a and then those of b
-    static constexpr Lanes<N> lanes;
-    vi at = load_as<vi>(lanes.at);
-    __m512 one = (__m512)a, two = (__m512)b;
-    return (vf)_mm512_permutex2var_ps(one, (__m512i)at, two) + (vf)_mm512_permutex2var_ps(one, (__m512i)(at + N), two);
-}
-#else
-template <int N> vf join(vf a, vf b) {
-    static constexpr Lanes<N> lanes;
-    float both[2 * L];
-    store(both, a), store(both + L, b);
-    vf y;
-    for (int i = 0; i < L; i++) y[i] = both[lanes.at[i]] + both[lanes.at[i] + N];
-    return y;
-}
-#endif
-
-vf sums(const vf* x) {  // over the lanes of 16 vectors, each in the order of `sum`
-    vf a[L / 2];
-    for (int i = 0; i < 8; i++) a[i] = join<8>(x[2 * i], x[2 * i + 1]);
-    for (int i = 0; i < 4; i++) a[i] = join<4>(a[2 * i], a[2 * i + 1]);
-    return join<1>(join<2>(a[0], a[1]), join<2>(a[2], a[3]));
-}
-
-// R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
-template <int M, int R, class T>
-void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
-    vf acc[L] = {};
-    const char* next = (const char*)(w + 8 * R * in);
-    for (int64_t i = 0; i < in; i += L) {
-        vf q[R];
-        for (int r = 0; r < R; r++) q[r] = load(w + r * in + i);
-        if (fetch) for (int b = 0; b < R * L * (int)sizeof(T); b += 64) __builtin_prefetch(next + i * R * sizeof(T) + b, 0, 2);
-        for (int m = 0; m < M; m++) {
-            vf at = load(x + m * in + i);
-            for (int r = 0; r < R; r++) acc[m * R + r] += q[r] * at;
-        }
-    }
-    if constexpr (M * R == L) store(y, sums(acc));
-    else for (int i = 0; i < M * R; i++) y[i] = sum(acc[i]);
-}
-
-template <class T>
-void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, int64_t out, int threads) {
-    std::vector<float> wide;
-    const float* rows;
-    if constexpr (std::is_same_v<T, float>) rows = x;
-    else {
-        wide.resize(M * in);
-        for (int64_t i = 0; i < M * in; i += L) store(wide.data() + i, load(x + i));
-        rows = wide.data();
-    }
-    const bool few_bytes = in * (int64_t)sizeof(T) <= SHORT;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t o = 0; o < out; o += TILE_ROWS) {
-        const int R = std::min<int64_t>(TILE_ROWS, out - o);
-        for (int64_t m = 0; m < M;) {
-            const float* at = rows + m * in;
-            const bool fetch = few_bytes && m == 0 && out - o > 16 * TILE_ROWS;
-            float part[L];
-            int done = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
-            if (R < TILE_ROWS) {
-                done = 1;
-                for (int r = 0; r < R; r++) dense_tile<1, 1>(w + (o + r) * in, at, in, false, part + r);
-            } else if (done == 4) dense_tile<4, TILE_ROWS>(w + o * in, at, in, fetch, part);
-            else if (done == 2) dense_tile<2, TILE_ROWS>(w + o * in, at, in, fetch, part);
-            else dense_tile<1, TILE_ROWS>(w + o * in, at, in, fetch, part);
-            for (int k = 0; k < done; k++, m++) {
-                vf z = load_some<vf>(part + k * R, R);
-                if (bias) for (int r = 0; r < R; r++) z[r] += number(bias[o + r]);
-                T last[L];
-                store(last, z);
-                std::copy(last, last + R, y + m * out + o);
-            }
-        }
-    }
-}
-
 }  // namespace
 
 #define BY_BITS(CALL) \
     if (bits == 16) { constexpr int BITS = 16; CALL; } else if (bits == 8) { constexpr int BITS = 8; CALL; } \
     else { constexpr int BITS = 4; CALL; }
 
-extern "C" void kvf_dense_linear(int64_t is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t M,
-                                 int64_t in, int64_t out, int64_t threads) {
-    FLOAT_OR_BF16((dense((const T*)w, (const T*)x, (const T*)bias, (T*)y, M, in, out, threads)))
-}
-
 extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, const uint8_t* codes, const uint16_t* scale,
-                           const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t out,
+                           const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t blocks,
                            int64_t group, int64_t threads) {
     Weight w{codes, scale, zero, in, group};
-    FLOAT_OR_BF16(BY_BITS((linear<BITS>(w, (const T*)x, bias, (T*)y, M, out, threads))))
+    FLOAT_OR_BF16(BY_BITS((linear<BITS>(w, (const T*)x, bias, (T*)y, M, blocks, threads))))
 }
 
 extern "C" void kvf_unpack_rows(int64_t is_bf16, int64_t bits, const uint8_t* codes, const uint16_t* scale,

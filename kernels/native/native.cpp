@@ -7,10 +7,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "attention.cpp"
+#include "dense_linear.cpp"
 #include "group_attention.cpp"
 #include "latent.cpp"
 #include "latent_attention.cpp"
 #include "linear.cpp"
+#include "many_rows.cpp"
 #include "observed.cpp"
 #include "oja.cpp"
 #include "packed_attention.cpp"

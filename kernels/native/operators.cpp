@@ -187,7 +187,7 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bia
                     bits, " bits");
     Tensor y = like(x, {M, blocks * L});
     kvf_linear(is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
-               floats(bias, "bias"), y.data_ptr(), M, n, blocks * L, scale ? n / scale->size(1) : n, threads());
+               floats(bias, "bias"), y.data_ptr(), M, n, blocks, scale ? n / scale->size(1) : n, threads());
     return y;
 }
 

@@ -209,6 +209,27 @@ def unpack_rows(
     return y
 
 
+def has_tiles() -> bool:
+    """Whether the processor multiplies tiles of bf16, and the system lets us."""
+    return bool(build.library().kvf_has_tiles())
+
+
+has_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.available
+
+
+def many_rows(
+    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
+) -> Tensor:
+    """x [M, in], a prompt, by tiles (`has_tiles`); see kernels/linear.py."""
+    (M, n), blocks = x.shape, len(packed)
+    group = _check_weight(n, packed, scale, zero, bits)
+    expect(torch.float32, bias)
+    assert x.is_contiguous()
+    y = x.new_empty(M, blocks * VECTOR)
+    call("kvf_many_rows", is_bf16(x), bits, x, packed, scale, zero, bias, y, M, n, blocks, group)
+    return y
+
+
 def _check_weight(n: int, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int) -> int:
     """Inputs that share a scale."""
     expect(torch.uint8, packed, zero)

@@ -12,7 +12,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     types = dict(x="*bf16", packed="*i32", scale="*fp16", zero="*u8", y="*bf16")
     types |= dict(x_row="i32:16", y_row="i32:16", M="i32", blocks="i32", IN="i32:16")
     out: list[Aot] = []
-    for bits, change in ((4, {}), (8, dict(packed="*i8", zero=None)), (16, dict(scale=None, zero=None))):
+    for bits, change in ((4, {}), (8, dict(zero=None)), (16, dict(scale=None, zero=None))):
         for rows, one in (("a row", True), ("16 rows", False)):
             # what is None is a constant
             given = {k: t for k, t in (types | change).items() if t is not None}

@@ -1,0 +1,103 @@
+// y = x W^T for few rows of x and W as it is, fp32 or bf16 [out][in].
+#include <algorithm>
+#include <vector>
+#include "vectors.h"
+
+namespace {
+
+constexpr int SHORT = 4096;  // bytes of a row, a page, below which the processor fetches too little ahead by itself
+constexpr int TILE_ROWS = 4;  // of W, for as many of x: 16 sums, which are added up together
+
+// Lanes i of a and then of b for which i & N is 0: half of the 16 from each
+template <int N> struct Lanes {
+    int32_t at[L];
+    constexpr Lanes() : at() {
+        for (int i = 0; i < L; i++) at[i] = i % (L / 2) / N * 2 * N + i % N + i / (L / 2) * L;
+    }
+};
+
+#if defined(__AVX512F__)
+template <int N> vf join(vf a, vf b) {  // lanes that are N apart added up, those of a and then those of b
+    static constexpr Lanes<N> lanes;
+    vi at = load_as<vi>(lanes.at);
+    __m512 one = (__m512)a, two = (__m512)b;
+    return (vf)_mm512_permutex2var_ps(one, (__m512i)at, two) + (vf)_mm512_permutex2var_ps(one, (__m512i)(at + N), two);
+}
+#else
+template <int N> vf join(vf a, vf b) {
+    static constexpr Lanes<N> lanes;
+    float both[2 * L];
+    store(both, a), store(both + L, b);
+    vf y;
+    for (int i = 0; i < L; i++) y[i] = both[lanes.at[i]] + both[lanes.at[i] + N];
+    return y;
+}
+#endif
+
+vf sums(const vf* x) {  // over the lanes of 16 vectors, each in the order of `sum`
+    vf a[L / 2];
+    for (int i = 0; i < 8; i++) a[i] = join<8>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 4; i++) a[i] = join<4>(a[2 * i], a[2 * i + 1]);
+    return join<1>(join<2>(a[0], a[1]), join<2>(a[2], a[3]));
+}
+
+// R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
+template <int M, int R, class T>
+void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
+    vf acc[L] = {};
+    const char* next = (const char*)(w + 8 * R * in);
+    for (int64_t i = 0; i < in; i += L) {
+        vf q[R];
+        for (int r = 0; r < R; r++) q[r] = load(w + r * in + i);
+        if (fetch) for (int b = 0; b < R * L * (int)sizeof(T); b += 64) __builtin_prefetch(next + i * R * sizeof(T) + b, 0, 2);
+        for (int m = 0; m < M; m++) {
+            vf at = load(x + m * in + i);
+            for (int r = 0; r < R; r++) acc[m * R + r] += q[r] * at;
+        }
+    }
+    if constexpr (M * R == L) store(y, sums(acc));
+    else for (int i = 0; i < M * R; i++) y[i] = sum(acc[i]);
+}
+
+template <class T>
+void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, int64_t out, int threads) {
+    std::vector<float> wide;
+    const float* rows;
+    if constexpr (std::is_same_v<T, float>) rows = x;
+    else {
+        wide.resize(M * in);
+        for (int64_t i = 0; i < M * in; i += L) store(wide.data() + i, load(x + i));
+        rows = wide.data();
+    }
+    const bool few_bytes = in * (int64_t)sizeof(T) <= SHORT;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t o = 0; o < out; o += TILE_ROWS) {
+        const int R = std::min<int64_t>(TILE_ROWS, out - o);
+        for (int64_t m = 0; m < M;) {
+            const float* at = rows + m * in;
+            const bool fetch = few_bytes && m == 0 && out - o > 16 * TILE_ROWS;
+            float part[L];
+            int done = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+            if (R < TILE_ROWS) {
+                done = 1;
+                for (int r = 0; r < R; r++) dense_tile<1, 1>(w + (o + r) * in, at, in, false, part + r);
+            } else if (done == 4) dense_tile<4, TILE_ROWS>(w + o * in, at, in, fetch, part);
+            else if (done == 2) dense_tile<2, TILE_ROWS>(w + o * in, at, in, fetch, part);
+            else dense_tile<1, TILE_ROWS>(w + o * in, at, in, fetch, part);
+            for (int k = 0; k < done; k++, m++) {
+                vf z = load_some<vf>(part + k * R, R);
+                if (bias) for (int r = 0; r < R; r++) z[r] += number(bias[o + r]);
+                T last[L];
+                store(last, z);
+                std::copy(last, last + R, y + m * out + o);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void kvf_dense_linear(int64_t is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t M,
+                                 int64_t in, int64_t out, int64_t threads) {
+    FLOAT_OR_BF16((dense((const T*)w, (const T*)x, (const T*)bias, (T*)y, M, in, out, threads)))
+}
