@@ -124,9 +124,11 @@ class Evicting(KVMethod):
     def append(self, k, v, pos):
         """Into the next free slot, or, where the row holds what it may, in place of the lowest score."""
         (B, H), filled = k.shape[:2], self.filled[: len(k)]
-        most = (self.held(pos + 1) + self.room()).clamp(max=self.k.shape[2])
+        slots = self.k.shape[2]
+        # nothing decoded is lost: what a longer prompt would keep, which may be less, does not matter
+        most = (self.held(pos + 1) + self.room()).clamp(max=slots) if self.evicts else slots
         grows = filled < most
-        slot = filled[:, None].clamp(max=self.k.shape[2] - 1)
+        slot = filled[:, None].clamp(max=slots - 1)
         if self.evicts:
             slot = torch.where(grows[:, None], slot, self._lowest(pos))  # [B, Hkv]
         row, head = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)

@@ -207,6 +207,17 @@ def test_what_snapkv_decodes_stays():
             assert kept(method, 0, 0) == first + list(range(100, 101 + step))
 
 
+@pytest.mark.parametrize("at", range(N_LAYER))
+def test_what_pyramidkv_decodes_after_a_short_prompt_stays(at):
+    """In the last layers a longer prompt would keep less than a short one: what is decoded does not count as prompt."""
+    method, n, steps = layer("pyramidkv", dict(budget=12, recent=4), (2, 1, 32), 1, 70, at, new=30), 9, 30
+    method.prefill(torch.randn(1, 2, n, 32), *torch.randn(2, 1, 1, n, 32), torch.tensor([n]))
+    assert kept(method, 0, 0) == list(range(n))
+    for pos in range(n, n + steps):
+        method.decode(torch.randn(1, 2, 32), *torch.randn(2, 1, 1, 32), torch.tensor([pos]))
+        assert kept(method, 0, 0) == list(range(pos + 1))
+
+
 def test_snapkv_allocates_what_it_may_need():
     known = layer("snapkv", dict(budget=0.25), (4, 2, 64), 1, 4096 + 128, new=128)
     assert known.k.shape[2] == 0.25 * (4096 + 128) + 128 and "score" not in known.nbytes()
