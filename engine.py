@@ -179,10 +179,10 @@ class Session:
         self.model.maintain(self.decoded)
 
     @torch.inference_mode()
-    def feed(self, tokens: list[int]) -> None:
-        """A further turn of a single row: its tokens go through decode, what was compressed stays as it is."""
+    def feed(self, tokens: Sequence[int]) -> None:
+        """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
         for t in tokens:
-            self.advance(torch.tensor([t], device=self.device))
+            self.advance(torch.full_like(self.pos, t))
 
     def tokens(self, n: int) -> Iterator[list[int]]:
         """Yield n times the next token of every row.
@@ -257,8 +257,8 @@ class Completion:
         return self.batch.kv_bytes_full
 
 
-def empty_result(prompts: list[list[int]]) -> Result:
-    return Result([[] for _ in prompts], [len(p) for p in prompts])
+def empty_result(prompts: list[list[int]], question: Sequence[int] = ()) -> Result:
+    return Result([[] for _ in prompts], [len(p) + len(question) for p in prompts])
 
 
 def generate(
@@ -268,8 +268,9 @@ def generate(
     stop_ids: frozenset[int] = frozenset(),
     on_token: Callable[[int, int], None] | None = None,
     result: Result | None = None,
+    question: Sequence[int] = (),
 ) -> Result:
-    """Prefill `prompts` and decode until every row has met a stop id or has max_new_tokens.
+    """Prefill `prompts`, feed each row the `question`, decode until every row has met a stop id or has max_new_tokens.
 
     on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is. InputError if logits
     are not finite, or a method cannot go on; `result`, an `empty_result`, then holds what came before.
@@ -278,6 +279,7 @@ def generate(
     synchronize(session.device)
     start = time.perf_counter()
     session.prefill(prompts)
+    session.feed(question)
     synchronize(session.device)
     result.prefill_s = time.perf_counter() - start
     continue_rows(session, result, max_new_tokens, stop_ids, on_token)
@@ -419,6 +421,16 @@ class LLM:
             raise InputError("a prompt has no tokens: give some text")
         return prompt
 
+    def _encode_question(self, question: str | list[int] | None, chat: bool) -> list[int]:
+        """Tokens of what follows every prompt through decode. InputError with a chat template, which closes a prompt's
+        turn behind it."""
+        if not question:
+            return []
+        if chat:
+            raise InputError("a chat template ends the prompt's turn: ask in a second turn of a conversation "
+                             "(--interactive), or give no chat template")  # fmt: skip
+        return self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question
+
     def generate(
         self,
         prompts: str | Sequence[str | list[int]],
@@ -426,23 +438,26 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         chat: bool = False,
+        question: str | list[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
 
+        question: more text behind every prompt, which comes through decode: the method compresses without knowing it.
         on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
         new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
+        asked = self._encode_question(question, chat)
         rows = [self.encode(p, chat) for p in ([prompts] if isinstance(prompts, str) else prompts)]
         if not rows:
             raise InputError("no prompt was given")
         sampling, out = sampling or Sampling(), list[Completion]()
-        max_seq_len = check_length(self.model, rows, max_new_tokens)
+        max_seq_len = check_length(self.model, [row + asked for row in rows], max_new_tokens)
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
-            session = self.session(len(batch), max_seq_len, max_new_tokens, sampling)
+            session = self.session(len(batch), max_seq_len, len(asked) + max_new_tokens, sampling)
             compile_s = session.warm_up(len(batch)) if self.compile else 0.0
             streams = [self.tokenizer.stream() for _ in batch]
 
@@ -450,9 +465,9 @@ class LLM:
                 if on_text:
                     on_text(first + row, streams[row].put(token))
 
-            result, error = empty_result(batch), None
+            result, error = empty_result(batch, asked), None
             try:
-                generate(session, batch, max_new_tokens, self.stop_ids, show, result)
+                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked)
             except InputError as e:
                 if not out and not any(result.tokens):
                     raise
@@ -466,7 +481,7 @@ class LLM:
             for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
                 if on_text:
                     on_text(first + row, stream.flush())
-                out.append(Completion(self.tokenizer.decode(ids), ids, len(batch[row]), result))
+                out.append(Completion(self.tokenizer.decode(ids), ids, result.prompt_tokens[row], result))
             if error:
                 raise Ended(str(error), out)
             if result.interrupted:

@@ -40,6 +40,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--recent", help="newest tokens that are always kept")
     a("--prompt", nargs="+", metavar="TEXT", default=[], help="one or more prompts; - reads standard input")
     a("--prompt-file", nargs="+", metavar="F", default=[], help="one or more UTF-8 files, a prompt each")
+    a(
+        "--question",
+        metavar="TEXT",
+        help="what follows every prompt, through decode: methods compress without it (ours)",
+    )
     a("--max-new-tokens", type=int, default=128, metavar="N")
     a("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     a("--top-k", type=int, metavar="K")
@@ -158,7 +163,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
     try:
         with profiled(opt.profile):
             report.completions += llm.generate(
-                prompts, opt.max_new_tokens, sampling, batch_size=opt.batch_size, on_text=show
+                prompts, opt.max_new_tokens, sampling, question=opt.question, batch_size=opt.batch_size, on_text=show
             )
     except Ended as e:
         report.completions += e.completions
@@ -205,10 +210,14 @@ def main(argv: list[str] | None = None) -> int:
         check_range("--batch-size", opt.batch_size, 1, 1_000_000)
     if opt.checkpoint and opt.random_init:
         raise InputError("give --checkpoint or --random-init, not both")
-    if opt.interactive and (opt.prompt or opt.prompt_file or opt.random_init or (opt.batch_size or 1) > 1):
+    if opt.interactive and (
+        opt.prompt or opt.prompt_file or opt.question or opt.random_init or (opt.batch_size or 1) > 1
+    ):
         raise InputError(
-            "--interactive reads its turns from standard input: drop --prompt, --batch-size, --random-init"
+            "--interactive reads its turns from standard input: drop --prompt, --question, --batch-size, --random-init"
         )
+    if opt.question and opt.chat:
+        raise InputError("--chat ends the prompt's turn before --question: ask in a second turn, with --interactive")
     check_out(opt.profile, "--profile")
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cache.base import KVMethod
-from cache.spec import make_args, resolve
+from cache.spec import inner_method
 
 
 class Routed(KVMethod):
@@ -24,8 +24,8 @@ class Routed(KVMethod):
         self.other: KVMethod | None = None  # holds the KV heads that are not this method's
         self.n_other, self.n_own = 0, shape.n_kv_head
 
-    def route(self, theirs: list[int], name: str) -> None:
-        """Give the KV heads `theirs` to the method or preset `name`."""
+    def route(self, theirs: list[int], method: str) -> None:
+        """Give the KV heads `theirs` to a method or preset, with knobs as `inner_method` reads them."""
         shape = self.shape
         own = [h for h in range(shape.n_kv_head) if h not in theirs]
         self.n_other, self.n_own = len(theirs), len(own)
@@ -33,8 +33,7 @@ class Routed(KVMethod):
             return
         if own:
             self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
-        cls, knobs = resolve(name)
-        args, calib = make_args(cls, knobs), self.calib
+        (cls, args), calib = inner_method(method), self.calib
         part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs))
         if calib is not None and own:
             calib = calib.heads(self.layer, theirs, shape.n_kv_head, cls.needs(args))

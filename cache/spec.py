@@ -4,6 +4,7 @@
     sals-12.5                               a preset: a method with knobs that reproduce a row of its paper
     self_index,budget=160                   with a knob
     0-1:full,2-:sals-12.5,budget=0.1        by layers; knobs belong to the part that they follow, later parts win
+    razor,retrieval_method=quest:budget=64  a method within a method, with knobs of its own
 
 A method is a file of kv_methods/, or of a folder named in KV_FAST_METHODS, found by its name.
 """
@@ -184,6 +185,21 @@ def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
     except InputError as e:
         name = method_name(cls)
         raise InputError(str(e) if name in str(e) else f"{name}: {e}") from None
+
+
+def inner_method(text: str) -> tuple[type[KVMethod], Any]:
+    """A method that holds heads of another, `quest` or `quest:budget=64:recent=8` -> its class and Args.
+
+    Commas end a knob of the method around it: colons stand between the inner one's.
+    """
+    name, *items = text.split(":")
+    cls, knobs = resolve(name)
+    for item in items:
+        key, eq, value = item.partition("=")
+        if not eq:
+            raise InputError(f"cannot read {item!r} in {text!r}: write it like quest:budget=64:recent=8")
+        knobs[key] = value
+    return cls, make_args(cls, knobs)
 
 
 # ---- the grammar ----

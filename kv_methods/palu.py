@@ -105,7 +105,7 @@ class Palu(KVMethod):
         super().__init__(args, shape, layer, rope, calib)
         H, s = shape.n_kv_head, min(args.group, shape.n_kv_head)
         if H % s:
-            raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads, use another group")
+            raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads: use group=1")
         width = s * shape.head_dim
         # all layers, keys and values alike: "uniform" of the published code
         self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)

@@ -19,7 +19,7 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.budget import budget_cap, budget_tokens
 from cache.routing import Routed
-from cache.spec import make_args, resolve
+from cache.spec import inner_method
 from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError
 from kernels.gather_attention import gather_rows
@@ -112,16 +112,18 @@ class Razor(Routed):
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
         )
         seed: int = knob(0, "of protect=random", low=0)
-        retrieval_method: str = knob("full", "method or preset that holds the protected heads, in every layer")
+        retrieval_method: str = knob(
+            "full", "method or preset that holds the protected heads, in every layer; its knobs: quest:budget=64"
+        )
 
         def __post_init__(self):
-            if resolve(self.retrieval_method)[0] is Razor:
+            if inner_method(self.retrieval_method)[0] is Razor:
                 raise InputError("razor: retrieval_method must be another method than razor itself")
 
     @classmethod
     def needs(cls, args):
-        inner, knobs = resolve(args.retrieval_method)
-        return cls.statistics + inner.needs(make_args(inner, knobs))
+        inner, knobs = inner_method(args.retrieval_method)
+        return cls.statistics + inner.needs(knobs)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
