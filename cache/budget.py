@@ -20,7 +20,7 @@ def check_budget(budget: int | float) -> None:
 
 @dataclass(frozen=True)
 class TopP:
-    """A budget that follows the text: the fewest tokens whose estimated softmax weights reach p (Twilight, Sec. 4.1).
+    """A budget that follows the text: the fewest tokens whose estimated softmax weights reach p (Twilight).
 
     Written p0.95. How a step finds them is in cache/selecting.py.
     """

@@ -77,7 +77,7 @@ def greedy(alike: Tensor, n: int) -> Tensor:
     """Who takes whose: alike [B, N, N], of which i > j count; n of the N take another's -> [B, N], own or earlier.
 
     The most alike pair first, the later takes the earlier's; who takes is no longer taken from, and those that took
-    from it follow it (HShare, Algorithm 1).
+    from it follow it (HShare, greedy sharing, as published).
     """
     B, N, _ = alike.shape
     row, source = torch.arange(B, device=alike.device), torch.arange(N, device=alike.device).repeat(B, 1)

@@ -10,7 +10,7 @@ from kernels.observed_attention import last_mass
 
 
 def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool: int = 7) -> Tensor:
-    """Attention mass that the last `window` queries of each prompt give its tokens (SnapKV, Li et al. 2024, Sec. 4).
+    """Attention mass that the last `window` queries of each prompt give its tokens (SnapKV, Li et al. 2024).
 
     q [B, Hq, S, D], k [B, Hkv, S, D] rotated, lengths [B] -> fp32 [B, Hkv, S]: softmax, summed over the queries and
     the group's heads, max-pooled over `pool` neighbours; -inf past the prompt's end.

@@ -47,7 +47,7 @@ def quantize(
 def quantize_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x [..., S, D], S and D % 32 == 0 -> packed uint8 [..., S, D * bits / 8], params fp16 [..., S / 32, D, 2].
 
-    As `quantize`, but what shares a scale and a zero are 32 tokens of one channel (KIVI, Section 3.2). Codes are packed
+    As `quantize`, but what shares a scale and a zero are 32 tokens of one channel (KIVI's keys). Codes are packed
     by token all the same: a token's are one row, as attention reads it.
     """
     codes, params = _codes(x.float().unflatten(-2, (-1, GROUP)), -2, bits, 1.0)

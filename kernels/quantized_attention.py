@@ -40,7 +40,7 @@ class QuantizedTokens(NamedTuple):
 
     def packed_until(self, pos: Tensor) -> Tensor:
         """The first position behind the packed ones while the token at pos [B] is attended to."""
-        if self.channels:  # the ring leaves as a whole, when it is full (KIVI, Algorithm 1)
+        if self.channels:  # the ring leaves as a whole, when it is full (KIVI)
             return pos // self.ring * self.ring
         return (pos + 1 - self.ring).clamp(min=self.sinks)
 

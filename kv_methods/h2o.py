@@ -21,8 +21,8 @@ class H2O(Evicting):
 
     @dataclass
     class Args:
-        heavy: int | float = knob(0.1, "tokens of the most attention kept beside the recent ones, or a share (Sec. 5)")
-        recent: int | float = knob(0.1, "newest tokens, never evicted, or a share (Sec. 5: half of the budget)")
+        heavy: int | float = knob(0.1, "tokens of the most attention kept beside the recent ones, or a share")
+        recent: int | float = knob(0.1, "newest tokens, never evicted, or a share (half of H2O's budget)")
 
         def __post_init__(self):
             for tokens in (self.heavy, self.recent):
@@ -32,5 +32,5 @@ class H2O(Evicting):
         return (budget_tokens(self.args.heavy, length) + self.recent(length)).minimum(length)
 
     def observe(self, weights):
-        """Algorithm 1: F accumulates; per KV head, by the sum over its group's queries."""
+        """The score function accumulates; per KV head, by the sum over its group's queries."""
         self.score[: len(weights)] += weights

@@ -30,10 +30,10 @@ class Kivi(Quantized):
 
     @dataclass
     class Args:
-        bits: Literal[2, 3, 4, 8, 16] = knob(2, "bits of keys and values (Section 4.1: 2 or 4; 3, 8 and 16: ours)")
+        bits: Literal[2, 3, 4, 8, 16] = knob(2, "bits of keys and values (KIVI-2, KIVI-4; 3, 8 and 16: ours)")
         k_bits: int | None = knob(None, "bits of keys; None: `bits` (published code: k_bits)")
         v_bits: int | None = knob(None, "bits of values; None: `bits` (published code: v_bits)")
-        residual: int = knob(128, "newest tokens in the cache's dtype, R (Section 4.1: 128)", GROUP)
+        residual: int = knob(128, "newest tokens in the cache's dtype, R (published code: 128)", GROUP)
 
         def __post_init__(self):
             check_bits("kivi", self.k_bits, self.v_bits)
@@ -43,8 +43,8 @@ class Kivi(Quantized):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         check_groups("kivi", shape.head_dim)
-        # Algorithm 1: keys leave the ring all at once when it is full, so that groups of tokens are whole; values one
-        # by one, so that the newest R are always there
+        # keys leave the ring all at once when it is full, so that groups of tokens are whole; values one by one, so
+        # that the newest R are always there
         ring = min(args.residual, -(-shape.max_seq_len // GROUP) * GROUP)  # no longer than the context
         self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, ring, channels=True)
         self.values = QuantizedStore(shape, args.v_bits or args.bits, 0, ring)

@@ -21,14 +21,14 @@ from errors import InputError
 from kernels.latent_score import head_scores
 
 PRESETS = {
-    "loki-12.5": dict(budget=0.125, dims=0.25),  # k_f = 0.125, d_f = 0.25 (Loki, Sec. 6)
+    "loki-12.5": dict(budget=0.125, dims=0.25),  # k_f = 0.125, d_f = 0.25 of Loki
     "loki-12.5-50": dict(budget=0.125, dims=0.5),  # k_f = 0.125, d_f = 0.5
     "loki-4k": dict(budget=512, sinks=16, recent=64),  # SALS, Table 4
 }
 
 
 class KeyComponents(Statistic):
-    """Centred PCA of the keys of every head: after rotation, or with `rotated` False before it (Sec. 3)."""
+    """Centred PCA of the keys of every head: after rotation, or with `rotated` False before it."""
 
     rotated = True
     name = "pca"
@@ -57,12 +57,12 @@ class Loki(Selecting):
 
     @dataclass
     class Args(Selecting.Args):
-        budget: int | float | TopP = knob(0.25, "tokens attended, k_f (Sec. 6: 0.25)")
+        budget: int | float | TopP = knob(0.25, "tokens attended, k_f of Loki")
         sinks: int = knob(0, "first tokens always attended; the paper forces none", low=0)
         recent: int = knob(1, "newest tokens always attended: 1 is the current one (ours)", low=1)
         dims: int | float = knob(0.25, "coordinates that score, d_f: a number or a share of head_dim", 0, 10**6)
         calibrated: Literal["after", "before"] = knob(
-            "after", "components of keys after rotation, or before it, applied after it in both cases (Sec. 4)"
+            "after", "components of keys after rotation, or before it, applied after it in both cases (published code)"
         )
         heads: Literal["group", "query"] = knob(
             "group", "a selection per KV head, by the group's sum (ours); query: per query head (published code)"
@@ -99,7 +99,7 @@ class Loki(Selecting):
         super().append((k[:, :, None] @ self.basis)[:, :, 0], v, pos)
 
     def scores(self, q, pos):
-        """Algorithm 1, lines 5 and 6: products in the first d coordinates, of the group's sum or of each query."""
+        """Approximate scores: products in the first d coordinates, of the group's sum or of each query."""
         groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
         if self.args.heads == "group":
             return head_scores(groups.sum(2, keepdim=True), self.k[..., : self.d], pos)[:, :, 0]

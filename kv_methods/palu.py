@@ -67,7 +67,7 @@ class Coordinates(Storage):
         """basis [N, s * D, r] and bias [N, s * D] of the calibration, or None: sizes only."""
         super().__init__(shape)
         N, width = shape.n_kv_head // s, s * shape.head_dim
-        if basis is not None and bits < 16:  # Section 4.3: the matrix is folded into the weights
+        if basis is not None and bits < 16:  # the Hadamard matrix is folded into the weights
             basis = basis @ hadamard_matrix(rank)
         self.basis = self.constant("u", (N, width, rank), basis)  # in the dtype of the cache, as weights are
         self.bias = self.constant("bias", (N, width), bias, torch.float32)
@@ -97,9 +97,9 @@ class Palu(KVMethod):
 
     @dataclass
     class Args:
-        rank: float = knob(0.7, "coordinates of a group, share of its channels (Section 5.2: 0.7 and 0.5)", 0, 1)
+        rank: float = knob(0.7, "coordinates of a group, share of its channels (Palu-30 %: 0.7, Palu-50 %: 0.5)", 0, 1)
         group: int = knob(4, "KV heads that share coordinates (G-LRD: 4; M-LRD: 1; J-LRD: all)", 1)
-        bits: Literal[2, 3, 4, 8, 16] = knob(16, "bits of coordinates (Section 5.3: 3 and 2 beside 16)")
+        bits: Literal[2, 3, 4, 8, 16] = knob(16, "bits of coordinates (Palu: 3 and 2 beside 16)")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

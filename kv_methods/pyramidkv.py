@@ -19,15 +19,15 @@ class PyramidKV(SnapKV):
     @dataclass
     class Args(SnapKV.Args):
         budget: int | float = knob(
-            2048, "tokens kept of a prompt, mean over the layers, or their share (Sec. 5: 64 to 2048)"
+            2048, "tokens kept of a prompt, mean over the layers, or their share (PyramidKV: 64 to 2048)"
         )
         recent: int = knob(
             8, "observation window: last tokens, which choose and are kept (alpha; published code)", 1, 4096
         )
-        beta: float = knob(20.0, "the mean budget over that of the last layer (Sec. 4.2; published code)", 1, 10**6)
+        beta: float = knob(20.0, "the mean budget over that of the last layer (published code)", 1, 10**6)
 
     def held(self, length):
-        """Sec. 4.2: beside the window k_l falls from k_0 = 2 k - k_last to k_last = k / beta; k is the mean."""
+        """The pyramid: beside the window k_l falls from k_0 = 2 k - k_last to k_last = k / beta; k is the mean."""
         a, last, window = self.args, self.shape.n_layer - 1, self.recent(length)
         k = budget_tokens(a.budget, length) - window
         # no layer gets more than there is, and what it leaves is for the others (published code)

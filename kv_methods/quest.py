@@ -1,7 +1,7 @@
 """Quest: pages of 16 tokens, ranked by a bound on what any of their keys can score; the best pages are attended whole.
 
 Full K and V stay. Beside them lie the least and the greatest of every channel of each page's keys: 2 D numbers a page,
-1/16 of K and V. A step reads them all (Sec. 3.3), and K and V of the chosen pages. The page of the current token is
+1/16 of K and V. A step reads them all, and K and V of the chosen pages. The page of the current token is
 always one of them.
 """
 
@@ -21,7 +21,7 @@ from kernels.select import budget_select, with_run
 from kernels.top_p import top_p_count
 
 PRESETS = {
-    "quest-2048": dict(budget=2048),  # Quest, Sec. 4.3: kernels and end to end, 32K
+    "quest-2048": dict(budget=2048),  # Quest's kernels and end to end, 32K
     "quest-160": dict(budget=160),  # Self-Indexing KVCache, Table 1 (LongBench), with skip_layers=none
     "quest-7.5": dict(budget=0.075),  # Self-Indexing KVCache, Table 2 (RULER), with skip_layers=none
 }
@@ -37,10 +37,10 @@ class Quest(Selecting):
 
     @dataclass
     class Args(Selecting.Args):
-        budget: int | float | TopP = knob(1024, "tokens attended, in whole pages (Sec. 4.2: near full on LongBench)")
+        budget: int | float | TopP = knob(1024, "tokens attended, in whole pages (Quest: near full on LongBench)")
         sinks: int = knob(0, "first tokens whose pages are always attended; the paper forces none", low=0)
         recent: int = knob(1, "newest tokens whose pages are always attended: 1, the current page (published code)", 1)
-        page: int = knob(16, "tokens of a page (Sec. 4.1)", 1, 4096)
+        page: int = knob(16, "tokens of a page (Quest: 16)", 1, 4096)
         heads: Literal["group", "query"] = knob(
             "group", "a selection per KV head, by the group's sum (ours); query: per query head (paper, published code)"
         )
@@ -69,7 +69,7 @@ class Quest(Selecting):
         join_page(self.low, self.high, k, pos, self.args.page)
 
     def scores(self, q, pos):
-        """Algorithm 1: the sum over channels of max(q low, q high) for every page -> [B, Hkv or Hq, P]."""
+        """The upper bound of every page: the sum over channels of max(q low, q high) -> [B, Hkv or Hq, P]."""
         if self.args.heads == "group":
             return page_score(q, self.low, self.high, pos // self.args.page)
         return self._bounds(q, pos)

@@ -32,11 +32,11 @@ class SnapKV(Evicting):
     @dataclass
     class Args(Evicting.Args):
         budget: int | float = knob(
-            1024, "tokens kept of a prompt, its window included, or their share (Sec. 5.3: 1024 to 4096)"
+            1024, "tokens kept of a prompt, its window included, or their share (SnapKV: 1024 to 4096)"
         )
-        recent: int = knob(32, "observation window: last tokens, which choose and are kept (Sec. 5.3)", 1, 4096)
-        kernel: int = knob(7, "neighbours pooled, an odd number (Sec. 5.3; published code: 5)", 1, 10**4)
-        pool: Literal["max", "avg"] = knob("max", "how they are pooled (Sec. 5.3; published code: avg)")
+        recent: int = knob(32, "observation window: last tokens, which choose and are kept", 1, 4096)
+        kernel: int = knob(7, "neighbours pooled, an odd number (LongBench runs: 7; published default: 5)", 1, 10**4)
+        pool: Literal["max", "avg"] = knob("max", "how they are pooled (LongBench runs: max; published default: avg)")
         group: Literal["mean", "max"] = knob(
             "mean", "of a group's query heads, as kvpress has it, or their largest (AdaKV); the paper: one a key"
         )
@@ -52,7 +52,7 @@ class SnapKV(Evicting):
         self.lookback, self.group = args.recent, "max" if args.group == "max" else "sum"
 
     def prompt_scores(self, mass, lengths):
-        """Listing 1: votes for what stands before the window alone, then pooled."""
+        """Votes for what stands before the window alone, then pooled."""
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
 

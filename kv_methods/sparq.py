@@ -1,7 +1,7 @@
 """SparQ Attention: the channels in which the query is largest score all tokens; what is left out is made up for.
 
 Full K and V stay, and K a second time, channel by channel, so that scoring reads r of its D channels and nothing else
-(Sec. 4.3: half as much memory again). The best k tokens are attended exactly. The attention that they miss, by the
+(half as much memory again). The best k tokens are attended exactly. The attention that they miss, by the
 same estimate, goes to the mean of all values.
 """
 
@@ -22,9 +22,9 @@ from kernels.latent_score import head_scores
 
 PRESETS = {
     "sparq-1xk": dict(copies=1),  # Double Sparsity, Table 1, SparQ (1xK): one copy of K, token by token
-    "sparq-64": dict(channels=0.5),  # r = 64 of 128 (SparQ, Sec. 5)
+    "sparq-64": dict(channels=0.5),  # r = 64 of 128
     "sparq-16": dict(channels=0.125),  # r = 16
-    "sparq-no-mean": dict(mean_value=False),  # SparQ, Sec. 5.4: without reallocation to the mean value
+    "sparq-no-mean": dict(mean_value=False),  # SparQ without reallocation to the mean value
 }
 
 
@@ -37,11 +37,11 @@ class SparQ(Selecting):
 
     @dataclass
     class Args(Selecting.Args):
-        budget: int | float | TopP = knob(129, "tokens attended: k = 128 and the current one (Sec. 5, published code)")
+        budget: int | float | TopP = knob(129, "tokens attended: k = 128 and the current one (published code)")
         sinks: int = knob(0, "first tokens always attended; the paper forces none", low=0)
         recent: int = knob(33, "newest tokens always attended: l = k / 4 and the current one (published code)", low=1)
-        channels: int | float = knob(0.25, "r, a number or a share of head_dim (Sec. 5: 32 of 128)", 0, 10**6)
-        mean_value: bool = knob(True, "attention that is missed goes to the mean value (Algorithm 1, step 3)")
+        channels: int | float = knob(0.25, "r, a number or a share of head_dim (r = 32 of 128)", 0, 10**6)
+        mean_value: bool = knob(True, "attention that is missed goes to the mean value (SparQ, step 3)")
         copies: Literal[1, 2] = knob(2, "2: K twice, also channel by channel; 1: scoring reads it token by token")
 
         def __post_init__(self):
@@ -73,12 +73,12 @@ class SparQ(Selecting):
         super().append(k, v, pos)
         if self.args.copies == 2:
             self.kt[torch.arange(len(pos), device=pos.device), :, :, pos] = k
-        if self.args.mean_value:  # of all tokens up to this one (Sec. 4.2)
+        if self.args.mean_value:  # of all tokens up to this one
             mean = torch.where(pos[:, None, None] > 0, self.v_mean[: len(pos)], 0)
             self.v_mean[: len(pos)] = mean + (v.float() - mean) / (pos + 1)[:, None, None]
 
     def logits(self, q, pos):
-        """Algorithm 1, step 1: the r channels that are largest in the group's sum of |q|, and the temperature."""
+        """Step 1: the r channels that are largest in the group's sum of |q|, and the temperature."""
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))  # [B, Hkv, g, D]
         size = groups.float().abs()
         channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]

@@ -1,8 +1,8 @@
 """Attention sinks and a sliding window: the first few tokens and the newest ones, everything between is forgotten.
 
-Storage is `sinks` slots and a ring of `recent` slots. With positions="cache" (StreamingLLM, Section 3.2) keys are
-stored before rotation and every step rotates them by their place in the cache, so that positions never exceed
-the window; with "original" they keep the positions of the text.
+Storage is `sinks` slots and a ring of `recent` slots. With positions="cache" (StreamingLLM) keys are stored before
+rotation and every step rotates them by their place in the cache, so that positions never exceed the window; with
+"original" they keep the positions of the text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Streaming(KVMethod):
 
     @dataclass
     class Args:
-        sinks: int = knob(4, "first tokens kept (Table 2: four suffice)", low=0)
-        recent: int = knob(1020, "newest tokens kept (Table 2: 4 + 1020)", low=1)
+        sinks: int = knob(4, "first tokens kept (StreamingLLM: four suffice)", low=0)
+        recent: int = knob(1020, "newest tokens kept (StreamingLLM: 4 + 1020)", low=1)
         positions: Literal["original", "cache"] = knob(
-            "original", "rotate keys by their place in the text, or in the cache (Sec. 3.2)"
+            "original", "rotate keys by their place in the text, or in the cache (StreamingLLM)"
         )
 
     def __init__(self, args, shape, layer, rope, calib=None):

@@ -20,10 +20,10 @@ class TOVA(Evicting):
 
     @dataclass
     class Args(Evicting.Args):
-        budget: int | float = knob(0.125, "states: tokens kept, or their share (Sec. 5: 1/8 is nearly the full model)")
+        budget: int | float = knob(0.125, "states: tokens kept, or their share (TOVA: 1/8 is nearly the full model)")
         recent: int = knob(0, "newest tokens never evicted; the paper has none", low=0)
         heads: Literal["layer", "kv"] = knob(
-            "layer", "one choice for a layer, by the mean of its heads (Sec. 3.2); kv: one per KV head (ours)"
+            "layer", "one choice for a layer, by the mean of its heads (TOVA); kv: one per KV head (ours)"
         )
 
     def over_heads(self, weights):

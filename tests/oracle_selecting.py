@@ -40,7 +40,7 @@ class LokiHead(Head):
 
 class SparqHead(Head):
     def channels(self, q):
-        """The r largest of the group's summed |q| (Algorithm 1, grouped as in the published code)."""
+        """The r largest of the group's summed |q| (SparQ, grouped as in the published code)."""
         size = [sum(abs(x[c]) for x in q) for c in range(q.shape[1])]
         return sorted(range(len(size)), key=lambda c: -size[c])[: self.knobs["channels"]]
 

@@ -173,7 +173,7 @@ def test_tova_keeps_the_same_tokens_in_every_head():
 
 @pytest.mark.parametrize("budget, beta", [(256, 20.0), (0.25, 20.0), (0.1, 5.0), (0.8, 20.0), (1.0, 20.0)])
 def test_pyramidkv_holds_what_snapkv_holds(budget, beta):
-    """In all layers together, falling by steps of one size (Sec. 4.2)."""
+    """In all layers together, falling by steps of one size (PyramidKV)."""
     sizes = []
     for i in range(N_LAYER):
         method = layer("pyramidkv", dict(budget=budget, beta=beta), (1, 1, 32), 1, 2048, at=i)

@@ -56,7 +56,7 @@ class Row:
 
     @staticmethod
     def pairs(alike, keep):
-        """Algorithm 1: the most alike pair, the later takes the earlier's set, until `keep` choose for themselves."""
+        """Greedily the most alike pair, the later takes the earlier's set, until `keep` choose for themselves."""
         n, source, gone = len(alike), list(range(len(alike))), set()
         for _ in range(n - keep):
             i, j = max(

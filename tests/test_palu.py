@@ -41,7 +41,7 @@ def model(seed: int, g: int, h: int, d: int):
 
 
 def cut(w: np.ndarray, m: np.ndarray, rank: int) -> np.ndarray:
-    """W [dim, width] of rank `rank`: m = L L^T, the SVD of L^T W is cut and multiplied by the inverse (Section 3.3)."""
+    """W [dim, width] of rank `rank`: m = L L^T, the SVD of L^T W is cut and multiplied by the inverse."""
     half = np.linalg.cholesky(m).T
     u, s, vt = np.linalg.svd(half @ w, full_matrices=False)
     return np.linalg.solve(half, u[:, :rank] * s[:rank]) @ vt[:rank]
