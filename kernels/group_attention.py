@@ -20,12 +20,19 @@ from torch import Tensor
 
 from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
-from kernels.latent_attention import _halves, _rotated_logits
 from kernels.quantize import WORDS, dequantize
-from kernels.quantized_attention import _words
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, parts_of, split_count
-from kernels.tiles import LOG2_E, dot, scale_zero, softmax_step, unpack_units
+from kernels.tiles import (
+    LOG2_E,
+    dot,
+    halves,
+    load_words,
+    rotated_logits,
+    scale_zero,
+    softmax_step,
+    unpack_units,
+)
 
 
 def group_attention(
@@ -100,7 +107,7 @@ def _coordinates(x, third, params, slot, inside, r, R: tl.constexpr, BITS: tl.co
         return tl.load(x + slot[:, None] * R + c, mask=inside[:, None] & (c < R), other=0.0)
     else:
         s, z = scale_zero(tl.load(params + slot, mask=inside, other=0))
-        words = _words(x, third, slot, inside, r // 8 + tl.arange(0, C // 8), R, BITS)
+        words = load_words(x, third, slot, inside, r // 8 + tl.arange(0, C // 8), R, BITS)
         return unpack_units(words, s[:, None], z[:, None], None, BITS, DTYPE)
 
 
@@ -127,11 +134,11 @@ def _group_logits(
         u = tl.load(at[None, :] + lo + r[:, None], mask=real & (lo + r[:, None] < R), other=0.0)
         keys = dot(x, u, keys)
     keys += tl.load(bias + h * D + channel, mask=real, other=0.0)[None, :]
-    k1, k2 = _halves(keys)
+    k1, k2 = halves(keys)
     cos += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
     sin += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
     out = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
-    out = _rotated_logits(k1, k2, q + b * q_row + h * G * q_head, q_head, cos, sin, inside, g, 0, out, G, D)
+    out = rotated_logits(k1, k2, q + b * q_row + h * G * q_head, q_head, cos, sin, inside, g, 0, out, G, D)
     at = logits + (group * G + g[None, :]) * T + token[:, None]
     tl.store(at, out * (D**-0.5 * LOG2_E), mask=inside[:, None] & (g < G))
 

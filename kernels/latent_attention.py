@@ -35,7 +35,7 @@ from kernels.latent import LatentTokens, read_tokens
 from kernels.quantize import WORDS
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
-from kernels.tiles import LOG2_E, dot, unpack_tile
+from kernels.tiles import LOG2_E, dot, halves, rotated_logits, unpack_tile
 
 MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
@@ -128,26 +128,6 @@ def _expand(
 
 
 @triton.jit
-def _halves(x):
-    """x [N, C] -> its columns before and after C / 2. Both are in the same registers of the same thread."""
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
-
-
-@triton.jit
-def _rotated_logits(
-    k1, k2, q, q_head, cos, sin, inside, g, first: tl.constexpr, logits, G: tl.constexpr, D: tl.constexpr
-):
-    """Add to logits [N, G] what pairs of channels (k1, k2) [N, C] from `first` on give, rotated; q [G, D]."""
-    c = first + tl.arange(0, k1.shape[1])
-    real = inside[:, None] & (c < D // 2)
-    a, b = tl.load(cos + c, mask=real, other=0.0), tl.load(sin + c, mask=real, other=0.0)
-    at, some = q + g * q_head + c[:, None], (g < G) & (c[:, None] < D // 2)
-    x = tl.load(at, mask=some, other=0.0)
-    logits = dot((k1 * a - k2 * b).to(x.dtype), x, logits)
-    return dot((k2 * a + k1 * b).to(x.dtype), tl.load(at + D // 2, mask=some, other=0.0), logits)
-
-
-@triton.jit
 def _attend(
     q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, params, cos, sin, h, rank0, rank1,
     WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
@@ -169,17 +149,17 @@ def _attend(
     keys = _expand(keys, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
     if R1 > 0:
         keys = _expand(keys, rest, slot, inside, basis, rank1, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
-    k1, k2 = _halves(keys)
+    k1, k2 = halves(keys)
     cos += token.to(tl.int64)[:, None] * (D // 2)
     sin += token.to(tl.int64)[:, None] * (D // 2)
     logits = tl.zeros([BLOCK_N, g.shape[0]], tl.float32)
     if BLOCK_D >= 64:  # by quarters: angles take half of the registers
-        k1, k3 = _halves(k1)
-        k2, k4 = _halves(k2)
-        logits = _rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
-        logits = _rotated_logits(k3, k4, q, q_head, cos, sin, inside, g, BLOCK_D // 4, logits, G, D)
+        k1, k3 = halves(k1)
+        k2, k4 = halves(k2)
+        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
+        logits = rotated_logits(k3, k4, q, q_head, cos, sin, inside, g, BLOCK_D // 4, logits, G, D)
     else:
-        logits = _rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
+        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
     logits = tl.where(inside[:, None], logits * (D**-0.5 * LOG2_E), float("-inf"))
     new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
     p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)

@@ -20,7 +20,7 @@ from kernels.gather_attention import gather_rows
 from kernels.quantize import GROUP, WORDS, dequantize, dequantize_channels, quantize, quantize_channels
 from kernels.ring import held
 from kernels.splits import blocks_of, combine, parts_of, split_count
-from kernels.tiles import LOG2_E, dot, scale_zero, softmax_step, unpack_units, write_part
+from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
 
 
 class QuantizedTokens(NamedTuple):
@@ -163,18 +163,6 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
-def _words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`."""
-    real = inside[:, None] & (u < D // 8)
-    if BITS == 3:
-        low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
-        high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + u, mask=real, other=0).to(tl.int32)
-        return low | (high << 16)
-    else:
-        return tl.load(packed + slot[:, None] * (D // 8) + u, mask=real, other=0)
-
-
-@triton.jit
 def _unpacked(
     packed, third, params, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -182,7 +170,7 @@ def _unpacked(
     """Tokens quantized by themselves, [N, 8 * U]."""
     real = inside[:, None] & (u < D // 8)
     s, z = scale_zero(tl.load(params + slot[:, None] * (D // GROUP) + u // (GROUP // 8), mask=real, other=0))
-    return unpack_units(_words(packed, third, slot, inside, u, D, BITS), s, z, None, BITS, DTYPE)
+    return unpack_units(load_words(packed, third, slot, inside, u, D, BITS), s, z, None, BITS, DTYPE)
 
 
 @triton.jit
@@ -216,7 +204,7 @@ def _quantized_attention(
             keys = tl.load(k + slot[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
             logits = dot(x, tl.trans(keys))
         elif CHANNELS:  # q . (scale * code + zero) = (q * scale) . code + q . zero
-            words = _words(k, k_third, slot, inside, u, D, K_BITS)
+            words = load_words(k, k_third, slot, inside, u, D, K_BITS)
             at = (group * (K_SLOTS // 32) + first // 32) * D + d
             s, z = scale_zero(tl.load(k_params + at, mask=d < D, other=0))
             codes = unpack_units(words, 1.0, 0.0, None, K_BITS, x.dtype)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of several operations do to a tile in registers: multiply, attend, pack and unpack.
+"""What the Triton kernels of several operations do to a tile in registers: multiply, attend, rotate, pack and unpack.
 
 Functions of Triton alone; how many tiles a launch takes, and where they go, is in kernels/splits.py.
 """
@@ -55,6 +55,29 @@ def write_part(top, total, y, part, lse, head, g, split, S, G: tl.constexpr, D: 
         tl.store(lse + at, top + tl.log2(total), mask=g < G)
 
 
+# ---- keys that are rebuilt and rotated in registers ----
+
+
+@triton.jit
+def halves(x):
+    """x [N, C] -> its columns before and after C / 2. Both are in the same registers of the same thread."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def rotated_logits(
+    k1, k2, q, q_head, cos, sin, inside, g, first: tl.constexpr, logits, G: tl.constexpr, D: tl.constexpr
+):
+    """Add to logits [N, G] what pairs of channels (k1, k2) [N, C] from `first` on give, rotated; q [G, D]."""
+    c = first + tl.arange(0, k1.shape[1])
+    real = inside[:, None] & (c < D // 2)
+    a, b = tl.load(cos + c, mask=real, other=0.0), tl.load(sin + c, mask=real, other=0.0)
+    at, some = q + g * q_head + c[:, None], (g < G) & (c[:, None] < D // 2)
+    x = tl.load(at, mask=some, other=0.0)
+    logits = dot((k1 * a - k2 * b).to(x.dtype), x, logits)
+    return dot((k2 * a + k1 * b).to(x.dtype), tl.load(at + D // 2, mask=some, other=0.0), logits)
+
+
 # ---- packed tokens: 8 channels are a word of BITS bytes, 32 have a scale and a zero ----
 
 
@@ -64,6 +87,18 @@ def scale_zero(params):
     scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
+    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`."""
+    real = inside[:, None] & (u < D // 8)
+    if BITS == 3:
+        low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + u, mask=real, other=0).to(tl.int32)
+        return low | (high << 16)
+    else:
+        return tl.load(packed + slot[:, None] * (D // 8) + u, mask=real, other=0)
 
 
 @triton.jit
