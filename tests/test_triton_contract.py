@@ -56,13 +56,35 @@ def test_lossless_limit_is_dense_attention(name, kernel_device):
     check_lossless(name, kernel_device)
 
 
-# the others have no kernel that is not one of theirs
-OWN_KERNELS = ("double_sparsity", "double_sparsity_offload", "ojakv", "razor", "sals", "self_index")
+# In every run a method for each kernel that is its own. Left to `slow`: hadamard runs kivi's, hshare double_sparsity's;
+# those of loki, sparq and what evicts have tests of their own (latent_score, channel_score, observed_attention).
+OWN_KERNELS = ("double_sparsity", "double_sparsity_offload", "kivi", "ojakv", "palu", "quest", "razor", "sals",
+               "self_index")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=() if m in OWN_KERNELS else pytest.mark.slow) for m in METHODS])
 def test_kernels_are_torch(name, kernel_device, monkeypatch):
     check_torch(name, settings(name)[-1], kernel_device, monkeypatch)
+
+
+# Kernels that a knob asks for: how many tokens reach p; keys and values of every width; a list for each query head
+BY_KNOBS = {
+    "oracle-p": ("oracle", dict(budget="p0.9", sinks=2, recent=4)),
+    "quest-p": ("quest", dict(budget="p0.9", page=4)),
+    "sparq-p": ("sparq", dict(budget="p0.9", recent=4)),
+    "loki-query": ("loki", dict(budget=16, heads="query")),
+    "sparq-1xk": ("sparq", dict(budget=16, recent=4, copies=1)),
+    **{f"kivi-{bits}": ("kivi", dict(residual=32, bits=bits)) for bits in (2, 3, 4, 8)},
+    "kivi-mixed": ("kivi", dict(residual=32, k_bits=4, v_bits=2)),
+    **{f"hadamard-{bits}": ("hadamard", dict(recent=4, sinks=2, bits=bits)) for bits in (2, 3, 8)},
+    **{f"palu-{bits}": ("palu", dict(rank=0.5, bits=bits)) for bits in (2, 3, 8, 16)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BY_KNOBS)
+def test_kernels_that_a_knob_asks_for_are_torch(case, kernel_device, monkeypatch):
+    check_torch(*BY_KNOBS[case], kernel_device, monkeypatch, (3, 37))
 
 
 @every_method

@@ -18,6 +18,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     for channels, bits, group, dtype in (
         (True, 2, GROUP, "bf16"), (True, 4, GROUP, "bf16"), (False, 4, head_dim, "bf16"), (False, 3, head_dim, "bf16"),
         (False, 2, head_dim, "bf16"), (False, 8, head_dim, "bf16"), (False, 16, GROUP, "bf16"),
+        (True, 3, GROUP, "bf16"), (True, 8, GROUP, "bf16"), (True, 16, GROUP, "bf16"),
         (True, 2, GROUP, "fp32"), (False, 4, GROUP, "fp32"),
     ):  # fmt: skip
         constexprs: dict[str, Any] = blocks_of(n_head, n_kv_head, head_dim) | dict(BLOCK_N=BLOCK_N, CHANNELS=channels)
