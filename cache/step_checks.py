@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from cache.checks import ROUNDED, Knobs, same, told
 from cache.explain import Broken
@@ -89,6 +88,8 @@ def check_traffic(name: str, knobs: Knobs) -> None:
 
 def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: int = 100) -> None:
     """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which the other checks need not
+
     torch._dynamo.reset()
     model, prompts, feed = tiny(), [prompt(n) for n in (5, 40)], None
     if backend == "inductor":

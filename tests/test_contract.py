@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from sampled import sampled
 
 from cache import testing
 from cache.checks import TOL, check_poison, check_second_turn, same, settings, told
@@ -21,15 +22,19 @@ from errors import InputError
 from model import ModelArgs, random_transformer
 from runtime import ROOT
 
-__all__ = ["METHODS", "SAMPLED", "TOL", "VOCAB", "check_poison", "check_second_turn", "every_method", "method_class",
-           "poison", "prompt", "rounds", "run", "same", "settings", "teacher", "tiny"]  # fmt: skip  # for other tests
+__all__ = ["COMPILED", "KINDS", "METHODS", "SAMPLED", "TOL", "VOCAB", "check_poison", "check_second_turn",
+           "every_method", "method_class", "poison", "prompt", "rounds", "run", "same", "settings", "teacher",
+           "tiny"]  # fmt: skip  # for other tests
 
 METHODS = sorted(method_files())
 every_method = pytest.mark.parametrize("name", METHODS)
 # Of checks that take long, a method of each kind in every run, and all in `make test-all`.
 KINDS = ("double_sparsity_offload", "full", "h2o", "hadamard", "hshare", "ojakv", "palu", "quest", "razor", "sals",
          "self_index")  # fmt: skip
-SAMPLED = [pytest.param(m, marks=() if m in KINDS else pytest.mark.slow) for m in METHODS]
+SAMPLED = sampled(METHODS, KINDS)
+# Tracing a step takes longest. Of these a compiled step is run here, and those of the other kinds are traced as for
+# CUDA (test_cuda_path.py).
+COMPILED = ("full", "h2o", "ojakv", "palu", "sals", "self_index")
 
 
 # ---- every method ----
@@ -43,7 +48,7 @@ AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, 
 
 def matrix():
     """Slow checks are for `make test-all`, and of those that compile (`compiled`, `copies`) all but some methods."""
-    in_every_run = dict(compiled=KINDS, copies=("razor", "sals", "self_index"))
+    in_every_run = dict(compiled=COMPILED, copies=("razor", "self_index"))
     for check, every_setting in CHECKS.items():
         for name in METHODS:
             slow = check in SLOW or name not in in_every_run.get(check, METHODS)
@@ -82,7 +87,7 @@ def test_in_the_model_the_lossless_limit_is_dense_attention(name, transformer):
     same(got, teacher(transformer, prompts, fed), f"{name} in the model")
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", sampled(METHODS, ("h2o", "ojakv", "self_index")))
 def test_in_the_model_a_second_turn_continues_the_cache(name, transformer):
     check_second_turn(name, method_class(name).lossless, True, model=transformer)
     check_second_turn(name, settings(name)[-1], model=transformer)
@@ -328,7 +333,7 @@ def command(monkeypatch, capsys, *args):
 
 
 # in every run what evicts, and what is written from nothing
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "toy" else pytest.mark.slow) for x in PASSING])
+@pytest.mark.parametrize("name", sampled(PASSING, ["toy"]))
 def test_a_new_file_passes(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / f"{name}_new.py"
     file.write_text(PASSING[name])

@@ -15,7 +15,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_contract import METHODS, SAMPLED
+from sampled import sampled
+from test_contract import COMPILED, KINDS, METHODS
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,14 +245,16 @@ def ids(x):
     return x if isinstance(x, str) else str(x).removeprefix("torch.")
 
 
-# methods, and settings that take other operators, in every run
-OFTEN = {(s, torch.bfloat16) for s in {*METHODS, *STEP} - {"sals-25-4k", "sals-25-32k", "sals-12.5-32k"}}
 PAIRS = [*((s, torch.bfloat16) for s in SETTINGS), *((m, torch.float32) for m in METHODS)]
+# in every run a method of each kind, and settings that take what operators are left
+OFTEN = [(s, torch.bfloat16) for s in (*KINDS, "sparq", "quest,budget=p0.9")]
 
 
-@pytest.mark.parametrize(
-    "setting, dtype", [pytest.param(*p, marks=() if p in OFTEN else pytest.mark.slow) for p in PAIRS], ids=ids
-)
+def test_every_operator_is_taken_in_every_run():
+    assert set().union(*STEP.values()) == set().union(*(STEP[s] for s, _ in OFTEN if s in STEP))
+
+
+@pytest.mark.parametrize("setting, dtype", sampled(PAIRS, OFTEN), ids=ids)
 def test_kernels_are_taken(setting, dtype, gpu):
     """Every method and preset: its own operators and no others, on the device."""
     model, method = model_with(setting, dtype)
@@ -278,7 +281,7 @@ def test_windows_norms_and_sampling(setting, gpu):
     conversation(model, gpu, Sampling(temperature=0.8, top_k=20, top_p=0.9))
 
 
-@pytest.mark.parametrize("method", SAMPLED)
+@pytest.mark.parametrize("method", sampled(METHODS, set(KINDS) - set(COMPILED)))
 def test_a_step_is_one_graph(method, gpu):
     """Traced whole, and again to functional operations, as inductor gets it: all on the device."""
     model, _ = model_with(method, torch.bfloat16)
