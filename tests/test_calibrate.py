@@ -19,6 +19,7 @@ import torch
 from oracles import rotate, softmax
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sampled import sampled
 
 import cache.statistic as S
 import calibrate as C
@@ -414,12 +415,13 @@ def test_a_bad_file_is_one_error_that_says_what_to_run(what, folder):
         model.setup_cache("0:double_sparsity,1:sals,value_bits=16", 1, 32)
 
 
-def test_a_damaged_file_never_gives_a_traceback(folder):
+@pytest.mark.parametrize("n", sampled((40, 150), (40,)))
+def test_a_damaged_file_never_gives_a_traceback(n, folder):
     """Random bytes changed, in the header above all: refused, or it still is a calibration."""
     args, path = load_checkpoint(folder).args, folder / FILE
     good, rng = path.read_bytes(), np.random.default_rng(0)
     header = 8 + int.from_bytes(good[:8], "little")
-    for i in range(150):
+    for i in range(n):
         data = bytearray(good)
         for _ in range(rng.integers(1, 4)):
             data[rng.integers(0, header if i % 3 else len(data))] = rng.integers(0, 256)

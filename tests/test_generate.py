@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampled import sampled
 
 import engine as E
 import generate as G
@@ -92,9 +93,8 @@ def test_compiled_steps_of_several_caches_do_not_mix(tiny):
 # in every run one method of each archetype; the contract has all of them, on a smaller model
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=() if m in ("ojakv", "razor", "self_index") else pytest.mark.slow)
-     for m in sorted(method_files())],
-)  # fmt: skip
+    sampled(sorted(method_files()), ("ojakv", "self_index")),
+)
 def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
     model, tk = tiny
     texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampled import sampled
 
 from cache.spec import method_class
 from tests.test_contract import METHODS, VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
 
 LENGTHS, STEPS = (3, 21), 2
 # in every run one method where all take long: the one with most in its graph
-one_method = pytest.mark.parametrize(
-    "name", ["self_index", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "self_index")]
-)
+one_method = pytest.mark.parametrize("name", sampled(METHODS, ["self_index"]))
 SHAPE = (3, 32)  # query heads a KV head, head dimension
 
 
@@ -56,13 +55,12 @@ def test_lossless_limit_is_dense_attention(name, kernel_device):
     check_lossless(name, kernel_device)
 
 
-# In every run a method for each kernel that is its own. Left to `slow`: hadamard runs kivi's, hshare double_sparsity's;
-# those of loki, sparq and what evicts have tests of their own (latent_score, channel_score, observed_attention).
-OWN_KERNELS = ("double_sparsity", "double_sparsity_offload", "kivi", "ojakv", "palu", "quest", "razor", "sals",
-               "self_index")  # fmt: skip
+# In every run a method for each kernel that is its own. Left to `slow`: hadamard runs kivi's, hshare double_sparsity's,
+# random and razor those of test_triton_attention.py; those of loki, sparq and what evicts have tests of their own.
+OWN_KERNELS = ("double_sparsity_offload", "kivi", "ojakv", "palu", "quest", "sals", "self_index")
 
 
-@pytest.mark.parametrize("name", [pytest.param(m, marks=() if m in OWN_KERNELS else pytest.mark.slow) for m in METHODS])
+@pytest.mark.parametrize("name", sampled(METHODS, OWN_KERNELS))
 def test_kernels_are_torch(name, kernel_device, monkeypatch):
     check_torch(name, settings(name)[-1], kernel_device, monkeypatch)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sampled
 
 from kernels import select as module
 from kernels.select import budget_select, select, topk_select
@@ -19,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # blocks for short rows: above 32 slots a row goes to one program that lists candidates, or to several
 ALONE = dict(row=32, alone=1000, tile=32, sample=16, slack=2, listed=64)
 SMALL = ALONE | dict(alone=32, chunk=32)
-EACH = pytest.mark.parametrize("sizes", ({}, ALONE, SMALL), ids=("row", "alone", "chunks"))
+SIZES = dict(row={}, alone=ALONE, chunks=SMALL)
 NAN = float("nan")
 
 
@@ -113,10 +115,10 @@ def test_selection_is_brute_force_many(problem, sinks, recent, by_mask):
     check_mask(**problem, per_head=bool(sinks % 2)) if by_mask else check_budget(**problem, sinks=sinks, recent=recent)
 
 
-@EACH
-@pytest.mark.parametrize("kind", ("normal", "all equal"))
-def test_edges_of_a_selection(kind, sizes):
+@pytest.mark.parametrize("by, kind", sampled(product(SIZES, ("normal", "all equal")), 3))
+def test_edges_of_a_selection(by, kind):
     """No slot filled, one, all; nothing wanted, everything. Equal scores also overflow what is held in registers."""
+    sizes = SIZES[by]
     for pos, wanted in (([-1, 0], 0), ([40, -5], 41), ([40, 30], 17)):
         check_budget(3, 2, 1, 41, 41, kind, sizes, sinks=0, recent=1, pos=pos, wanted=wanted)
     if sizes:  # the tightest bracket
@@ -140,9 +142,10 @@ def test_chunks_are_even(T, chunks):
     assert S * size - T < S * module.TILE
 
 
-@EACH
-def test_order_of_extreme_scores(sizes):
+@pytest.mark.parametrize("by", sampled(SIZES, ("row", "alone")))
+def test_order_of_extreme_scores(by):
     """Every float has its place; NaN, which scores should not have, is the largest, as in torch.topk."""
+    sizes = SIZES[by]
     tiny, huge, inf = 1e-45, 3e38, float("inf")
     order = [NAN, inf, huge, 1.0, 1e-38, tiny, 0.0, -tiny, -1e-38, -1.0, -huge, -inf]
     shuffled = torch.randperm(len(order)).tolist()
@@ -180,7 +183,7 @@ def test_candidates_are_few(drift):
     assert k <= listed["n"] < module._listed(T, k)
 
 
-@pytest.mark.parametrize("T", [4160, 16384, 16385, 33000])
+@pytest.mark.parametrize("T", sampled([4160, 16384, 16385, 33000], (16384, 16385)))
 def test_the_blocks_of_launches(T):
     """One program at its longest, and chunks of which the last is short; the highest scores are those of torch."""
     scores, pos = rand(T, 1, 2, T), torch.tensor([T - 3], device=DEVICE)
@@ -200,10 +203,10 @@ def test_the_blocks_of_launches(T):
         assert torch.equal(scores[0, h, free].sort(descending=True).values, want[0, h])
 
 
-@EACH
-def test_more_is_forced_or_wanted_than_fits(sizes):
+@pytest.mark.parametrize("by", SIZES)
+def test_more_is_forced_or_wanted_than_fits(by):
     """Fewer slots than what is forced in; more wanted than is allowed; more slots than tokens; nothing allowed."""
-    n = dict(device=DEVICE)
+    sizes, n = SIZES[by], dict(device=DEVICE)
     scores = rand(0, 2, 1, 90)
     idx, count = select(scores, None, torch.tensor([80, 3], **n), torch.tensor([2, 2], **n), 4, 6, 6, **sizes)
     assert (count == 4).all()
