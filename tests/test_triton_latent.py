@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sampled
 from test_sals import compare
 
 import kernels.latent as latent
@@ -160,8 +162,7 @@ CASE = dict(seed=1, lengths=(40, 7), T=44, R=6, g=4, heads=2, D=64, ranks=(20, 1
             dtype=torch.float32, listed=0.5)  # fmt: skip
 
 
-@pytest.mark.parametrize("listed", (0.5, None))
-@pytest.mark.parametrize("bits", (2, 16))
+@pytest.mark.parametrize("bits, listed", sampled(product((2, 16), (0.5, None)), [(2, None), (16, 0.5)]))
 def test_attention_as_launched(monkeypatch, bits, listed):
     """Tiles and splits of real launches; the torch version agrees with both."""
     args, attended = attention_problem(**CASE | dict(bits=bits, listed=listed))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sampled
 from test_contract import TOL, check_poison, check_second_turn, method_class, prompt, run, same, teacher, tiny
 
 from kernels import oja
@@ -132,7 +133,7 @@ def test_keys_and_values_have_their_own_ranks(ranks):
     check(launch(*args, block=16, splits=(2, 1)), want(*args), torch.float32)
 
 
-@pytest.mark.parametrize("r_v", [19, 7, 30])
+@pytest.mark.parametrize("r_v", sampled([19, 7, 30], [30]))
 def test_equals_both_torch_forms(monkeypatch, r_v):
     args = problem(7, [33, 5], 48, 12, 0.5, 3, 32, 19, torch.float32, False, True, r_v=r_v)
     monkeypatch.setenv("KV_FAST_BACKEND", "triton")
