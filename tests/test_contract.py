@@ -22,7 +22,7 @@ from errors import InputError
 from model import ModelArgs, random_transformer
 from runtime import ROOT
 
-__all__ = ["COMPILED", "KINDS", "METHODS", "SAMPLED", "TOL", "VOCAB", "check_poison", "check_second_turn",
+__all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
            "every_method", "method_class", "poison", "prompt", "rounds", "run", "same", "settings", "teacher",
            "tiny"]  # fmt: skip  # for other tests
 
@@ -31,9 +31,8 @@ every_method = pytest.mark.parametrize("name", METHODS)
 # Of checks that take long, a method of each kind in every run, and all in `make test-all`.
 KINDS = ("double_sparsity_offload", "full", "h2o", "hadamard", "hshare", "ojakv", "palu", "quest", "razor", "sals",
          "self_index")  # fmt: skip
-SAMPLED = sampled(METHODS, KINDS)
-# Tracing a step takes longest. Of these a compiled step is run here, and those of the other kinds are traced as for
-# CUDA (test_cuda_path.py).
+# Tracing a step takes longest: of these kinds a compiled one is run here, the others are traced as for CUDA
+# (test_cuda_path.py).
 COMPILED = ("full", "h2o", "ojakv", "palu", "sals", "self_index")
 
 

@@ -101,7 +101,7 @@ def test_kernels_are_torch_at_every_setting(name, i, kernel_device, monkeypatch)
     check_torch(name, settings(name)[i], kernel_device, monkeypatch, (1, 17, 40), 20)
 
 
-# tests/test_cuda_path.py traces all of them for CUDA tensors, in every run
+# tests/test_cuda_path.py traces them for CUDA tensors, some in every run
 @every_method
 @pytest.mark.slow
 def test_a_step_is_one_graph(name, kernel_device):
