@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType as Q
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from sampled import sampled
 
 from cache.spec import method_class, method_files
 from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
@@ -216,8 +218,7 @@ def pair(kind, head=None, dtype=torch.float32, seed=0, **more):
 SHAPES = [dict(), dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["untied", "tied", "biases"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape, kind", sampled(product(SHAPES, KINDS), 5))
 def test_logits_are_those_of_the_dequantized_weights(kind, shape):
     torch._dynamo.reset()
     packed, dense = pair(kind, **shape)
