@@ -13,6 +13,7 @@ from runtime import TINY
 from scripts.eval import equal_bytes, evaluation
 from scripts.eval.equal_bytes import BOUNDS, BY_AXIS, HELD, READ, Sizes
 from scripts.eval.evaluation import NEW
+from scripts.report.tables import equal_bytes as tables
 from scripts.shared import options
 
 T = 480  # where `palu`, whose bases weigh on short contexts, rises, too
@@ -77,6 +78,27 @@ def test_cells_have_rows_and_nothing_runs_twice(cli, tmp_path, monkeypatch, few_
 
     monkeypatch.setattr(evaluation.Evaluation, "run_rows", None)  # would not be callable
     assert cli(equal_bytes, *argv, "--resume")[0] == 0 and json.loads(out.read_text())["rows"] == data["rows"]
+
+
+def test_tasks_of_several_files_stand_together(monkeypatch):
+    """A setting that two files measured, one a task, is one cell of the table; so is full."""
+    held = dict(axis="kv", target="1/2", method="tova", seq_len=64, spec="tova,budget=32")
+    spec, known = held["spec"], dict(seq_len=64, kv_share=0.5, read_share=0.5)
+
+    def file(task, found, full):
+        rows = [
+            dict(known, method=m, **{task: sum(x) / 4, f"{task}_each": x}) for m, x in ((spec, found), ("full", full))
+        ]
+        return f"equal_bytes_{task}.json", dict(rows=rows, cells=[held], missing=[])
+
+    both = [file("needle", [1, 1, 0, 0], [1, 1, 1, 1]), file("key_value", [1, 0, 0, 0], [1, 1, 1, 0])]
+    monkeypatch.setattr(tables, "files", lambda pattern: both)
+    monkeypatch.setattr(tables, "source", lambda name, data: name)
+    (cell,) = tables.cells()
+    assert (cell["row"]["needle"], cell["row"]["key_value"]) == (0.5, 0.25)
+    text = tables.equal_bytes()
+    assert text.count("50 (15-85) / 25 (5-70)") == 2  # it reads what it holds: in both tables
+    assert "`full` at 64 tokens: 100 (51-100) / 75 (30-95)." in text and "Found of needle / key_value" in text
 
 
 @pytest.mark.parametrize(

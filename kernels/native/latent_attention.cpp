@@ -73,6 +73,8 @@ struct Latents {
 
 // ---- expanded keys ----
 
+constexpr int SOON = 8;  // tokens: what a list names lies anywhere in the tables
+
 // Tokens one by one, each of a key that is rotated at its position and a value of 2, 4, 8 or 16 (T's) bits.
 template <class T> struct Rotated {
     Seen& seen;
@@ -101,6 +103,14 @@ template <class T> struct Rotated {
             (bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)(
                 (const uint8_t*)values + at * D * bits / 8, params + at * (D / 32) * 2, nullptr, D, v, 32);
         if (++n == N) flush();
+    }
+
+    void fetch(int64_t position, const void* values, const uint16_t* params, int64_t bits, int64_t at) const {
+        int D = seen.D;
+        prefetch_row(cos + position * D / 2, D / 2), prefetch_row(sin + position * D / 2, D / 2);
+        const int bytes = bits == 16 ? D * (int)sizeof(T) : (int)(D * bits / 8);
+        prefetch_row((const uint8_t*)values + at * bytes, bytes);
+        if (bits < 16) __builtin_prefetch(params + at * (D / 32) * 2);
     }
 
     void flush() {
@@ -147,8 +157,10 @@ void kvf_latent_attention(int64_t is_bf16, int64_t ring_bits, int64_t bits, cons
                                         (b * ring + s) * H + h);
                 }
             else
-                for (int64_t i = (part - 1) * CHUNK; i < std::min({K, count[b], part * CHUNK}); i++) {
+                for (int64_t i = (part - 1) * CHUNK, stop = std::min({K, count[b], part * CHUNK}); i < stop; i++) {
                     int64_t slot = idx ? idx[b * K + i] : i;
+                    if (idx && i + SOON < stop)
+                        to.fetch(idx[b * K + i + SOON], v, params, bits, (b * T_ + idx[b * K + i + SOON]) * H + h);
                     to.add((const T*)listed + ((b * K + i) * H + h) * D, slot, v, params, bits, (b * T_ + slot) * H + h);
                 }
             to.flush();

@@ -61,7 +61,7 @@ struct Weight {
     int64_t in, group;
 };
 
-// A page ahead: the processor by itself does not fetch beyond the page's end. A third faster on an Intel Xeon
+// A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon
 template <int BITS> void fetch_ahead(const uint8_t* p) {
     for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + 4096 + i);
 }
@@ -132,11 +132,9 @@ template <int M> void many(const float* unpacked, int64_t in, const float* x, vf
 // M rows of x are taken 8 at a time, the last ones 4, 2 and 1
 struct Together {
     int64_t first, count;
-    Together(int64_t row, int64_t M) : first(row), count(8) {  // those of which `row` is one
-        int64_t rest = M % 8, at = row - M / 8 * 8;
-        if (at < 0) first = row / 8 * 8;
-        else for (count = 4; !(rest & count) || at >= count; count /= 2) if (rest & count) at -= count;
-        if (at >= 0) first = row - at;
+    Together(int64_t row, int64_t M) : first(row - row % 8), count(8) {  // those of which `row` is one
+        if (first + 8 <= M) return;
+        for (count = 4; !(M & count) || row >= first + count; count /= 2) first += M & count;
     }
 };
 

@@ -13,13 +13,20 @@ BOUNDS = ("oracle", "random")
 Cell = dict[str, Any]
 
 
+def measured() -> dict[tuple[int, str], dict[str, Any]]:
+    """(tokens, spec) -> what was measured, of each task maybe in a file of its own."""
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in (r for _, data in files("equal_bytes*.json") for r in data["rows"]):
+        rows.setdefault((row["seq_len"], row["method"]), {}).update(row)
+    return rows
+
+
 def cells() -> list[Cell]:
-    """Every cell with what was measured of its setting: the row of its spec and length."""
-    out = []
-    for _, data in files("equal_bytes*.json"):
-        rows = {(r["seq_len"], r["method"]): r for r in data["rows"]}
-        out += [c | dict(row=rows[c["seq_len"], c["spec"]]) for c in data["cells"] if (c["seq_len"], c["spec"]) in rows]
-    return out
+    """Every cell with the row of its setting."""
+    every = (c for _, data in files("equal_bytes*.json") for c in data["cells"])
+    once = {(c["axis"], c["target"], c["method"], c["seq_len"]): c for c in every}.values()
+    rows = measured()
+    return [c | dict(row=rows[at]) for c in once if (at := (c["seq_len"], c["spec"])) in rows]
 
 
 def missing() -> dict[tuple[Any, ...], float]:
@@ -77,18 +84,17 @@ def equal_bytes() -> str:
     every = cells()
     if not every:
         return NONE
-    tasks = [t for t in TASKS if any(t in c["row"] for c in every)]
-    out = []
+    rows, out = measured(), []
     for T in sorted({c["seq_len"] for c in every}):
+        tasks = [t for t in TASKS if any(t in c["row"] for c in every if c["seq_len"] == T)]
         kv, read = [c for c in every if c["axis"] == "kv"], read_cells(every)
         body = "\n\n".join(by_target(found, axis, T, tasks) for axis, found in (("kv", kv), ("read", read)))
-        full = next((r for _, d in files("equal_bytes*.json") for r in d["rows"]
-                     if (r["method"], r["seq_len"]) == ("full", T)), None)  # fmt: skip
-        if full:
-            body += f"\n\n`full` at {T} tokens: {text(full, tasks)}."
+        body = f"Found of {' / '.join(tasks)}, in %.\n\n" + body
+        if (T, "full") in rows:
+            body += f"\n\n`full` at {T} tokens: {text(rows[T, 'full'], tasks)}."
         out.append(body if T == OPEN else folded(f"{T} tokens", body))
     told = (
-        f"Found of {' / '.join(tasks)}, in %, with Wilson's 95 % interval. A setting is the largest within the target; "
+        "Behind each share is Wilson's 95 % interval. A setting is the largest within the target; "
         "where even the smallest is above it, its share stands. -: the setting of the next larger target is within "
         "this one, too. In the tables of bytes read, methods that read all they hold stand with their setting for as "
         "many bytes held. What `oracle` and `random` read to choose is not counted."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 from typing import Any
 
 from scripts.report.tables.gpu import section
-from scripts.report.tables.markdown import NONE, RESULTS, files, percent, source, table
+from scripts.report.tables.markdown import NONE, RESULTS, files, folded, percent, source, table
 
 
 def attention() -> str:
@@ -64,24 +65,43 @@ def product_cell(r: dict[str, Any] | None) -> str:
     return f"{r['ms']:.3g}" + (f", {percent(r['share'])}" if r["M"] <= 16 else "") + wide
 
 
+AGAINST = dict(times_full="full", times_peer="transformers", times_llama_cpp="llama.cpp")
+
+
 def speed() -> str:
-    """results/generate_cpu*.json: a table each, with a column of whatever its runs are compared with."""
-    out = []
+    """results/generate_cpu*.json: a table a model, with a column of whatever its runs are compared with."""
+    tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    told = []
     for file, data in files("generate_cpu*.json"):
-        done = [r for r in data["rows"] if "tokens_per_s" in r]
-        against = {k: name for k, name in dict(times_peer="transformers", times_full="full").items()
-                   if any(r.get(k, 1) != 1 for r in done)}  # fmt: skip
-        rows = [
-            [f"{r['batch']} x {r['length']}", r["run"], f"{r['tokens_per_s']:,.3g}", percent(r["spread"])]
-            + [f"{r[k]:.2f}x" if k in r else "-" for k in against]
-            for r in done
-        ]
-        weights = f", weights {data['weights']}" if "weights" in data else ""
-        header = [f"{data['model']}{weights}, batch x tokens", "run", "tokens/s (median)", "spread"]
-        out.append(table([*header, *(f"against {name}" for name in against.values())], rows))
+        weights = data.get("weights") or data["dtype"].replace("float", "fp")
+        done = [(weights, r) for r in data["rows"] if "tokens_per_s" in r]
+        tables.setdefault(str(data["model"]), []).extend(done)
         cache = f", cache {data['kv_dtype']}" if "kv_dtype" in data else ""
-        out.append(f"{data['new_tokens']} new tokens, {data['dtype']}{cache}. {source(file, data)}")
-    return "\n\n".join(out) or NONE
+        told.append(f"{data['new_tokens']} new tokens, {data['dtype']}{cache}. {source(file, data)}")
+    out = [speed_table(model, rows) for model, rows in tables.items()]
+    return "\n\n".join([*out, folded("Commands and files", "\n\n".join(told))]) if out else NONE
+
+
+def speed_table(model: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
+    """Rows with the width of their weights, by batch, length and width; a column where any has something to say."""
+    width = ["fp32", "bf16", "int8", "int4"].index
+    rows = sorted(rows, key=lambda x: (x[1]["batch"], x[1]["length"], width(x[0])))
+    columns = {f"against {name}": lambda r, k=key: f"{r[k]:.2f}x" if k in r else "-" for key, name in AGAINST.items()
+               if any(r.get(key, 1) != 1 for _, r in rows)}  # fmt: skip
+    if any("limit_share" in r for _, r in rows):
+        columns["of the byte limit"] = lambda r: percent(r["limit_share"]) if "limit_share" in r else "-"
+    if any(r.get("prefill_s") for _, r in rows):
+        columns["prompt, tokens/s"] = prompt_speed
+    header = [f"{model}, batch x tokens", "weights", "run", "tokens/s (median)", "spread", *columns]
+    return table(header, [
+        [f"{r['batch']} x {r['length']}", weights, r["run"], f"{r['tokens_per_s']:,.3g}", percent(r["spread"])]
+        + [text(r) for text in columns.values()] for weights, r in rows
+    ])  # fmt: skip
+
+
+def prompt_speed(r: dict[str, Any]) -> str:
+    """Of the median of its rounds."""
+    return f"{r['batch'] * r['length'] / statistics.median(r['prefill_s']):,.3g}" if r.get("prefill_s") else "-"
 
 
 def gpu() -> str:
