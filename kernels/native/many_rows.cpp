@@ -77,13 +77,15 @@ void split_rows(const T* x, int64_t M, int64_t in, int64_t tile, int64_t tiles, 
 // Two by two registers of sums, [32 rows of x][32 of W] in fp32, plus the products of a chunk
 template <int XP, int WP>
 __attribute__((noinline)) void multiply_tiles(const uint16_t* x, int64_t x_part, int64_t x_tile, const uint16_t* w, int64_t w_part,
-                                              int64_t w_tile, int64_t steps, float* sums, int64_t stride) {
+                                              int64_t w_tile, int64_t steps, float* sums, int64_t stride, bool fetch) {
     asm volatile("" ::: "memory");  // gcc does not know that registers are loaded from it
     _tile_loadd(0, sums, stride * 4);
     _tile_loadd(1, sums + TILE, stride * 4);
     _tile_loadd(2, sums + TILE * stride, stride * 4);
     _tile_loadd(3, sums + TILE * stride + TILE, stride * 4);
     for (int64_t s = 0; s < steps; s++, x += TILE_SIZE, w += TILE_SIZE) {  // loading a register takes longer than a product
+        if (fetch) for (int i = 0; i < TILE_SIZE; i += 32)  // as of packed weights for few rows
+            __builtin_prefetch(w + 2048 + i), __builtin_prefetch(w + w_tile + 2048 + i);
         _tile_loadd(4, x, 64);
         _tile_loadd(5, x + x_tile, 64);
         _tile_loadd(6, w, 64);
@@ -126,6 +128,8 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
     constexpr int XP = std::is_same_v<T, float> ? 2 : 1, WP = XP == 2 && BITS < 16 ? 2 : 1;
     const int64_t deep = (w.in + DEEP - 1) / DEEP * DEEP, panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS;
     const int64_t most = (std::min(rows, MOST_ROWS) + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
+    const bool in_place = BITS == 16 && w.in % DEEP == 0;  // in bf16, W lies as registers want it
+    const uint16_t* as_it_is = (const uint16_t*)w.codes;
     Room<uint16_t> split_x(XP * most * deep);
 #pragma omp parallel num_threads(threads)
     {
@@ -147,12 +151,16 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
                 std::fill(&sums[0], &sums[0] + tiles * TILE * WIDE, 0.0f);
                 for (int64_t from = 0; from < w.in; from += AT_ONCE) {
                     const int64_t chunk = std::min(AT_ONCE, w.in - from), steps = (chunk + DEEP - 1) / DEEP, tile = steps * TILE_SIZE;
-                    unpack_panel<BITS, WP>(w, first, count, room, from, chunk, &panel[0]);
+                    if (!in_place) unpack_panel<BITS, WP>(w, first, count, room, from, chunk, &panel[0]);
                     for (int64_t t = 0; t < tiles; t += 2)
-                        for (int64_t b = 0; b < room; b += 2)
-                            multiply_tiles<XP, WP>(&split_x[XP * tiles * TILE * from + t * tile], tiles * tile, tile,
-                                                   &panel[b * tile], room * tile, tile, steps,
-                                                   &sums[t * TILE * WIDE + b * TILE], WIDE);
+                        for (int64_t b = 0; b < room; b += 2) {
+                            const uint16_t* at = &panel[b * tile];
+                            int64_t next = tile;
+                            if (in_place) at = as_it_is + ((first + b) * w.in + from) * TILE, next = b + 1 < count ? w.in * TILE : 0;
+                            multiply_tiles<XP, WP>(&split_x[XP * tiles * TILE * from + t * tile], tiles * tile, tile, at,
+                                                   room * tile, next, steps, &sums[t * TILE * WIDE + b * TILE], WIDE,
+                                                   in_place && t == 0);
+                        }
                 }
                 for (int64_t m = 0; m < M; m++)
                     for (int64_t b = 0; b < count; b++) {

@@ -179,6 +179,8 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     return y;
 }
 
+constexpr int64_t FROM_TILES = 8;  // rows from which tiles of bf16 weights are faster than vectors
+
 Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bias, int64_t bits) {
     int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0);
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(scale) && lies_whole(zero) && lies_whole(bias),
@@ -186,8 +188,10 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bia
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * L * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
     Tensor y = like(x, {M, blocks * L});
-    kvf_linear(is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
-               floats(bias, "bias"), y.data_ptr(), M, n, blocks, scale ? n / scale->size(1) : n, threads());
+    bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
+    (tiles ? kvf_many_rows : kvf_linear)(
+        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
+        floats(bias, "bias"), y.data_ptr(), M, n, blocks, scale ? n / scale->size(1) : n, threads());
     return y;
 }
 
