@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampled import sampled
 
 import generate
 from cache import checks as c
@@ -24,10 +25,6 @@ RAZOR = dict(induction=0.4, echo=0.0)
 LENGTHS = (3, 40, 90)
 
 
-def sampled(names):
-    return [pytest.param(m, marks=() if m in KINDS else pytest.mark.slow) for m in names]
-
-
 def inner(name, knobs):
     return ":".join([name, *(f"{k}={v}" for k, v in knobs.items())])
 
@@ -41,7 +38,7 @@ def check_dense(spec, steps=12, **knobs):
     return model
 
 
-@pytest.mark.parametrize("name", sampled(INNER))
+@pytest.mark.parametrize("name", sampled(INNER, KINDS))
 def test_any_method_holds_the_protected_heads(name):
     """In every layer some KV heads go to it; where neither it nor the window of the others loses anything, nothing is
     lost: each head met its own queries, and outputs stand in their order."""

@@ -48,7 +48,7 @@ def test_the_gguf_is_our_model(name, weights, tmp_path):
     tokens = torch.randint(128, (1, 40))
     with torch.inference_mode():
         want, got = model(tokens), again(tokens)
-    # our 8-bit codes of random weights reach -128, those of Q8_0 do not; our int4 has zeros, Q4_0 has none
+    # random codes seldom reach 127, so that Q8_0 has other scales, and rounds; our int4 has zeros, Q4_0 has none
     assert (got - want).std() <= dict(fp32=1e-5, bf16=1e-5, int8=0.03, int4=0.3)[weights] * want.std()
 
 

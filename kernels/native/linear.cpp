@@ -1,74 +1,15 @@
 // y = x W^T for few rows of x: W is read once, packed in bf16 or in 8 or 4 bits, and unpacked in registers.
-//
-// 16 rows of W lie side by side, so that a vector has the same inputs of 16 outputs, and needs no sum over its lanes. A group
-// of inputs shares a scale, and a zero if the codes are not symmetric.
 #include <algorithm>
 #include <vector>
-#include "vectors.h"
+#include "packed_weight.h"
 
 namespace {
 
-constexpr int UNIT = 8;  // inputs that are unpacked at a time
 constexpr int FEW = 4;  // rows of x that are multiplied while W is unpacked; more of them share what was unpacked
-
-vf halves(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    typedef uint16_t half_vector __attribute__((vector_size(32)));
-    return half_to_float(__builtin_convertvector(load_as<half_vector>(p), vu));
-#endif
-}
-
-template <int BITS> struct Unit;  // 8 inputs of 16 outputs, as integers or bf16 -> 8 vectors
-
-template <> struct Unit<16> {  // lanes of two inputs
-    static void read(const uint8_t* p, vf, vf* w) {
-        for (int j = 0; j < UNIT; j += 2) {
-            vu v = load_as<vu>(p + j * 32);
-            w[j] = (vf)(v << 16);
-            w[j + 1] = (vf)(v & 0xffff0000u);
-        }
-    }
-};
-
-template <> struct Unit<8> {  // lanes of four inputs
-    static void read(const uint8_t* p, vf, vf* w) {
-        for (int j = 0; j < UNIT; j++) {
-            vi v = load_as<vi>(p + j / 4 * 64);
-            w[j] = __builtin_convertvector((vi)((vu)v << (24 - j % 4 * 8)) >> 24, vf);
-        }
-    }
-};
-
-template <> struct Unit<4> {  // lanes of eight inputs
-    static void read(const uint8_t* p, vf table, vf* w) {
-        vu v = load_as<vu>(p);
-        for (int j = 0; j < UNIT; j++) {
-#if defined(__AVX512F__)  // a look-up takes the lowest four bits of a lane: no mask, no conversion
-            w[j] = (vf)_mm512_permutexvar_ps((__m512i)(v >> (4 * j)), (__m512)table);
-#else
-            w[j] = __builtin_convertvector((vi)((v >> (4 * j)) & 15), vf) + table[0];
-#endif
-        }
-    }
-};
-
-struct Weight {
-    const uint8_t* codes;   // [blocks of 16 rows][inputs], laid out as Unit reads them
-    const uint16_t* scale;  // fp16 [blocks][groups][16]; none in bf16
-    const uint8_t* zero;    // [blocks][groups][16], or none
-    int64_t in, group;
-};
 
 // A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon
 template <int BITS> void fetch_ahead(const uint8_t* p) {
     for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + 4096 + i);
-}
-
-template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
-    vf t = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return w.zero ? t : t - 8.0f;
 }
 
 // one block of 16 rows times M rows of x [M][in] -> y[M]; sums [M][groups] of x, if there are zeros
@@ -264,18 +205,14 @@ void linear_by_bytes(const Weight& w, const T* x, const float* bias, T* y, int64
             by_rows(M, [&](auto count, int64_t first) {
                 vf part[count];
                 few_by_bytes<BITS, count>(w, b, rows, first, part);
-                for (int k = 0; k < count; k++)
-                    store(y + ((first + k) * blocks + b) * L, bias ? part[k] + load(bias + b * L) : part[k]);
+                for (int k = 0; k < count; k++) put(y, first + k, blocks, b, part[k], bias);
             });
     }
 }
 #endif
 
 template <int BITS, class T>
-void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    if constexpr (BITS < 16) return linear_by_bytes<BITS>(w, x, bias, y, M, blocks, threads);
-#endif
+void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
     const int64_t groups = w.in / w.group;
     std::vector<float> wide, sums;
     const float* rows;
@@ -304,11 +241,19 @@ void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int
                 const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
                 if (M > FEW) many<count>(unpacked.data(), w.in, at, part);
                 else if constexpr (count <= FEW) few<BITS, count>(w, b, at, total, part);
-                for (int k = 0; k < count; k++)
-                    store(y + ((first + k) * blocks + b) * L, bias ? part[k] + load(bias + b * L) : part[k]);
+                for (int k = 0; k < count; k++) put(y, first + k, blocks, b, part[k], bias);
             });
         }
     }
+}
+
+template <int BITS, class T>
+void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    if constexpr (BITS < 16) linear_by_bytes<BITS>(w, x, bias, y, M, blocks, threads);
+    else
+#endif
+    linear_by_floats<BITS>(w, x, bias, y, M, blocks, threads);
 }
 
 template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t first, int64_t blocks, int threads) {
@@ -324,10 +269,6 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
 }
 
 }  // namespace
-
-#define BY_BITS(CALL) \
-    if (bits == 16) { constexpr int BITS = 16; CALL; } else if (bits == 8) { constexpr int BITS = 8; CALL; } \
-    else { constexpr int BITS = 4; CALL; }
 
 extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, const uint8_t* codes, const uint16_t* scale,
                            const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t blocks,

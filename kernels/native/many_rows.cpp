@@ -4,6 +4,7 @@
 // one. All products of parts are added up in fp32 but those of two smaller ones: what is left out is below 2^-16 of a product.
 // In bf16, x has one part, and a weight is rounded to one.
 #include <algorithm>
+#include "packed_weight.h"
 #include "tiles.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -163,10 +164,8 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
                         }
                 }
                 for (int64_t m = 0; m < M; m++)
-                    for (int64_t b = 0; b < count; b++) {
-                        vf z = load(&sums[m * WIDE + b * L]);
-                        store(y + ((row + m) * blocks + first + b) * L, bias ? z + load(bias + (first + b) * L) : z);
-                    }
+                    for (int64_t b = 0; b < count; b++)
+                        put(y, row + m, blocks, first + b, load(&sums[m * WIDE + b * L]), bias);
             }
         }
     }

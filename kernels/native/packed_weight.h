@@ -1,0 +1,76 @@
+// Weights packed in bf16 or in 8 or 4 bits, and what unpacks them in registers.
+//
+// 16 rows of W lie side by side, so that a vector has the same inputs of 16 outputs, and needs no sum over its lanes. A group
+// of inputs shares a scale, and a zero if the codes are not symmetric.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+constexpr int UNIT = 8;  // inputs that are unpacked at a time
+
+vf halves(const uint16_t* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    typedef uint16_t half_vector __attribute__((vector_size(32)));
+    return half_to_float(__builtin_convertvector(load_as<half_vector>(p), vu));
+#endif
+}
+
+template <int BITS> struct Unit;  // 8 inputs of 16 outputs, as integers or bf16 -> 8 vectors
+
+template <> struct Unit<16> {  // lanes of two inputs
+    static void read(const uint8_t* p, vf, vf* w) {
+        for (int j = 0; j < UNIT; j += 2) {
+            vu v = load_as<vu>(p + j * 32);
+            w[j] = (vf)(v << 16);
+            w[j + 1] = (vf)(v & 0xffff0000u);
+        }
+    }
+};
+
+template <> struct Unit<8> {  // lanes of four inputs
+    static void read(const uint8_t* p, vf, vf* w) {
+        for (int j = 0; j < UNIT; j++) {
+            vi v = load_as<vi>(p + j / 4 * 64);
+            w[j] = __builtin_convertvector((vi)((vu)v << (24 - j % 4 * 8)) >> 24, vf);
+        }
+    }
+};
+
+template <> struct Unit<4> {  // lanes of eight inputs
+    static void read(const uint8_t* p, vf table, vf* w) {
+        vu v = load_as<vu>(p);
+        for (int j = 0; j < UNIT; j++) {
+#if defined(__AVX512F__)  // a look-up takes the lowest four bits of a lane: no mask, no conversion
+            w[j] = (vf)_mm512_permutexvar_ps((__m512i)(v >> (4 * j)), (__m512)table);
+#else
+            w[j] = __builtin_convertvector((vi)((v >> (4 * j)) & 15), vf) + table[0];
+#endif
+        }
+    }
+};
+
+struct Weight {
+    const uint8_t* codes;   // [blocks of 16 rows][inputs], laid out as Unit reads them
+    const uint16_t* scale;  // fp16 [blocks][groups][16]; none in bf16
+    const uint8_t* zero;    // [blocks][groups][16], or none
+    int64_t in, group;
+};
+
+// 16 outputs of a row of y [M][blocks][16]
+template <class T> void put(T* y, int64_t row, int64_t blocks, int64_t b, vf z, const float* bias) {
+    store(y + (row * blocks + b) * L, bias ? z + load(bias + b * L) : z);
+}
+
+template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
+    vf t = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return w.zero ? t : t - 8.0f;
+}
+
+}  // namespace
+
+#define BY_BITS(CALL) \
+    if (bits == 16) { constexpr int BITS = 16; CALL; } else if (bits == 8) { constexpr int BITS = 8; CALL; } \
+    else { constexpr int BITS = 4; CALL; }
