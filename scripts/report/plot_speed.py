@@ -1,6 +1,6 @@
 """Draw tokens/s over context from results of bench_generate.py: ours by method, llama.cpp and transformers, by weights.
 
-    python scripts/report/plot_speed.py results/generate_cpu*llama-3.2-1b_*.json --out results
+    python scripts/report/plot_speed.py results/generate_cpu_llama-3.2-1b_*[0-9].json --out results
 
 Writes speed_MODEL.png for each model: a panel for each width of the weights, all with the same axes, batch 1, the
 median over rounds with its quartiles. Of a run's modes the faster one is drawn at each length.
