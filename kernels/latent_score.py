@@ -27,9 +27,7 @@ def latent_score(q: Tensor, latents: Tensor, pos: Tensor | None = None) -> Tenso
 
     pos [B], if given, is the last slot that matters: later ones need not be read, and their scores may be anything.
     """
-    if use_triton(q):
-        return torch.ops.kv_fast.latent_score(q[:, None], latents[:, None], pos)[:, 0]
-    return q.float() @ latents[: len(q)].float().transpose(1, 2)
+    return head_scores(q[:, None], latents[:, None], pos)[:, 0]
 
 
 def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: float) -> Tensor:

@@ -1,5 +1,5 @@
-// Attention over latents in their own space, and over keys that were expanded from latents, rotated here.
-#include "softmax.h"
+// Attention over latents in their own space, and over keys that are expanded from latents and rotated here.
+#include "expanded.h"
 
 namespace {
 
@@ -73,51 +73,153 @@ struct Latents {
 
 // ---- expanded keys ----
 
-constexpr int SOON = 8;  // tokens: what a list names lies anywhere in the tables
+// Slots of one row of the batch: keys as coordinates, the first of them apart, and the values of all heads, W channels
+// of 2, 4, 8 or 16 (T's) bits.
+template <class T> struct Slots {
+    const T *lead, *rest;
+    int64_t first, second;  // coordinates of either
+    const char* values;
+    const uint16_t* params;
+    int64_t bits, W;
 
-// Tokens one by one, each of a key that is rotated at its position and a value of 2, 4, 8 or 16 (T's) bits.
-template <class T> struct Rotated {
-    Seen& seen;
-    const float *q, *cos, *sin;
-    int n = 0;
-    std::vector<float> rows;
-    const float *ks[N], *vs[N];
-
-    Rotated(Seen& seen, const float* q, const float* cos, const float* sin)
-        : seen(seen), q(q), cos(cos), sin(sin), rows(2 * N * seen.D) {
-        for (int i = 0; i < N; i++) ks[i] = &rows[i * seen.D], vs[i] = &rows[(N + i) * seen.D];
+    Slots row(int64_t b, int64_t slots) const {
+        Slots x = *this;
+        x.lead += b * slots * first, x.rest += b * slots * second, x.values += b * slots * value_bytes();
+        if (params) x.params += b * slots * W / 16;
+        return x;
     }
-
-    // the value is row `at` of D channels in `values`
-    void add(const T* key, int64_t position, const void* values, const uint16_t* params, int64_t bits, int64_t at) {
-        int D = seen.D, half = D / 2;
-        float *k = (float*)ks[n], *v = (float*)vs[n];
-        for (int d = 0; d < half; d += L) {
-            vf a = load(key + d), b = load(key + half + d);
-            vf c = load(cos + position * half + d), s = load(sin + position * half + d);
-            store(k + d, a * c - b * s), store(k + half + d, b * c + a * s);
-        }
-        if (bits == 16)
-            for (int d = 0; d < D; d += L) store(v + d, load((const T*)values + at * D + d));
-        else
-            (bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)(
-                (const uint8_t*)values + at * D * bits / 8, params + at * (D / 32) * 2, nullptr, D, v, 32);
-        if (++n == N) flush();
+    int64_t value_bytes() const { return W * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8; }
+    template <class Row> void take(int64_t slot, Row* to, int64_t R) const {
+        take(lead + slot * first, first, to), take(rest + slot * second, second, to + first);
+        std::fill(to + first + second, to + R, Row{});
     }
-
-    void fetch(int64_t position, const void* values, const uint16_t* params, int64_t bits, int64_t at) const {
-        int D = seen.D;
-        prefetch_row(cos + position * D / 2, D / 2), prefetch_row(sin + position * D / 2, D / 2);
-        const int bytes = bits == 16 ? D * (int)sizeof(T) : (int)(D * bits / 8);
-        prefetch_row((const uint8_t*)values + at * bytes, bytes);
-        if (bits < 16) __builtin_prefetch(params + at * (D / 32) * 2);
+    static void take(const T* from, int64_t n, T* to) { std::memcpy(to, from, n * sizeof(T)); }
+    template <class Row> static void take(const T* from, int64_t n, Row* to) {
+        for (int64_t r = 0; r < n; r++) to[r] = number(from[r]);
     }
-
-    void flush() {
-        if (n) seen.add<float>(q, ks, vs, n);
-        n = 0;
+    void fetch(int64_t slot) const {
+        prefetch_row(lead + slot * first, (int)first), prefetch_row(rest + slot * second, (int)second);
+        prefetch_row(values + slot * value_bytes(), (int)value_bytes());
+        if (params) prefetch_row(params + slot * W / 16, (int)W / 16);
     }
 };
+
+// Values in codes of a block of BLOCK tokens: a scale and a zero for 32 channels of a token. Weights are multiplied with the
+// scales, and what zeros give is the same for 32 channels.
+template <class T> struct Coded {
+    const Slots<T>& from;
+    int64_t pairs, padded;  // of a token
+    Room<uint32_t> rows, columns;  // scale and zero
+    const uint8_t* codes[BLOCK];
+    Room<float> weight;
+    std::vector<float> plus;
+
+    Coded(const Slots<T>& from, int G)
+        : from(from), pairs(from.W / 32), padded((pairs + L - 1) / L * L), rows(BLOCK * padded), columns(BLOCK * padded),
+          weight(G * BLOCK), plus(G) {}
+
+    void turn(const int64_t* slot, int n) {
+        const void* at[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            at[i] = &rows[i * padded];
+            if (i < n) std::memcpy(&rows[i * padded], from.params + slot[i] * pairs * 2, pairs * 4);
+            else std::fill(&rows[i * padded], &rows[(i + 1) * padded], 0u);
+            if (i < n) codes[i] = (const uint8_t*)from.values + slot[i] * from.value_bytes();
+        }
+        for (int64_t e = 0; e < padded; e += L)
+            for (int i = 0; i < BLOCK; i += L) transpose(at + i, e * 4, &columns[e * BLOCK + i], BLOCK * 4);
+    }
+
+    // y [G, D] += p [G, BLOCK] . the values of a head's channels
+    template <int BITS> void weigh(const float* p, int64_t channel, int64_t D, int G, int n, float* y) {
+        for (int64_t d = 0; d < D; d += 32) {
+            const uint32_t* pair = &columns[(channel + d) / 32 * BLOCK];
+            for (int g = 0; g < G; g++) {
+                vf zeros = {};
+                for (int i = 0; i < BLOCK; i += L) {
+                    vu both = load_as<vu>(pair + i);
+                    vf w = load(p + g * BLOCK + i);
+                    store(&weight[g * BLOCK + i], w * half_to_float(both & 0xffff));
+                    zeros += w * half_to_float(both >> 16);
+                }
+                plus[g] = sum(zeros);
+            }
+            by_heads(G, [&](auto m, int g) {
+                vf acc[m][2];
+                for (int k = 0; k < m; k++)
+                    for (int j = 0; j < 2; j++) acc[k][j] = load(y + (g + k) * D + d + j * L) + plus[g + k];
+                for (int i = 0; i < n; i++) {
+                    const uint8_t* at = codes[i] + (channel + d) * BITS / 8;
+                    vf x = codes_of<BITS>(at), z = codes_of<BITS>(at + 2 * BITS);
+                    for (int k = 0; k < m; k++) {
+                        vf w = all(weight[(g + k) * BLOCK + i]);
+                        acc[k][0] += x * w, acc[k][1] += z * w;
+                    }
+                }
+                for (int k = 0; k < m; k++)
+                    for (int j = 0; j < 2; j++) store(y + (g + k) * D + d + j * L, acc[k][j]);
+            });
+        }
+    }
+};
+
+template <class Unit, class T>
+void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, int64_t rank, const Slots<T>& ring,
+                    int64_t ring_slots, const Slots<T>& store, int64_t slots, const int64_t* pos, const int64_t* idx,
+                    const int64_t* count, int64_t K, const float* cos, const float* sin, int64_t table_row, T* out,
+                    int64_t B, int64_t H, int64_t G, int64_t D, int64_t threads) {
+    int64_t W = H * D, parts = (*std::max_element(count, count + B) + SPAN - 1) / SPAN;
+    Basis<Unit> panels(W, rank, threads, [&](int64_t c, int64_t r) { return number(basis[r * W + c]); });
+    attention((const T*)nullptr, 0, 0, out, (int)B, 1, (int)(H * G), (int)D, 1 + parts, threads,
+        [&](int64_t b, int64_t part, const float*, Seen& seen) {
+            const Slots<T> from = part ? store.row(b, slots) : ring.row(b, ring_slots);
+            Expanded<Unit> keys(panels, filled_up(from.first + from.second), cos + b * table_row, sin + b * table_row, 0, H, D);
+            Room<float> query(H * G * D), weights(G * BLOCK);
+            scaled_query(q + b * q_row, q_head, (int)(H * G), (int)D, LOG2_E / std::sqrt((float)D), query.at);
+            const bool coded = from.bits < 16;
+            Coded<T> codes(from, (int)G);
+            const Next<T> nothing{};
+            auto none = [](float*, int64_t) {};
+            // the ring's slots have their places, a list its slots: the first token of the item, and the last
+            int64_t begin = part ? (part - 1) * SPAN : std::max<int64_t>(0, pos[b] + 1 - ring_slots);
+            int64_t end = part ? std::min(count[b], part * SPAN) : pos[b] + 1;
+            int64_t slot[BLOCK];
+            for (int64_t first = begin; first < end; first += BLOCK) {
+                keys.n = (int)std::min<int64_t>(BLOCK, end - first);
+                for (int i = 0; i < keys.n; i++) {
+                    int64_t t = keys.at[i] = part && idx ? idx[b * K + first + i] : first + i;
+                    slot[i] = part ? t : t % ring_slots;
+                    from.take(slot[i], keys.row(i), keys.R);
+                }
+                keys.turn();
+                if (coded) codes.turn(slot, keys.n);
+                int64_t more = part && idx ? std::max<int64_t>(0, std::min<int64_t>(BLOCK, end - first - BLOCK)) : 0;
+                for (int64_t h = 0; h < H; h++) {
+                    // what a list names lies anywhere: the next block's tokens are fetched a few at a time
+                    for (int64_t i = h * more / H; i < (h + 1) * more / H; i++) {
+                        int64_t next = idx[b * K + first + BLOCK + i];
+                        from.fetch(next), keys.fetch(next);
+                    }
+                    keys.logits(h, &query[h * G * D], (int)G, weights.at, none);
+                    for (int64_t g = h * G; g < (h + 1) * G; g++) {
+                        float shrink = seen.soften((int)g, &weights[(g - h * G) * BLOCK], keys.n, BLOCK);
+                        if (shrink != 1)
+                            for (int64_t d = 0; d < D; d += L) ::store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                    }
+                    float* y = &seen.y[h * G * D];
+                    if (!coded) {
+                        const T* values[BLOCK];
+                        for (int i = 0; i < keys.n; i++) values[i] = (const T*)from.values + slot[i] * W + h * D;
+                        by_heads((int)G, [&](auto m, int g) {
+                            weigh<m, BLOCK>(weights.at + g * BLOCK, values, keys.n, (int)D, y + g * D, nothing);
+                        });
+                    } else if (from.bits == 2) codes.template weigh<2>(weights.at, h * D, D, (int)G, keys.n, y);
+                    else if (from.bits == 4) codes.template weigh<4>(weights.at, h * D, D, (int)G, keys.n, y);
+                    else codes.template weigh<8>(weights.at, h * D, D, (int)G, keys.n, y);
+                }
+            }
+        });
+}
 
 }  // namespace
 
@@ -138,32 +240,21 @@ void kvf_latent_space_attention(int64_t is_bf16, const float* q, const void* k, 
         }, (int)channels, lse))
 }
 
-// Keys in `held` [B, ring, H * D] and `listed` [B, K, H * D] are not rotated yet; the ring's slots and slots idx of the
-// store, T_ a row, have the values.
-void kvf_latent_attention(int64_t is_bf16, int64_t ring_bits, int64_t bits, const void* q, const void* held,
-                          const void* listed, const void* ring_v, const uint16_t* ring_params, const void* v,
-                          const uint16_t* params, const int64_t* pos, const int64_t* idx, const int64_t* count,
-                          const float* cos, const float* sin, void* out, int64_t q_row, int64_t q_head, int64_t table_row,
-                          int64_t B, int64_t H, int64_t G, int64_t D, int64_t T_, int64_t ring, int64_t K,
-                          int64_t threads) {
-    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, 1 + parts_of(K), threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H, h = group % H;
-            Rotated<T> to(seen, query, cos + b * table_row, sin + b * table_row);
-            if (part == 0)
-                for (int64_t s = 0; s < ring; s++) {
-                    int64_t at = pos[b] - ((pos[b] - s) % ring + ring) % ring;  // the position that the slot holds
-                    if (at >= 0) to.add((const T*)held + ((b * ring + s) * H + h) * D, at, ring_v, ring_params, ring_bits,
-                                        (b * ring + s) * H + h);
-                }
-            else
-                for (int64_t i = (part - 1) * CHUNK, stop = std::min({K, count[b], part * CHUNK}); i < stop; i++) {
-                    int64_t slot = idx ? idx[b * K + i] : i;
-                    if (idx && i + SOON < stop)
-                        to.fetch(idx[b * K + i + SOON], v, params, bits, (b * T_ + idx[b * K + i + SOON]) * H + h);
-                    to.add((const T*)listed + ((b * K + i) * H + h) * D, slot, v, params, bits, (b * T_ + slot) * H + h);
-                }
-            to.flush();
-        }))
+// The ring's keys have `rank` coordinates, those of the store the first of them; idx [B, K]: slots of the store, T_ a row,
+// of which the first `count` are attended to; without it, slots 0 to count.
+void kvf_latent_attention(int64_t is_bf16, int64_t ring_bits, int64_t bits, const void* q, const void* basis,
+                          const void* ring_k, const void* ring_v, const uint16_t* ring_params, const void* lead,
+                          const void* rest, const void* v, const uint16_t* params, const int64_t* pos, const int64_t* idx,
+                          const int64_t* count, const float* cos, const float* sin, void* out, int64_t q_row,
+                          int64_t q_head, int64_t table_row, int64_t B, int64_t H, int64_t G, int64_t D, int64_t T_,
+                          int64_t ring, int64_t K, int64_t rank, int64_t first, int64_t second, int64_t threads) {
+    with_unit(is_bf16, [&](auto unit, auto zero) {
+        typedef decltype(zero) T;
+        Slots<T> held{(const T*)ring_k, (const T*)ring_k, rank, 0, (const char*)ring_v, ring_params, ring_bits, H * D};
+        Slots<T> stored{(const T*)lead, (const T*)rest, first, second, (const char*)v, params, bits, H * D};
+        attend_latents<typename decltype(unit)::type>((const T*)q, q_row, q_head, (const T*)basis, rank, held, ring, stored,
+                                                      T_, pos, idx, count, K, cos, sin, table_row, (T*)out, B, H, G, D,
+                                                      threads);
+    });
 }
 }

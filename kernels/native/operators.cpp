@@ -216,43 +216,32 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
     else run(0.0f);
 }
 
-// torch multiplies with the basis, as fast as the processor can; what follows would be a pass each in torch
 Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead, Tensor rest,
                         Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
                         int64_t ring_bits, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), T = lead.size(1), H = basis.size(1) / D;
-    int64_t first = lead.size(2), second = rest.size(2), size = basis.scalar_type() == ScalarType::Float ? 4 : 2;
-    for (auto x : {&ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
-        STD_TORCH_CHECK(lies_whole(*x), "caches and tables must be contiguous");
+    for (auto x : {&basis, &ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
+        STD_TORCH_CHECK(lies_whole(*x), "the basis, caches and tables must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params) && q.stride(2) == 1, "caches must be contiguous");
     int64_t is_half = is_bf16({&q, &basis, &ring_k, &lead, &rest});
+    if (ring_bits < 16) bytes(ring_v, "ring_v");
+    else is_bf16({&q, &ring_v});
+    if (bits < 16) bytes(v, "v");
+    else is_bf16({&q, &v});
     idx = whole(idx), count = whole(count), pos = whole(pos);
     const int64_t *at = ints(pos, "pos"), *list = ints(idx, "idx"), *many = ints(count, "count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
     int64_t K = list ? idx->size(1) : T - R;
     for (int64_t b = 0; b < B; b++)
         stored[b] = std::max<int64_t>(0, std::min(K, list ? many[b] : at[b] + 1 - R));
-    // coordinates of the listed tokens side by side: rows past the count are never looked at
-    Tensor rows = like(lead, {B * K, first + second});
-    char *to = (char*)rows.data_ptr(), *one = (char*)lead.data_ptr(), *two = (char*)rest.data_ptr();
-#pragma omp parallel for num_threads(threads()) if (B * K > 2048)
-    for (int64_t i = 0; i < B * K; i++) {
-        int64_t b = i / K, j = i % K;
-        if (j >= stored[b]) continue;
-        int64_t slot = b * T + (list ? list[i] : j);
-        std::memcpy(to + i * (first + second) * size, one + slot * first * size, first * size);
-        std::memcpy(to + (i * (first + second) + first) * size, two + slot * second * size, second * size);
-    }
-    Tensor ring = torch::stable::view(torch::stable::narrow(ring_k, 0, 0, B), {B * R, ring_k.size(2)});
-    Tensor held = torch::stable::matmul(ring, torch::stable::narrow(basis, 0, 0, ring_k.size(2)));
-    Tensor listed = torch::stable::matmul(rows, torch::stable::narrow(basis, 0, 0, first + second));
-    if (ring_bits < 16) bytes(ring_v, "ring_v");
-    if (bits < 16) bytes(v, "v");
     Tensor out = like(q, {B, Hq, D});
-    kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), held.data_ptr(), listed.data_ptr(), ring_v.data_ptr(),
-                         halves(ring_params, "ring_params"), v.data_ptr(), halves(params, "params"), at, list,
-                         stored.data(), floats(cos, "cos"), floats(sin, "sin"), out.data_ptr(), q.stride(0), q.stride(1),
-                         cos.size(0) > 1 ? cos.stride(0) : 0, B, H, Hq / H, D, T, R, K, threads());
+    if (B)
+        kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), basis.data_ptr(), ring_k.data_ptr(),
+                             ring_v.data_ptr(), halves(ring_params, "ring_params"), lead.data_ptr(), rest.data_ptr(),
+                             v.data_ptr(), halves(params, "params"), at, list, stored.data(), floats(cos, "cos"),
+                             floats(sin, "sin"), out.data_ptr(), q.stride(0), q.stride(1),
+                             cos.size(0) > 1 ? cos.stride(0) : 0, B, H, Hq / H, D, T, R, K, ring_k.size(2), lead.size(2),
+                             rest.size(2), threads());
     return out;
 }
 

@@ -65,10 +65,10 @@ template <int BITS, bool IN_ORDER> struct Rows {
             for (int c = 0; c < C; c += L) out[c / L] = codes_at<BITS>(row, D, d + c);
         if (!pairs) return;
         const float* pair = pairs + i * groups * 2;
-        vf scale = vf{} + pair[g.one], zero = vf{} + pair[g.one + 1];
+        vf scale = all(pair[g.one]), zero = all(pair[g.one + 1]);
         if (C > 2 * L && g.one != g.two) {
             const vi upper = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
-            scale = upper ? vf{} + pair[g.two] : scale, zero = upper ? vf{} + pair[g.two + 1] : zero;
+            scale = upper ? all(pair[g.two]) : scale, zero = upper ? all(pair[g.two + 1]) : zero;
         }
         for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
     }
@@ -102,7 +102,7 @@ template <int BITS, bool IN_ORDER> struct Rows {
             for (int i = 0; i < n; i++) {
                 read(i, d, at, x);
                 for (int g = 0; g < G; g++) {
-                    vf weight = vf{} + p[g * N + i];
+                    vf weight = all(p[g * N + i]);
                     for (int v = 0; v < V; v++) acc[v][g] += x[v] * weight;
                 }
             }

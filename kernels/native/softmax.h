@@ -48,8 +48,8 @@ void dots(const float* q, const T* const* k, int n, int D, float* logits, const 
     }
 }
 
-template <int G, class T>
-void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next<T>& next) {  // y [G, D] += p [G, n] . n rows
+template <int G, int WIDTH = N, class T>
+void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next<T>& next) {  // y [G, D] += p [G, WIDTH] . n rows
     constexpr int M = 2;  // vectors of a row at a time, so that a weight is loaded once for them. D is a multiple of L
     int steps = (D + M * L - 1) / (M * L), each = (N + steps - 1) / steps;
     for (int d = 0, from = 0; d < D; d += M * L, from += each) {
@@ -60,7 +60,7 @@ void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next
         for (int i = 0; i < n; i++) {
             vf x = load(v[i] + d), z = load(v[i] + d + second);
             for (int g = 0; g < G; g++) {
-                vf weight = vf{} + p[g * N + i];
+                vf weight = all(p[g * WIDTH + i]);
                 acc[0][g] += x * weight, acc[1][g] += z * weight;
             }
         }
@@ -97,7 +97,7 @@ struct Seen {
             store(row + i, e);
             part += e;
         }
-        float shrink = exp2_of(vf{} + (top[g] - base))[0];
+        float shrink = exp2_of(all(top[g] - base))[0];
         total[g] = total[g] * shrink + sum(part);
         top[g] = most;
         return shrink;

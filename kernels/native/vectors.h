@@ -29,6 +29,7 @@ vf load(const bf16* p) {
     typedef uint16_t half_vector __attribute__((vector_size(32)));
     return (vf)(__builtin_convertvector(load_as<half_vector>(p), vu) << 16);
 }
+vf all(float x) { return x - vf{}; }  // plus zero would be computed: -0 + 0 is 0
 float number(float x) { return x; }
 float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
@@ -93,6 +94,12 @@ template <int BITS> vf codes_of(const uint8_t* p) {  // 16 channels
         word = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
         shift &= 31;
     }
+#if defined(__AVX512F__)  // a table's index is taken from the lowest bits: neither mask nor conversion
+    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if constexpr (BITS == 4) return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)number);
+    const vf four = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+    if constexpr (BITS == 2) return (vf)_mm512_permutevar_ps((__m512)four, (__m512i)(word >> shift));
+#endif
     return __builtin_convertvector((vi)((word >> shift) & ((1u << BITS) - 1)), vf);
 }
 
