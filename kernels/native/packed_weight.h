@@ -13,8 +13,7 @@ vf halves(const uint16_t* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #else
-    typedef uint16_t half_vector __attribute__((vector_size(32)));
-    return half_to_float(__builtin_convertvector(load_as<half_vector>(p), vu));
+    return half_to_float(halves_at(p));
 #endif
 }
 

@@ -113,9 +113,8 @@ template <int BITS, bool IN_ORDER> struct Rows {
 };
 
 void floats_of(const uint16_t* halves, int n, float* out) {
-    typedef uint16_t half_vector __attribute__((vector_size(32)));
     int i = 0;
-    for (; i + L <= n; i += L) store(out + i, half_to_float(__builtin_convertvector(load_as<half_vector>(halves + i), vu)));
+    for (; i + L <= n; i += L) store(out + i, half_to_float(halves_at(halves + i)));
     for (; i < n; i++) out[i] = half_to_float(halves[i]);
 }
 

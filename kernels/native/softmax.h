@@ -31,20 +31,22 @@ template <class T> void prefetch_row(const T* row, int D) {  // into the second 
 
 template <int G, class T>
 void dots(const float* q, const T* const* k, int n, int D, float* logits, const Next<T>& next) {  // [G, D] . n rows -> [G, N]
-    constexpr int M = 2;  // rows at a time, so that a query is loaded once for them
+    constexpr int M = L / G;  // rows at a time, so that a vector holds their logits
     for (int i = 0; i < n; i += M) {
-        const T *one = k[i], *two = k[std::min(i + 1, n - 1)];
+        const T* rows[M];
+        for (int m = 0; m < M; m++) rows[m] = k[std::min(i + m, n - 1)];
         for (int j = i; j < std::min(i + M, next.n); j++) prefetch_row(next.k[j], D);
-        vf acc[M][G] = {};
+        vf acc[L] = {};
         for (int d = 0; d < D; d += L) {
-            vf x = load(one + d), y = load(two + d);
-            for (int g = 0; g < G; g++) {
-                vf query = load(q + g * D + d);
-                acc[0][g] += x * query, acc[1][g] += y * query;
+            vf query[G];
+            for (int g = 0; g < G; g++) query[g] = load(q + g * D + d);
+            for (int m = 0; m < M; m++) {
+                vf x = load(rows[m] + d);
+                for (int g = 0; g < G; g++) acc[g * M + m] += x * query[g];
             }
         }
-        for (int g = 0; g < G; g++)
-            for (int j = 0; j < M; j++) logits[g * N + i + j] = sum(acc[j][g]);
+        vf y = sums(acc);
+        for (int g = 0; g < G; g++) std::memcpy(logits + g * N + i, (const char*)&y + g * M * 4, M * 4);
     }
 }
 

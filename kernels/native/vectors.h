@@ -25,10 +25,19 @@ template <class V, class P> V load_some(const P* p, int n) {  // n of 16 numbers
     V x = {}; std::memcpy(&x, p, n * 4); return x;
 }
 vf load(const float* p) { return load_as<vf>(p); }
-vf load(const bf16* p) {
+vu halves_at(const void* p) {  // 16 numbers of 2 bytes; gcc 12 converts halves of the vector and joins them
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    __m256i two[2] = {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
+                      _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1))};
+    return load_as<vu>(two);
+#else
     typedef uint16_t half_vector __attribute__((vector_size(32)));
-    return (vf)(__builtin_convertvector(load_as<half_vector>(p), vu) << 16);
+    return __builtin_convertvector(load_as<half_vector>(p), vu);
+#endif
 }
+vf load(const bf16* p) { return (vf)(halves_at(p) << 16); }
 vf all(float x) { return x - vf{}; }  // plus zero would be computed: -0 + 0 is 0
 float number(float x) { return x; }
 float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
@@ -49,6 +58,24 @@ template <class Op> float fold(vf x, Op op) {  // op over all 16 numbers
 }
 float sum(vf x) { return fold(x, [](auto a, auto b) { return a + b; }); }
 float largest(vf x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
+
+// Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
+vf sums(vf* x) {
+#if defined(__AVX512F__)
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int s = L / 2; s; s /= 2) {  // numbers whose lanes differ in bit s are added, and two vectors become one
+        const vi odd = (lane & s) != 0, own = odd ? 16 + lane : lane, other = own ^ s;
+#pragma GCC unroll 8
+        for (int i = 0; i < s; i++) x[i] = __builtin_shuffle(x[i], x[i + s], own) + __builtin_shuffle(x[i], x[i + s], other);
+    }
+    return x[0];
+#else
+    vf y;
+    for (int i = 0; i < L; i++) y[i] = sum(x[i]);
+    return y;
+#endif
+}
 
 vf exp2_of(vf x) {  // x <= 0; below -126 it stays at 2^-126, which adds to nothing
     x = x < -126.0f ? vf{} - 126.0f : x;
