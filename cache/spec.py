@@ -265,7 +265,9 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
     parts = layer_parts(spec, n_layer)
     taken = {"skip_layers"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
     if unknown := sorted(set(given) - taken):
-        raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(taken))}")
+        inner = [f"{k}={v}" for part in parts for k, v in part.knobs.items() if k.endswith("_method")]
+        hint = f"; a knob of {inner[0]} stands behind it, {inner[0]}:{unknown[0]}={given[unknown[0]]}" if inner else ""
+        raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(taken))}{hint}")
     out = []
     for layer, part in enumerate(parts):
         cls, preset = resolve(part.name)

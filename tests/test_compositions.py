@@ -86,6 +86,11 @@ def test_a_method_within_a_method_has_knobs_of_its_own():
             layer_methods(f"razor,retrieval_method={text}", 2)
 
 
+def test_a_common_knob_is_not_the_inner_methods_and_the_error_says_how_to_give_it():
+    with pytest.raises(InputError, match="no knob 'budget'.*retrieval_method=quest:budget=64"):
+        layer_methods("razor,retrieval_method=quest", 2, dict(budget=64))
+
+
 def test_palu_says_which_group_serves_any_number_of_heads():
     """Five protected heads are no whole groups of four."""
     model = tiny(1, 32, 8)
