@@ -8,13 +8,13 @@ D = 128, 96 bytes a token and KV head (KIVI) where dense bf16 reads 512.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import gather_rows
 from kernels.quantize import GROUP, WORDS, dequantize, dequantize_channels, quantize, quantize_channels
@@ -77,7 +77,8 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
 
     An operator: a compiled graph that reads a slot of the ring before it writes it would copy the ring.
     """
-    torch.ops.kv_fast.quantized_append(
+    in_cpp = use_native(x, x.shape[2]) and x.dtype == tokens.whole.dtype
+    (native.quantized_append if in_cpp else torch.ops.kv_fast.quantized_append)(
         x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.channels, tokens.clip
     )
 
@@ -145,9 +146,14 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
 
     Sinks and rings of keys and of values are of one size. Other slots may hold anything.
     """
-    if use_triton(q) or use_native(q, q.shape[2]):
+    kernel: Any = None
+    if use_triton(q):
+        kernel = torch.ops.kv_fast.quantized_attention
+    elif use_native(q, q.shape[2]):
+        kernel = native.quantized_attention
+    if kernel is not None:
         # a whole key has a whole value: the ring of keys holds none that the ring of values does not
-        return torch.ops.kv_fast.quantized_attention(
+        return kernel(
             q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
             k.sinks, k.bits, v.bits, k.channels,
         )  # fmt: skip
@@ -286,6 +292,6 @@ _lib.define(
     "Tensor v_whole, Tensor pos, Tensor k_stop, Tensor v_stop, int sinks, int k_bits, int v_bits, "
     "bool channels) -> Tensor"
 )
-_lib.impl("quantized_attention", on_cpu(launch, native.quantized_attention), "CPU")
+_lib.impl("quantized_attention", lambda *args: launch(*args), "CPU")
 _lib.impl("quantized_attention", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake("kv_fast::quantized_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

@@ -35,6 +35,8 @@ from kernels.native import build, ops
 from kernels.packed_attention import packed_attention
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
 from kernels.quantize import unpack
+from kernels.quantized_attention import QuantizedTokens
+from kernels.quantized_attention import append_token as append_whole
 from kernels.select import budget_select, topk_select
 from kernels.sign_codes import lut_score
 from tests.test_weights import check_product
@@ -463,6 +465,52 @@ def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
             x, y = (unpack(t.values[0], t.bits).int() for t in (got, want))
             assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3
     assert not ours[0].latents[0][B:].any() and not ours[1].values[0][B:].any(), "a row that is not of the batch"
+
+
+QUANTIZED = dict(  # bits, tokens of a channel share scales, channels that do, sinks, ring, clip
+    whole=(16, False, 32, 3, 5, 1.0), bytes=(8, False, 96, 0, 1, 0.95), three=(3, False, 32, 2, 7, 1.0),
+    head=(4, False, 96, 3, 40, 0.95), two=(2, False, 48, 0, 5, 1.0), keys=(2, True, 0, 0, 32, 1.0),
+    more_keys=(4, True, 0, 0, 64, 1.0), odd_keys=(3, True, 0, 0, 32, 1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
+    """As the torch version, to the bit but for codes on a rounding border: rows at positions of their own."""
+    bits, channels, group, sinks, ring, clip = QUANTIZED[case]
+    gen, B, H, T, D = generator(bits), 2, 2, 160, 96
+
+    def empty():
+        whole = torch.zeros(B + 1, H, sinks + ring, D, dtype=dtype)
+        if bits == 16:
+            return QuantizedTokens(torch.zeros(B + 1, H, T, D, dtype=dtype), None, whole, bits, sinks)
+        data = torch.zeros(B + 1, H, T, D * bits // 8, dtype=torch.uint8)
+        params = torch.zeros(B + 1, H, *((T // 32, D) if channels else (T, D // group)), 2, dtype=torch.float16)
+        return QuantizedTokens(data, params, whole, bits, sinks, channels, clip)
+
+    ours, theirs = empty(), empty()
+    start = torch.tensor([0, 3])
+    for step in range(T - 4):
+        token = rand(gen, B, H, D, dtype=dtype) * 10 ** (step % 3 - 1)
+        if step == 7:
+            token[1] = 2.5  # constant groups
+        if step == 9:
+            token[0, :, 5] = 3e5  # more than fp16 holds
+        x = strided(token, "part") if step % 2 else token
+        with Operators() as operators:
+            append_whole(ours, x, start + step)
+        assert [str(f) for f, _ in operators.called] == ["kv_fast_cpp.quantized_append.default"]
+        with torch_versions():
+            append_whole(theirs, token, start + step)
+    assert torch.equal(ours.whole, theirs.whole)
+    if bits == 16:
+        assert torch.equal(ours.data, theirs.data)
+    else:
+        x, y = (unpack(t.data, bits).int() for t in (ours, theirs))
+        assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3 and x.any()
+        assert torch.allclose(ours.params.float(), theirs.params.float(), rtol=1e-3, atol=0)
+    assert not ours.whole[B:].any() and not ours.data[B:].any(), "a row that is not of the batch"
 
 
 def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits, ring, listed, tables, H=2, D=32):

@@ -1,77 +1,7 @@
-// Attention over latents in their own space, and over keys that are expanded from latents and rotated here.
+// Attention over tokens whose keys are latents of all heads together (SALS), expanded and rotated a block at a time.
 #include "expanded.h"
 
 namespace {
-
-// ---- in the latent space, tokens side by side: coordinate c of token t at c * chan + t ----
-
-// What a part has seen of latents. The weighted coordinates stay 16 sums each until the end.
-struct Latents {
-    static constexpr int V = 4, M = V * L;  // vectors, tokens of a block
-    int G, R_K, R_V;  // coordinates of a key and of a value
-    std::vector<float> p, wide;
-
-    Latents(int G, int R_K, int R_V) : G(G), R_K(R_K), R_V(R_V), p(G * M), wide(G * R_V * L) {}
-
-    template <int N_Q, class T> void score(const float* q, int D, const T* k, int64_t chan, float* out, bool more) {
-        vf acc[N_Q][V] = {};
-        for (int r = 0; r < R_K; r++, k += chan) {
-            if (more) prefetch_row(k + M, M);
-            for (int j = 0; j < V; j++) {
-                vf x = load(k + j * L);
-                for (int g = 0; g < N_Q; g++) acc[g][j] += x * q[g * D + r];
-            }
-        }
-        for (int g = 0; g < N_Q; g++)
-            for (int j = 0; j < V; j++) store(out + g * M + j * L, acc[g][j]);
-    }
-
-    template <int N_Q, class T> void weigh(const float* weight, const T* v, int64_t chan, float* to, bool more) {
-        vf w[N_Q][V];
-        for (int g = 0; g < N_Q; g++)
-            for (int j = 0; j < V; j++) w[g][j] = load(weight + g * M + j * L);
-        for (int r = 0; r < R_V; r++, v += chan) {
-            if (more) prefetch_row(v + M, M);
-            vf x[V];
-            for (int j = 0; j < V; j++) x[j] = load(v + j * L);
-            for (int g = 0; g < N_Q; g++) {
-                float* at = to + (g * R_V + r) * L;
-                store(at, load(at) + (x[0] * w[g][0] + x[1] * w[g][1] + (x[2] * w[g][2] + x[3] * w[g][3])));
-            }
-        }
-    }
-
-    // tokens lo..hi of one head; q [G, D], of which R_K coordinates count
-    template <class T> void see(const float* q, const T* k, const T* v, int64_t chan, int64_t lo, int64_t hi, Seen& seen) {
-        std::fill(wide.begin(), wide.end(), 0.0f);
-        for (int64_t first = lo; first < hi; first += M) {
-            if (first + M <= hi)
-                block(q, k + first, v + first, chan, M, first + 2 * M <= hi, seen);
-            else {  // behind the last token may be anything, and the end of the buffer
-                int n = (int)(hi - first);
-                std::vector<T> end((R_K + R_V) * M, T{});
-                for (int r = 0; r < R_K; r++) std::copy(k + r * chan + first, k + r * chan + hi, &end[r * M]);
-                for (int r = 0; r < R_V; r++) std::copy(v + r * chan + first, v + r * chan + hi, &end[(R_K + r) * M]);
-                block(q, end.data(), end.data() + R_K * M, M, n, false, seen);
-            }
-        }
-        for (int g = 0; g < G; g++)
-            for (int r = 0; r < R_V; r++) seen.y[g * seen.D + r] = sum(load(&wide[(g * R_V + r) * L]));
-    }
-
-    template <class T>
-    void block(const float* q, const T* k, const T* v, int64_t chan, int n, bool more, Seen& seen) {
-        by_heads(G, [&](auto m, int g) { score<m>(q + g * seen.D, seen.D, k, chan, &p[g * M], more && !g); });
-        for (int g = 0; g < G; g++) {
-            float shrink = seen.soften(g, &p[g * M], n, M);
-            if (shrink != 1)
-                for (int r = 0; r < R_V; r++) store(&wide[(g * R_V + r) * L], load(&wide[(g * R_V + r) * L]) * shrink);
-        }
-        by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * M], v, chan, &wide[g * R_V * L], more && !g); });
-    }
-};
-
-// ---- expanded keys ----
 
 // Slots of one row of the batch: keys as coordinates, the first of them apart, and the values of all heads, W channels
 // of 2, 4, 8 or 16 (T's) bits.
@@ -224,21 +154,6 @@ void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, i
 }  // namespace
 
 extern "C" {
-
-// q [B, H * G, D] fp32 of which R_K coordinates count and the rest is 0; out [B, H * G, D] of which R_V are of use,
-// lse [B, H * G]
-void kvf_latent_space_attention(int64_t is_bf16, const float* q, const void* k, const void* v, const int64_t* stored,
-                                float* out, float* lse, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
-                                int64_t chan, int64_t B, int64_t H, int64_t G, int64_t D, int64_t R_K, int64_t R_V,
-                                int64_t channels, int64_t threads) {
-    int64_t longest = *std::max_element(stored, stored + B);
-    FLOAT_OR_BF16(attention(q, H * G * D, D, out, B, H, G, D, parts_of(longest), threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H, h = group % H, lo = part * CHUNK;
-            Latents(G, R_K, R_V).see(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head,
-                                     chan, lo, std::min(stored[b], lo + CHUNK), seen);
-        }, (int)channels, lse))
-}
 
 // The ring's keys have `rank` coordinates, those of the store the first of them; idx [B, K]: slots of the store, T_ a row,
 // of which the first `count` are attended to; without it, slots 0 to count.

@@ -11,6 +11,7 @@
 #include "group_attention.cpp"
 #include "latent.cpp"
 #include "latent_attention.cpp"
+#include "latent_space.cpp"
 #include "linear.cpp"
 #include "many_rows.cpp"
 #include "observed.cpp"

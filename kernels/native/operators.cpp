@@ -245,6 +245,53 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     return out;
 }
 
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, int64_t bits, int64_t sinks,
+                      bool channels, double clip) {
+    int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
+    STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
+    STD_TORCH_CHECK(D % L == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
+    x = whole(x), pos = whole(pos);
+    int64_t is_half = is_bf16({&x, &kept}), group = params && !channels ? D / params->size(3) : D;
+    if (bits < 16) bytes(data, "data");
+    else is_bf16({&x, &data});
+    const int64_t* at = ints(pos, "pos");
+    uint16_t* pairs = halves(params, "params");
+    auto run = [&](auto zero) {
+        typedef decltype(zero) T;
+        int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8, each = params ? params->numel() / params->size(0) / H : 0;
+#pragma omp parallel for num_threads(threads()) if (channels)
+        for (int64_t i = 0; i < B * H; i++)
+            append_quantized<T>((const T*)x.data_ptr() + i * D, at[i / H], (T*)kept.data_ptr() + i * (sinks + ring) * D,
+                                (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits, sinks,
+                                ring, channels, (float)clip, D, group, slots);
+    };
+    if (is_half) run(bf16{});
+    else run(0.0f);
+}
+
+Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Tensor v, Maybe v_params, Tensor v_kept,
+                           Tensor pos, Tensor k_stop, Tensor v_stop, int64_t sinks, int64_t k_bits, int64_t v_bits,
+                           bool channels) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k_kept.size(1);
+    for (auto x : {&k, &k_kept, &v, &v_kept}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && q.stride(2) == 1, "caches must be contiguous");
+    int64_t half = is_bf16({&q, &k_kept, &v_kept});
+    if (k_bits < 16) bytes(k, "k");
+    else is_bf16({&q, &k});
+    if (v_bits < 16) bytes(v, "v");
+    else is_bf16({&q, &v});
+    pos = whole(pos), k_stop = whole(k_stop), v_stop = whole(v_stop);
+    auto group = [&](const Maybe& x) { return x ? D / x->size(3) : D; };
+    Tensor out = like(q, {B, Hq, D});
+    if (B)
+        kvf_quantized_attention(half, k_bits, v_bits, channels, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"),
+                                k_kept.data_ptr(), v.data_ptr(), halves(v_params, "v_params"), v_kept.data_ptr(),
+                                ints(pos, "pos"), ints(k_stop, "k_stop"), ints(v_stop, "v_stop"), out.data_ptr(),
+                                q.stride(0), q.stride(1), B, H, Hq / H, D, k.size(2), v.size(2), sinks, k_kept.size(2),
+                                channels ? D : group(k_params), group(v_params), threads());
+    return out;
+}
+
 Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_params, Tensor k_basis, Tensor v_basis,
                        Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), groups = k.size(1), R = k_basis.size(2);
@@ -280,6 +327,8 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("dense_linear", TORCH_BOX(&dense_linear));
     lib.impl("group_attention", TORCH_BOX(&group_attention));
     lib.impl("linear", TORCH_BOX(&packed_linear));
+    lib.impl("quantized_append", TORCH_BOX(&quantized_append));
+    lib.impl("quantized_attention", TORCH_BOX(&quantized_attention));
     lib.impl("latent_append", TORCH_BOX(&latent_append));
     lib.impl("latent_attention", TORCH_BOX(&latent_attention));
 }

@@ -87,6 +87,16 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "int bits) -> Tensor",
         lambda q, *rest: q.new_empty(q.shape),
     ),
+    "quantized_append": (
+        "(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, int sinks, "
+        "bool channels, float clip) -> ()",
+        lambda *args: None,
+    ),
+    "quantized_attention": (
+        "(Tensor q, Tensor k, Tensor? k_params, Tensor k_whole, Tensor v, Tensor? v_params, Tensor v_whole, "
+        "Tensor pos, Tensor k_stop, Tensor v_stop, int sinks, int k_bits, int v_bits, bool channels) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
     "dense_linear": (
         "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
         lambda x, weight, bias: x.new_empty(len(x), len(weight)),
@@ -153,6 +163,15 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tenso
     return torch.ops.kv_fast_cpp.label_score(q, labels, params, bits, pos)
 
 
+def quantized_append(*args: Any) -> None:
+    """See `append_token` of kernels/quantized_attention.py."""
+    torch.ops.kv_fast_cpp.quantized_append(*args)
+
+
+def quantized_attention(*args: Any) -> Tensor:
+    return torch.ops.kv_fast_cpp.quantized_attention(*args)
+
+
 def latent_append(*args: Any) -> None:
     """See `append_token` of kernels/latent.py."""
     torch.ops.kv_fast_cpp.latent_append(*args)
@@ -175,27 +194,6 @@ def linear(
 
 
 # ---- through ctypes ----
-
-
-def quantized_attention(
-    q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
-    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, sinks: int, k_bits: int, v_bits: int, channels: bool,
-) -> Tensor:  # fmt: skip
-    (B, Hq, D), (H, held) = q.shape, k_whole.shape[1:3]
-    buffers = ((k, k_params, k_whole), (v, v_params, v_whole))
-    assert all(x is None or x.is_contiguous() for part in buffers for x in part) and q.stride(2) == 1
-    expect(torch.int64, pos, k_stop, v_stop)
-    expect(torch.float16, k_params, v_params)
-    packed = [x for x, bits in ((k, k_bits), (v, v_bits)) if bits < 16]
-    expect(torch.uint8, *packed)
-    stored = [x for x, bits in ((k, k_bits), (v, v_bits)) if bits == 16]
-    groups = [D // x.shape[3] if x is not None else D for x in (None if channels else k_params, v_params)]
-    out = q.new_empty(B, Hq, D)
-    at = (x.contiguous() for x in (pos, k_stop, v_stop))
-    call("kvf_quantized_attention", is_bf16(q, k_whole, v_whole, *stored), k_bits, v_bits, int(channels), q,
-         *buffers[0], *buffers[1], *at, out, *q.stride()[:2], B, H, Hq // H, D, k.shape[2], v.shape[2], sinks, held,
-         *groups)  # fmt: skip
-    return out
 
 
 def unpack_rows(

@@ -1,4 +1,5 @@
 // Attention over every token, in few bits but for the first and the newest, unpacked block by block.
+#include "encode.h"
 #include "softmax.h"
 
 namespace {
@@ -165,6 +166,34 @@ template <class T> struct Quantized {
         }
     }
 };
+
+// A token of one head joins the ring, x [D] at pos; what leaves it is packed: the token whose place it takes, or, where
+// tokens share scales, the whole ring when it is full.
+template <class T>
+void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* params, int64_t bits, int64_t sinks,
+                      int64_t ring, bool channels, float clip, int64_t D, int64_t group, int64_t slots) {
+    T* slot = whole + (pos < sinks ? pos : sinks + (pos - sinks) % ring) * D;
+    int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+    // where nothing leaves, the slot's contents go to one that is never read
+    int64_t first = channels ? pos - ring : ((pos - ring) % slots + slots) % slots, n = channels ? ring : 1;
+    if (bits == 16) std::copy_n(slot, D, (T*)(data + first * row_bytes));
+    else if (!channels || (pos > 0 && pos % ring == 0)) {
+        std::vector<float> numbers(n * D);
+        std::vector<uint8_t> codes(n * D);
+        const T* from = channels ? whole + sinks * D : slot;
+        for (int64_t i = 0; i < n * D; i += L) store(&numbers[i], load(from + i));
+        if (channels)
+            for (int64_t i = 0; i < n; i += GROUP)
+                for (int64_t d = 0; d < D; d++)
+                    codes_of(&numbers[i * D + d], GROUP, D, bits, clip, &codes[i * D + d],
+                             params + ((first + i) / GROUP * D + d) * 2);
+        else
+            for (int64_t d = 0; d < D; d += group)
+                codes_of(&numbers[d], group, 1, bits, clip, &codes[d], params + (first * D + d) / group * 2);
+        for (int64_t i = 0; i < n; i++) pack_codes(&codes[i * D], D, bits, (uint8_t*)data + (first + i) * row_bytes);
+    }
+    std::copy_n(x, D, slot);
+}
 
 }  // namespace
 
