@@ -62,6 +62,8 @@ def lowrank_attention(
     is of widths r_k and r_v (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding
     (App. A.3).
     """
+    if latent and not use_triton(q) and use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1:
+        return native.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     if latent or use_triton(q):
         return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     keys = torch.cat((reconstruct(k_lat, k_basis), k_full), 2)
@@ -95,29 +97,12 @@ def _latent_space(
     return y.to(q.dtype).view(B, Hq, D)
 
 
-def _latent_space_native(
-    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
-    v_full: Tensor, filled: Tensor,
-) -> Tensor:  # fmt: skip
-    """All latents of a row are as one token beside the full-rank ones: its value is what C++ has attended to."""
-    B, Hq, D = q.shape
-    groups = q.reshape(B, k_lat.shape[1], -1, D).float()
-    y, lse = native.latent_space_attention((groups @ k_basis).flatten(1, 2), k_lat, v_lat, stored, D)
-    y, lse = y.view(*groups.shape[:3], -1), lse.view(*groups.shape[:3], 1)
-    full = (groups @ k_full.float().mT * D**-0.5).masked_fill(~filled[:, None, None], float("-inf"))
-    p = torch.cat((lse, full), -1).softmax(-1)
-    y = (p[..., :1] * y) @ v_basis.mT + p[..., 1:] @ v_full.float().masked_fill(~filled[:, None, :, None], 0)
-    return y.to(q.dtype).view(B, Hq, D)
-
-
 def _lowrank_attention_cpu(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
 ) -> Tensor:
     """Reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
     if use_triton(q):
         return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
-    if use_native(k_lat) and k_lat.stride(2) == v_lat.stride(2) == 1:
-        return _latent_space_native(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
     counts = stored.tolist()
     if len(set(counts)) == 1:
         n = counts[0]

@@ -292,6 +292,27 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
     return out;
 }
 
+Tensor lowrank_attention(Tensor q, Tensor k, Tensor v, Tensor k_basis, Tensor v_basis, Tensor stored, Tensor k_full,
+                         Tensor v_full, Tensor filled) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1), F = k_full.size(2);
+    for (auto x : {&k_basis, &v_basis, &k_full, &v_full})
+        STD_TORCH_CHECK(lies_whole(*x), "bases and full-rank tokens must be contiguous");
+    STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3) && q.stride(2) == 1,
+                    "tokens must lie side by side");
+    int64_t half = is_bf16({&q, &k, &v, &k_full, &v_full});
+    stored = whole(stored), filled = whole(filled);
+    expect(ScalarType::Bool, filled, "filled");
+    auto row = [](const Tensor& x) { return x.size(0) > 1 ? x.stride(0) : 0; };
+    Tensor out = like(q, {B, Hq, D});
+    if (B)
+        kvf_lowrank_attention(half, q.data_ptr(), k.data_ptr(), v.data_ptr(), floats(k_basis, "k_basis"),
+                              floats(v_basis, "v_basis"), ints(stored, "stored"), k_full.data_ptr(), v_full.data_ptr(),
+                              (const uint8_t*)filled.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
+                              k.stride(1), v.stride(0), v.stride(1), k.stride(3), row(k_basis), row(v_basis), B, H, Hq / H,
+                              D, k.size(3), v.size(3), F, threads());
+    return out;
+}
+
 Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_params, Tensor k_basis, Tensor v_basis,
                        Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), groups = k.size(1), R = k_basis.size(2);
@@ -329,6 +350,7 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("linear", TORCH_BOX(&packed_linear));
     lib.impl("quantized_append", TORCH_BOX(&quantized_append));
     lib.impl("quantized_attention", TORCH_BOX(&quantized_attention));
+    lib.impl("lowrank_attention", TORCH_BOX(&lowrank_attention));
     lib.impl("latent_append", TORCH_BOX(&latent_append));
     lib.impl("latent_attention", TORCH_BOX(&latent_attention));
 }

@@ -97,6 +97,11 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "Tensor pos, Tensor k_stop, Tensor v_stop, int sinks, int k_bits, int v_bits, bool channels) -> Tensor",
         lambda q, *rest: q.new_empty(q.shape),
     ),
+    "lowrank_attention": (
+        "(Tensor q, Tensor k_lat, Tensor v_lat, Tensor k_basis, Tensor v_basis, Tensor stored, Tensor k_full, "
+        "Tensor v_full, Tensor filled) -> Tensor",
+        lambda q, *rest: q.new_empty(q.shape),
+    ),
     "dense_linear": (
         "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
         lambda x, weight, bias: x.new_empty(len(x), len(weight)),
@@ -172,6 +177,11 @@ def quantized_attention(*args: Any) -> Tensor:
     return torch.ops.kv_fast_cpp.quantized_attention(*args)
 
 
+def lowrank_attention(*args: Any) -> Tensor:
+    """See kernels/lowrank.py; latents lie coordinate by coordinate in memory."""
+    return torch.ops.kv_fast_cpp.lowrank_attention(*args)
+
+
 def latent_append(*args: Any) -> None:
     """See `append_token` of kernels/latent.py."""
     torch.ops.kv_fast_cpp.latent_append(*args)
@@ -235,26 +245,6 @@ def _check_weight(n: int, packed: Tensor, scale: Tensor | None, zero: Tensor | N
     assert all(t is None or t.is_contiguous() for t in (packed, scale, zero))
     assert packed[0].numel() * 8 == n * VECTOR * bits, f"{packed.shape} is no weight of {n} inputs in {bits} bits"
     return n if scale is None else n // scale.shape[1]
-
-
-def latent_space_attention(
-    q: Tensor, k_lat: Tensor, v_lat: Tensor, stored: Tensor, channels: int
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention in latent spaces of keys and of values, and the logarithm of what each softmax sums up to.
-
-    q [B, Hq, r_k] fp32, folded; k_lat [B, Hkv, C, r_k] and v_lat [B, Hkv, C, r_v], coordinate by coordinate in memory,
-    of which row b holds the first stored[b]; scale 1/sqrt(channels) -> fp32 [B, Hq, r_v] and [B, Hq], zeros and -inf
-    where nothing is stored.
-    """
-    (B, Hq, r_k), (H, r_v) = q.shape, v_lat.shape[1::2]
-    assert k_lat.stride()[2:] == v_lat.stride()[2:] and k_lat.stride(2) == 1, "tokens must lie side by side"
-    expect(torch.int64, stored)
-    width = -(-max(r_k, r_v) // VECTOR) * VECTOR
-    q = torch.nn.functional.pad(q.float(), (0, width - r_k)).contiguous()
-    out, lse, stored = torch.empty_like(q), q.new_empty(B, Hq), stored.contiguous()
-    call("kvf_latent_space_attention", is_bf16(k_lat, v_lat), q, k_lat, v_lat, stored, out, lse, *k_lat.stride()[:2],
-         *v_lat.stride()[:2], k_lat.stride(3), B, H, Hq // H, width, r_k, r_v, channels)  # fmt: skip
-    return out[..., :r_v], lse
 
 
 def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:

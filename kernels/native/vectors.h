@@ -151,6 +151,6 @@ void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs,
 
 }  // namespace
 
-// CALL with T as the type of a cache
-#define FLOAT_OR_BF16(CALL) \
-    if (is_bf16) { typedef bf16 T; CALL; } else { typedef float T; CALL; }
+// A call with T as the type of a cache
+#define FLOAT_OR_BF16(...) \
+    if (is_bf16) { typedef bf16 T; __VA_ARGS__; } else { typedef float T; __VA_ARGS__; }
