@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native, use_triton
 from kernels.gather_attention import gather_rows
 from kernels.splits import empty_scores
 from kernels.tiles import filled
@@ -24,8 +24,10 @@ def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Ten
     q [B, H, G, r], the chosen channels of a group's queries; channels [B, H, r] int64; keys [>= B, H, D, T]; pos [B]
     the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read, and give anything.
     """
-    if use_triton(q) or use_native(keys):
+    if use_triton(q):
         return torch.ops.kv_fast.channel_score(q, channels, keys, pos)
+    if use_native(keys):
+        return native.channel_score(q, channels, keys, pos)
     return q.float() @ gather_rows(keys, channels).float()
 
 
@@ -77,7 +79,7 @@ def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("channel_score(Tensor q, Tensor channels, Tensor keys, Tensor pos) -> Tensor")
-_lib.impl("channel_score", on_cpu(launch, native.channel_score), "CPU")
+_lib.impl("channel_score", lambda *args: launch(*args), "CPU")
 _lib.impl("channel_score", lambda *args: launch(*args), "CUDA")
 torch.library.register_fake(
     "kv_fast::channel_score",

@@ -46,8 +46,10 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: floa
 
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
     """Where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]; pos as above."""
-    if use_triton(q) or use_native(latents, q.shape[3]):
+    if use_triton(q):
         return torch.ops.kv_fast.latent_score(q, latents, pos)
+    if use_native(latents, q.shape[3]):
+        return native.head_scores(q, latents, pos)
     return q.float() @ latents[: len(q)].float().mT
 
 
@@ -123,13 +125,7 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define("latent_score(Tensor q, Tensor latents, Tensor? pos) -> Tensor")
-
-
-def _latent_score_cpu(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
-    return (native.head_scores if use_native(q, q.shape[3]) else _latent_score_triton)(q, latents, pos)
-
-
-_lib.impl("latent_score", _latent_score_cpu, "CPU")
+_lib.impl("latent_score", _latent_score_triton, "CPU")
 _lib.impl("latent_score", _latent_score_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::latent_score",

@@ -168,6 +168,41 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
     return looked_up(q, table.data(), B, H, labels, params, total.data(), pos, {});
 }
 
+std::vector<float> as_floats(const Tensor& x) {  // x lies whole
+    std::vector<float> out(x.numel());
+    if (is_bf16({&x})) for (size_t i = 0; i < out.size(); i++) out[i] = number(((const bf16*)x.data_ptr())[i]);
+    else std::copy_n((const float*)x.data_ptr(), out.size(), out.begin());
+    return out;
+}
+
+// Of C queries [B, H, C, T], rows as those of looked_up
+Tensor empty_scores(const Tensor& q, int64_t T) {
+    Tensor rows = like(q, {q.size(0), q.size(1), q.size(2), (T + L - 1) / L * L}, ScalarType::Float);
+    return torch::stable::narrow(rows, 3, 0, T);
+}
+
+Tensor score_heads(Tensor q, Tensor x, Maybe pos) {
+    int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = x.size(2);
+    STD_TORCH_CHECK(x.stride(3) == 1 && R % L == 0, "rows must be contiguous, and whole vectors");
+    q = whole(q), pos = whole(pos);
+    Tensor out = empty_scores(q, T);
+    kvf_head_scores(is_bf16({&x}), as_floats(q).data(), x.data_ptr(), ints(pos, "pos"), (float*)out.data_ptr(),
+                    x.stride(0), x.stride(1), x.stride(2), out.stride(0), out.stride(1), out.stride(2), B, H, C, T, R,
+                    threads());
+    return out;
+}
+
+Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
+    int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = keys.size(3);
+    STD_TORCH_CHECK(keys.stride(3) == 1, "the tokens of a channel must be contiguous");
+    q = whole(q), channels = whole(channels), pos = whole(pos);
+    Tensor out = empty_scores(q, T);
+    kvf_channel_scores(is_bf16({&keys}), as_floats(q).data(), ints(channels, "channels"), keys.data_ptr(), ints(pos, "pos"),
+                       (float*)out.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(2), out.stride(0), out.stride(1),
+                       out.stride(2), B, H, C, T, R, threads());
+    return out;
+}
+
 Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     int64_t M = x.size(0), n = x.size(1), out = weight.size(0);
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(weight) && lies_whole(bias), "x and the weight must be contiguous");
@@ -345,6 +380,8 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("select", TORCH_BOX(&select_tokens));
     lib.impl("lut_score", TORCH_BOX(&lut_score));
     lib.impl("label_score", TORCH_BOX(&label_score));
+    lib.impl("head_scores", TORCH_BOX(&score_heads));
+    lib.impl("channel_score", TORCH_BOX(&score_channels));
     lib.impl("dense_linear", TORCH_BOX(&dense_linear));
     lib.impl("group_attention", TORCH_BOX(&group_attention));
     lib.impl("linear", TORCH_BOX(&packed_linear));

@@ -70,11 +70,16 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "lut_score": (
         "(Tensor q, Tensor book, Tensor packed, Tensor? pos, Tensor? skip) -> Tensor",
-        lambda q, book, packed, pos, skip: _scores(packed),
+        lambda q, book, packed, pos, skip: _scores(packed, packed.shape[2], 2),
     ),
     "label_score": (
         "(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor",
-        lambda q, labels, params, bits, pos: _scores(labels[: len(q)]),
+        lambda q, labels, params, bits, pos: _scores(labels[: len(q)], labels.shape[2], 2),
+    ),
+    "head_scores": ("(Tensor q, Tensor x, Tensor? pos) -> Tensor", lambda q, x, pos: _scores(q, x.shape[2])),
+    "channel_score": (
+        "(Tensor q, Tensor channels, Tensor keys, Tensor pos) -> Tensor",
+        lambda q, channels, keys, pos: _scores(q, keys.shape[3]),
     ),
     "latent_append": (
         "(Tensor latents, Tensor values, Tensor pos, Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor(c!)? ring_params, "
@@ -126,10 +131,9 @@ def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores.new_empty(B, H, min(k, T), dtype=torch.int64), scores.new_empty(B, H, dtype=torch.int64)
 
 
-def _scores(codes: Tensor) -> Tensor:
-    """[B, H, T, ...] -> [B, H, T], of rows in whole vectors."""
-    B, H, T = codes.shape[:3]
-    return codes.new_empty(B, H, -(-T // VECTOR) * VECTOR, dtype=torch.float32)[..., :T]
+def _scores(x: Tensor, T: int, lead: int = 3) -> Tensor:
+    """Of the first dimensions of x, [..., T] of rows in whole vectors."""
+    return x.new_empty(*x.shape[:lead], -(-T // VECTOR) * VECTOR, dtype=torch.float32)[..., :T]
 
 
 def decode_attention(
@@ -166,6 +170,16 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip:
 
 def label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     return torch.ops.kv_fast_cpp.label_score(q, labels, params, bits, pos)
+
+
+def head_scores(q: Tensor, x: Tensor, pos: Tensor | None) -> Tensor:
+    """q [B, H, C, R] . x [>= B, H, T, R], rows of which may lie apart -> fp32 [B, H, C, T]."""
+    return torch.ops.kv_fast_cpp.head_scores(q, x, pos)
+
+
+def channel_score(*args: Tensor) -> Tensor:
+    """See kernels/channel_score.py."""
+    return torch.ops.kv_fast_cpp.channel_score(*args)
 
 
 def quantized_append(*args: Any) -> None:
@@ -254,29 +268,6 @@ def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:
     u = torch.nn.functional.pad(basis, (0, -r % VECTOR)).clone(memory_format=torch.contiguous_format)
     call("kvf_oja_sequential", x.contiguous(), u, N, m, D, u.shape[2])
     return u[..., :r]
-
-
-def head_scores(q: Tensor, x: Tensor, pos: Tensor | None) -> Tensor:
-    """q [B, H, C, R] . x [>= B, H, T, R], rows of which may lie apart -> fp32 [B, H, C, T]."""
-    (B, H, C, R), T = q.shape, x.shape[2]
-    assert x.stride(3) == 1 and R % VECTOR == 0, "rows must be contiguous, and whole vectors"
-    expect(torch.int64, pos)
-    out = torch.empty(B, H, C, -(-T // 16) * 16, dtype=torch.float32)[..., :T]  # as `empty_scores`
-    q, pos = q.float().contiguous(), whole(pos)
-    call("kvf_head_scores", is_bf16(x), q, x, pos, out, *x.stride()[:3], *out.stride()[:3], B, H, C, T, R)
-    return out
-
-
-def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Tensor:
-    """See kernels/channel_score.py."""
-    (B, H, C, R), T = q.shape, keys.shape[3]
-    assert keys.stride(3) == 1, "the tokens of a channel must be contiguous"
-    expect(torch.int64, channels, pos)
-    out = torch.empty(B, H, C, -(-T // 16) * 16, dtype=torch.float32)[..., :T]
-    q, channels, pos = q.float().contiguous(), channels.contiguous(), pos.contiguous()
-    call("kvf_channel_scores", is_bf16(keys), q, channels, keys, pos, out, *keys.stride()[:3], *out.stride()[:3], B, H,
-         C, T, R)  # fmt: skip
-    return out
 
 
 def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int) -> Tensor:
