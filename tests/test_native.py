@@ -1127,10 +1127,11 @@ def test_without_a_compiler_torch_runs(tmp_path):
 def fresh(monkeypatch, tmp_path):
     """The library not loaded yet, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    built = Path(build.library()._name)
+    loaded = build.library()
     monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
     monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
-    return built
+    yield Path(loaded._name)
+    loaded.kvf_register()  # operators of another build would serve all tests that follow
 
 
 @pytest.fixture
