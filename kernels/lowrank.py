@@ -62,7 +62,7 @@ def lowrank_attention(
     is of widths r_k and r_v (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding
     (App. A.3).
     """
-    if latent and not use_triton(q) and use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1:
+    if latent and use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1:
         return native.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     if latent or use_triton(q):
         return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)

@@ -28,7 +28,7 @@ inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_
         for (int i = 0; i < L; i++)
             if (!(i & s)) {
                 vi a = x[i], b = x[i | s];
-                x[i] = __builtin_shuffle(a, b, low), x[i | s] = __builtin_shuffle(a, b, high);
+                x[i] = two_of(a, b, low), x[i | s] = two_of(a, b, high);
             }
     }
 #pragma GCC unroll 16

@@ -59,6 +59,16 @@ template <class Op> float fold(vf x, Op op) {  // op over all 16 numbers
 float sum(vf x) { return fold(x, [](auto a, auto b) { return a + b; }); }
 float largest(vf x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
 
+template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's 16 and b's behind them
+#if defined(__clang__)
+    V y;
+    for (int j = 0; j < L; j++) y[j] = i[j] & L ? b[i[j] & (L - 1)] : a[i[j] & (L - 1)];
+    return y;
+#else
+    return __builtin_shuffle(a, b, i);
+#endif
+}
+
 // Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
 vf sums(vf* x) {
 #if defined(__AVX512F__)
@@ -67,7 +77,7 @@ vf sums(vf* x) {
     for (int s = L / 2; s; s /= 2) {  // numbers whose lanes differ in bit s are added, and two vectors become one
         const vi odd = (lane & s) != 0, own = odd ? 16 + lane : lane, other = own ^ s;
 #pragma GCC unroll 8
-        for (int i = 0; i < s; i++) x[i] = __builtin_shuffle(x[i], x[i + s], own) + __builtin_shuffle(x[i], x[i + s], other);
+        for (int i = 0; i < s; i++) x[i] = two_of(x[i], x[i + s], own) + two_of(x[i], x[i + s], other);
     }
     return x[0];
 #else
