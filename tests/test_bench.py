@@ -337,6 +337,22 @@ def test_generate_rows(cli, config, tmp_path):
     assert sparse["full_prefill_s"] == full["prefill_s"] and sparse["kv_bytes"] > full["kv_bytes"]
     again = generated(cli, config, *argv, "--resume")
     assert again["rows"] == data["rows"]
+    more = generated(cli, config, *argv, "--resume", "--rounds", 3)  # as after an interruption in round 3
+    assert [len(r["seconds_per_step"]) for r in more["rows"]] == [3, 3]
+
+
+def test_every_round_is_kept(cli, config, tmp_path, monkeypatch):
+    """What is killed leaves the rounds that were over."""
+    out, write, seen = tmp_path / "generate.json", bench_generate.write_json, []
+
+    def written(path, data):
+        seen.append([len(r["seconds_per_step"]) for r in data["rows"]])
+        write(path, data)
+
+    monkeypatch.setattr(bench_generate, "write_json", written)
+    argv = ("--method", "full", "streaming", "--mode", "eager", "--batch", 1, "--length", 24, "--out", out)
+    generated(cli, config, *argv, "--rounds", 3, "--warm-up", 1)
+    assert seen[:4] == [[], [1, 1], [2, 2], [3, 3]]
 
 
 def test_interrupted_in_a_round(cli, config, tmp_path, monkeypatch):

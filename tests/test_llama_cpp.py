@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from errors import run_cli
 from model import ModelArgs, random_transformer
 from runtime import TINY
 from scripts.bench import bench_generate
-from scripts.bench.llama_cpp import kind_of, write_gguf
+from scripts.bench.llama_cpp import LlamaCpp, kind_of, write_gguf
+from scripts.bench.peer_runs import Work
 from scripts.shared import timing
 from weights import WeightFormat
 
@@ -53,13 +55,14 @@ def test_the_gguf_is_our_model(name, weights, tmp_path):
 
 
 FAKE = """#!{python}
-import json, sys
+import json, os, sys
 a = sys.argv
-n, d = int(a[a.index("-n") + 1]), int(a[a.index("-d") + 1]) if "-d" in a else 0
-open({log!r}, "a").write(json.dumps(a[1:]) + "\\n")
+open({log!r}, "a").write(json.dumps([os.getpid(), *a[1:]]) + "\\n")
 assert open(a[a.index("-m") + 1], "rb").read(4) == b"GGUF"
-{fault}
-print(json.dumps([dict(samples_ns=[(n or 3) * 10**6], build_commit="abc", cpu_info="a processor")]))
+for n in map(int, a[a.index("-n") + 1].split(",")):
+    {fault}
+    row = dict(samples_ns=[(n or 3) * 10**6], build_commit="abc", cpu_info="a processor" * 3000)
+    print(json.dumps(row), flush=True)  # two fill the pipe: a process that is not awaited does not end
 """
 
 
@@ -101,9 +104,38 @@ def test_it_takes_turns_with_ours(program, monkeypatch, capsys):
     assert rows[1, "full eager"]["times_llama_cpp"] == round(rows[1, "full eager"]["tokens_per_s"] / 1000, 2)
     assert "one sequence" in rows[2, "llama.cpp Q8_0"]["error"] and "times_llama_cpp" not in rows[2, "full eager"]
     calls = [json.loads(line) for line in log.read_text().splitlines()]
-    assert len(calls) == 6, "decode and prefill, of a warm-up and two rounds"
-    assert calls[0][-6:] == ["-p", "0", "-n", "4", "-d", "32"] and calls[1][-4:] == ["-p", "32", "-n", "0"]
+    assert len(calls) == 4, "one that decodes, three prompts: of a warm-up and two rounds"
+    assert calls[0][-8:-6] == ["-p", "0"] and calls[0][-5].startswith("1,4,4,4,") and calls[0][-4:-2] == ["-d", "32"]
+    assert all(call[-4:] == ["-p", "32", "-n", "0"] for call in calls[1:])
     assert calls[0][calls[0].index("-ctk") + 1] == "f16"
+    with pytest.raises(ProcessLookupError):
+        os.kill(calls[0][0], 0)
+
+
+def test_its_process_is_stopped_while_others_have_their_turn(program, tmp_path):
+    file, log = program()
+    model = random_transformer(ModelArgs(**SIZES), "cpu", torch.float32, seed=1)
+    run = LlamaCpp(Work(model, 1, 16, 5, True), str(file), 1)
+
+    def state():
+        return Path(f"/proc/{json.loads(log.read_text())[0]}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def stopped():
+        for _ in range(500):  # the signal may take a moment
+            if state() == "T":
+                return True
+            time.sleep(0.01)
+        return False
+
+    try:
+        run.open()
+        assert stopped()
+        for _ in range(3):
+            assert run() == dict(step=1e-3) and stopped()
+    finally:
+        run.close()
+    with pytest.raises(FileNotFoundError):
+        state()
 
 
 def test_one_that_fails_is_a_line(program, monkeypatch, capsys):

@@ -34,6 +34,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,12 @@ def weight_bytes(model: Transformer) -> int:
     return sum(t.nbytes for t in tensors if id(t) not in unread)
 
 
-def rounds(group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress) -> None:
+def rounds(
+    group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress, keep: Callable[[], Any]
+) -> None:
     """Runs that take turns -> out: {name: {"step": [seconds, ...], "prefill": [...]}}, or {"error": why there is none}.
 
-    Filled as it goes: what was measured before an interruption is there.
+    Filled as it goes: what was measured before an interruption is there. keep is called after every round.
     """
     opened: list[Run] = []
 
@@ -111,6 +114,7 @@ def rounds(group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], 
                 times = attempt(run, "round", what, warm + n - i - 1)
                 for key, seconds in times.items() if i >= warm else ():
                     out.setdefault(run.name, {}).setdefault(key, []).append(seconds)
+            keep()
     finally:
         for run in opened:
             run.close()
@@ -209,7 +213,7 @@ def parse_args() -> argparse.Namespace:
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--time-limit", type=float, metavar="S", help="start no further run after S seconds")
     a("--resume", action="store_true", help="keep the runs that --out has and measure the missing ones")
-    a("--out", help="result file, written after every run, or group of runs that take turns")
+    a("--out", help="result file, written after every round")
     a("--json", action="store_true", help="print the result file's content and nothing else")
     opt = p.parse_args()
     if opt.eager_only:
@@ -282,7 +286,8 @@ def run_all(
     todo: list[tuple[Work, list[Run]]] = []
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
-        known = {r["run"] for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and "error" not in r}
+        here = (r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and "error" not in r)
+        known = {r["run"] for r in here if len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
         # what the run that this one resumes has measured is left out
         todo += [(work, group) for group in groups(work, opt) if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)
@@ -293,13 +298,18 @@ def run_all(
             break
         torch._dynamo.reset()
         times: dict[str, dict[str, Any]] = {}
-        try:
-            rounds(group, opt.rounds, opt.warm_up, times, progress)
-        finally:
-            rows = make_rows(work, group, times, data["bandwidth"])
-            enter(data, work, rows)
+
+        def keep() -> list[dict[str, Any]]:
+            rows = make_rows(work, group, times, data["bandwidth"])  # noqa: B023
+            enter(data, work, rows)  # noqa: B023
             if opt.out:
                 write_json(opt.out, data)
+            return rows
+
+        try:
+            rounds(group, opt.rounds, opt.warm_up, times, progress, keep)
+        finally:
+            rows = keep()
             if rows and not opt.json:
                 progress.write("\n".join(map(line, rows)))
         recover(work.device)

@@ -1,8 +1,9 @@
 """llama.cpp as a peer of bench_generate.py: a GGUF of our shapes and weights, and llama-bench on it.
 
-`--peer llama.cpp:PATH` takes the path of the program llama-bench. Each round is a run of it: a prompt of the same
-length fills its cache (untimed), then the same number of tokens is decoded. Its cache is fp32 where ours is, else fp16,
-llama.cpp's own 16-bit form; weights are of the same bits: Q4_0, Q8_0, BF16, F32, the output head in those of ours.
+`--peer llama.cpp:PATH` takes the path of the program llama-bench. It fills its cache once, with a prompt of the same
+length (untimed: at 8K it takes minutes), then each round decodes the same number of tokens after it; while others have
+their turn its process is stopped. A prompt is a run of its own each round. Its cache is fp32 where ours is, else fp16,
+llama.cpp's 16-bit form; weights are of the same bits: Q4_0, Q8_0, BF16, F32, the output head in those of ours.
 
 Its sources come with the package llama-cpp-python, with no further download:
 
@@ -13,15 +14,13 @@ Its sources come with the package llama-cpp-python, with no further download:
 
 On processors with AMX its prompts may end in a segmentation fault (ggml_backend_amx_mul_mat, llama.cpp's issue 20824;
 seen with Q4_0): then build with -DCMAKE_C_FLAGS and -DCMAKE_CXX_FLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".
-
-Every run of it fills its cache anew, a prompt of `--length` tokens: at 8K and 32K that is nearly all of the time, and
-`--rounds 2 --warm-up 0` is what one can wait for.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -119,13 +118,18 @@ def encoded(t: Tensor, kind: Any, rows: int = 4096) -> np.ndarray:
     return np.concatenate([quantize(part.numpy(), kind).view(np.uint8) for part in t.split(rows)])
 
 
+ROUNDS = 1000  # at most; llama-bench is ended when no more are asked for
+DELAY = 2  # seconds it sleeps before a measurement: it is stopped there
+
+
 class LlamaCpp(Run):
-    opening = "writing a GGUF"
+    opening = "writing a GGUF and filling llama.cpp's cache"
 
     def __init__(self, work: Work, program: str, threads: int):
         self.work, self.program, self.threads = work, program, threads or torch.get_num_threads()
         self.name, self.info = f"llama.cpp {kind_of(work.model)}", {}
         self.folder: tempfile.TemporaryDirectory | None = None
+        self.decoding: subprocess.Popen[str] | None = None
 
     def open(self) -> None:
         w = self.work
@@ -136,32 +140,65 @@ class LlamaCpp(Run):
         with torch.inference_mode():
             write_gguf(w.model, self.file)
         self.info = dict(gguf_bytes=self.file.stat().st_size)
+        # measurements of one depth share what filled the cache; in a process group of its own, which the kernel ends
+        # if it is stopped when we are killed
+        new = ["1", *[str(w.new)] * ROUNDS]
+        self.decoding = self._start("-p", "0", "-n", ",".join(new), "-d", str(w.length), "--delay", str(DELAY))
+        self._next()
 
     def __call__(self) -> dict[str, float]:
-        w = self.work
-        step = self._bench(["-p", "0", "-n", str(w.new), "-d", str(w.length)])
-        if w.synthetic:
-            return dict(step=step / w.new)
-        return dict(step=step / w.new, prefill=self._bench(["-p", str(w.length), "-n", "0"]))
+        assert self.decoding is not None
+        os.killpg(self.decoding.pid, signal.SIGCONT)
+        times = dict(step=self._next() / self.work.new)
+        if not self.work.synthetic:
+            program = self._start("-p", str(self.work.length), "-n", "0")
+            try:
+                times["prefill"] = self._seconds(program)
+            finally:
+                end(program)
+        return times
 
-    def _bench(self, what: list[str]) -> float:
-        """Seconds of one repetition after a warm-up."""
+    def _start(self, *what: str) -> subprocess.Popen[str]:
         kv = "f32" if self.work.kv_dtype == torch.float32 else "f16"
         gpu = "99" if self.work.device.type == "cuda" else "0"
-        command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "json", "-fa", "on",
+        command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "jsonl", "-fa", "on",
                    "-ctk", kv, "-ctv", kv, "-ngl", gpu, *what]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"without a word, {done.returncode}"]
-            raise RuntimeError(f"llama-bench ended: {said[-1]}")
-        (row,) = json.loads(done.stdout)
+        with open(self.file.with_suffix(".stderr"), "w") as said:
+            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0)
+
+    def _next(self) -> float:
+        """Seconds of the next measurement of what decodes; then it is stopped."""
+        assert self.decoding is not None
+        seconds = self._seconds(self.decoding)
+        os.killpg(self.decoding.pid, signal.SIGSTOP)
+        return seconds
+
+    def _seconds(self, program: subprocess.Popen[str]) -> float:
+        """What the next line of it says. RuntimeError if it has ended instead."""
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        if not line:
+            said = self.file.with_suffix(".stderr").read_text().strip().splitlines()
+            raise RuntimeError(f"llama-bench ended: {said[-1] if said else f'without a word, {program.wait()}'}")
+        row = json.loads(line)
         self.info |= dict(build=row["build_commit"], processor=row["cpu_info"])
         return row["samples_ns"][0] / 1e9
 
     def close(self) -> None:
+        if self.decoding is not None:
+            end(self.decoding)
+            self.decoding = None
         if self.folder is not None:
             self.folder.cleanup()
             self.folder = None
+
+
+def end(program: subprocess.Popen[str]) -> None:
+    """Whether it runs, is stopped or has ended."""
+    assert program.stdout is not None
+    program.kill()
+    program.stdout.close()
+    program.wait()
 
 
 def check_program(peer: str, path: str) -> None:
