@@ -107,7 +107,7 @@ def test_it_takes_turns_with_ours(program, monkeypatch, capsys):
     assert len(calls) == 4, "one that decodes, three prompts: of a warm-up and two rounds"
     assert calls[0][-8:-6] == ["-p", "0"] and calls[0][-5].startswith("1,4,4,4,") and calls[0][-4:-2] == ["-d", "32"]
     assert all(call[-4:] == ["-p", "32", "-n", "0"] for call in calls[1:])
-    assert calls[0][calls[0].index("-ctk") + 1] == "f16"
+    assert [calls[0][calls[0].index(flag) + 1] for flag in ("-ctk", "-ctv", "-fa")] == ["bf16", "bf16", "off"]
     with pytest.raises(ProcessLookupError):
         os.kill(calls[0][0], 0)
 
