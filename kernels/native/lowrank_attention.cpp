@@ -5,37 +5,49 @@
 namespace {
 
 // What a part has seen of latents. The weighted coordinates stay 16 sums each until the end.
+//
+// Every coordinate of a block lies in a page of its own: a block is long, so that there is much to read in each.
 struct Latents {
-    static constexpr int V = 4, M = V * L;  // vectors, tokens of a block
+    static constexpr int V = 8, M = V * L;  // vectors, tokens of a block
+    template <int N_Q> static constexpr int AT_ONCE = N_Q > 2 ? 4 : 8;  // vectors, as registers allow
     int G, R_K, R_V;  // coordinates of a key and of a value
     std::vector<float> p, wide;
 
     Latents(int G, int R_K, int R_V) : G(G), R_K(R_K), R_V(R_V), p(G * M), wide(G * R_V * L) {}
 
     template <int N_Q, class T> void score(const float* q, int D, const T* k, int64_t chan, float* out, bool more) {
-        vf acc[N_Q][V] = {};
-        for (int r = 0; r < R_K; r++, k += chan) {
-            if (more) prefetch_row(k + M, M);
-            for (int j = 0; j < V; j++) {
-                vf x = load(k + j * L);
-                for (int g = 0; g < N_Q; g++) acc[g][j] += x * q[g * D + r];
+        constexpr int W = AT_ONCE<N_Q>;
+        for (int i = 0; i < M; i += W * L) {
+            vf acc[N_Q][W] = {};
+            for (int r = 0; r < R_K; r++) {
+                const T* x = k + r * chan + i;
+                if (more) prefetch_row(x + M, W * L);
+                for (int j = 0; j < W; j++) {
+                    vf y = load(x + j * L);
+                    for (int g = 0; g < N_Q; g++) acc[g][j] += y * q[g * D + r];
+                }
             }
+            for (int g = 0; g < N_Q; g++)
+                for (int j = 0; j < W; j++) store(out + g * M + i + j * L, acc[g][j]);
         }
-        for (int g = 0; g < N_Q; g++)
-            for (int j = 0; j < V; j++) store(out + g * M + j * L, acc[g][j]);
     }
 
     template <int N_Q, class T> void weigh(const float* weight, const T* v, int64_t chan, float* to, bool more) {
-        vf w[N_Q][V];
-        for (int g = 0; g < N_Q; g++)
-            for (int j = 0; j < V; j++) w[g][j] = load(weight + g * M + j * L);
-        for (int r = 0; r < R_V; r++, v += chan) {
-            if (more) prefetch_row(v + M, M);
-            vf x[V];
-            for (int j = 0; j < V; j++) x[j] = load(v + j * L);
-            for (int g = 0; g < N_Q; g++) {
-                float* at = to + (g * R_V + r) * L;
-                store(at, load(at) + (x[0] * w[g][0] + x[1] * w[g][1] + (x[2] * w[g][2] + x[3] * w[g][3])));
+        constexpr int W = AT_ONCE<N_Q>;
+        for (int i = 0; i < M; i += W * L) {
+            vf w[N_Q][W];
+            for (int g = 0; g < N_Q; g++)
+                for (int j = 0; j < W; j++) w[g][j] = load(weight + g * M + i + j * L);
+            for (int r = 0; r < R_V; r++) {
+                const T* x = v + r * chan + i;
+                if (more) prefetch_row(x + M, W * L);
+                vf y[W];
+                for (int j = 0; j < W; j++) y[j] = load(x + j * L);
+                for (int g = 0; g < N_Q; g++) {
+                    vf two[2] = {load(to + (g * R_V + r) * L), {}};  // two sums: an addition waits for the one before
+                    for (int j = 0; j < W; j++) two[j % 2] += y[j] * w[g][j];
+                    store(to + (g * R_V + r) * L, two[0] + two[1]);
+                }
             }
         }
     }
