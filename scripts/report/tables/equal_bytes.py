@@ -14,10 +14,12 @@ Cell = dict[str, Any]
 
 
 def measured() -> dict[tuple[int, str], dict[str, Any]]:
-    """(tokens, spec) -> what was measured, of each task maybe in a file of its own."""
+    """(tokens, spec) -> what was measured, of each task from the file with the most samples."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for row in (r for _, data in files("equal_bytes*.json") for r in data["rows"]):
-        rows.setdefault((row["seq_len"], row["method"]), {}).update(row)
+        known = rows.setdefault((row["seq_len"], row["method"]), {})
+        fewer = {t for t in TASKS if len(row.get(f"{t}_each", ())) < len(known.get(f"{t}_each", ()))}
+        known |= {k: v for k, v in row.items() if k.removesuffix("_each") not in fewer}
     return rows
 
 
