@@ -135,7 +135,7 @@ struct Integers {  // of M rows of x
         for (int64_t i = 0; i < span; i += L) {
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
-            if (BITS == 4) q = __builtin_shuffle(q, vi{0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
+            if (BITS == 4) q = two_of(q, q, vi{0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15});
             const vi upper = (q + 128) >> 8;
             const auto a = four_bytes(upper), b = four_bytes(q - (upper << 8));
             for (int j = 0; j < 4; j++, to += own.count * 2) to[0] = a[j], to[1] = b[j];

@@ -1,12 +1,6 @@
 // Scores of tokens: by inner products, and by table look-up.
 #include "softmax.h"
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE __builtin_shufflevector
-#else
-#define SHUFFLE(X, Y, ...) __builtin_shuffle(X, Y, vi{__VA_ARGS__})
-#endif
-
 namespace {
 
 constexpr int64_t SCORED = 4096;  // tokens of a work item
@@ -28,8 +22,8 @@ vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
 
 void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 2] words -> [2, 16], `row` apart
     vu x = load_as<vu>(from), y = load_as<vu>(from + 64);
-    vu first = SHUFFLE(x, y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    vu second = SHUFFLE(x, y, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    vu first = two_of(x, y, vi{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30});
+    vu second = two_of(x, y, vi{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
     std::memcpy(to, &first, 64), std::memcpy(to + row, &second, 64);
 }
 
@@ -37,12 +31,12 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] wo
     vu x[4], y[4];
     for (int i = 0; i < 4; i++) x[i] = load_as<vu>(from + i * 64);  // four tokens each
     for (int i = 0; i < 4; i += 2) {
-        y[i] = SHUFFLE(x[i], x[i + 1], 0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
-        y[i + 1] = SHUFFLE(x[i], x[i + 1], 2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31);
+        y[i] = two_of(x[i], x[i + 1], vi{0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29});
+        y[i + 1] = two_of(x[i], x[i + 1], vi{2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31});
     }
     for (int i = 0; i < 2; i++) {
-        vu first = SHUFFLE(y[i], y[i + 2], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        vu second = SHUFFLE(y[i], y[i + 2], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        vu first = two_of(y[i], y[i + 2], vi{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23});
+        vu second = two_of(y[i], y[i + 2], vi{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
         std::memcpy(to + 2 * i * row, &first, 64), std::memcpy(to + (2 * i + 1) * row, &second, 64);
     }
 }

@@ -30,6 +30,7 @@ a process of its own, its cache filled with random keys, see peer_decode.py.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -298,14 +299,7 @@ def run_all(
             break
         torch._dynamo.reset()
         times: dict[str, dict[str, Any]] = {}
-
-        def keep() -> list[dict[str, Any]]:
-            rows = make_rows(work, group, times, data["bandwidth"])  # noqa: B023
-            enter(data, work, rows)  # noqa: B023
-            if opt.out:
-                write_json(opt.out, data)
-            return rows
-
+        keep = functools.partial(keep_rows, data, work, group, times, opt.out)
         try:
             rounds(group, opt.rounds, opt.warm_up, times, progress, keep)
         finally:
@@ -313,6 +307,17 @@ def run_all(
             if rows and not opt.json:
                 progress.write("\n".join(map(line, rows)))
         recover(work.device)
+
+
+def keep_rows(
+    data: dict[str, Any], work: Work, group: list[Run], times: dict[str, dict[str, Any]], out: str | None
+) -> list[dict[str, Any]]:
+    """What a group has measured so far, entered into data and written."""
+    rows = make_rows(work, group, times, data["bandwidth"])
+    enter(data, work, rows)
+    if out:
+        write_json(out, data)
+    return rows
 
 
 def enter(data: dict[str, Any], work: Work, rows: list[dict[str, Any]]) -> None:

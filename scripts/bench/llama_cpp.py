@@ -164,8 +164,8 @@ class LlamaCpp(Run):
 
     def _start(self, *what: str) -> subprocess.Popen[str]:
         cuda = self.work.device.type == "cuda"
-        fa, kv = ("on", "f16") if cuda else ("off", "bf16")
-        kv = "f32" if self.work.kv_dtype == torch.float32 else kv
+        fa, short = ("on", "f16") if cuda else ("off", "bf16")
+        kv = "f32" if self.work.kv_dtype == torch.float32 else short
         command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "jsonl", "-fa", fa,
                    "-ctk", kv, "-ctv", kv, "-ngl", "99" if cuda else "0", *what]  # fmt: skip
         with open(self.file.with_suffix(".stderr"), "w") as said:
@@ -186,8 +186,8 @@ class LlamaCpp(Run):
             said = self.file.with_suffix(".stderr").read_text().strip().splitlines()
             raise RuntimeError(f"llama-bench ended: {said[-1] if said else f'without a word, {program.wait()}'}")
         row = json.loads(line)
-        self.info |= dict(build=row["build_commit"], processor=row["cpu_info"])
-        self.info |= dict(flash_attention=row.get("flash_attn"), cache=row.get("type_k"))
+        self.info |= dict(build=row["build_commit"], processor=row["cpu_info"],
+                          flash_attention=row.get("flash_attn"), cache=row.get("type_k"))  # fmt: skip
         return row["samples_ns"][0] / 1e9
 
     def close(self) -> None:
