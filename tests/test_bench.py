@@ -533,6 +533,8 @@ def test_progress_says_what_runs_and_what_is_left():
     assert progress.line() == "[1:00, more than 1:00 left] sals, compiling" and stream.getvalue().endswith(
         "compiling\n"
     )
+    watch.time = 119.8  # longer than the first took: of it, too, nothing is known
+    assert progress.line() == "[2:00] sals, compiling"
     watch.time = 120
     progress.now("round", "full, round 1 of 2")
     watch.time = 121
