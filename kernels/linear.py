@@ -67,7 +67,7 @@ def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: i
 # ---- the products ----
 
 
-def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
 
     On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16; one

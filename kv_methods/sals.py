@@ -23,6 +23,7 @@ from errors import InputError
 from kernels.latent import append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
+from kernels.linear import dense_linear
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 
@@ -123,7 +124,8 @@ class Sals(KVMethod):
     # ---- one token per row: Algorithm 1 ----
 
     def append(self, k, v, pos):
-        append_token(self.ring.tokens, self.store.tokens, k.flatten(1) @ self.basis.T, v.flatten(1), pos)  # lines 2-3
+        latents = dense_linear(k.flatten(1), self.basis)  # lines 2-3
+        append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos)
 
     def select(self, q, pos):
         """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
@@ -144,7 +146,8 @@ class Sals(KVMethod):
         if (
             self.p is None and self.args.score == "sum"
         ):  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
-            return latent_score(groups.sum(2).flatten(1)[:, None] @ basis.T, self.store.lead, pos - self.ring.slots)
+            latent_q = dense_linear(groups.sum(2).flatten(1), basis)
+            return latent_score(latent_q[:, None], self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
         mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
         return mass / q.shape[1]

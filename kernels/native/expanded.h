@@ -35,14 +35,23 @@ inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_
     for (int i = 0; i < L; i++) std::memcpy((char*)to + i * to_row, &x[i], sizeof x[i]);
 }
 
-void put(float* to, float x) { *to = x; }
-void put(bf16* to, float x) { uint32_t u; std::memcpy(&u, &x, 4); to->bits = (uint16_t)(u >> 16); }  // of a bf16 number
-
 // Products of a basis' channels, PANEL of each of two panels, with a block's coordinates, R of them, a multiple of 32:
-// out [2 * PANEL, BLOCK].
+// out [2 * PANEL, BLOCK]. A panel is packed from a basis whose rows, `step` apart, are its `rank` coordinates, or channels
+// (then rank is a multiple of 32).
 struct ByFloats {
-    typedef float Row;
-    static int64_t at(int64_t r, int c) { return r * PANEL + c; }  // where a panel has coordinate r of channel c
+    typedef float Row;  // a panel is [R, PANEL]
+    template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, float* to) {
+        for (int64_t r = 0; r < rank; r++) store(to + r * PANEL, load(from + r * step));
+    }
+    template <class T> static void pack_channels(const T* from, int64_t step, int64_t rank, float* to) {
+        vf part[PANEL];
+        const void* rows[PANEL];
+        for (int c = 0; c < PANEL; c++) rows[c] = &part[c];
+        for (int64_t r = 0; r < rank; r += L) {
+            for (int c = 0; c < PANEL; c++) part[c] = load(from + c * step + r);
+            transpose(rows, 0, to + r * PANEL, PANEL * 4);
+        }
+    }
     // rows of tokens -> columns [R, BLOCK]
     static void turn(const void* const* rows, int64_t R, float* columns) {
         for (int64_t r = 0; r < R; r += L)
@@ -69,8 +78,21 @@ struct ByFloats {
 
 #ifdef __AMX_BF16__
 struct ByTiles {
-    typedef bf16 Row;
-    static int64_t at(int64_t r, int c) { return r / 32 * 512 + c * 32 + r % 32; }
+    typedef bf16 Row;  // a panel is [R / 32, PANEL, 32]
+    static void pack_coordinates(const bf16* from, int64_t step, int64_t rank, bf16* to) {
+        vu pairs[L];
+        const void* rows[L];
+        for (int i = 0; i < L; i++) rows[i] = &pairs[i];
+        for (int64_t r = 0; r < rank; r += 32) {
+            auto halves = [&](int64_t r) { return r < rank ? halves_at(from + r * step) : vu{}; };
+            for (int i = 0; i < L; i++) pairs[i] = halves(r + 2 * i) | halves(r + 2 * i + 1) << 16;
+            transpose(rows, 0, to + r * PANEL, 64);
+        }
+    }
+    static void pack_channels(const bf16* from, int64_t step, int64_t rank, bf16* to) {
+        for (int64_t r = 0; r < rank; r += 32)
+            for (int c = 0; c < PANEL; c++) std::memcpy(to + r * PANEL + c * 32, from + c * step + r, 64);
+    }
     static void turn(const void* const* rows, int64_t R, bf16* columns) {  // pairs of coordinates stay together
         for (int64_t r = 0; r < R; r += 32)
             for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 2, columns + r * BLOCK + i * 32, 64);
@@ -107,12 +129,13 @@ template <class Unit> struct Basis {
     typedef typename Unit::Row Row;
     int64_t R;
     Room<Row> panels;
-    template <class F> Basis(int64_t channels, int64_t rank, int64_t threads, F number_at)
+    template <class T>
+    Basis(const T* from, int64_t step, bool by_channels, int64_t channels, int64_t rank, int64_t threads)
         : R(filled_up(rank)), panels(channels * R) {
 #pragma omp parallel for num_threads(threads)
         for (int64_t first = 0; first < channels; first += PANEL)
-            for (int64_t r = 0; r < rank; r++)
-                for (int c = 0; c < PANEL; c++) put(&panels[first * R + Unit::at(r, c)], number_at(first + c, r));
+            if (by_channels) Unit::pack_channels(from + first * step, step, rank, &panels[first * R]);
+            else Unit::pack_coordinates(from + first, step, rank, &panels[first * R]);
     }
     const Row* panel(int64_t channel) const { return panels.at + channel * R; }  // a multiple of PANEL
 };

@@ -37,11 +37,14 @@ void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, con
                    const float* sin, int64_t table_row, float* out, int64_t B, int64_t groups, int64_t s, int64_t G,
                    int64_t D, int64_t slots, int64_t R, int64_t bits, int64_t threads) {
     int64_t channels = groups * s * D, row_bytes = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
-    Basis<Unit> panels(channels, R, threads, [&](int64_t c, int64_t r) { return number(basis[c * R + r]); });
+    Basis<Unit> panels(basis, R, true, channels, R, threads);
     std::vector<float> ones(channels);  // what coordinates of 1 give: a zero is added to every one of them
 #pragma omp parallel for num_threads(threads)
-    for (int64_t c = 0; c < channels; c++)
-        for (int64_t r = 0; r < R; r++) ones[c] += number(basis[c * R + r]);
+    for (int64_t c = 0; c < channels; c++) {
+        vf total = {};
+        for (int64_t r = 0; r < R; r += L) total += load(basis + c * R + r);
+        ones[c] = sum(total);
+    }
     float softness = LOG2_E / std::sqrt((float)D);
     int64_t parts = (*std::max_element(pos, pos + B) + SPAN) / SPAN;
     attention((const float*)nullptr, 0, 0, out, (int)B, (int)groups, (int)(s * G), (int)R, parts, threads,

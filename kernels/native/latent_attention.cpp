@@ -99,7 +99,7 @@ void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, i
                     const int64_t* count, int64_t K, const float* cos, const float* sin, int64_t table_row, T* out,
                     int64_t B, int64_t H, int64_t G, int64_t D, int64_t threads) {
     int64_t W = H * D, parts = (*std::max_element(count, count + B) + SPAN - 1) / SPAN;
-    Basis<Unit> panels(W, rank, threads, [&](int64_t c, int64_t r) { return number(basis[r * W + c]); });
+    Basis<Unit> panels(basis, W, false, W, rank, threads);
     attention((const T*)nullptr, 0, 0, out, (int)B, 1, (int)(H * G), (int)D, 1 + parts, threads,
         [&](int64_t b, int64_t part, const float*, Seen& seen) {
             const Slots<T> from = part ? store.row(b, slots) : ring.row(b, ring_slots);
