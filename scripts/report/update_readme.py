@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import ROOT, check_out, temporary  # noqa: E402
-from scripts.report.tables.accuracy import comparison, losses, retrieval, weights  # noqa: E402
+from scripts.report.tables.accuracy import comparison, kvpress, losses, retrieval, weights  # noqa: E402
 from scripts.report.tables.claims import claims  # noqa: E402
 from scripts.report.tables.equal_bytes import equal_bytes  # noqa: E402
 from scripts.report.tables.methods import methods, settings  # noqa: E402
@@ -28,9 +28,9 @@ from scripts.report.tables.speed import attention, gpu, kernels, linear, speed  
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": dict(comparison=comparison, equal_bytes=equal_bytes, losses=losses, claims=claims,
-                              retrieval=retrieval, weights=weights, attention=attention, speed=speed, linear=linear,
-                              gpu=gpu, kernels=kernels, settings=settings),
+    "results/README.md": dict(comparison=comparison, equal_bytes=equal_bytes, kvpress=kvpress, losses=losses,
+                              claims=claims, retrieval=retrieval, weights=weights, attention=attention, speed=speed,
+                              linear=linear, gpu=gpu, kernels=kernels, settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 

@@ -41,6 +41,22 @@ def comparison() -> str:
     return "\n\n".join(out) + f"\n\n{told}\n\n{sources}"
 
 
+def kvpress() -> str:
+    """results/kvpress*.json: what our evicting methods and the presses of kvpress keep of the same prompts."""
+    out = []
+    for file, data in files("kvpress*.json"):
+        rows = [
+            [f"`{r['ours']}`", f"`{r['press']}`", f"{100 * r['common']:.1f} %", f"{100 * r['common_min']:.1f} %",
+             f"{100 * r['equal']:.1f} %", share(r["needle_each"]["ours"]), share(r["needle_each"]["theirs"]), r["note"]]
+            for r in data["rows"]
+        ]  # fmt: skip
+        header = ["ours", "theirs", "tokens in common", "the least", "equal heads", "needles, ours", "theirs", ""]
+        s = data["settings"]
+        of = f"{s['samples']} prompts of {s['seq_len']} tokens, {100 * s['keep']:.0f} % kept."
+        out += [table(header, rows), f"{of} {source(file, data)}"]
+    return "\n\n".join(out) or NONE
+
+
 def losses() -> str:
     """results/losses*.json beside the cells of the comparison that they explain: the same method, other knobs."""
     known = {(r["method"], r["seq_len"]): r for r in method_rows()}
