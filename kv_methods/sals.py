@@ -143,9 +143,8 @@ class Sals(KVMethod):
         """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
         B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
-        if (
-            self.p is None and self.args.score == "sum"
-        ):  # the sum over heads of q . k(of its group) = (sum over each group of q) . k
+        if self.p is None and self.args.score == "sum":
+            # the sum over heads of q . k(of its group) = (sum over each group of q) . k
             latent_q = dense_linear(groups.sum(2).flatten(1), basis)
             return latent_score(latent_q[:, None], self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)

@@ -72,8 +72,9 @@ class Progress:
     def line(self) -> str:
         left = self.left()
         unknown = any(n > 0 for kind, n in self.plan.items() if kind not in self.took)
-        told = left is not None and (left >= 1 or not unknown)  # "more than 0:00" would tell nothing
-        about = f", {'more than' if unknown else 'about'} {minutes(left or 0)} left" if told else ""
+        about = ""
+        if left is not None and (left >= 1 or not unknown):  # "more than 0:00" would tell nothing
+            about = f", {'more than' if unknown else 'about'} {minutes(left)} left"
         return f"[{minutes(self.clock() - self.begin)}{about}] {self.what}"
 
     def _tick(self) -> None:

@@ -51,9 +51,9 @@ def methods() -> str:
             times(name, mine[0]) if mine else "-",
         ])  # fmt: skip
     size, n = f"{TOKENS} tokens", min((len(r["needle_each"]) for r in kept.values() if "needle" in r), default=0)
-    *first, last = [t for t in TASKS if any(t in r for r in kept.values())] or TASKS
+    asked = ", ".join(t for t in TASKS if any(t in r for r in kept.values()))
     note = (f"KV bytes: allocated, as a share of a dense cache, {size} of the shipped model in fp32. Accuracy: mean of "
-            f"{', '.join(first)} and {last} at {size}, the question unknown when the context is compressed; "
+            f"{asked} at {size}, the question unknown when the context is compressed; "
             f"at least {n} needles. Speed: one layer's attention of a decode step against the fastest dense attention, "
             f"Llama-3.1-8B shapes, {LENGTH // 1024}K tokens in bf16, batch 1, on a CPU."
             )  # fmt: skip
