@@ -6,40 +6,7 @@
 namespace {
 
 constexpr int SHORT = 4096;  // bytes of a row, a page, below which the processor fetches too little ahead by itself
-constexpr int TILE_ROWS = 4;  // of W, for as many of x: 16 sums, which are added up together
-
-// Lanes i of a and then of b for which i & N is 0: half of the 16 from each
-template <int N> struct Lanes {
-    int32_t at[L];
-    constexpr Lanes() : at() {
-        for (int i = 0; i < L; i++) at[i] = i % (L / 2) / N * 2 * N + i % N + i / (L / 2) * L;
-    }
-};
-
-#if defined(__AVX512F__)
-template <int N> vf join(vf a, vf b) {  // lanes that are N apart added up, those of a and then those of b
-    static constexpr Lanes<N> lanes;
-    vi at = load_as<vi>(lanes.at);
-    __m512 one = (__m512)a, two = (__m512)b;
-    return (vf)_mm512_permutex2var_ps(one, (__m512i)at, two) + (vf)_mm512_permutex2var_ps(one, (__m512i)(at + N), two);
-}
-#else
-template <int N> vf join(vf a, vf b) {
-    static constexpr Lanes<N> lanes;
-    float both[2 * L];
-    store(both, a), store(both + L, b);
-    vf y;
-    for (int i = 0; i < L; i++) y[i] = both[lanes.at[i]] + both[lanes.at[i] + N];
-    return y;
-}
-#endif
-
-vf sums(const vf* x) {  // over the lanes of 16 vectors, each in the order of `sum`
-    vf a[L / 2];
-    for (int i = 0; i < 8; i++) a[i] = join<8>(x[2 * i], x[2 * i + 1]);
-    for (int i = 0; i < 4; i++) a[i] = join<4>(a[2 * i], a[2 * i + 1]);
-    return join<1>(join<2>(a[0], a[1]), join<2>(a[2], a[3]));
-}
+constexpr int TILE_ROWS = 4;  // of W, for as many of x as make L sums, which are added up together
 
 // R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
 template <int M, int R, class T>
@@ -77,11 +44,11 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
             const float* at = rows + m * in;
             const bool fetch = few_bytes && m == 0 && out - o > 16 * TILE_ROWS;
             float part[L];
-            int done = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+            int done = L == 16 && M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
             if (R < TILE_ROWS) {
                 done = 1;
                 for (int r = 0; r < R; r++) dense_tile<1, 1>(w + (o + r) * in, at, in, false, part + r);
-            } else if (done == 4) dense_tile<4, TILE_ROWS>(w + o * in, at, in, fetch, part);
+            } else if (done == 4) dense_tile<L / TILE_ROWS, TILE_ROWS>(w + o * in, at, in, fetch, part);
             else if (done == 2) dense_tile<2, TILE_ROWS>(w + o * in, at, in, fetch, part);
             else dense_tile<1, TILE_ROWS>(w + o * in, at, in, fetch, part);
             for (int k = 0; k < done; k++, m++) {

@@ -11,19 +11,18 @@ namespace {
 constexpr int PANEL = L;           // channels that are expanded at a time, of each half of a head
 constexpr int64_t SPAN = 512;     // tokens of a work item: each costs as much as many tokens do elsewhere
 constexpr int64_t COORDINATES = 32;  // whose multiple a row is filled up to with zeros
-constexpr int BLOCK = 4 * L;  // tokens: a basis comes out of the second-level cache once for them
+constexpr int BLOCK = 64;  // tokens: a basis comes out of the second-level cache once for them
 
 int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
 
-// 16 numbers of 4 bytes of 16 rows, `at` bytes into each: number j of row i becomes number i of row j of `to`.
+// L numbers of 4 bytes of L rows, `at` bytes into each: number j of row i becomes number i of row j of `to`.
 inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_row) {
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vi x[L];
 #pragma GCC unroll 16
     for (int i = 0; i < L; i++) x[i] = load_as<vi>((const char*)rows[i] + at);
 #pragma GCC unroll 4
     for (int s = 1; s < L; s *= 2) {  // swaps bit s of a number's row with that of its column
-        const vi odd = (lane & s) != 0, low = odd ? 16 + (lane ^ s) : lane, high = odd ? 16 + lane : lane ^ s;
+        const vi odd = (LANE & s) != 0, low = odd ? L + (LANE ^ s) : LANE, high = odd ? L + LANE : LANE ^ s;
 #pragma GCC unroll 16
         for (int i = 0; i < L; i++)
             if (!(i & s)) {
@@ -58,7 +57,7 @@ struct ByFloats {
             for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 4, columns + r * BLOCK + i, BLOCK * 4);
     }
     __attribute__((noinline)) void multiply(const float* one, const float* two, const float* columns, int64_t R, float* out) {
-        constexpr int M = 8;  // channels at a time: 16 sums, and two vectors of tokens
+        constexpr int M = L / 2;  // channels at a time: L sums, and two vectors of tokens
         for (int c = 0; c < 2 * PANEL; c += M)
             for (int i = 0; i < BLOCK; i += 2 * L) {
                 const float* panel = (c < PANEL ? one : two) + c % PANEL;

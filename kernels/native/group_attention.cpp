@@ -5,8 +5,8 @@ namespace {
 
 void store_exact(float* to, vf x) { store(to, x); }
 void store_exact(bf16* to, vf x) {  // of numbers that are bf16, as codes are
-    typedef uint16_t v16 __attribute__((vector_size(32)));
-    v16 half = __builtin_convertvector((vu)x >> 16, v16);
+    typedef uint16_t some __attribute__((vector_size(L * 2)));
+    some half = __builtin_convertvector((vu)x >> 16, some);
     std::memcpy(to, &half, sizeof half);
 }
 

@@ -74,20 +74,20 @@ template <class T> struct Coded {
                 }
                 plus[g] = sum(zeros);
             }
-            by_heads(G, [&](auto m, int g) {
+            for (int64_t c = d; c < d + 32; c += 2 * L) by_heads(G, [&](auto m, int g) {
                 vf acc[m][2];
                 for (int k = 0; k < m; k++)
-                    for (int j = 0; j < 2; j++) acc[k][j] = load(y + (g + k) * D + d + j * L) + plus[g + k];
+                    for (int j = 0; j < 2; j++) acc[k][j] = load(y + (g + k) * D + c + j * L) + plus[g + k];
                 for (int i = 0; i < n; i++) {
-                    const uint8_t* at = codes[i] + (channel + d) * BITS / 8;
-                    vf x = codes_of<BITS>(at), z = codes_of<BITS>(at + 2 * BITS);
+                    const uint8_t* at = codes[i] + (channel + c) * BITS / 8;
+                    vf x = codes_of<BITS>(at), z = codes_of<BITS>(at + L * BITS / 8);
                     for (int k = 0; k < m; k++) {
                         vf w = all(weight[(g + k) * BLOCK + i]);
                         acc[k][0] += x * w, acc[k][1] += z * w;
                     }
                 }
                 for (int k = 0; k < m; k++)
-                    for (int j = 0; j < 2; j++) store(y + (g + k) * D + d + j * L, acc[k][j]);
+                    for (int j = 0; j < 2; j++) store(y + (g + k) * D + c + j * L, acc[k][j]);
             });
         }
     }

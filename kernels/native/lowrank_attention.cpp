@@ -4,12 +4,12 @@
 
 namespace {
 
-// What a part has seen of latents. The weighted coordinates stay 16 sums each until the end.
+// What a part has seen of latents. The weighted coordinates stay L sums each until the end.
 //
 // Every coordinate of a block lies in a page of its own: a block is long, so that there is much to read in each.
 struct Latents {
-    static constexpr int V = 8, M = V * L;  // vectors, tokens of a block
-    template <int N_Q> static constexpr int AT_ONCE = N_Q > 2 ? 4 : 8;  // vectors, as registers allow
+    static constexpr int M = 128;  // tokens of a block
+    template <int N_Q> static constexpr int AT_ONCE = N_Q > 2 ? L / 4 : L / 2;  // vectors, as registers allow
     int G, R_K, R_V;  // coordinates of a key and of a value
     std::vector<float> p, wide;
 

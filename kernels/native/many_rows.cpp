@@ -165,7 +165,7 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
                 }
                 for (int64_t m = 0; m < M; m++)
                     for (int64_t b = 0; b < count; b++)
-                        put(y, row + m, blocks, first + b, load(&sums[m * WIDE + b * L]), bias);
+                        put(y, row + m, blocks, first + b, 0, load(&sums[m * WIDE + b * L]), bias);
             }
         }
     }

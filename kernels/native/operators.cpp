@@ -113,7 +113,7 @@ Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t
     STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == W, "the codes of a head must be contiguous");
     STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2), "params of a head must be contiguous");
     pos = whole(pos), skip = whole(skip);
-    Tensor rows = like(like_this, {B, H, (T + L - 1) / L * L}, ScalarType::Float);
+    Tensor rows = like(like_this, {B, H, (T + WHOLE - 1) / WHOLE * WHOLE}, ScalarType::Float);
     Tensor out = torch::stable::narrow(rows, 2, 0, T);
     kvf_look_up(table, bytes(codes, "codes"), halves(params, "params"), total, ints(pos, "pos"), ints(skip, "skip"),
                 (float*)out.data_ptr(), codes.stride(0), codes.stride(1), params ? params->stride(0) : 0,
@@ -122,7 +122,7 @@ Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t
     return out;
 }
 
-int64_t entries_of(int64_t codes) { return (codes + 7) / 8 * 8 * L; }  // of a table: codes are read 8 at a time
+int64_t entries_of(int64_t codes) { return (codes + 7) / 8 * 8 * ENTRIES; }  // of a table: codes are read 8 at a time
 
 template <class T> void mean_of_group(const T* q, int64_t head, int64_t G, int64_t D, float* out) {
     std::fill(out, out + D, 0.0f);
@@ -143,9 +143,9 @@ Tensor lut_score(Tensor q, Tensor book, Tensor packed, Maybe pos, Maybe skip) {
         if (half) mean_of_group((const bf16*)q.data_ptr() + at, q.stride(1), G, D, query.data());
         else mean_of_group((const float*)q.data_ptr() + at, q.stride(1), G, D, query.data());
         for (int64_t c = 0; c < C; c++)
-            for (int i = 0; i < L; i++) {
-                const float *of = centroids + ((group * C + c) * L + i) * 4, *x = &query[c * 4];
-                table[group * n + c * L + i] = of[0] * x[0] + of[1] * x[1] + of[2] * x[2] + of[3] * x[3];
+            for (int i = 0; i < ENTRIES; i++) {
+                const float *of = centroids + ((group * C + c) * ENTRIES + i) * 4, *x = &query[c * 4];
+                table[group * n + c * ENTRIES + i] = of[0] * x[0] + of[1] * x[1] + of[2] * x[2] + of[3] * x[3];
             }
     }
     return looked_up(q, table.data(), B, H, packed, {}, nullptr, pos, skip);
@@ -162,8 +162,8 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
         const float* x = from + group * r;
         for (int64_t i = 0; i < r; i++) total[group] += x[i];
         for (int64_t c = 0; c < C; c++)
-            for (int i = 0; i < L; i++)
-                table[group * n + c * L + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
+            for (int i = 0; i < ENTRIES; i++)
+                table[group * n + c * ENTRIES + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
     }
     return looked_up(q, table.data(), B, H, labels, params, total.data(), pos, {});
 }
@@ -177,13 +177,13 @@ std::vector<float> as_floats(const Tensor& x) {  // x lies whole
 
 // Of C queries [B, H, C, T], rows as those of looked_up
 Tensor empty_scores(const Tensor& q, int64_t T) {
-    Tensor rows = like(q, {q.size(0), q.size(1), q.size(2), (T + L - 1) / L * L}, ScalarType::Float);
+    Tensor rows = like(q, {q.size(0), q.size(1), q.size(2), (T + WHOLE - 1) / WHOLE * WHOLE}, ScalarType::Float);
     return torch::stable::narrow(rows, 3, 0, T);
 }
 
 Tensor score_heads(Tensor q, Tensor x, Maybe pos) {
     int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = x.size(2);
-    STD_TORCH_CHECK(x.stride(3) == 1 && R % L == 0, "rows must be contiguous, and whole vectors");
+    STD_TORCH_CHECK(x.stride(3) == 1 && R % WHOLE == 0, "rows must be contiguous, and whole vectors");
     q = whole(q), pos = whole(pos);
     Tensor out = empty_scores(q, T);
     kvf_head_scores(is_bf16({&x}), as_floats(q).data(), x.data_ptr(), ints(pos, "pos"), (float*)out.data_ptr(),
@@ -206,7 +206,7 @@ Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
 Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     int64_t M = x.size(0), n = x.size(1), out = weight.size(0);
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(weight) && lies_whole(bias), "x and the weight must be contiguous");
-    STD_TORCH_CHECK(weight.size(1) == n && n % L == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
+    STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
     Tensor y = like(x, {M, out});
     int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
     kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr, y.data_ptr(), M, n, out,
@@ -220,9 +220,9 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bia
     int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0);
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(scale) && lies_whole(zero) && lies_whole(bias),
                     "x and the packed weight must be contiguous");
-    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * L * bits, "the packed weight is not one of ", n, " inputs in ",
+    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
-    Tensor y = like(x, {M, blocks * L});
+    Tensor y = like(x, {M, blocks * SIDE});
     bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
     (tiles ? kvf_many_rows : kvf_linear)(
         is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
@@ -284,7 +284,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
                       bool channels, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
-    STD_TORCH_CHECK(D % L == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
+    STD_TORCH_CHECK(D % WHOLE == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     x = whole(x), pos = whole(pos);
     int64_t is_half = is_bf16({&x, &kept}), group = params && !channels ? D / params->size(3) : D;
     if (bits < 16) bytes(data, "data");

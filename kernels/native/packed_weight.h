@@ -1,28 +1,23 @@
 // Weights packed in bf16 or in 8 or 4 bits, and what unpacks them in registers.
 //
-// 16 rows of W lie side by side, so that a vector has the same inputs of 16 outputs, and needs no sum over its lanes. A group
-// of inputs shares a scale, and a zero if the codes are not symmetric.
+// 16 rows of W lie side by side, a block, so that a vector has the same inputs of L outputs, and needs no sum over its lanes: a
+// block is one vector or two beside each other. A group of inputs shares a scale, and a zero if the codes are not symmetric.
 #pragma once
 #include "vectors.h"
 
 namespace {
 
-constexpr int UNIT = 8;  // inputs that are unpacked at a time
+constexpr int SIDE = 16;          // rows of W side by side
+constexpr int VECTORS = SIDE / L;  // that hold them
+constexpr int WORDS = SIDE * 4;    // bytes from a word of 32 bits to the next one of the same rows
+constexpr int UNIT = 8;           // inputs that are unpacked at a time
 
-vf halves(const uint16_t* p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    return half_to_float(halves_at(p));
-#endif
-}
-
-template <int BITS> struct Unit;  // 8 inputs of 16 outputs, as integers or bf16 -> 8 vectors
+template <int BITS> struct Unit;  // 8 inputs of L outputs, as integers or bf16 -> 8 vectors
 
 template <> struct Unit<16> {  // lanes of two inputs
     static void read(const uint8_t* p, vf, vf* w) {
         for (int j = 0; j < UNIT; j += 2) {
-            vu v = load_as<vu>(p + j * 32);
+            vu v = load_as<vu>(p + j / 2 * WORDS);
             w[j] = (vf)(v << 16);
             w[j + 1] = (vf)(v & 0xffff0000u);
         }
@@ -32,7 +27,7 @@ template <> struct Unit<16> {  // lanes of two inputs
 template <> struct Unit<8> {  // lanes of four inputs
     static void read(const uint8_t* p, vf, vf* w) {
         for (int j = 0; j < UNIT; j++) {
-            vi v = load_as<vi>(p + j / 4 * 64);
+            vi v = load_as<vi>(p + j / 4 * WORDS);
             w[j] = __builtin_convertvector((vi)((vu)v << (24 - j % 4 * 8)) >> 24, vf);
         }
     }
@@ -58,13 +53,14 @@ struct Weight {
     int64_t in, group;
 };
 
-// 16 outputs of a row of y [M][blocks][16]
-template <class T> void put(T* y, int64_t row, int64_t blocks, int64_t b, vf z, const float* bias) {
-    store(y + (row * blocks + b) * L, bias ? z + load(bias + b * L) : z);
+// Outputs of vector v of a block, of a row of y [M][blocks][16]
+template <class T> void put(T* y, int64_t row, int64_t blocks, int64_t b, int v, vf z, const float* bias) {
+    const int64_t at = b * SIDE + v * L;
+    store(y + row * blocks * SIDE + at, bias ? z + load(bias + at) : z);
 }
 
 template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
-    vf t = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf t = LANES;
     return w.zero ? t : t - 8.0f;
 }
 

@@ -12,33 +12,36 @@ template <int BITS> constexpr int STEP = 16 * 8 / STORED<BITS>;   // channels of
 // Codes of 16 bytes of a row of D channels, from channel d on.
 template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* out) {
     constexpr int B = STORED<BITS>;
-    const vu nibble = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
-    vu w = bytes_at(row + d * B / 8), third = {};
-    if constexpr (BITS == 3) {  // channel 4 j + r of 64 has its third bit at 4 j + r
-        uint32_t a = load_as<uint32_t>(row + D / 4 + d / 8), b = load_as<uint32_t>(row + D / 4 + d / 8 + 4);
-        third = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b} >> nibble;
-    }
-    for (int r = 0; r < STEP<BITS> / L; r++) {
-        vu code = w >> (B * r);
-        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
-#if defined(__AVX512F__)
-        if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
-            constexpr int M = (1 << BITS) - 1;
-            const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
-                                  15 & M};
-            out[r] = (vf)_mm512_permutexvar_ps((__m512i)code, table);
-            continue;
+    constexpr int VECTORS = 16 / L;  // that hold a code of each byte
+    for (int i = 0; i < VECTORS; i++) {
+        vu w = bytes_at(row + d * B / 8 + i * L), third = {};
+        if constexpr (BITS == 3) {  // channel 4 j + r of 64 has its third bit at 4 j + r
+            const uint8_t* at = row + D / 4 + d / 8 + i * 4;
+            third = two_words(load_as<uint32_t>(at), L == 16 ? load_as<uint32_t>(at + 4) : 0) >> (vu)(LANE % 8 * 4);
         }
+        for (int r = 0; r < STEP<BITS> / 16; r++) {
+            vf& to = out[r * VECTORS + i];
+            vu code = w >> (B * r);
+            if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
+#if defined(__AVX512F__)
+            if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
+                constexpr int M = (1 << BITS) - 1;
+                const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
+                                      15 & M};
+                to = (vf)_mm512_permutexvar_ps((__m512i)code, table);
+                continue;
+            }
 #endif
-        if constexpr (BITS != 3) code &= (1u << B) - 1;
-        out[r] = __builtin_convertvector((vi)code, vf);
+            if constexpr (BITS != 3) code &= (1u << B) - 1;
+            to = __builtin_convertvector((vi)code, vf);
+        }
     }
 }
 
 // Packed rows of D channels, one behind the other, as they are read: in order, or, where 16 bytes are no part of them, as
 // they come.
 template <int BITS, bool IN_ORDER> struct Rows {
-    static constexpr int C = IN_ORDER && STEP<BITS> > 2 * L ? STEP<BITS> : 2 * L;  // channels at a time, which divide D
+    static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, which divide D
     static constexpr int V = C / L;
     const uint8_t* at;
     const float* pairs;  // scale and zero of each group, or none
@@ -66,12 +69,14 @@ template <int BITS, bool IN_ORDER> struct Rows {
             for (int c = 0; c < C; c += L) out[c / L] = codes_at<BITS>(row, D, d + c);
         if (!pairs) return;
         const float* pair = pairs + i * groups * 2;
-        vf scale = all(pair[g.one]), zero = all(pair[g.one + 1]);
-        if (C > 2 * L && g.one != g.two) {
-            const vi upper = {0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1};
-            scale = upper ? all(pair[g.two]) : scale, zero = upper ? all(pair[g.two + 1]) : zero;
+        vf scale[16 / L], zero[16 / L];
+        for (int i = 0; i < 16 / L; i++) {
+            scale[i] = all(pair[g.one]), zero[i] = all(pair[g.one + 1]);
+            if (C == 32 || g.one == g.two) continue;
+            const vi upper = LANE + i * L >= 8;  // channels of the last 8 of 16 bytes
+            scale[i] = upper ? all(pair[g.two]) : scale[i], zero[i] = upper ? all(pair[g.two + 1]) : zero[i];
         }
-        for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
+        for (int v = 0; v < V; v++) out[v] = out[v] * scale[v % (16 / L)] + zero[v % (16 / L)];
     }
 
     template <int G> __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h

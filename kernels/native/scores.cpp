@@ -5,39 +5,43 @@ namespace {
 
 constexpr int64_t SCORED = 4096;  // tokens of a work item
 
-vf look_up(vf table, vu i) {  // table[i % 16]; i has other bits above
+constexpr int ENTRIES = 16;  // of a table, one for each value of 4 bits
+
+struct Table {
 #if defined(__AVX512F__)
-    return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table);
+    __m512 at;
+    Table(const float* p) : at(_mm512_loadu_ps(p)) {}
+    vf operator()(vu i) const { return (vf)_mm512_permutexvar_ps((__m512i)i, at); }  // of i % 16; i has other bits above
 #elif defined(__AVX2__)
-    __m256 half[2], out[2]; __m256i at[2];
-    std::memcpy(half, &table, sizeof table); std::memcpy(at, &i, sizeof i);
-    for (int j = 0; j < 2; j++)
-        out[j] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(half[0], at[j]), _mm256_permutevar8x32_ps(half[1], at[j]),
-                                  _mm256_castsi256_ps(_mm256_slli_epi32(at[j], 28)));
-    vf y; std::memcpy(&y, out, sizeof y); return y;
-#else
-    vf y; for (int j = 0; j < L; j++) y[j] = table[i[j] & 15]; return y;
-#endif
-}
-
-void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 2] words -> [2, 16], `row` apart
-    vu x = load_as<vu>(from), y = load_as<vu>(from + 64);
-    vu first = two_of(x, y, vi{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30});
-    vu second = two_of(x, y, vi{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
-    std::memcpy(to, &first, 64), std::memcpy(to + row, &second, 64);
-}
-
-void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [16, 4] words -> [4, 16]
-    vu x[4], y[4];
-    for (int i = 0; i < 4; i++) x[i] = load_as<vu>(from + i * 64);  // four tokens each
-    for (int i = 0; i < 4; i += 2) {
-        y[i] = two_of(x[i], x[i + 1], vi{0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29});
-        y[i + 1] = two_of(x[i], x[i + 1], vi{2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31});
+    __m256 low, high;
+    Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
+    vf operator()(vu i) const {
+        return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, (__m256i)i), _mm256_permutevar8x32_ps(high, (__m256i)i),
+                                    (__m256)(i << 28));
     }
+#else
+    const float* at;
+    Table(const float* p) : at(p) {}
+    vf operator()(vu i) const { vf y; for (int j = 0; j < L; j++) y[j] = at[i[j] & 15]; return y; }
+#endif
+};
+
+void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 2] words -> [2, L], `row` apart
+    vu x = load_as<vu>(from), y = load_as<vu>(from + sizeof x);
+    vu first = two_of(x, y, 2 * LANE), second = two_of(x, y, 2 * LANE + 1);
+    std::memcpy(to, &first, sizeof first), std::memcpy(to + row, &second, sizeof second);
+}
+
+void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] words -> [4, L]
+    constexpr int HALF = L / 2;
+    const vi upper = LANE / HALF, rest = LANE % HALF;
+    vu x[4], y[4];
+    for (int i = 0; i < 4; i++) x[i] = load_as<vu>(from + i * sizeof x[0]);  // L / 4 tokens each
+    for (int i = 0; i < 4; i += 2)  // half of the tokens' words 0 and 1, or 2 and 3
+        for (int j = 0; j < 2; j++) y[i + j] = two_of(x[i], x[i + 1], 4 * rest + upper + 2 * j);
     for (int i = 0; i < 2; i++) {
-        vu first = two_of(y[i], y[i + 2], vi{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23});
-        vu second = two_of(y[i], y[i + 2], vi{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-        std::memcpy(to + 2 * i * row, &first, 64), std::memcpy(to + (2 * i + 1) * row, &second, 64);
+        vu first = two_of(y[i], y[i + 2], upper * L + rest), second = two_of(y[i], y[i + 2], upper * L + rest + HALF);
+        std::memcpy(to + 2 * i * row, &first, sizeof first), std::memcpy(to + (2 * i + 1) * row, &second, sizeof second);
     }
 }
 
@@ -136,7 +140,7 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
                  int64_t param_head, int64_t out_row, int64_t out_head, int64_t B, int64_t H, int64_t T, int64_t W,
                  int64_t n_skip, int64_t threads) {
     int64_t words = (W + 3) / 4, parts = (T + SCORED - 1) / SCORED;
-    constexpr int BATCH = 16 * L;  // tokens whose words are transposed at a time
+    constexpr int BATCH = 256;  // tokens whose words are transposed at a time
 #pragma omp parallel num_threads(threads)
     {
         std::vector<uint32_t> turned(words * BATCH);
@@ -146,7 +150,7 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
             int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, T, pos ? pos[b] + 1 : T});
             const uint8_t* from = codes + b * code_row + h * code_head;
             const uint16_t* pairs = params ? params + b * param_row + h * param_head : nullptr;
-            const float* entries = table + group * words * 8 * L;
+            const float* entries = table + group * words * 8 * ENTRIES;
             float* to = out + b * out_row + h * out_head;
             for (int64_t first = lo; first < hi; first += BATCH) {
                 int n = (int)std::min<int64_t>(BATCH, hi - first);
@@ -165,8 +169,8 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
                     for (int64_t w = 0; w < words; w++) {
                         vu one = load_as<vu>(&turned[w * BATCH + t]), two = load_as<vu>(&turned[w * BATCH + t + L]);
                         for (int c = 0; c < 8; c++) {
-                            vf entry = load(entries + (w * 8 + c) * L);
-                            score[0] += look_up(entry, one >> (4 * c)), score[1] += look_up(entry, two >> (4 * c));
+                            const Table entry(entries + (w * 8 + c) * ENTRIES);
+                            score[0] += entry(one >> (4 * c)), score[1] += entry(two >> (4 * c));
                         }
                     }
                     for (int i = 0; i < 2 && t + i * L < n; i++) {

@@ -1,4 +1,6 @@
-// Vectors of 16 floats, whatever the machine has: the compiler splits them. Numbers of 16, 8, 4 and 2 bits become fp32.
+// Vectors of floats as wide as the processor's, 16 with AVX-512, else 8. Numbers of 16, 8, 4 and 2 bits become fp32.
+//
+// (gcc takes vectors apart that are wider than the processor's, and copies them through memory: three times as slow.)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,28 +14,34 @@
 
 namespace {
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr int L = 16;  // floats of a vector. Kernels have as many sums at once: half of the processor's registers
+#define LANES {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#else
+constexpr int L = 8;
+#define LANES {0, 1, 2, 3, 4, 5, 6, 7}
+#endif
+constexpr int WHOLE = 16;  // numbers that rows are multiples of: VECTOR of ops.py
+typedef float vf __attribute__((vector_size(L * 4)));
+typedef int32_t vi __attribute__((vector_size(L * 4)));
+typedef uint32_t vu __attribute__((vector_size(L * 4)));
 struct bf16 { uint16_t bits; };
 
-constexpr int L = 16;  // floats of a vector
+const vi LANE = LANES;
 
 template <class V, class P> V load_as(const P* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
-template <class V, class P> V load_some(const P* p, int n) {  // n of 16 numbers of 4 bytes, then zeros
+template <class V, class P> V load_some(const P* p, int n) {  // n of L numbers of 4 bytes, then zeros
     if (n == L) return load_as<V>(p);  // a copy of a size that is known is one instruction
     V x = {}; std::memcpy(&x, p, n * 4); return x;
 }
 vf load(const float* p) { return load_as<vf>(p); }
-vu halves_at(const void* p) {  // 16 numbers of 2 bytes; gcc 12 converts halves of the vector and joins them
+vu halves_at(const void* p) {  // L numbers of 2 bytes; gcc 12 converts halves of the vector and joins them
 #if defined(__AVX512F__)
     return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__)
-    __m256i two[2] = {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
-                      _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1))};
-    return load_as<vu>(two);
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
 #else
-    typedef uint16_t half_vector __attribute__((vector_size(32)));
+    typedef uint16_t half_vector __attribute__((vector_size(L * 2)));
     return __builtin_convertvector(load_as<half_vector>(p), vu);
 #endif
 }
@@ -44,14 +52,20 @@ float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 void store(bf16* p, vf x) {  // to nearest, ties to even
     vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i y = (__m256i)(x != x ? vu{} + 0x7fc0 : rounded);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+#else
     for (int i = 0; i < L; i++) p[i].bits = x[i] != x[i] ? 0x7fc0 : (uint16_t)rounded[i];
+#endif
 }
 
-template <class Op> float fold(vf x, Op op) {  // op over all 16 numbers
+template <class Op> float fold(vf x, Op op) {  // op over all numbers
     typedef float v8 __attribute__((vector_size(32)));
     typedef float v4 __attribute__((vector_size(16)));
-    v8 half[2]; std::memcpy(half, &x, sizeof x);
-    v8 a = op(half[0], half[1]);
+    v8 half[L / 8]; std::memcpy(half, &x, sizeof x);
+    v8 a = half[0];
+    if (L == 16) a = op(a, half[L / 8 - 1]);
     v4 quarter[2]; std::memcpy(quarter, &a, sizeof a);
     v4 b = op(quarter[0], quarter[1]);
     return op(op(b[0], b[2]), op(b[1], b[3]));
@@ -59,7 +73,7 @@ template <class Op> float fold(vf x, Op op) {  // op over all 16 numbers
 float sum(vf x) { return fold(x, [](auto a, auto b) { return a + b; }); }
 float largest(vf x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
 
-template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's 16 and b's behind them
+template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's behind them
 #if defined(__clang__)
     V y;
     for (int j = 0; j < L; j++) y[j] = i[j] & L ? b[i[j] & (L - 1)] : a[i[j] & (L - 1)];
@@ -72,14 +86,23 @@ template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's 16 and b's 
 // Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
 vf sums(vf* x) {
 #if defined(__AVX512F__)
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #pragma GCC unroll 4
     for (int s = L / 2; s; s /= 2) {  // numbers whose lanes differ in bit s are added, and two vectors become one
-        const vi odd = (lane & s) != 0, own = odd ? 16 + lane : lane, other = own ^ s;
+        const vi odd = (LANE & s) != 0, own = odd ? L + LANE : LANE, other = own ^ s;
 #pragma GCC unroll 8
         for (int i = 0; i < s; i++) x[i] = two_of(x[i], x[i + s], own) + two_of(x[i], x[i + s], other);
     }
     return x[0];
+#elif defined(__AVX2__)
+    __m256 half[4], a, b;
+    for (int i = 0; i < 4; i++) {  // in the order of `sum`: numbers that are 4 apart, 2 apart, neighbours
+        a = (__m256)x[i], b = (__m256)x[i + 4];
+        half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    for (int i = 0; i < 2; i++)  // of x[i], x[i + 2], x[i + 4] and x[i + 6] two numbers each
+        half[i] = _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44), _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
+    a = _mm256_unpacklo_ps(half[0], half[1]), b = _mm256_unpackhi_ps(half[0], half[1]);
+    return (vf)_mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
 #else
     vf y;
     for (int i = 0; i < L; i++) y[i] = sum(x[i]);
@@ -99,6 +122,15 @@ vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is
     vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
     return (vf)((vu)x | (h & 0x8000) << 16);
 }
+vf halves(const uint16_t* p) {  // L numbers
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    return half_to_float(halves_at(p));
+#endif
+}
 float half_to_float(uint16_t h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h);
@@ -107,30 +139,32 @@ float half_to_float(uint16_t h) {
 #endif
 }
 
-vu bytes_at(const uint8_t* p) {  // 16 bytes; gcc 12 makes 70 instructions of the conversion, one by one
+vu bytes_at(const uint8_t* p) {  // L bytes; gcc 12 makes 70 instructions of the conversion, one by one
 #if defined(__AVX512F__)
     return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 #elif defined(__AVX2__)
-    __m256i two[2] = {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
-                      _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
-    return load_as<vu>(two);
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
-    typedef uint8_t v16 __attribute__((vector_size(16)));
-    return __builtin_convertvector(load_as<v16>(p), vu);
+    typedef uint8_t some __attribute__((vector_size(L)));
+    return __builtin_convertvector(load_as<some>(p), vu);
 #endif
 }
 
-template <int BITS> vf codes_of(const uint8_t* p) {  // 16 channels
+#if defined(__AVX512F__)
+typedef uint16_t Bits;  // a bit for each number of a vector
+vu two_words(uint32_t a, uint32_t b) { return vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b}; }
+#else
+typedef uint8_t Bits;
+vu two_words(uint32_t a, uint32_t) { return vu{} + a; }  // the second one is for numbers from the ninth on
+#endif
+
+template <int BITS> vf codes_of(const uint8_t* p) {  // L channels
     if constexpr (BITS == 8) return __builtin_convertvector((vi)bytes_at(p), vf);
     vu word;
-    vu shift = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * BITS;
-    if constexpr (BITS == 1) word = vu{} + load_as<uint16_t>(p);
-    if constexpr (BITS == 2) word = vu{} + load_as<uint32_t>(p);
-    if constexpr (BITS == 4) {
-        uint32_t a = load_as<uint32_t>(p), b = load_as<uint32_t>(p + 4);
-        word = vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b};
-        shift &= 31;
-    }
+    vu shift = (vu)LANE * BITS & 31;
+    if constexpr (BITS == 1) word = vu{} + load_as<Bits>(p);
+    if constexpr (BITS == 2) word = vu{} + load_as<std::conditional_t<L == 16, uint32_t, uint16_t>>(p);
+    if constexpr (BITS == 4) word = two_words(load_as<uint32_t>(p), L == 16 ? load_as<uint32_t>(p + 4) : 0);
 #if defined(__AVX512F__)  // a table's index is taken from the lowest bits: neither mask nor conversion
     const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if constexpr (BITS == 4) return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)number);
@@ -148,12 +182,12 @@ template <int BITS> vf codes_at(const uint8_t* row, int D, int d) {  // of chann
 template <int BITS>
 void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs, int D, float* out, int group = 32) {
     // the even subvector's code is in the low half of a byte, its first channel in the highest bit of the half
-    const vu up = {28, 29, 30, 31, 24, 25, 26, 27, 20, 21, 22, 23, 16, 17, 18, 19};
+    const vu up = (vu)(28 - LANE / 4 * 4 + LANE % 4);
     for (int first = 0; first < D; first += group, params += 2) {
         float scale = half_to_float(params[0]), zero = half_to_float(params[1]);
         for (int d = first; d < first + group; d += L) {
             vf x = codes_at<BITS>(packed, D, d) * scale + zero;
-            if (signs) x = (vf)((vu)x ^ (((vu{} + ~(uint32_t)load_as<uint16_t>(signs + d / 8)) << up) & 0x80000000u));
+            if (signs) x = (vf)((vu)x ^ (((vu{} + ~(uint32_t)load_as<Bits>(signs + d / 8)) << up) & 0x80000000u));
             store(out + d, x);
         }
     }
