@@ -268,14 +268,21 @@ def poison(model: Any) -> None:
             b.fill_(255)
 
 
+# Of the embeddings: as much as products of other shapes are apart in layer 1's keys (MKL on an AMD EPYC: 4e-7 of the largest)
+NOISE = 2e-6
+
+
 @torch.no_grad()
-def sensitivity(model: Any, p: Tensor, fed: Tensor, want: Tensor, tries: int = 8) -> Tensor:
-    """How far noise of a few float32 roundings in the embeddings moves the logits of one prompt in the same cache."""
-    w, off = model.tok_embeddings.weight, []
+def sensitive(model: Any, p: Tensor, fed: Tensor, want: Tensor, off: Tensor, tries: int = 32) -> bool:
+    """Whether noise of a few float32 roundings moves the logits of one prompt in the same cache by a third of `off`."""
+    w = model.tok_embeddings.weight
     clean = w.clone()
-    for _ in range(tries):
-        w.copy_(clean * (1 + 3e-7 * torch.randn_like(w)))
-        model.reset_cache()
-        off.append((run(model, [p], fed.shape[1], fed)[0] - want).abs().max())
-    w.copy_(clean)
-    return torch.stack(off).max()
+    try:
+        for _ in range(tries):
+            w.copy_(clean * (1 + NOISE * torch.randn_like(w)))
+            model.reset_cache()
+            if off <= 3 * (run(model, [p], fed.shape[1], fed)[0] - want).abs().max():
+                return True
+        return False
+    finally:
+        w.copy_(clean)
