@@ -102,85 +102,115 @@ template <class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the cou
 #define INTEGERS
 // ---- codes of 8 and 4 bits as integers ----
 //
-// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact. Where the processor multiplies
-// bytes four by four (VNNI), a code is multiplied with the two bytes of an integer, else as 16 bits itself, two by two.
+// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact. A code is multiplied with the
+// two bytes of an integer, four by four where the processor does that at once (VNNI), else two by two, of which sums of 4-bit
+// codes fit into 16 bits for a while; without VNNI 8-bit codes are multiplied with integers as they are.
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define BYTES 1
+template <int BITS> constexpr bool BY_BYTES = true;
 #else
-#define BYTES 0
+template <int BITS> constexpr bool BY_BYTES = BITS == 4;
 #endif
 
 constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
 
-#if BYTES
+#if defined(__AVX512F__)
+#define OF_PROCESSOR(NAME) _mm512_##NAME
+typedef __m512i Own;
+#else
+#define OF_PROCESSOR(NAME) _mm256_##NAME
+typedef __m256i Own;
+#endif
+Own everywhere(int32_t x) { return OF_PROCESSOR(set1_epi32)(x); }
+
+// Codes times M rows of x, added up; UNITS of inputs at a time, at most 4
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 vi dot(vi acc, vu w, int32_t four) {  // four unsigned bytes of each lane of w times four with a sign
 #if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, everywhere(four));
 #else
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(four));
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, everywhere(four));
 #endif
 }
 
-template <int BITS, int M> struct Products {  // of codes with M rows of x, added up
-    vi high[M][2] = {}, rest[M][2] = {};
+template <int BITS, int M> struct Products {
+    vi high[VECTORS][M][2] = {}, rest[VECTORS][M][2] = {};
 
-    void add(const uint8_t* p, const int32_t* x) {  // of UNIT inputs
+    template <int UNITS> void add(const uint8_t* p, const int32_t* x) {
         const vu low = vu{} + 0x0f0f0f0fu, sign = vu{} + 0x80808080u;
-        vu two[2];
-        if constexpr (BITS == 4) {
-            vu v = load_as<vu>(p);
-            two[0] = v & low, two[1] = (v >> 4) & low;
-        } else for (int h = 0; h < 2; h++) two[h] = load_as<vu>(p + h * WORDS) ^ sign;
-        for (int h = 0; h < 2; h++)
-            for (int m = 0; m < M; m++, x += 2) {
-                int a = M < 4 ? h : 0;  // sums of one row in turns: an addition waits for the one before
-                high[m][a] = dot(high[m][a], two[h], x[0]);
-                rest[m][a] = dot(rest[m][a], two[h], x[1]);
+        for (int u = 0; u < UNITS; u++, p += BITS * 16, x += 4 * M)
+            for (int v = 0; v < VECTORS; v++) {
+                const uint8_t* at = p + v * L * 4;
+                vu two[2];
+                if constexpr (BITS == 4) {
+                    vu w = load_as<vu>(at);
+                    two[0] = w & low, two[1] = (w >> 4) & low;
+                } else for (int h = 0; h < 2; h++) two[h] = load_as<vu>(at + h * WORDS) ^ sign;
+                for (int h = 0; h < 2; h++)
+                    for (int m = 0; m < M; m++) {
+                        const int32_t* from = x + (h * M + m) * 2;
+                        int a = M < 4 ? h : 0;  // sums of one row in turns: an addition waits for the one before
+                        high[v][m][a] = dot(high[v][m][a], two[h], from[0]);
+                        rest[v][m][a] = dot(rest[v][m][a], two[h], from[1]);
+                    }
             }
     }
-    vi total(int m) const {
-        vi a = high[m][0], b = rest[m][0];
-        if (M < 4) a += high[m][1], b += rest[m][1];
+    void begin(int v, int m, vi x) { rest[v][m][0] = x; }
+    vi total(int v, int m) const {
+        vi a = high[v][m][0], b = rest[v][m][0];
+        if (M < 4) a += high[v][m][1], b += rest[v][m][1];
         return (a << 8) + b;
     }
     static constexpr int ZERO = BITS == 8 ? 128 : 0;  // is added to codes: bytes have no sign here
 };
 #else
 typedef int16_t Halves __attribute__((vector_size(L * 4)));
-typedef uint16_t UnsignedHalves __attribute__((vector_size(L * 4)));
-
-vi dot(Halves w, int32_t two) {  // two of each lane of w times two
-#if defined(__AVX512F__)
-    return (vi)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(two));
-#else
-    return (vi)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(two));
-#endif
-}
 
 template <int BITS, int M> struct Products {
-    vi sum[M] = {};
+    vi sum[VECTORS][M] = {};
 
-    void add(const uint8_t* p, const int32_t* x) {
-        Halves two[4];
-        if constexpr (BITS == 4) {
-            UnsignedHalves v = load_as<UnsignedHalves>(p);
-            for (int i = 0; i < 4; i++) two[i] = (Halves)(v >> (4 * i) & 15);
-        } else for (int i = 0; i < 4; i++) {
-            Halves v = load_as<Halves>(p + i / 2 * WORDS);
-            two[i] = i % 2 ? v >> 8 : v << 8 >> 8;
+    template <int UNITS> void add(const uint8_t* p, const int32_t* x) {
+        constexpr int AT_ONCE = M < 4 ? VECTORS : 1;  // vectors, as registers allow
+        for (int v = 0; v < VECTORS; v += AT_ONCE) {
+            if constexpr (BITS == 4) {
+                Halves high[AT_ONCE][M] = {}, rest[AT_ONCE][M] = {};  // 8 sums of two products of 15 and 128 at most
+                const int32_t* from = x;
+                for (int u = 0; u < UNITS; u++)
+                    for (int h = 0; h < 2; h++)
+                        for (int m = 0; m < M; m++, from += 2)
+                            for (int j = 0; j < AT_ONCE; j++) {
+                                const vu w = load_as<vu>(p + u * BITS * 16 + (v + j) * L * 4) >> (4 * h) & 0x0f0f0f0fu;
+                                high[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[0]));
+                                rest[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[1]));
+                                // or gcc adds up in another order, for which registers do not suffice
+                                asm("" : "+v"(high[j][m]), "+v"(rest[j][m]));
+                            }
+                for (int j = 0; j < AT_ONCE; j++)
+                    for (int m = 0; m < M; m++)
+                        sum[v + j][m] += dot(high[j][m], 256 | 256 << 16) + dot(rest[j][m], 1 | 1 << 16);
+            } else {
+                const int32_t* from = x;
+                for (int u = 0; u < 2 * UNITS; u++)
+                    for (int m = 0; m < M; m++, from += 2)
+                        for (int j = 0; j < AT_ONCE; j++) {
+                            const Halves w = load_as<Halves>(p + u * WORDS + (v + j) * L * 4);
+                            sum[v + j][m] += dot(w << 8 >> 8, from[0]) + dot(w >> 8, from[1]);
+                        }
+            }
         }
-        for (int i = 0; i < 4; i++)
-            for (int m = 0; m < M; m++) sum[m] += dot(two[i], x[(i / 2 * M + m) * 2 + i % 2]);
     }
-    vi total(int m) const { return sum[m]; }
+    void begin(int v, int m, vi x) { sum[v][m] = x; }
+    vi total(int v, int m) const { return sum[v][m]; }
     static constexpr int ZERO = 0;
+
+  private:
+    static vi dot(Halves w, int32_t two) { return (vi)OF_PROCESSOR(madd_epi16)((Own)w, everywhere(two)); }
 };
 #endif
 
 struct Integers {  // of M rows of x
     int64_t M, in, span, spans;  // inputs of a row, and that share a step
-    // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or two pairs of integers]
+    // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or pairs of integers]
     std::vector<int32_t> lanes;
     std::vector<float> step;     // [M][spans]
     std::vector<int32_t> sum;    // of the integers
@@ -206,29 +236,23 @@ struct Integers {  // of M rows of x
         for (int64_t i = 0; i < span; i += L) {  // L inputs, half of them as many lanes
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
-#if BYTES
             if (BITS == 4) {  // a word has the inputs of even places of 8, the next one those of odd places
                 const vi within = LANE % 8;
                 q = two_of(q, q, LANE - within + (within * 2 + within / 4) % 8);
             }
-            const vi upper = (q + 128) >> 8;
-            const Words a = bytes_of(upper), b = bytes_of(q - (upper << 8));
-            for (int j = 0; j < L / 4; j++, to += own.count * 2) to[0] = a[j], to[1] = b[j];
-#else
-            constexpr int APART = BITS == 4 ? 4 : 2;  // inputs of a pair: their codes are 16 bits apart
-            for (int j = 0; j < L / 4; j++, to += own.count * 2)
-                for (int k = 0; k < 2; k++) {
-                    const int a = BITS == 4 ? j / 2 * 8 + j % 2 * 2 + k : j * 4 + k;
-                    to[k] = (q[a] & 0xffff) | (int32_t)((uint32_t)q[a + APART] << 16);
-                }
-#endif
+            if constexpr (BY_BYTES<BITS>) {
+                const vi upper = (q + 128) >> 8;
+                const Words a = bytes_of(upper), b = bytes_of(q - (upper << 8));
+                for (int j = 0; j < L / 4; j++, to += own.count * 2) to[0] = a[j], to[1] = b[j];
+            } else
+                for (int j = 0; j < L; j += 4, to += own.count * 2)  // bytes two apart are taken together
+                    for (int k = 0; k < 2; k++) to[k] = (q[j + k] & 0xffff) | (int32_t)((uint32_t)q[j + k + 2] << 16);
         }
         step[row * spans + s] = top / LARGEST + ::sum(wrong);
         int32_t& all = sum[row * spans + s] = 0;
         for (int i = 0; i < L; i++) all += total[i];
     }
 
-#if BYTES
     typedef int32_t Words __attribute__((vector_size(L)));
     static Words bytes_of(vi x) {  // the lowest byte of each lane, four by four
 #if defined(__AVX512F__)
@@ -238,14 +262,13 @@ struct Integers {  // of M rows of x
         return (Words)__builtin_convertvector(x, some);
 #endif
     }
-#endif
 };
 
-template <int BITS, int M>
-void few_by_integers(const Weight& w, int64_t block, const Integers& x, int64_t first, vf (*y)[VECTORS]) {
+template <int BITS, int M, int UNITS>
+void few_by_integers(const Weight& w, int64_t block, const Integers& ints, int64_t first, vf (*y)[VECTORS]) {
     const int64_t groups = w.in / w.group;
     const uint8_t* p = w.codes + block * w.in * BITS * 2;
-    const int32_t* at_x = &x.lanes[first * w.in / 2];
+    const int32_t* at_x = &ints.lanes[first * w.in / 2];
     for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
     for (int64_t g = 0, s = 0, i = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * SIDE;
@@ -253,21 +276,22 @@ void few_by_integers(const Weight& w, int64_t block, const Integers& x, int64_t 
         vi zero[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             scale[v] = halves(w.scale + at + v * L);
-            zero[v] = Products<BITS, M>::ZERO + (w.zero ? (vi)bytes_at(w.zero + at + v * L) : vi{} + (BITS == 8 ? 0 : 8));
+            zero[v] = vi{} + (BITS == 8 ? 0 : 8);
+            if (w.zero) zero[v] = (vi)bytes_at(w.zero + at + v * L);
+            zero[v] += Products<BITS, M>::ZERO;
         }
         for (; i < (g + 1) * w.group; s++) {
-            Products<BITS, M> products[VECTORS];
-            for (int64_t end = i + x.span; i < end; i += UNIT, p += BITS * 16, at_x += 4 * M) {
-                fetch_ahead<BITS>(p);
-                for (int v = 0; v < VECTORS; v++) products[v].add(p + v * L * 4, at_x);
+            Products<BITS, M> products;
+            const int64_t own = first * ints.spans + s;
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < VECTORS; v++) products.begin(v, m, zero[v] * -ints.sum[own + m * ints.spans]);
+            for (int64_t end = i + ints.span; i < end; i += UNITS * UNIT, p += UNITS * BITS * 16, at_x += UNITS * 4 * M) {
+                for (int u = 0; u < UNITS; u++) fetch_ahead<BITS>(p + u * BITS * 16);
+                products.template add<UNITS>(p, at_x);
             }
-            for (int m = 0; m < M; m++) {
-                const int64_t own = (first + m) * x.spans + s;
-                for (int v = 0; v < VECTORS; v++) {
-                    const vi total = products[v].total(m) - zero[v] * x.sum[own];
-                    y[m][v] += __builtin_convertvector(total, vf) * (scale[v] * x.step[own]);
-                }
-            }
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < VECTORS; v++)
+                    y[m][v] += __builtin_convertvector(products.total(v, m), vf) * (scale[v] * ints.step[own + m * ints.spans]);
         }
     }
 }
@@ -283,7 +307,8 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
         for (int64_t b = 0; b < blocks; b++)
             by_rows(M, [&](auto count, int64_t first) {
                 vf part[count][VECTORS];
-                few_by_integers<BITS, count>(w, b, rows, first, part);
+                if (rows.span % (4 * UNIT)) few_by_integers<BITS, count, 2>(w, b, rows, first, part);
+                else few_by_integers<BITS, count, 4>(w, b, rows, first, part);
                 for (int k = 0; k < count; k++)
                     for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
             });
