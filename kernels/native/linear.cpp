@@ -265,35 +265,35 @@ struct Integers {  // of M rows of x
 };
 
 template <int BITS, int M, int UNITS>
-void few_by_integers(const Weight& w, int64_t block, const Integers& ints, int64_t first, vf (*y)[VECTORS]) {
-    const int64_t groups = w.in / w.group;
+void few_by_integers(const Weight& w, int64_t block, const Integers& x, int64_t first, vf (*y)[VECTORS]) {
+    const int64_t groups = w.in / w.group, spans = x.spans;
     const uint8_t* p = w.codes + block * w.in * BITS * 2;
-    const int32_t* at_x = &ints.lanes[first * w.in / 2];
-    for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
-    for (int64_t g = 0, s = 0, i = 0; g < groups; g++) {
+    const int32_t *at_x = &x.lanes[first * w.in / 2], *sum = &x.sum[first * spans];
+    const float* step = &x.step[first * spans];
+    constexpr int ZERO = Products<BITS, M>::ZERO;
+    vf out[M][VECTORS] = {};
+    for (int64_t g = 0, i = 0; g < groups; g++) {
         const int64_t at = (block * groups + g) * SIDE;
         vf scale[VECTORS];
-        vi zero[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            scale[v] = halves(w.scale + at + v * L);
-            zero[v] = vi{} + (BITS == 8 ? 0 : 8);
-            if (w.zero) zero[v] = (vi)bytes_at(w.zero + at + v * L);
-            zero[v] += Products<BITS, M>::ZERO;
-        }
-        for (; i < (g + 1) * w.group; s++) {
+        for (int v = 0; v < VECTORS; v++) scale[v] = halves(w.scale + at + v * L);
+        for (; i < (g + 1) * w.group; sum++, step++) {
             Products<BITS, M> products;
-            const int64_t own = first * ints.spans + s;
             for (int m = 0; m < M; m++)
-                for (int v = 0; v < VECTORS; v++) products.begin(v, m, zero[v] * -ints.sum[own + m * ints.spans]);
-            for (int64_t end = i + ints.span; i < end; i += UNITS * UNIT, p += UNITS * BITS * 16, at_x += UNITS * 4 * M) {
+                for (int v = 0; v < VECTORS; v++) {
+                    const int32_t less = -sum[m * spans];
+                    if (w.zero) products.begin(v, m, ((vi)bytes_at(w.zero + at + v * L) + ZERO) * less);
+                    else products.begin(v, m, vi{} + (ZERO + (BITS == 8 ? 0 : 8)) * less);
+                }
+            for (int64_t end = i + x.span; i < end; i += UNITS * UNIT, p += UNITS * BITS * 16, at_x += UNITS * 4 * M) {
                 for (int u = 0; u < UNITS; u++) fetch_ahead<BITS>(p + u * BITS * 16);
                 products.template add<UNITS>(p, at_x);
             }
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < VECTORS; v++)
-                    y[m][v] += __builtin_convertvector(products.total(v, m), vf) * (scale[v] * ints.step[own + m * ints.spans]);
+                    out[m][v] += __builtin_convertvector(products.total(v, m), vf) * (scale[v] * step[m * spans]);
         }
     }
+    for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = out[m][v];
 }
 
 template <int BITS, class T>
