@@ -111,7 +111,7 @@ def _in_cpp(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     x = x.detach().contiguous()  # codes are not trained: nothing flows back
-    if native.has_tiles():
+    if native.has_many_rows():
         return native.many_rows(x, packed, scale, zero, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)

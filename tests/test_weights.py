@@ -136,10 +136,10 @@ def test_gradients_flow_through_weights_as_they_are():
     assert torch.equal(layer.weight.grad, torch.full((3, 16), 2.0))
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-def test_a_prompt_takes_tiles(tiles, monkeypatch):
+@pytest.mark.parametrize("own", [True, False])
+def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
     """More rows than are multiplied in registers, more of W than one tile."""
-    monkeypatch.setattr(native, "has_tiles", lambda has=native.has_tiles: tiles and has())
+    monkeypatch.setattr(native, "has_many_rows", lambda has=native.has_many_rows: own and has())
     monkeypatch.setattr(K, "TILE", 256 * 96)
     gen = torch.Generator().manual_seed(0)
     layer, c = PackedLinear(256, 1000, False, 4, 64), codes(gen, 1000, 256, 4, 64, False)

@@ -1,6 +1,6 @@
-// y = x W^T for many rows of x, a prompt's, and packed W, by the matrix unit for bf16.
+// y = x W^T for many rows of x, a prompt's, and packed W: by the matrix unit for bf16, or by vectors where they are of 8 numbers.
 //
-// A number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is rounded to nearest, and a smaller
+// For the unit, a number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is rounded to nearest, and a smaller
 // one. All products of parts are added up in fp32 but those of two smaller ones: what is left out is below 2^-16 of a product.
 // In bf16, x has one part, and a weight is rounded to one.
 #include <algorithm>
@@ -172,14 +172,112 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
 }
 
 }  // namespace
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+namespace {
+
+constexpr int TOGETHER = 6;           // rows of x that are multiplied with a block: 12 sums of 16 registers
+constexpr int64_t AT_ONCE = 256;      // inputs that are multiplied at a time: what is unpacked of a block stays in the first-level cache
+constexpr int64_t MOST_ROWS = 384;    // of x for which W is unpacked once
+constexpr int64_t PANEL_BLOCKS = 8;   // blocks of 16 rows of W that a thread unpacks at a time
+
+// Inputs from.. of a block -> [inputs][16]
+template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t from, int64_t chunk, float* to) {
+    const vf table = table_of<BITS>(w);
+    for (int64_t i = from; i < from + chunk;) {
+        const int64_t g = i / w.group, end = std::min(from + chunk, (g + 1) * w.group);
+        vf scale[VECTORS], zero[VECTORS] = {};
+        if constexpr (BITS != 16)
+            for (int v = 0; v < VECTORS; v++) {
+                const int64_t at = (block * (w.in / w.group) + g) * SIDE + v * L;
+                scale[v] = halves(w.scale + at);
+                if (w.zero) zero[v] = codes_of<8>(w.zero + at);
+            }
+        for (; i < end; i += UNIT, to += UNIT * SIDE)
+            for (int v = 0; v < VECTORS; v++) {
+                vf q[UNIT];
+                Unit<BITS>::read(w.codes + (block * w.in + i) * BITS * 2 + v * L * 4, table, q);
+                for (int j = 0; j < UNIT; j++)
+                    store(to + j * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v]);
+            }
+    }
+}
+
+// sums [R][16], `stride` apart, plus the products of a chunk of R rows of x with a block
+template <int R> void add_products(const float* x, int64_t in, const float* block, int64_t chunk, float* sums, int64_t stride) {
+    vf acc[R][VECTORS];
+    for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) acc[r][v] = load(sums + r * stride + v * L);
+    for (int64_t i = 0; i < chunk; i++) {
+        vf q[VECTORS];
+        for (int v = 0; v < VECTORS; v++) q[v] = load(block + i * SIDE + v * L);
+        for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) acc[r][v] += q[v] * x[r * in + i];
+    }
+    for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) store(sums + r * stride + v * L, acc[r][v]);
+}
+
+template <int BITS, class T>
+void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t rows, int64_t blocks, int threads) {
+    constexpr int64_t WIDE = PANEL_BLOCKS * SIDE;
+    const int64_t panels = (blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS, most = std::min(rows, MOST_ROWS);
+    constexpr bool wide = !std::is_same_v<T, float>;
+    Room<float> floats(wide ? most * w.in : 0);
+#pragma omp parallel num_threads(threads)
+    {
+        Room<float> panel(WIDE * AT_ONCE), sums(most * WIDE);
+        for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+            const int64_t M = std::min(MOST_ROWS, rows - row);
+            const float* from_x;
+            if constexpr (wide) {
+#pragma omp for schedule(static)
+                for (int64_t m = 0; m < M; m++)
+                    for (int64_t i = 0; i < w.in; i += L) store(&floats[m * w.in + i], load(x + (row + m) * w.in + i));
+                from_x = floats.at;
+            } else from_x = x + row * w.in;
+#pragma omp for schedule(dynamic)
+            for (int64_t p = 0; p < panels; p++) {
+                const int64_t first = p * PANEL_BLOCKS, count = std::min(PANEL_BLOCKS, blocks - first);
+                std::fill(&sums[0], &sums[0] + M * WIDE, 0.0f);
+                for (int64_t from = 0; from < w.in; from += AT_ONCE) {
+                    const int64_t chunk = std::min(AT_ONCE, w.in - from);
+                    for (int64_t b = 0; b < count; b++) unpack_chunk<BITS>(w, first + b, from, chunk, &panel[b * SIDE * AT_ONCE]);
+                    for (int64_t m = 0; m < M; m += TOGETHER)
+                        for (int64_t b = 0; b < count; b++) {
+                            const float *at = from_x + m * w.in + from, *block = &panel[b * SIDE * AT_ONCE];
+                            float* to = &sums[m * WIDE + b * SIDE];
+                            if (M - m >= TOGETHER) add_products<TOGETHER>(at, w.in, block, chunk, to, WIDE);
+                            else if (M - m == 5) add_products<5>(at, w.in, block, chunk, to, WIDE);
+                            else if (M - m == 4) add_products<4>(at, w.in, block, chunk, to, WIDE);
+                            else if (M - m == 3) add_products<3>(at, w.in, block, chunk, to, WIDE);
+                            else if (M - m == 2) add_products<2>(at, w.in, block, chunk, to, WIDE);
+                            else add_products<1>(at, w.in, block, chunk, to, WIDE);
+                        }
+                }
+                for (int64_t m = 0; m < M; m++)
+                    for (int64_t b = 0; b < count; b++)
+                        for (int v = 0; v < VECTORS; v++)
+                            put(y, row + m, blocks, first + b, v, load(&sums[m * WIDE + b * SIDE + v * L]), bias);
+            }
+        }
+    }
+}
+
+}  // namespace
+#define BY_VECTORS
 #endif
 
 extern "C" int64_t kvf_has_tiles() { return has_tiles(); }
 
+extern "C" int64_t kvf_has_many_rows() {
+#ifdef BY_VECTORS
+    return true;
+#else
+    return has_tiles();
+#endif
+}
+
 extern "C" void kvf_many_rows(int64_t is_bf16, int64_t bits, const void* x, const uint8_t* codes, const uint16_t* scale,
                               const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t blocks,
                               int64_t group, int64_t threads) {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(BY_VECTORS) || (defined(__AMX_BF16__) && defined(__AVX512BF16__))
     Weight w{codes, scale, zero, in, group};
     FLOAT_OR_BF16(BY_BITS((many_rows<BITS>(w, (const T*)x, bias, (T*)y, M, blocks, threads))))
 #endif

@@ -239,10 +239,15 @@ def has_tiles() -> bool:
 has_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.available
 
 
+def has_many_rows() -> bool:
+    """Whether prompts are multiplied here: by tiles, or by vectors where those have 8 numbers. Else torch is faster."""
+    return bool(build.library().kvf_has_many_rows())
+
+
 def many_rows(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
-    """x [M, in], a prompt, by tiles (`has_tiles`); see kernels/linear.py."""
+    """x [M, in], a prompt, where the processor has a way of its own (`has_many_rows`); see kernels/linear.py."""
     (M, n), blocks = x.shape, len(packed)
     group = _check_weight(n, packed, scale, zero, bits)
     expect(torch.float32, bias)

@@ -22,9 +22,9 @@ def folded(title: str, body: str) -> str:
 
 
 def files(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and content of the result files that match."""
+    """Path below results/ and content of the result files that match."""
     for file in sorted(RESULTS.glob(pattern)):
-        yield file.name, json.loads(file.read_text())
+        yield str(file.relative_to(RESULTS)), json.loads(file.read_text())
 
 
 def source(name: str, data: dict[str, Any], folder: str = "") -> str:

@@ -68,11 +68,11 @@ def product_cell(r: dict[str, Any] | None) -> str:
 AGAINST = dict(times_full="full", times_peer="transformers", times_llama_cpp="llama.cpp")
 
 
-def speed() -> str:
-    """results/generate_cpu*.json: a table a model, with a column of whatever its runs are compared with."""
+def speed(folder: str = "") -> str:
+    """generate_cpu*.json of results/ or a folder in it: a table a model, with a column of what its runs are compared with."""
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     told = []
-    for file, data in files("generate_cpu*.json"):
+    for file, data in files(f"{folder}generate_cpu*.json"):
         weights = data.get("weights") or data["dtype"].replace("float", "fp")
         done = [(weights, r) for r in data["rows"] if "tokens_per_s" in r]
         tables.setdefault(str(data["model"]), []).extend(done)
