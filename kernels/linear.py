@@ -5,9 +5,9 @@ ones are around 8. Decoding has few rows of x, and its time is that of reading W
 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same
 inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
 
-On a CPU that multiplies bytes (VNNI) few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of
-their products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that
-multiplies tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
+On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their products
+with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies tiles of
+bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
 """
 
 from __future__ import annotations
