@@ -18,6 +18,17 @@ float of_key(int32_t key) {
 constexpr int64_t SAMPLE = 1024;
 constexpr int BINS = 512, SORTED = 128;
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+struct Places {  // of the bits of a byte that are set
+    uint8_t of[256][L] = {};
+    constexpr Places() {
+        for (int mask = 0; mask < 256; mask++)
+            for (int bit = 0, n = 0; bit < L; bit++)
+                if (mask >> bit & 1) of[mask][n++] = (uint8_t)bit;
+    }
+};
+#endif
+
 // the places of the numbers x for which keep(x), in order, of n in whole vectors -> how many
 template <class Keep> int64_t places(const int32_t* x, int64_t n, int32_t* out, Keep keep) {
     int64_t m = 0, i = 0;
@@ -27,6 +38,14 @@ template <class Keep> int64_t places(const int32_t* x, int64_t n, int32_t* out, 
         vi kept = keep(load_as<vi>(x + i));  // -1 or 0
         __mmask16 mask = _mm512_movepi32_mask((__m512i)kept);
         _mm512_storeu_si512(out + m, _mm512_maskz_compress_epi32(mask, at));  // the rest is written over
+        m += __builtin_popcount(mask);
+    }
+#elif defined(__AVX2__)
+    static constexpr Places table;
+    for (; i + L <= n; i += L) {
+        int mask = _mm256_movemask_ps((__m256)keep(load_as<vi>(x + i)));
+        vi at = (vi)bytes_at(table.of[mask]) + (int32_t)i;
+        std::memcpy(out + m, &at, sizeof at);
         m += __builtin_popcount(mask);
     }
 #endif
