@@ -64,6 +64,8 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
 
 }  // namespace
 
+extern "C" int64_t kvf_lanes() { return L; }
+
 extern "C" void kvf_dense_linear(int64_t is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t M,
                                  int64_t in, int64_t out, int64_t threads) {
     FLOAT_OR_BF16((dense((const T*)w, (const T*)x, (const T*)bias, (T*)y, M, in, out, threads)))

@@ -239,6 +239,14 @@ def has_tiles() -> bool:
 has_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.available
 
 
+def lanes() -> int:
+    """Floats of a vector: 16 with AVX-512, else 8."""
+    return int(build.library().kvf_lanes())
+
+
+lanes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def has_many_rows() -> bool:
     """Whether prompts are multiplied here: by tiles, or by vectors where those have 8 numbers. Else torch is faster."""
     return bool(build.library().kvf_has_many_rows())
