@@ -268,7 +268,8 @@ def poison(model: Any) -> None:
             b.fill_(255)
 
 
-# Of the embeddings: as much as products of other shapes are apart in layer 1's keys (MKL on an AMD EPYC: 4e-7 of the largest)
+# Of the embeddings: by as much are layer 1's keys apart in products of other shapes (MKL on an AMD EPYC: 4e-7 of the
+# largest key)
 NOISE = 2e-6
 
 

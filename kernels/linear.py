@@ -5,9 +5,9 @@ ones are around 8. Decoding has few rows of x, and its time is that of reading W
 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same
 inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
 
-On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their products
-with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies tiles of
-bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
+On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their
+products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies
+tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: i
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
 
-    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16. One in
-    fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512, and on an AMD EPYC without takes up to twice as long.
+    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16. One
+    in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC without, it takes up to twice as
+    long.
     """
     rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
     here = rows < MANY and weight.dtype == x.dtype and weight.is_contiguous()
