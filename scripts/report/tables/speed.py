@@ -69,7 +69,7 @@ AGAINST = dict(times_full="full", times_peer="transformers", times_llama_cpp="ll
 
 
 def speed(folder: str = "") -> str:
-    """generate_cpu*.json of results/ or a folder in it: a table a model, a column for whatever its runs are compared with."""
+    """generate_cpu*.json of results/ or a folder in it: a table a model, with columns for what it is compared with."""
     tables: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     told = []
     for file, data in files(f"{folder}generate_cpu*.json"):
