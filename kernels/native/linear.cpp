@@ -50,27 +50,6 @@ template <int BITS, int M> void few(const Weight& w, int64_t block, const float*
     }
 }
 
-template <int BITS> void unpack_block(const Weight& w, int64_t block, float* out) {  // -> [in][16]
-    const int64_t groups = w.in / w.group;
-    const uint8_t* p = w.codes + block * w.in * BITS * 2;
-    const vf table = table_of<BITS>(w);
-    for (int64_t g = 0; g < groups; g++) {
-        vf scale[VECTORS] = {}, zero[VECTORS] = {};
-        for (int v = 0; v < VECTORS && BITS != 16; v++) {
-            const int64_t at = (block * groups + g) * SIDE + v * L;
-            scale[v] = halves(w.scale + at);
-            if (w.zero) zero[v] = codes_of<8>(w.zero + at);
-        }
-        for (int64_t i = g * w.group; i < (g + 1) * w.group; i += UNIT, p += BITS * 16)
-            for (int v = 0; v < VECTORS; v++) {
-                vf q[UNIT];
-                Unit<BITS>::read(p + v * L * 4, table, q);
-                for (int j = 0; j < UNIT; j++)
-                    store(out + (i + j) * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v]);
-            }
-    }
-}
-
 template <int M> void many(const float* unpacked, int64_t in, const float* x, vf (*y)[VECTORS]) {
     for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
     for (int64_t i = 0; i < in; i++)
@@ -342,7 +321,7 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
         std::vector<float> unpacked(M > FEW ? w.in * SIDE : 0);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {
-            if (M > FEW) unpack_block<BITS>(w, b, unpacked.data());
+            if (M > FEW) unpack_chunk<BITS>(w, b, 0, w.in, unpacked.data());
             by_rows(M, [&](auto count, int64_t first) {
                 vf part[count][VECTORS];
                 const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
@@ -370,7 +349,7 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
         std::vector<float> unpacked(w.in * SIDE);
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < blocks; b++) {  // -> [in][blocks * 16]: what a matrix product takes as W^T
-            unpack_block<BITS>(w, first + b, unpacked.data());
+            unpack_chunk<BITS>(w, first + b, 0, w.in, unpacked.data());
             for (int64_t i = 0; i < w.in; i++)
                 for (int v = 0; v < VECTORS; v++)
                     store(y + (i * blocks + b) * SIDE + v * L, load(unpacked.data() + i * SIDE + v * L));

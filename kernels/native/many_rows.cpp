@@ -180,28 +180,6 @@ constexpr int64_t AT_ONCE = 256;      // inputs that are multiplied at a time: w
 constexpr int64_t MOST_ROWS = 384;    // of x for which W is unpacked once
 constexpr int64_t PANEL_BLOCKS = 8;   // blocks of 16 rows of W that a thread unpacks at a time
 
-// Inputs from.. of a block -> [inputs][16]
-template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t from, int64_t chunk, float* to) {
-    const vf table = table_of<BITS>(w);
-    for (int64_t i = from; i < from + chunk;) {
-        const int64_t g = i / w.group, end = std::min(from + chunk, (g + 1) * w.group);
-        vf scale[VECTORS], zero[VECTORS] = {};
-        if constexpr (BITS != 16)
-            for (int v = 0; v < VECTORS; v++) {
-                const int64_t at = (block * (w.in / w.group) + g) * SIDE + v * L;
-                scale[v] = halves(w.scale + at);
-                if (w.zero) zero[v] = codes_of<8>(w.zero + at);
-            }
-        for (; i < end; i += UNIT, to += UNIT * SIDE)
-            for (int v = 0; v < VECTORS; v++) {
-                vf q[UNIT];
-                Unit<BITS>::read(w.codes + (block * w.in + i) * BITS * 2 + v * L * 4, table, q);
-                for (int j = 0; j < UNIT; j++)
-                    store(to + j * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v]);
-            }
-    }
-}
-
 // sums [R][16], `stride` apart, plus the products of a chunk of R rows of x with a block
 template <int R> void add_products(const float* x, int64_t in, const float* block, int64_t chunk, float* sums, int64_t stride) {
     vf acc[R][VECTORS];

@@ -64,6 +64,28 @@ template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four b
     return w.zero ? t : t - 8.0f;
 }
 
+// Inputs from.. of a block -> fp32 [inputs][16]
+template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t from, int64_t chunk, float* to) {
+    const vf table = table_of<BITS>(w);
+    for (int64_t i = from; i < from + chunk;) {
+        const int64_t g = i / w.group, end = std::min(from + chunk, (g + 1) * w.group);
+        vf scale[VECTORS] = {}, zero[VECTORS] = {};
+        if constexpr (BITS != 16)
+            for (int v = 0; v < VECTORS; v++) {
+                const int64_t at = (block * (w.in / w.group) + g) * SIDE + v * L;
+                scale[v] = halves(w.scale + at);
+                if (w.zero) zero[v] = codes_of<8>(w.zero + at);
+            }
+        for (; i < end; i += UNIT, to += UNIT * SIDE)
+            for (int v = 0; v < VECTORS; v++) {
+                vf q[UNIT];
+                Unit<BITS>::read(w.codes + (block * w.in + i) * BITS * 2 + v * L * 4, table, q);
+                for (int j = 0; j < UNIT; j++)
+                    store(to + j * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v]);
+            }
+    }
+}
+
 }  // namespace
 
 #define BY_BITS(CALL) \
