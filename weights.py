@@ -30,6 +30,7 @@ from kernels.linear import (
     separate,
     unpack_bits,
 )
+from kernels.native import in_huge_pages
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
@@ -117,7 +118,7 @@ class PackedLinear(nn.Module):
         blocks, size = -(-out // ROWS), n * bits // 8
 
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+            self.register_buffer(name, in_huge_pages(torch.empty(shape, dtype=dtype, device=device)))
 
         buffer("packed", (blocks, size // WORD, ROWS, WORD), torch.uint8)
         for name in ("scale", "zero", "bias"):

@@ -41,6 +41,8 @@ def store_labels(
     """
     if params is not None and use_triton(k):
         return torch.ops.kv_fast.store_labels(k, channels, start, labels, params, bits)
+    if params is not None and use_native(k):
+        return native.store_labels(k, channels, start, labels, params, bits)
     B, _, S, _ = k.shape
     x = k.gather(3, channels[None, :, None].expand(B, -1, S, -1))
     parts = ((labels, x),) if params is None else zip((labels, params), quantize_labels(x, bits), strict=True)

@@ -78,6 +78,14 @@ def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
         assert static == [True] * graphs
 
 
+@pytest.mark.parametrize("method", sampled(sorted(method_files()), ("double_sparsity",)))
+def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
+    """With inductor's options of this device, which on a CPU call operators from C++."""
+    prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
+    runs = [E.LLM(TINY, method=method, compile=compile).generate(prompts, 12) for compile in (False, True)]
+    assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
+
+
 @pytest.mark.slow
 def test_compiled_steps_of_several_caches_do_not_mix(tiny):
     """A step checks its arguments alone: it must never be handed the cache of another."""

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
-from kernels.label_score import label_score
+from kernels.label_score import label_score, store_labels
 from kernels.latent import LatentTokens, append_token
 from kernels.native import build, ops
 from kernels.packed_attention import packed_attention
@@ -517,6 +517,31 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
         assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3 and x.any()
         assert torch.allclose(ours.params.float(), theirs.params.float(), rtol=1e-3, atol=0)
     assert not ours.whole[B:].any() and not ours.data[B:].any(), "a row that is not of the batch"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start, S", [(None, 37), ((3, 0), 1), ((4, 1), 9)])
+@pytest.mark.parametrize("bits, r", [(4, 2), (4, 16), (4, 30), (2, 4), (2, 32)])
+def test_labels_are_those_of_torch(bits, r, start, S, dtype):
+    """To the bit; slots that are not meant stay."""
+    gen, B, H, D = generator(bits + r), 2, 3, 48
+    k = rand(gen, B, S, H, D, dtype=dtype).transpose(1, 2)
+    k[0, 0, 0], k[1, 1, 0, 5], k[1, 2, 0] = 0.7, 3e5, k[1, 2, 0] * 1e-6  # constant, too large, tiny
+    channels = torch.stack([torch.randperm(D, generator=gen)[:r] for _ in range(H)])
+    channels[1, 0] = 5
+    at = None if start is None else torch.tensor(start)
+
+    def empty():
+        labels = torch.full((B + 1, H, 40, r * bits // 8), 77, dtype=torch.uint8)
+        return labels, torch.full((B + 1, H, 40, 2), 7.0, dtype=torch.float16)
+
+    ours, theirs = empty(), empty()
+    with Operators() as operators:
+        store_labels(k, channels, at, *ours, bits)
+    assert [str(f) for f, _ in operators.called] == ["kv_fast_cpp.store_labels.default"]
+    with torch_versions():
+        store_labels(k, channels, at, *theirs, bits)
+    assert all(map(torch.equal, ours, theirs)) and not torch.equal(ours[0], empty()[0])
 
 
 def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits, ring, listed, tables, H=2, D=32):

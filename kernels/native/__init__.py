@@ -31,6 +31,7 @@ from kernels.native.ops import (
     quantized_append,
     quantized_attention,
     select,
+    store_labels,
     top_p_count,
     unpack_rows,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "quantized_append",
     "quantized_attention",
     "select",
+    "store_labels",
     "top_p_count",
     "unpack_rows",
 ]

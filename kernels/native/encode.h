@@ -38,7 +38,7 @@ void codes_of(const float* x, int64_t n, int64_t apart, int64_t bits, float clip
     }
 }
 
-// n codes, a multiple of 8, one behind the other, the first in the lowest bits; 3 bits as 2 and, behind those, 1
+// n codes that fill whole bytes, one behind the other, the first in the lowest bits; 3 bits as 2 and, behind those, 1
 void pack_codes(const uint8_t* codes, int64_t n, int64_t bits, uint8_t* to) {
     auto plane = [&](int width, int shift, uint8_t* at) {
         for (int64_t i = 0, per = 8 / width; i < n / per; i++) {

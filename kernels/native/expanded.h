@@ -11,7 +11,7 @@ namespace {
 constexpr int PANEL = L;           // channels that are expanded at a time, of each half of a head
 constexpr int64_t SPAN = 512;     // tokens of a work item: each costs as much as many tokens do elsewhere
 constexpr int64_t COORDINATES = 32;  // whose multiple a row is filled up to with zeros
-constexpr int BLOCK = 64;  // tokens: a basis comes out of the second-level cache once for them
+constexpr int BLOCK = L == 16 ? 64 : 48;  // tokens: a basis comes out of the second-level cache once for them
 
 int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
 
@@ -57,20 +57,21 @@ struct ByFloats {
             for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 4, columns + r * BLOCK + i, BLOCK * 4);
     }
     __attribute__((noinline)) void multiply(const float* one, const float* two, const float* columns, int64_t R, float* out) {
-        constexpr int M = L / 2;  // channels at a time: L sums, and two vectors of tokens
+        constexpr int M = L / 2, V = L == 16 ? 2 : 3;  // channels and vectors of tokens at a time, as registers allow
         for (int c = 0; c < 2 * PANEL; c += M)
-            for (int i = 0; i < BLOCK; i += 2 * L) {
-                const float* panel = (c < PANEL ? one : two) + c % PANEL;
-                vf acc[M][2] = {};
-                for (int64_t r = 0; r < R; r++) {
-                    vf a = load(columns + r * BLOCK + i), b = load(columns + r * BLOCK + i + L);
+            for (int i = 0; i < BLOCK; i += V * L) {
+                const float *panel = (c < PANEL ? one : two) + c % PANEL, *at = columns + i;
+                vf acc[M][V] = {};
+                for (int64_t r = 0; r < R; r++, panel += PANEL, at += BLOCK) {
+                    vf x[V];
+                    for (int v = 0; v < V; v++) x[v] = load(at + v * L), keep(x[v]);
                     for (int j = 0; j < M; j++) {
-                        vf x = all(panel[r * PANEL + j]);
-                        acc[j][0] += a * x, acc[j][1] += b * x;
+                        vf y = all(panel[j]);
+                        for (int v = 0; v < V; v++) acc[j][v] += x[v] * y;
                     }
                 }
                 for (int j = 0; j < M; j++)
-                    for (int h = 0; h < 2; h++) store(out + (c + j) * BLOCK + i + h * L, acc[j][h]);
+                    for (int v = 0; v < V; v++) store(out + (c + j) * BLOCK + i + v * L, acc[j][v]);
             }
     }
 };

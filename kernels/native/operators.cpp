@@ -230,6 +230,35 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bia
     return y;
 }
 
+void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor params, int64_t bits) {
+    int64_t B = k.size(0), H = k.size(1), S = k.size(2), r = channels.size(1), W = labels.size(3);
+    STD_TORCH_CHECK(k.stride(3) == 1 && labels.stride(3) == 1 && labels.stride(2) == W && W * 8 == r * bits,
+                    "the labels of a head must be contiguous, of ", r, " channels");
+    STD_TORCH_CHECK(params.stride(3) == 1 && params.stride(2) == 2, "params of a head must be contiguous");
+    channels = whole(channels), start = whole(start);
+    const int64_t *at = ints(start, "start"), *which = ints(channels, "channels");
+    uint8_t* to = bytes(labels, "labels");
+    uint16_t* pairs = halves(params, "params");
+    auto run = [&](auto zero) {
+        typedef decltype(zero) T;
+#pragma omp parallel for num_threads(threads()) if (S > 1)
+        for (int64_t i = 0; i < B * H; i++) {
+            int64_t b = i / H, h = i % H, first = at ? at[b] : 0;
+            const T* from = (const T*)k.data_ptr() + b * k.stride(0) + h * k.stride(1);
+            std::vector<float> x(r);
+            std::vector<uint8_t> codes(r);
+            for (int64_t s = 0; s < S; s++, from += k.stride(2)) {
+                for (int64_t c = 0; c < r; c++) x[c] = number(from[which[h * r + c]]);
+                codes_of(x.data(), r, 1, bits, 1, codes.data(),
+                         pairs + b * params.stride(0) + h * params.stride(1) + (first + s) * 2);
+                pack_codes(codes.data(), r, bits, to + b * labels.stride(0) + h * labels.stride(1) + (first + s) * W);
+            }
+        }
+    };
+    if (is_bf16({&k})) run(bf16{});
+    else run(0.0f);
+}
+
 void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
                    Tensor rest, Tensor v, Maybe params, int64_t bits) {
     for (auto x : {&ring_k, &ring_v, &lead, &rest, &v}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
@@ -388,6 +417,7 @@ extern "C" void kvf_register() {  // they stay registered until the next library
     lib.impl("quantized_append", TORCH_BOX(&quantized_append));
     lib.impl("quantized_attention", TORCH_BOX(&quantized_attention));
     lib.impl("lowrank_attention", TORCH_BOX(&lowrank_attention));
+    lib.impl("store_labels", TORCH_BOX(&store_labels));
     lib.impl("latent_append", TORCH_BOX(&latent_append));
     lib.impl("latent_attention", TORCH_BOX(&latent_attention));
 }

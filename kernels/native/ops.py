@@ -76,6 +76,10 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor",
         lambda q, labels, params, bits, pos: _scores(labels[: len(q)], labels.shape[2], 2),
     ),
+    "store_labels": (
+        "(Tensor k, Tensor channels, Tensor? start, Tensor(a!) labels, Tensor(b!) params, int bits) -> ()",
+        lambda *args: None,
+    ),
     "head_scores": ("(Tensor q, Tensor x, Tensor? pos) -> Tensor", lambda q, x, pos: _scores(q, x.shape[2])),
     "channel_score": (
         "(Tensor q, Tensor channels, Tensor keys, Tensor pos) -> Tensor",
@@ -170,6 +174,11 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip:
 
 def label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     return torch.ops.kv_fast_cpp.label_score(q, labels, params, bits, pos)
+
+
+def store_labels(*args: Any) -> None:
+    """See kernels/label_score.py."""
+    torch.ops.kv_fast_cpp.store_labels(*args)
 
 
 def head_scores(q: Tensor, x: Tensor, pos: Tensor | None) -> Tensor:

@@ -15,8 +15,9 @@ def in_huge_pages(x: Tensor) -> Tensor:
     """Ask for huge pages for a tensor on a CPU that lasts and was not written yet; returns it.
 
     Of a cache in pages of 4 KB every row of a list is in another page: to look these up took a third of the time of
-    attention over the list, and a fifth of dense attention. (Not for what comes and goes: clearing a huge page takes
-    most of a millisecond, and THP_MEM_ALLOC_ENABLE=1 of torch does it for every temporary tensor of 2 MB.)
+    attention over the list, and a fifth of dense attention; packed weights are read 3 to 8 % faster. (Not for what
+    comes and goes: clearing a huge page takes most of a millisecond, and THP_MEM_ALLOC_ENABLE=1 of torch does it for
+    every temporary tensor of 2 MB.)
     """
     if x.device.type == "cpu" and sys.platform == "linux" and type(x) is Tensor:
         start, stop = -(-x.data_ptr() // HUGE) * HUGE, (x.data_ptr() + x.nbytes) // HUGE * HUGE
