@@ -390,6 +390,20 @@ def test_generate_synthetic_fills_every_layer(config):
         assert torch.equal(method.k[:, :, :24], work.random_kv()[0]) and method.k[:, :, 24:].abs().sum(-1).all()
 
 
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_generate_compiles_a_step_before_the_first_round(config, monkeypatch, synthetic):
+    graphs, compile = [], torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, options, **given: compile(f, backend=lambda g, x: graphs.append(g) or g, **given)
+    )
+    torch._dynamo.reset()
+    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
+    run = our_runs.Ours(our_runs.Work(model, 2, 24, 3, synthetic=synthetic), "full", "compiled")
+    run.open()
+    run(), run()
+    assert len(graphs) == 1
+
+
 def test_prefill_rows(cli, config):
     data = generated(
         cli, config, "--prefill", "--method", "full", "sals,recent=8,sinks=4", "--batch", 1, "--length", 24

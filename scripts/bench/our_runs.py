@@ -127,7 +127,8 @@ class Ours(Run):
         for method in self.cache:
             fill(method, q, k, v)
         session.pos = torch.full((w.batch,), w.length, device=w.device)
-        session.next = w.tokens[:, -1].to(w.device)
+        # new tensors, made here: those made outside of inference mode are compiled for once more
+        session.next = torch.tensor(w.tokens[:, -1].tolist(), device=w.device)
 
     def close(self) -> None:
         if self.work.device.type == "cuda":
