@@ -1,84 +1,45 @@
 // Attention over latents in their own space (OjaKV). Tokens lie side by side: coordinate c of token t at c * chan + t.
-#include "softmax.h"
+#include "channels.h"
 #include "tiles.h"
 
 namespace {
 
 // What a part has seen of latents. The weighted coordinates stay L sums each until the end.
-//
-// Every coordinate of a block lies in a page of its own: a block is long, so that there is much to read in each.
 struct Latents {
-    static constexpr int M = 128;  // tokens of a block
-    template <int N_Q> static constexpr int AT_ONCE = N_Q > 2 ? L / 4 : L / 2;  // vectors, as registers allow
     int G, R_K, R_V;  // coordinates of a key and of a value
-    std::vector<float> p, wide;
+    int M;            // tokens of a block: long runs of each row, and logits that stay in a first-level cache
+    std::vector<float> p, wide, shrink;
 
-    Latents(int G, int R_K, int R_V) : G(G), R_K(R_K), R_V(R_V), p(G * M), wide(G * R_V * L) {}
-
-    template <int N_Q, class T> void score(const float* q, int D, const T* k, int64_t chan, float* out, bool more) {
-        constexpr int W = AT_ONCE<N_Q>;
-        for (int i = 0; i < M; i += W * L) {
-            vf acc[N_Q][W] = {};
-            for (int r = 0; r < R_K; r++) {
-                const T* x = k + r * chan + i;
-                if (more) prefetch_row(x + M, W * L);
-                for (int j = 0; j < W; j++) {
-                    vf y = load(x + j * L);
-                    for (int g = 0; g < N_Q; g++) acc[g][j] += y * q[g * D + r];
-                }
-            }
-            for (int g = 0; g < N_Q; g++)
-                for (int j = 0; j < W; j++) store(out + g * M + i + j * L, acc[g][j]);
-        }
-    }
-
-    template <int N_Q, class T> void weigh(const float* weight, const T* v, int64_t chan, float* to, bool more) {
-        constexpr int W = AT_ONCE<N_Q>;
-        for (int i = 0; i < M; i += W * L) {
-            vf w[N_Q][W];
-            for (int g = 0; g < N_Q; g++)
-                for (int j = 0; j < W; j++) w[g][j] = load(weight + g * M + i + j * L);
-            for (int r = 0; r < R_V; r++) {
-                const T* x = v + r * chan + i;
-                if (more) prefetch_row(x + M, W * L);
-                vf y[W];
-                for (int j = 0; j < W; j++) y[j] = load(x + j * L);
-                for (int g = 0; g < N_Q; g++) {
-                    vf two[2] = {load(to + (g * R_V + r) * L), {}};  // two sums: an addition waits for the one before
-                    for (int j = 0; j < W; j++) two[j % 2] += y[j] * w[g][j];
-                    store(to + (g * R_V + r) * L, two[0] + two[1]);
-                }
-            }
-        }
-    }
+    Latents(int G, int R_K, int R_V)
+        : G(G), R_K(R_K), R_V(R_V), M(std::max(128, std::min(1024, 4096 / G / WHOLE * WHOLE))), p(G * M), wide(G * R_V * L),
+          shrink(G) {}
 
     // tokens lo..hi of one head; q [G, D], of which R_K coordinates count
     template <class T> void see(const float* q, const T* k, const T* v, int64_t chan, int64_t lo, int64_t hi, Seen& seen) {
-        std::fill(wide.begin(), wide.end(), 0.0f);
-        for (int64_t first = lo; first < hi; first += M) {
-            if (first + M <= hi)
-                block(q, k + first, v + first, chan, M, first + 2 * M <= hi, seen);
-            else {  // behind the last token may be anything, and the end of the buffer
-                int n = (int)(hi - first);
-                std::vector<T> end((R_K + R_V) * M, T{});
-                for (int r = 0; r < R_K; r++) std::copy(k + r * chan + first, k + r * chan + hi, &end[r * M]);
-                for (int r = 0; r < R_V; r++) std::copy(v + r * chan + first, v + r * chan + hi, &end[(R_K + r) * M]);
-                block(q, end.data(), end.data() + R_K * M, M, n, false, seen);
-            }
+        int64_t whole = lo + std::max<int64_t>(0, hi - lo) / L * L;
+        for (int64_t first = lo; first < whole; first += M)
+            block(q, k + first, v + first, chan, (int)std::min<int64_t>(M, whole - first), seen);
+        if (whole < hi) {  // behind the last token may be anything, and the end of the buffer
+            int n = (int)(hi - whole);
+            std::vector<T> end((R_K + R_V) * L, T{});
+            for (int r = 0; r < R_K; r++) std::copy_n(k + r * chan + whole, n, &end[r * L]);
+            for (int r = 0; r < R_V; r++) std::copy_n(v + r * chan + whole, n, &end[(R_K + r) * L]);
+            block(q, end.data(), end.data() + R_K * L, L, n, seen);
         }
         for (int g = 0; g < G; g++)
             for (int r = 0; r < R_V; r++) seen.y[g * seen.D + r] = sum(load(&wide[(g * R_V + r) * L]));
     }
 
-    template <class T>
-    void block(const float* q, const T* k, const T* v, int64_t chan, int n, bool more, Seen& seen) {
-        by_heads(G, [&](auto m, int g) { score<m>(q + g * seen.D, seen.D, k, chan, &p[g * M], more && !g); });
-        for (int g = 0; g < G; g++) {
-            float shrink = seen.soften(g, &p[g * M], n, M);
-            if (shrink != 1)
-                for (int r = 0; r < R_V; r++) store(&wide[(g * R_V + r) * L], load(&wide[(g * R_V + r) * L]) * shrink);
-        }
-        by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * M], v, chan, &wide[g * R_V * L], more && !g); });
+    template <class T> void block(const float* q, const T* k, const T* v, int64_t chan, int n, Seen& seen) {
+        int width = (n + L - 1) / L * L;
+        std::vector<const T*> rows(std::max(R_K, R_V));
+        for (int r = 0; r < R_K; r++) rows[r] = k + r * chan;
+        by_heads(G, [&](auto m, int g) { score_rows<m>(q + g * seen.D, seen.D, rows.data(), R_K, &p[g * M], M, width); });
+        for (int g = 0; g < G; g++) shrink[g] = seen.soften(g, &p[g * M], n, width);
+        for (int r = 0; r < R_V; r++) rows[r] = v + r * chan;
+        by_heads(G, [&](auto m, int g) {
+            weigh_rows<m>(&p[g * M], M, rows.data(), R_V, &shrink[g], &wide[g * R_V * L], width);
+        });
     }
 };
 

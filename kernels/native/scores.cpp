@@ -1,5 +1,5 @@
 // Scores of tokens: by inner products, and by table look-up.
-#include "softmax.h"
+#include "channels.h"
 
 namespace {
 
@@ -89,6 +89,7 @@ void channel_scores(const float* q, const int64_t* channels, const T* keys, cons
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> sums(C * RUN);
+        std::vector<const T*> rows(R);
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < B * H * parts; item++) {
             int64_t group = item / parts, b = group / H, h = group % H;
@@ -96,19 +97,16 @@ void channel_scores(const float* q, const int64_t* channels, const T* keys, cons
             const T* from = keys + b * row + h * head;
             for (int64_t first = lo; first < hi; first += RUN) {
                 int64_t m = std::min(RUN, hi - first), whole = m / L * L;
-                std::fill(sums.begin(), sums.end(), 0.0f);
-                for (int64_t r = 0; r < R; r++) {
-                    const T* x = from + channels[group * R + r] * channel + first;
-                    for (int64_t t = 0; t < whole; t += L) {
-                        vf part = load(x + t);
-                        for (int64_t c = 0; c < C; c++) {
-                            float* to = &sums[c * RUN + t];
-                            store(to, load(to) + part * q[(group * C + c) * R + r]);
-                        }
+                for (int64_t r = 0; r < R; r++) rows[r] = from + channels[group * R + r] * channel + first;
+                by_heads((int)C, [&](auto m, int c) {
+                    score_rows<m>(q + (group * C + c) * R, (int)R, rows.data(), (int)R, &sums[c * RUN], (int)RUN, (int)whole);
+                });
+                for (int64_t t = whole; t < m; t++)
+                    for (int64_t c = 0; c < C; c++) {
+                        float score = 0;
+                        for (int64_t r = 0; r < R; r++) score += number(rows[r][t]) * q[(group * C + c) * R + r];
+                        sums[c * RUN + t] = score;
                     }
-                    for (int64_t t = whole; t < m; t++)
-                        for (int64_t c = 0; c < C; c++) sums[c * RUN + t] += number(x[t]) * q[(group * C + c) * R + r];
-                }
                 for (int64_t c = 0; c < C; c++)
                     std::copy_n(&sums[c * RUN], m, out + b * out_row + h * out_head + c * out_query + first);
             }

@@ -1,0 +1,67 @@
+// Sums over tokens that lie side by side, a row of memory for each channel. A few rows are read along at a time: all rows
+// of a few tokens would be as many short pieces, which the memory gives more slowly.
+#pragma once
+#include "softmax.h"
+
+namespace {
+
+constexpr int ALONG = 16;  // rows that are scored along
+
+// Adds to C scores, `apart` from query to query, of V vectors of tokens the products of q [C, q_head] with n rows; fetches
+// the n rows behind them.
+template <int C, int V, class T>
+void add_scores(const float* q, int q_head, const T* const* rows, int n, bool more, int t, float* to, int apart) {
+    vf acc[C][V];
+    for (int c = 0; c < C; c++)
+        for (int j = 0; j < V; j++) acc[c][j] = load(to + c * apart + t + j * L);
+    for (int r = 0; r < n; r++) {
+        if (more) prefetch_row(rows[r + n] + t, V * L);
+        for (int j = 0; j < V; j++) {
+            vf x = load(rows[r] + t + j * L);
+            for (int c = 0; c < C; c++) acc[c][j] += x * q[c * q_head + r];
+        }
+    }
+    for (int c = 0; c < C; c++)
+        for (int j = 0; j < V; j++) store(to + c * apart + t + j * L, acc[c][j]);
+}
+
+// Scores of n tokens, which are whole vectors: q [C, q_head], of which R count, times R rows.
+template <int C, class T>
+void score_rows(const float* q, int q_head, const T* const* rows, int R, float* to, int apart, int n) {
+    constexpr int V = C > 2 ? L / 4 : L / 2;  // as many sums as leave registers
+    for (int c = 0; c < C; c++) std::fill_n(to + c * apart, n, 0.0f);
+    for (int r = 0; r < R; r += ALONG) {
+        int some = std::min(ALONG, R - r), t = 0;
+        bool more = r + 2 * ALONG <= R;
+        for (; t + V * L <= n; t += V * L) add_scores<C, V>(q + r, q_head, rows + r, some, more, t, to, apart);
+        for (; t < n; t += L) add_scores<C, 1>(q + r, q_head, rows + r, some, more, t, to, apart);
+    }
+}
+
+// Multiplies sums [C, R, L] by shrink [C], and adds the products of C weights of n tokens, `apart`, with R rows. n is of
+// whole vectors.
+template <int C, class T>
+void weigh_rows(const float* weight, int apart, const T* const* rows, int R, const float* shrink, float* to, int n) {
+    constexpr int W = L / C;  // rows at a time, as many sums as leave registers
+    for (int r = 0; r < R; r += W) {
+        const T *x[W], *next[W];
+        for (int w = 0; w < W; w++)  // the last may be there again
+            x[w] = rows[std::min(r + w, R - 1)], next[w] = rows[std::min(r + w + 2 * W, R - 1)];
+        vf sum[C][W] = {};
+        for (int t = 0; t < n; t += L) {
+            if (t % (64 / (int)sizeof(T)) == 0)
+                for (int w = 0; w < W; w++) prefetch_row(next[w] + t, 1);
+            vf p[C];
+            for (int c = 0; c < C; c++) p[c] = load(weight + c * apart + t), keep(p[c]);
+            for (int w = 0; w < W; w++) {
+                vf part = load(x[w] + t);
+                for (int c = 0; c < C; c++) sum[c][w] += part * p[c];
+            }
+        }
+        for (int c = 0; c < C; c++)
+            for (int w = 0; w < W; w++)  // a bound that is no constant would keep the sums in memory
+                if (float* at = to + (c * R + r + w) * L; r + w < R) store(at, load(at) * shrink[c] + sum[c][w]);
+    }
+}
+
+}  // namespace
