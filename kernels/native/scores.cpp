@@ -1,5 +1,6 @@
 // Scores of tokens: by inner products, and by table look-up.
 #include "channels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -7,25 +8,96 @@ constexpr int64_t SCORED = 4096;  // tokens of a work item
 
 constexpr int ENTRIES = 16;  // of a table, one for each value of 4 bits
 
-struct Table {
-#if defined(__AVX512F__)
-    __m512 at;
-    Table(const float* p) : at(_mm512_loadu_ps(p)) {}
-    vf operator()(vu i) const { return (vf)_mm512_permutexvar_ps((__m512i)i, at); }  // of i % 16; i has other bits above
-#elif defined(__AVX2__)
-    __m256 low, high;
-    Table(const float* p) : low(_mm256_loadu_ps(p)), high(_mm256_loadu_ps(p + 8)) {}
-    vf operator()(vu i) const {
-        return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, (__m256i)i), _mm256_permutevar8x32_ps(high, (__m256i)i),
-                                    (__m256)(i << 28));
-    }
-#else
-    const float* at;
-    Table(const float* p) : at(p) {}
-    vf operator()(vu i) const { vf y; for (int j = 0; j < L; j++) y[j] = at[i[j] & 15]; return y; }
-#endif
-};
+// What each of a word's eight codes of 4 bits adds to a token's score, of LOOKED_UP * L tokens at once: tables are prepared
+// once, for all tokens of a work item.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int LOOKED_UP = 4;
 
+// Bytes 0 of all words, then bytes 1, 2 and 3: each half of y[i] has those of the same halves of x[0] to x[3].
+void bytes_apart(const __m256i* x, __m256i* y) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    __m256i a = _mm256_shuffle_epi8(x[0], order), b = _mm256_shuffle_epi8(x[1], order);
+    __m256i c = _mm256_shuffle_epi8(x[2], order), d = _mm256_shuffle_epi8(x[3], order);
+    __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+    y[0] = _mm256_unpacklo_epi64(ab, cd), y[1] = _mm256_unpackhi_epi64(ab, cd);
+    ab = _mm256_unpackhi_epi32(a, b), cd = _mm256_unpackhi_epi32(c, d);
+    y[2] = _mm256_unpacklo_epi64(ab, cd), y[3] = _mm256_unpackhi_epi64(ab, cd);
+}
+
+// One instruction looks up 32 bytes in 16, where 8 floats in 16 take two slow ones and a third: each byte of an entry is
+// looked up for itself.
+struct Tables {
+    Room<vi> bytes;
+    Tables(const float* entries, int64_t n) : bytes(4 * n) {
+        for (int64_t i = 0; i < n; i++, entries += ENTRIES) {
+            __m256i quarters[4];
+            for (int j = 0; j < 4; j++) quarters[j] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(entries + 4 * j)));
+            bytes_apart(quarters, (__m256i*)&bytes[4 * i]);
+        }
+    }
+
+    void add_entries(int64_t word, const uint32_t* words, vf* score) const {
+        __m256i x[4], codes[4];
+        for (int i = 0; i < 4; i++) x[i] = load_as<__m256i>(words + i * L);
+        bytes_apart(x, codes);
+        const __m256i low = _mm256_set1_epi8(15);
+        for (int c = 0; c < 8; c++) {
+            const __m256i* table = (const __m256i*)bytes.at + (word * 8 + c) * 4;
+            __m256i at = _mm256_and_si256(c % 2 ? _mm256_srli_epi16(codes[c / 2], 4) : codes[c / 2], low), byte[4];
+            for (int i = 0; i < 4; i++) byte[i] = _mm256_shuffle_epi8(table[i], at);
+            __m256i a = _mm256_unpacklo_epi8(byte[0], byte[1]), b = _mm256_unpacklo_epi8(byte[2], byte[3]);
+            score[0] += (vf)_mm256_unpacklo_epi16(a, b), score[1] += (vf)_mm256_unpackhi_epi16(a, b);
+            a = _mm256_unpackhi_epi8(byte[0], byte[1]), b = _mm256_unpackhi_epi8(byte[2], byte[3]);
+            score[2] += (vf)_mm256_unpacklo_epi16(a, b), score[3] += (vf)_mm256_unpackhi_epi16(a, b);
+        }
+    }
+};
+#else
+constexpr int LOOKED_UP = 2;
+
+struct Tables {
+    const float* entries;
+    Tables(const float* entries, int64_t) : entries(entries) {}
+
+    void add_entries(int64_t word, const uint32_t* words, vf* score) const {
+        vu one = load_as<vu>(words), two = load_as<vu>(words + L);
+        for (int c = 0; c < 8; c++) {
+            const float* table = entries + (word * 8 + c) * ENTRIES;
+#if defined(__AVX512F__)
+            __m512 at = _mm512_loadu_ps(table);  // of an index, the lowest 4 bits count
+            score[0] += (vf)_mm512_permutexvar_ps((__m512i)(one >> (4 * c)), at);
+            score[1] += (vf)_mm512_permutexvar_ps((__m512i)(two >> (4 * c)), at);
+#else
+            for (int j = 0; j < L; j++) score[0][j] += table[one[j] >> (4 * c) & 15], score[1][j] += table[two[j] >> (4 * c) & 15];
+#endif
+        }
+    }
+};
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+__m256i apart(const uint8_t* p, int behind) {  // 16 bytes, and 16 from `behind` on
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)),
+                                   _mm_loadu_si128((const __m128i*)(p + behind)), 1);
+}
+
+void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 2] words -> [2, L], `row` apart
+    __m256 x = (__m256)apart(from, 32), y = (__m256)apart(from + 16, 32);
+    _mm256_storeu_ps((float*)to, _mm256_shuffle_ps(x, y, 0x88));
+    _mm256_storeu_ps((float*)(to + row), _mm256_shuffle_ps(x, y, 0xdd));
+}
+
+void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] words -> [4, L]
+    __m256i x[4], low[2], high[2];
+    for (int i = 0; i < 4; i++) x[i] = apart(from + 16 * i, 64);  // a token, and the fourth behind it
+    for (int i = 0; i < 2; i++)  // words 0 and 1, or 2 and 3, of two tokens
+        low[i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]), high[i] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    _mm256_storeu_si256((__m256i*)to, _mm256_unpacklo_epi64(low[0], low[1]));
+    _mm256_storeu_si256((__m256i*)(to + row), _mm256_unpackhi_epi64(low[0], low[1]));
+    _mm256_storeu_si256((__m256i*)(to + 2 * row), _mm256_unpacklo_epi64(high[0], high[1]));
+    _mm256_storeu_si256((__m256i*)(to + 3 * row), _mm256_unpackhi_epi64(high[0], high[1]));
+}
+#else
 void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 2] words -> [2, L], `row` apart
     vu x = load_as<vu>(from), y = load_as<vu>(from + sizeof x);
     vu first = two_of(x, y, 2 * LANE), second = two_of(x, y, 2 * LANE + 1);
@@ -43,6 +115,26 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] wor
         vu first = two_of(y[i], y[i + 2], upper * L + rest), second = two_of(y[i], y[i + 2], upper * L + rest + HALF);
         std::memcpy(to + 2 * i * row, &first, sizeof first), std::memcpy(to + (2 * i + 1) * row, &second, sizeof second);
     }
+}
+#endif
+
+// The words of n tokens of W bytes each, the last filled up with zeros -> [words, n], `row` apart. Behind the n tokens
+// `behind` more may be read.
+void words_of(const uint8_t* from, int64_t W, int n, int64_t behind, uint32_t* to, int64_t row) {
+    int t = 0;
+    if (W == 4) return (void)std::memcpy(to, from, n * 4);
+    if (W == 16 || W == 8)  // 128 or 64 channels
+        for (; t + L <= n; t += L) (W == 16 ? transpose4 : transpose2)(from + t * W, to + t, row);
+    uint32_t last = W % 4 ? (1u << W % 4 * 8) - 1 : ~0u;
+    for (int i = t; i < n; i++)
+        for (int64_t w = 0; w * 4 < W; w++) {
+            const uint8_t* at = from + i * W + w * 4;
+            uint32_t word = 0;
+            // a copy of 4 bytes is one instruction: it may reach into the tokens that follow, if there are any
+            if (w * 4 + 4 <= W || i + 3 < n + behind) std::memcpy(&word, at, 4);
+            else std::memcpy(&word, at, W - w * 4);
+            to[w * row + i] = w * 4 + 4 < W ? word : word & last;
+        }
 }
 
 // Inner products of C queries q [B * H, C, R] of each head with rows of R numbers that are `slot` apart.
@@ -148,30 +240,15 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
             int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, T, pos ? pos[b] + 1 : T});
             const uint8_t* from = codes + b * code_row + h * code_head;
             const uint16_t* pairs = params ? params + b * param_row + h * param_head : nullptr;
-            const float* entries = table + group * words * 8 * ENTRIES;
+            const Tables tables(table + group * words * 8 * ENTRIES, words * 8);
             float* to = out + b * out_row + h * out_head;
             for (int64_t first = lo; first < hi; first += BATCH) {
                 int n = (int)std::min<int64_t>(BATCH, hi - first);
-                int t = 0;
-                if (W == 16 || W == 8)  // 128 or 64 channels
-                    for (; t + L <= n; t += L)
-                        (W == 16 ? transpose4 : transpose2)(from + (first + t) * W, &turned[t], BATCH);
-                for (; t < n; t++)
-                    for (int64_t w = 0; w < words; w++) {
-                        uint32_t word = 0;
-                        std::memcpy(&word, from + (first + t) * W + w * 4, std::min<int64_t>(4, W - w * 4));
-                        turned[w * BATCH + t] = word;
-                    }
-                for (int t = 0; t < n; t += 2 * L) {  // two vectors: a table is loaded once for them
-                    vf score[2] = {};
-                    for (int64_t w = 0; w < words; w++) {
-                        vu one = load_as<vu>(&turned[w * BATCH + t]), two = load_as<vu>(&turned[w * BATCH + t + L]);
-                        for (int c = 0; c < 8; c++) {
-                            const Table entry(entries + (w * 8 + c) * ENTRIES);
-                            score[0] += entry(one >> (4 * c)), score[1] += entry(two >> (4 * c));
-                        }
-                    }
-                    for (int i = 0; i < 2 && t + i * L < n; i++) {
+                words_of(from + first * W, W, n, hi - first - n, turned.data(), BATCH);
+                for (int t = 0; t < n; t += LOOKED_UP * L) {
+                    vf score[LOOKED_UP] = {};
+                    for (int64_t w = 0; w < words; w++) tables.add_entries(w, &turned[w * BATCH + t], score);
+                    for (int i = 0; i < LOOKED_UP && t + i * L < n; i++) {
                         int64_t at = first + t + i * L;
                         int some = std::min(L, n - t - i * L);
                         if (pairs) {  // fp16 scale, then zero

@@ -15,7 +15,7 @@ float of_key(int32_t key) {
     float x; std::memcpy(&x, &bits, 4); return x;
 }
 
-constexpr int64_t SAMPLE = 1024;
+constexpr int64_t SAMPLE = 512;
 constexpr int BINS = 512, SORTED = 128;
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
