@@ -9,9 +9,12 @@
 namespace {
 
 constexpr int PANEL = L;           // channels that are expanded at a time, of each half of a head
-constexpr int64_t SPAN = 512;     // tokens of a work item: each costs as much as many tokens do elsewhere
 constexpr int64_t COORDINATES = 32;  // whose multiple a row is filled up to with zeros
 constexpr int BLOCK = L == 16 ? 64 : 48;  // tokens: a basis comes out of the second-level cache once for them
+
+// Tokens of a work item, whole blocks, of n of a row: each costs as much as many tokens do elsewhere, and a few hundred,
+// which a list has, are work for several threads, too.
+int64_t span_of(int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(512, n / 8) / BLOCK) * BLOCK; }
 
 int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
 

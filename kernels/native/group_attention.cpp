@@ -46,7 +46,7 @@ void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, con
         ones[c] = sum(total);
     }
     float softness = LOG2_E / std::sqrt((float)D);
-    int64_t parts = (*std::max_element(pos, pos + B) + SPAN) / SPAN;
+    int64_t longest = *std::max_element(pos, pos + B) + 1, span = span_of(longest), parts = (longest + span - 1) / span;
     attention((const float*)nullptr, 0, 0, out, (int)B, (int)groups, (int)(s * G), (int)R, parts, threads,
         [&](int64_t item, int64_t part, const float*, Seen& seen) {
             int64_t b = item / groups, first_head = item % groups * s;
@@ -66,8 +66,8 @@ void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, con
                         store(at, load(at) * load(&scale[i]) + (load(&zero[i]) * one + plus));
                     }
             };
-            int64_t stop = std::min(pos[b] + 1, (part + 1) * SPAN);
-            for (int64_t first = part * SPAN; first < stop; first += BLOCK) {
+            int64_t stop = std::min(pos[b] + 1, (part + 1) * span);
+            for (int64_t first = part * span; first < stop; first += BLOCK) {
                 int n = keys.n = (int)std::min<int64_t>(BLOCK, stop - first);
                 for (int i = 0; i < n; i++) {
                     int64_t t = keys.at[i] = first + i;

@@ -98,7 +98,8 @@ void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, i
                     int64_t ring_slots, const Slots<T>& store, int64_t slots, const int64_t* pos, const int64_t* idx,
                     const int64_t* count, int64_t K, const float* cos, const float* sin, int64_t table_row, T* out,
                     int64_t B, int64_t H, int64_t G, int64_t D, int64_t threads) {
-    int64_t W = H * D, parts = (*std::max_element(count, count + B) + SPAN - 1) / SPAN;
+    int64_t W = H * D, longest = *std::max_element(count, count + B), span = span_of(longest);
+    int64_t parts = (longest + span - 1) / span;
     Basis<Unit> panels(basis, W, false, W, rank, threads);
     attention((const T*)nullptr, 0, 0, out, (int)B, 1, (int)(H * G), (int)D, 1 + parts, threads,
         [&](int64_t b, int64_t part, const float*, Seen& seen) {
@@ -111,8 +112,8 @@ void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, i
             const Next<T> nothing{};
             auto none = [](float*, int64_t) {};
             // the ring's slots have their places, a list its slots: the first token of the item, and the last
-            int64_t begin = part ? (part - 1) * SPAN : std::max<int64_t>(0, pos[b] + 1 - ring_slots);
-            int64_t end = part ? std::min(count[b], part * SPAN) : pos[b] + 1;
+            int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, pos[b] + 1 - ring_slots);
+            int64_t end = part ? std::min(count[b], part * span) : pos[b] + 1;
             int64_t slot[BLOCK];
             for (int64_t first = begin; first < end; first += BLOCK) {
                 keys.n = (int)std::min<int64_t>(BLOCK, end - first);
