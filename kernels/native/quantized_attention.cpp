@@ -4,41 +4,37 @@
 
 namespace {
 
-// Channels are unpacked in an order of their own, as many of 16 neighbouring bytes at once as a byte holds: the first
-// ones of the bytes, then the second ones, and so on. Queries are put in it once for 2048 tokens, outputs back.
+// Channels are unpacked in an order of their own, as many of L neighbouring bytes at once as a byte holds: the first ones
+// of the bytes, then the second ones, and so on. Queries are put in it once for 2048 tokens, outputs back.
 template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
-template <int BITS> constexpr int STEP = 16 * 8 / STORED<BITS>;   // channels of 16 bytes
+template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels of L bytes
 
-// Codes of 16 bytes of a row of D channels, from channel d on.
+// Codes of L bytes of a row of D channels, from channel d on.
 template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* out) {
     constexpr int B = STORED<BITS>;
-    constexpr int VECTORS = 16 / L;  // that hold a code of each byte
-    for (int i = 0; i < VECTORS; i++) {
-        vu w = bytes_at(row + d * B / 8 + i * L), third = {};
-        if constexpr (BITS == 3) {  // channel 4 j + r of 64 has its third bit at 4 j + r
-            const uint8_t* at = row + D / 4 + d / 8 + i * 4;
-            third = two_words(load_as<uint32_t>(at), L == 16 ? load_as<uint32_t>(at + 4) : 0) >> (vu)(LANE % 8 * 4);
-        }
-        for (int r = 0; r < STEP<BITS> / 16; r++) {
-            vf& to = out[r * VECTORS + i];
-            vu code = w >> (B * r);
-            if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
+    vu w = bytes_at(row + d * B / 8), third = {};
+    if constexpr (BITS == 3) {  // channel 4 j + r has its third bit at 4 j + r of the second plane
+        const uint8_t* at = row + D / 4 + d / 8;
+        third = two_words(load_as<uint32_t>(at), L == 16 ? load_as<uint32_t>(at + 4) : 0) >> (vu)(LANE % 8 * 4);
+    }
+    for (int r = 0; r < STEP<BITS> / L; r++) {
+        vu code = w >> (B * r);
+        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
 #if defined(__AVX512F__)
-            if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
-                constexpr int M = (1 << BITS) - 1;
-                const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
-                                      15 & M};
-                to = (vf)_mm512_permutexvar_ps((__m512i)code, table);
-                continue;
-            }
-#endif
-            if constexpr (BITS != 3) code &= (1u << B) - 1;
-            to = __builtin_convertvector((vi)code, vf);
+        if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
+            constexpr int M = (1 << BITS) - 1;
+            const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
+                                  15 & M};
+            out[r] = (vf)_mm512_permutexvar_ps((__m512i)code, table);
+            continue;
         }
+#endif
+        if constexpr (BITS != 3) code &= (1u << B) - 1;
+        out[r] = __builtin_convertvector((vi)code, vf);
     }
 }
 
-// Packed rows of D channels, one behind the other, as they are read: in order, or, where 16 bytes are no part of them, as
+// Packed rows of D channels, one behind the other, as they are read: in order, or, where L bytes are no part of them, as
 // they come.
 template <int BITS, bool IN_ORDER> struct Rows {
     static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, which divide D
@@ -69,14 +65,12 @@ template <int BITS, bool IN_ORDER> struct Rows {
             for (int c = 0; c < C; c += L) out[c / L] = codes_at<BITS>(row, D, d + c);
         if (!pairs) return;
         const float* pair = pairs + i * groups * 2;
-        vf scale[16 / L], zero[16 / L];
-        for (int i = 0; i < 16 / L; i++) {
-            scale[i] = all(pair[g.one]), zero[i] = all(pair[g.one + 1]);
-            if (C == 32 || g.one == g.two) continue;
-            const vi upper = LANE + i * L >= 8;  // channels of the last 8 of 16 bytes
-            scale[i] = upper ? all(pair[g.two]) : scale[i], zero[i] = upper ? all(pair[g.two + 1]) : zero[i];
+        vf scale = all(pair[g.one]), zero = all(pair[g.one + 1]);
+        if (C > 32 && g.one != g.two) {
+            const vi upper = LANE >= L / 2;  // channels of the last bytes
+            scale = upper ? all(pair[g.two]) : scale, zero = upper ? all(pair[g.two + 1]) : zero;
         }
-        for (int v = 0; v < V; v++) out[v] = out[v] * scale[v % (16 / L)] + zero[v % (16 / L)];
+        for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
     }
 
     template <int G> __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h
@@ -138,11 +132,11 @@ template <class T> struct Quantized {
           params(params ? params + head * slots * D / (channels ? N : group) * 2 : nullptr),
           whole((const T*)whole + head * held * D), bits(bits), group(group), sinks(sinks), ring(held - sinks), D(D) {
         per = bits == 16 ? 1 : 8 / (bits == 3 ? 2 : (int)bits);
-        if (D % (16 * per)) per = 1;
+        if (D % (L * per)) per = 1;
     }
 
     int64_t slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring; }
-    int at(int c) const { return c / (16 * per) * (16 * per) + c % per * 16 + c % (16 * per) / per; }  // of channel c
+    int at(int c) const { return c / (L * per) * (L * per) + c % per * L + c % (L * per) / per; }  // of channel c
 
     const uint16_t* params_of(int64_t t) const { return params + t * (D / group) * 2; }
 
