@@ -231,17 +231,18 @@ def line(row: Row) -> str:
         return f"{where}: {row['error']}"
     if "operator" not in row:
         return f"{where}: ran, {'finite' if row['finite'] else 'NOT finite'}"
-    parts = "".join(f" {s} {row[s]['ms']:.3f}" for s in STAGES if s in row)
-    dense = ""
+    figures = []
     if "dense" in row:
         d = row["dense"]
-        dense = (f"{row['times_dense']:.2f}x the best dense, spread {100 * row['times_dense_spread']:.0f} % "
-                 f"({d['name']}, {d['ms']:.3f} ms); ")  # fmt: skip
+        figures.append(f"{row['times_dense']:.2f}x the best dense, spread {100 * row['times_dense_spread']:.0f} % "
+                       f"({d['name']}, {d['ms']:.3f} ms)")  # fmt: skip
+    if any(s in row for s in STAGES):
+        figures.append(" ".join(f"{s} {row[s]['ms']:.3f}" for s in STAGES if s in row))
+    figures.append(f"{row['bytes_per_s'] / 1e9:.0f} GB/s, {100 * row['limit_share']:.0f} % of the byte limit")
     if "heads" in row:
         h = row["heads"]
         where += f" ({h['other']} of {h['of']} KV heads are another method's, mean {h['mean']:.2f})"
-    return (f"{where}: {row['operator']['ms']:.3f} ms ({dense}{parts.strip()};"
-            f" {row['bytes_per_s'] / 1e9:.0f} GB/s, {100 * row['limit_share']:.0f} % of the byte limit)")  # fmt: skip
+    return f"{where}: {row['operator']['ms']:.3f} ms ({'; '.join(figures)})"
 
 
 def parse_args() -> argparse.Namespace:
