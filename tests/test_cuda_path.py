@@ -79,6 +79,8 @@ STEP = (
         "razor-none": RAZOR,
         "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
         "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
+        "palu-30": {"half_params", "group_attention"},  # 3 bits
+        "palu-50": {"half_params", "group_attention"},
         "sals,budget=1.0": {"append_token", "latent_attention"},
         "sals,budget=p0.9": {"append_token", "latent_score", "top_p_count", "budget_select", "latent_attention"},
         "quest,budget=p0.9": {"page_score", "top_p_count", "budget_select", "gather_attention"},
@@ -247,7 +249,7 @@ def ids(x):
 
 PAIRS = [*((s, torch.bfloat16) for s in SETTINGS), *((m, torch.float32) for m in METHODS)]
 # in every run a method of each kind, and settings that take what operators are left
-OFTEN = [(s, torch.bfloat16) for s in (*KINDS, "sparq", "quest,budget=p0.9")]
+OFTEN = [(s, torch.bfloat16) for s in (*KINDS, "sparq", "quest,budget=p0.9", "palu-50")]
 
 
 def test_every_operator_is_taken_in_every_run():
