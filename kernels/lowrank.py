@@ -206,10 +206,12 @@ def _attend(
         step = tl.cdiv(tl.cdiv(F, S - S_LAT), BLOCK_N) * BLOCK_N
         lo = (split - S_LAT) * step
         hi = tl.minimum(F, lo + step)
-        for first in range(lo, hi, BLOCK_N):
+        k_full += group * F * D
+        v_full += group * F * D
+        for first in tl.range(lo, hi, BLOCK_N, disable_licm=True):  # as above
             slot = first + n
             held = tl.load(filled + b * F + slot, mask=slot < hi, other=0) != 0
-            at, real = (group * F + slot[:, None]) * D + d, held[:, None] & (d < D)
+            at, real = slot[:, None] * D + d, held[:, None] & (d < D)
             keys, values = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
             top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, held, values, top, total, y)
         _store(part_full, lse, top, total, y, head, split - S_LAT, S - S_LAT, S_LAT, S, g, d, G, D)

@@ -38,6 +38,7 @@ KEYS = 16  # keys a thread of such a program
 ALONE = 16384  # slots of a row that one program reads, by tiles
 CHUNK = 8192  # about as many slots has each of the chunks of a longer row
 TILE, WARPS = 1024, 8  # keys at a time: four a thread, 16 bytes
+ALONE_REGISTERS = 80  # a thread; by itself the assembler takes 64 on cc 89 and spills, for more programs than are there
 WORDS = 256  # of 32 flags, written at a time: one a thread
 SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
 SLACK = 16  # keys of the sample that the floor may lie lower
@@ -360,7 +361,7 @@ def select(
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, *strides, H, T, width, k, sinks, recent, size,
-            **reading | taking, num_warps=WARPS,
+            **reading | taking, num_warps=WARPS, maxnreg=ALONE_REGISTERS,
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)

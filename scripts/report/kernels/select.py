@@ -4,6 +4,7 @@ from typing import Any
 
 from kernels.select import (
     ALONE,
+    ALONE_REGISTERS,
     CHUNK,
     ROW,
     SLACK,
@@ -53,7 +54,8 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
             signature = types | where | dict.fromkeys((*sizes, *absent), "constexpr")
             signature = {a: signature[a] for a in fn.arg_names}
             warps = dict(num_warps=_warps(sizes["ROW"]) if fn is _select_row else WARPS)
-            out.append((name + by, fn, signature, sizes | absent, options | warps))
+            limit = dict(maxnreg=ALONE_REGISTERS) if fn is _select_alone else {}
+            out.append((name + by, fn, signature, sizes | absent, options | warps | limit))
     return out
 
 
