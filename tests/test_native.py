@@ -324,7 +324,7 @@ def gather_is_float64(seed, B, H, g, D, T, dtype, size, spare, K, counts, one_li
     q = rand(gen, B, H * g, D, dtype=dtype) * size
     k, v = rand(gen, B + spare, H, T, D, dtype=dtype), rand(gen, B + spare, H, T, D, dtype=dtype)
     idx = torch.rand(B, 1 if one_list else H, T, generator=gen).argsort(-1)
-    idx = torch.cat((idx, idx[..., :3]), 2)[..., :K]  # a view of wider rows; slots may repeat
+    idx = idx.repeat(1, 1, 4)[..., :K]  # a view of wider rows; slots may repeat
     count = torch.tensor(counts[: B * H]).view(B, H)[:, : 1 if one_count else H]
     lists, numbers = idx.expand(B, H, K), count.expand(B, H).clamp(max=K)
     listed = torch.zeros(B + spare, H, T, dtype=torch.bool)
