@@ -13,6 +13,7 @@ the packed operators that it has for CPUs, which take bf16 rows: `_weight_int8pa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ def products(n: int, out: int, rows: list[int]) -> tuple[dict[tuple[str, int], P
     for m in rows:
         for name, (call, size) in calls.items():
             given = x[m] if name in OURS or name == "torch fp32" else bf16[m]
-            made[name, m] = (lambda call=call, given=given: call(given)), size
+            made[name, m] = functools.partial(call, given), size
     return made, failed
 
 
