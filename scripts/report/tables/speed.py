@@ -39,10 +39,10 @@ def cell(r: dict[str, Any]) -> str:
     return text
 
 
-def linear() -> str:
-    """results/linear_cpu.json: milliseconds of each product by rows of x, and the share of the bandwidth it reaches."""
+def linear(folder: str = "") -> str:
+    """linear_cpu.json: milliseconds of each product by rows of x, and the share of the bandwidth it reaches."""
     out = []
-    for file, data in files("linear_cpu.json"):
+    for file, data in files(f"{folder}linear_cpu.json"):
         rows = sorted({r["M"] for r in data["rows"]})
         for model in dict.fromkeys(r["model"] for r in data["rows"]):
             mine = [r for r in data["rows"] if r["model"] == model]
