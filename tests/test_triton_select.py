@@ -275,11 +275,12 @@ def test_operators_are_registered_right():
 
 @pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
 def test_compiles_for_an_h100_without_spills():
-    some = ("--cc", "90", "--models", "llama-3.1-8b", "--files", "select", "--only", "^select of 16K$|^take of 128K$")
-    rows = compiled(*some)
-    assert len(rows) == 2
-    for r in rows:
-        assert r["spills"] == 0 and "16" in r["loads"], r
+    names = ["select of 16K", "list of 32K", "take of 128K"]
+    only = "|".join(f"^{name}$" for name in names)
+    rows = compiled("--cc", "90", "--models", "llama-3.1-8b", "--files", "select", "--only", only)
+    assert [r["kernel"] for r in rows] == names and not any(r["spills"] for r in rows)
+    for r in rows[:2]:  # the last reads what is listed, slot by slot
+        assert "16" in r["loads"], r
 
 
 @pytest.mark.slow
