@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def _rounded():
     """Triton's interpreter cuts numbers off to bf16, which loses up to twice as much as rounding, and always downwards:
     here it rounds to the nearest, as a GPU does."""
