@@ -24,6 +24,7 @@ from cache.spec import build_cache
 from errors import InputError
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
+from kernels.native import in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
 from weights import DENSE, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
@@ -413,6 +414,8 @@ def empty_transformer(
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
                    "more memory")  # fmt: skip
     model.to_empty(device=device)
+    for t in (*model.parameters(), *model.buffers()):
+        in_huge_pages(t.data)
     if args.tie_embeddings and not how:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     return model

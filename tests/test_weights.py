@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +92,27 @@ def test_products_are_float64s(backend, data):
         group, symmetric = n if bits == 16 else d(group, n), bits == 8 or d(True, False)
         seed, bias = data.draw(st.integers(0, 99)), d(True, False)
         check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([32, 16, 8, 4]), st.integers(1, 9), st.integers(1, 300), st.sampled_from([2, 3, 7, 40]))
+def test_threads_share_a_product(bits, rows, out, threads):
+    """What one takes from another's share is there once: the bits of one thread, however many rows each has."""
+    gen = torch.Generator().manual_seed(out)
+    layer = Linear(64, out, bias=False) if bits == 32 else PackedLinear(64, out, False, bits, 32)
+    layer.weight.data.normal_(generator=gen) if bits == 32 else layer.put(0, torch.randn(out, 64, generator=gen))
+    x, before = torch.randn(rows, 64, generator=gen), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            want = layer(x)
+            torch.set_num_threads(threads)
+            for _ in range(20):
+                del_me = torch.full_like(want, torch.nan)  # what was not written is not what an earlier call left there
+                del del_me
+                assert torch.equal(layer(x), want)
+    finally:
+        torch.set_num_threads(before)
 
 
 @settings(max_examples=30, deadline=None)
@@ -214,6 +237,31 @@ def pair(kind, head=None, dtype=torch.float32, seed=0, **more):
         theirs[name].put(to.read().float())
         assert to.shape == theirs[name].shape, name
     return packed.eval(), dense.eval()
+
+
+def advised(x):
+    """Whether the kernel was asked for huge pages where x lies."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, stop = (int(n, 16) for n in place.groups())
+            here = start <= x.data_ptr() + x.nbytes // 2 < stop
+        elif here and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("the tensor lies nowhere")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@pytest.mark.parametrize("kind", ["fp32", *KINDS])
+def test_weights_and_caches_lie_in_huge_pages(kind):
+    """A model is made without memory first: what is asked of the tensors of then is lost."""
+    model = random_transformer(
+        ModelArgs(**ARGS | dict(dim=1024, ffn_dim=2048)), "cpu", torch.float32, how=WeightFormat.parse(kind)
+    )
+    model.setup_cache("full", 32, 256)
+    weights = [t for t in (*model.parameters(), *model.buffers()) if t.nbytes >= 1 << 20]
+    caches = [t for method in model.cache for t in method.buffers() if t.nbytes >= 1 << 20]
+    assert len(weights) >= 4 and len(caches) >= 4 and all(advised(t) for t in weights + caches)
 
 
 SHAPES = [dict(), dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)]

@@ -1,12 +1,14 @@
 // y = x W^T for few rows of x and W as it is, fp32 or bf16 [out][in].
 #include <algorithm>
 #include <vector>
+#include "shares.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int SHORT = 4096;  // bytes of a row, a page, below which the processor fetches too little ahead by itself
 constexpr int TILE_ROWS = 4;  // of W, for as many of x as make L sums, which are added up together
+constexpr int PIECE_ROWS = 4 * TILE_ROWS;  // that a thread takes at a time
 
 // R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
 template <int M, int R, class T>
@@ -37,8 +39,8 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
         rows = wide.data();
     }
     const bool few_bytes = in * (int64_t)sizeof(T) <= SHORT;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t o = 0; o < out; o += TILE_ROWS) {
+    Shares shares((out + PIECE_ROWS - 1) / PIECE_ROWS, threads);
+    const auto tile = [&](int64_t o) {
         const int R = std::min<int64_t>(TILE_ROWS, out - o);
         for (int64_t m = 0; m < M;) {
             const float* at = rows + m * in;
@@ -59,7 +61,13 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
                 std::copy(last, last + R, y + m * out + o);
             }
         }
-    }
+    };
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int t = 0; t < threads; t++)
+        shares.work(t, [&](int64_t piece) {
+            const int64_t first = piece * PIECE_ROWS, last = std::min(first + PIECE_ROWS, out);
+            for (int64_t o = first; o < last; o += TILE_ROWS) tile(o);
+        });
 }
 
 }  // namespace

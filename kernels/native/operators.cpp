@@ -33,8 +33,14 @@ int64_t is_bf16(std::initializer_list<const Tensor*> some) {
     return type == ScalarType::BFloat16;
 }
 
+// Not by the dispatcher, which takes longer than to allocate
 Tensor like(const Tensor& q, std::initializer_list<int64_t> size, std::optional<ScalarType> type = {}) {
-    return torch::stable::new_empty(q, size, type);
+    std::vector<int64_t> strides(size.size(), 1);
+    for (size_t i = size.size(); --i > 0;) strides[i - 1] = strides[i] * size.begin()[i];
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+        size.size(), size.begin(), strides.data(), (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor(made);
 }
 
 int64_t threads() { return torch::stable::get_num_threads(); }
