@@ -414,10 +414,10 @@ def empty_transformer(
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
                    "more memory")  # fmt: skip
     model.to_empty(device=device)
-    for t in (*model.parameters(), *model.buffers()):
-        in_huge_pages(t.data)
     if args.tie_embeddings and not how:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
+    for t in (*model.parameters(), *model.buffers()):
+        in_huge_pages(t.data)
     return model
 
 

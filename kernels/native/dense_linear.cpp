@@ -62,12 +62,11 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
             }
         }
     };
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-    for (int t = 0; t < threads; t++)
-        shares.work(t, [&](int64_t piece) {
-            const int64_t first = piece * PIECE_ROWS, last = std::min(first + PIECE_ROWS, out);
-            for (int64_t o = first; o < last; o += TILE_ROWS) tile(o);
-        });
+#pragma omp parallel num_threads(threads)
+    shares.each([&](int64_t piece) {
+        const int64_t first = piece * PIECE_ROWS, last = std::min(first + PIECE_ROWS, out);
+        for (int64_t o = first; o < last; o += TILE_ROWS) tile(o);
+    });
 }
 
 }  // namespace

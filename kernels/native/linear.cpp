@@ -286,17 +286,15 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < M * rows.spans; i++) rows.take<BITS>(x, i / rows.spans, i % rows.spans);
-#pragma omp for schedule(static, 1)
-        for (int t = 0; t < threads; t++)
-            shares.work(t, [&](int64_t b) {
-                by_rows(M, [&](auto count, int64_t first) {
-                    vf part[count][VECTORS];
-                    if (rows.span % (4 * UNIT)) few_by_integers<BITS, count, 2>(w, b, rows, first, part);
-                    else few_by_integers<BITS, count, 4>(w, b, rows, first, part);
-                    for (int k = 0; k < count; k++)
-                        for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
-                });
+        shares.each([&](int64_t b) {
+            by_rows(M, [&](auto count, int64_t first) {
+                vf part[count][VECTORS];
+                if (rows.span % (4 * UNIT)) few_by_integers<BITS, count, 2>(w, b, rows, first, part);
+                else few_by_integers<BITS, count, 4>(w, b, rows, first, part);
+                for (int k = 0; k < count; k++)
+                    for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
             });
+        });
     }
 }
 #endif
@@ -324,19 +322,17 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> unpacked(M > FEW ? w.in * SIDE : 0);
-#pragma omp for schedule(static, 1)
-        for (int t = 0; t < threads; t++)
-            shares.work(t, [&](int64_t b) {
-                if (M > FEW) unpack_chunk<BITS>(w, b, 0, w.in, unpacked.data());
-                by_rows(M, [&](auto count, int64_t first) {
-                    vf part[count][VECTORS];
-                    const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
-                    if (M > FEW) many<count>(unpacked.data(), w.in, at, part);
-                    else if constexpr (count <= FEW) few<BITS, count>(w, b, at, total, part);
-                    for (int k = 0; k < count; k++)
-                        for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
-                });
+        shares.each([&](int64_t b) {
+            if (M > FEW) unpack_chunk<BITS>(w, b, 0, w.in, unpacked.data());
+            by_rows(M, [&](auto count, int64_t first) {
+                vf part[count][VECTORS];
+                const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
+                if (M > FEW) many<count>(unpacked.data(), w.in, at, part);
+                else if constexpr (count <= FEW) few<BITS, count>(w, b, at, total, part);
+                for (int k = 0; k < count; k++)
+                    for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
             });
+        });
     }
 }
 

@@ -30,10 +30,12 @@ class Shares {
             stretches[t].left.store((uint64_t)(n * (t + 1) / threads) << 32 | (uint64_t)(n * t / threads));
     }
 
-    template <class F> void work(int t, F&& f) {  // f(piece); to be called once for every thread
+    template <class F> void each(F&& f) {  // f(piece), by a team: all its threads are to come here
         const int threads = stretches.size();
-        for (int k = 0; k < threads; k++)
-            for (int64_t piece; take(stretches[(t + k) % threads].left, k > 0, piece);) f(piece);
+#pragma omp for schedule(static, 1)
+        for (int t = 0; t < threads; t++)
+            for (int k = 0; k < threads; k++)
+                for (int64_t piece; take(stretches[(t + k) % threads].left, k > 0, piece);) f(piece);
     }
 };
 
