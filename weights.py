@@ -26,9 +26,11 @@ from kernels.linear import (
     dequantize,
     interleave,
     pack_bits,
+    pack_zeros,
     packed_linear,
     separate,
     unpack_bits,
+    unpack_zeros,
 )
 from kernels.native import in_huge_pages
 
@@ -126,7 +128,7 @@ class PackedLinear(nn.Module):
         if bits < 16:
             buffer("scale", (blocks, n // group, ROWS), torch.float16)
         if bits == 4:
-            buffer("zero", (blocks, n // group, ROWS), torch.uint8)
+            buffer("zero", (blocks, n // group, ROWS // 2), torch.uint8)
         if bias:
             buffer("bias", (blocks * ROWS,), torch.float32)
 
@@ -150,23 +152,29 @@ class PackedLinear(nn.Module):
             for i, part in enumerate(value.split(PART)):
                 self.put(first + i * PART, part)
             return
-        params: list[tuple[Tensor | None, Tensor | None]] = []
+        scale, zero = None, None
         if self.bits == 16:
             assert isinstance(value, Tensor)
             codes = value.to(torch.bfloat16)
         else:
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
-            zero = torch.full_like(c.scale, 8, dtype=torch.uint8) if c.zero is None and self.bits == 4 else c.zero
-            codes, params = c.codes, [(self.scale, c.scale), (self.zero, zero)]
+            codes, scale, zero = c.codes, c.scale, c.zero
+            if self.bits == 4 and zero is None:
+                zero = torch.full_like(scale, 8, dtype=torch.uint8)
         out = len(codes)
         if first % ROWS or (out % ROWS and first + out != self.out_features):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
         at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
         self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
-        for buffer, t in params:
-            if buffer is not None and t is not None:
-                buffer[at] = F.pad(t.to(buffer.dtype), (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
+
+        def by_groups(t: Tensor) -> Tensor:  # [rows, groups] -> [blocks, groups, 16]
+            return F.pad(t, (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
+
+        if self.scale is not None and scale is not None:
+            self.scale[at] = by_groups(scale.half())
+        if self.zero is not None and zero is not None:
+            self.zero[at] = pack_zeros(by_groups(zero))
 
     def dense(self, first: int, n: int) -> Tensor:
         """The same in fp32 or bf16."""
@@ -186,7 +194,7 @@ class PackedLinear(nn.Module):
         if self.scale is not None:
             self.scale.fill_(std / (4.61 if self.bits == 4 else 74.0))  # of codes that are spread evenly
         if self.zero is not None:
-            self.zero.fill_(8)
+            self.zero.fill_(8 | 8 << 4)
         if self.bias is not None:
             self.bias.zero_()
 
@@ -200,10 +208,8 @@ class PackedLinear(nn.Module):
         codes = unpack_bits(separate(self.packed[at]), self.bits)[take]
         if self.scale is None:
             return codes
-        scale, zero = (
-            None if t is None else t[at].transpose(1, 2).flatten(0, 1)[take] for t in (self.scale, self.zero)
-        )
-        return Codes(codes, scale, zero, self.bits)  # type: ignore[arg-type]
+        zero = None if self.zero is None else unpack_zeros(self.zero[at]).transpose(1, 2).flatten(0, 1)[take]
+        return Codes(codes, self.scale[at].transpose(1, 2).flatten(0, 1)[take], zero, self.bits)
 
 
 class PackedEmbedding(nn.Module):
@@ -218,7 +224,8 @@ class PackedEmbedding(nn.Module):
         w: PackedLinear = self.weight_of  # type: ignore[assignment]
         at, row = tokens.flatten() // ROWS, tokens.flatten() % ROWS
         codes = unpack_bits(w.packed[at, :, row].flatten(1), w.bits)  # [N, dim]
-        scale, zero = (None if t is None else t[at, :, row] for t in (w.scale, w.zero))
+        scale = None if w.scale is None else w.scale[at, :, row]
+        zero = None if w.zero is None else w.zero[at, :, row % 8] >> (row // 8 * 4)[:, None] & 15
         return dequantize(codes, scale, zero, w.bits).to(self.dtype).unflatten(0, tokens.shape)
 
 

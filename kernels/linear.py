@@ -45,6 +45,16 @@ def unpack_bits(data: Tensor, bits: int) -> Tensor:
     return data.contiguous().view(torch.int8 if bits == 8 else torch.bfloat16)
 
 
+def pack_zeros(zero: Tensor) -> Tensor:
+    """Zeros uint8 [..., 16] of 4-bit codes -> [..., 8]: a byte has those of two rows 8 apart, of the first one lowest."""
+    return zero[..., :8] | (zero[..., 8:] << 4)
+
+
+def unpack_zeros(data: Tensor) -> Tensor:
+    """The inverse of `pack_zeros`."""
+    return torch.cat((data & 15, data >> 4), -1)
+
+
 def interleave(data: Tensor) -> Tensor:
     """Rows uint8 [out, n], out a multiple of 16 -> [out / 16, n / 4, 16, 4]."""
     return data.view(-1, ROWS, data.shape[1] // WORD, WORD).transpose(1, 2).contiguous()
@@ -89,7 +99,8 @@ def packed_linear(
     """x [..., in] fp32 or bf16 -> [..., out] in its dtype; sums in fp32.
 
     packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`), scale fp16 [out / 16, groups, 16] or None in bf16,
-    zero uint8 of that shape or None, bias fp32 [out]. A group has a multiple of 16 inputs.
+    zero, of 4-bit codes, uint8 [out / 16, groups, 8] (`pack_zeros`) or None, bias fp32 [out]. A group has a
+    multiple of 16 inputs.
     """
     rows = x.flatten(0, -2)
     kernel = use_triton(x) or use_native(x, x.shape[-1])
@@ -104,6 +115,7 @@ def _in_torch(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     codes = unpack_bits(separate(packed), bits)
+    zero = None if zero is None else unpack_zeros(zero)
     scale, zero = (None if t is None else separate(t[..., None]) for t in (scale, zero))
     weight = dequantize(codes, scale, zero, bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -142,7 +154,7 @@ def _packed_linear(
     block = block.to(tl.int64)
     lane, c, j, k = tl.arange(0, 16), tl.arange(0, K // PER), tl.arange(0, PER), tl.arange(0, K)
     word = packed + block[:, None, None] * (IN // PER * 16) + c[None, :, None] * 16 + lane
-    group = block[:, None, None] * (IN // G * 16) + lane
+    group = block[:, None, None] * (IN // G)
     m = tl.arange(0, 16)
     alone = tl.zeros([R, 16], tl.float32)
     together = tl.zeros([16, R * 16], tl.float32)
@@ -155,11 +167,14 @@ def _packed_linear(
             q = ((w & 15) if BITS == 4 else (w << 24) >> 24).to(tl.float32)
         q = tl.reshape(q, [R, K, 16])
         if BITS != 16:
-            at = group + ((first + tl.arange(0, K // GT) * GT) // G * 16)[None, :, None]
-            s = tl.load(scale + at, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
+            at = group + ((first + tl.arange(0, K // GT) * GT) // G)[None, :, None]
+            s = tl.load(scale + at * 16 + lane, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
             q = tl.reshape(q, [R, K // GT, GT, 16])
             if zero is not None:
-                q = q - tl.load(zero + at, mask=there[:, None, None], other=0).to(tl.float32)[:, :, None, :]
+                z = tl.load(zero + at * 8 + lane % 8, mask=there[:, None, None], other=0).to(tl.int32) >> (
+                    lane // 8 * 4
+                )
+                q = q - (z & 15).to(tl.float32)[:, :, None, :]
             elif BITS == 4:
                 q = q - 8.0
             q = tl.reshape(q * s, [R, K, 16])

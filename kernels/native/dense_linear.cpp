@@ -39,7 +39,7 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
         rows = wide.data();
     }
     const bool few_bytes = in * (int64_t)sizeof(T) <= SHORT;
-    Shares shares((out + PIECE_ROWS - 1) / PIECE_ROWS, threads);
+    Shares shares((out + PIECE_ROWS - 1) / PIECE_ROWS, threads, 1);  // a tile reads at several places itself
     const auto tile = [&](int64_t o) {
         const int R = std::min<int64_t>(TILE_ROWS, out - o);
         for (int64_t m = 0; m < M;) {
@@ -63,8 +63,8 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
         }
     };
 #pragma omp parallel num_threads(threads)
-    shares.each([&](int64_t piece) {
-        const int64_t first = piece * PIECE_ROWS, last = std::min(first + PIECE_ROWS, out);
+    shares.each([&](const int64_t* piece, int64_t) {
+        const int64_t first = *piece * PIECE_ROWS, last = std::min(first + PIECE_ROWS, out);
         for (int64_t o = first; o < last; o += TILE_ROWS) tile(o);
     });
 }

@@ -6,49 +6,52 @@
 
 namespace {
 
+constexpr int64_t SPAN = 64;  // inputs in bf16 that are multiplied before those of another block
 constexpr int FEW = 4;  // rows of x that are multiplied while W is unpacked; more of them share what was unpacked
 
 // A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon. bf16 on an
 // AMD EPYC without AVX-512: 10 % more with a quarter of that
 template <int BITS> void fetch_ahead(const uint8_t* p) {
-    constexpr int AHEAD = L == 8 && BITS == 16 ? 1024 : 4096;
+    constexpr int AHEAD = L == 8 ? 1024 : 4096;
     for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + AHEAD + i);
 }
 
-// one block of 16 rows times M rows of x [M][in] -> y[M]; sums [M][groups] of x, if there are zeros
-template <int BITS, int M> void few(const Weight& w, int64_t block, const float* x, const float* sums, vf (*y)[VECTORS]) {
-    const int64_t groups = w.in / w.group;
-    const uint8_t* p = w.codes + block * w.in * BITS * 2;
+typedef const int64_t* Blocks;  // some blocks of 16 rows of W, of which a span of inputs is multiplied in turns
+
+// `count` blocks times M rows of x [M][in] -> y[count][M]; sums [M][groups] of x, if there are zeros
+template <int BITS, int M>
+void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const float* sums, vf (*y)[M][VECTORS]) {
+    const int64_t groups = w.in / w.group, span = BITS == 16 ? SPAN : w.group;
     const vf table = table_of<BITS>(w);
     constexpr int A = L == 16 && M < 3 ? 4 / M : M < 2 ? 2 : 1;  // sums of one row in turns: an addition waits for the one before
-    for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
-    for (int64_t g = 0; g < groups; g++) {
-        vf part[M][VECTORS][A];
-        for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) for (int a = 0; a < A; a++) part[m][v][a] = vf{};
-        for (int64_t i = g * w.group; i < (g + 1) * w.group; i += UNIT, p += BITS * 16) {
-            fetch_ahead<BITS>(p);
-            for (int v = 0; v < VECTORS; v++) {
-                vf q[UNIT];
-                Unit<BITS>::read(p + v * L * 4, table, q);
-                for (int j = 0; j < UNIT; j++)
-                    for (int m = 0; m < M; m++) part[m][v][j % A] += q[j] * x[m * w.in + i + j];
-            }
-        }
-        for (int v = 0; v < VECTORS; v++) {
-            for (int m = 0; m < M; m++) for (int a = 1; a < A; a++) part[m][v][0] += part[m][v][a];
-            if constexpr (BITS == 16) {
-                for (int m = 0; m < M; m++) y[m][v] += part[m][v][0];
-            } else {
-                const int64_t at = (block * groups + g) * SIDE + v * L;
-                vf scale = halves(w.scale + at);
-                if (w.zero) {
-                    vf zero = codes_of<8>(w.zero + at);
-                    for (int m = 0; m < M; m++) part[m][v][0] -= zero * sums[m * groups + g];
+    for (int64_t from = 0, g = 0; from < w.in; from += span, g++)
+        for (int64_t k = 0; k < count; k++) {
+            const uint8_t* p = w.codes + (blocks[k] * w.in + from) * BITS * 2;
+            vf part[M][VECTORS][A];
+            for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) for (int a = 0; a < A; a++) part[m][v][a] = vf{};
+            for (int64_t i = from; i < std::min(from + span, w.in); i += UNIT, p += BITS * 16) {
+                fetch_ahead<BITS>(p);
+                for (int v = 0; v < VECTORS; v++) {
+                    vf q[UNIT];
+                    Unit<BITS>::read(p + v * L * 4, table, q);
+                    for (int j = 0; j < UNIT; j++)
+                        for (int m = 0; m < M; m++) part[m][v][j % A] += q[j] * x[m * w.in + i + j];
                 }
-                for (int m = 0; m < M; m++) y[m][v] += part[m][v][0] * scale;
+            }
+            for (int v = 0; v < VECTORS; v++) {
+                for (int m = 0; m < M; m++) for (int a = 1; a < A; a++) part[m][v][0] += part[m][v][a];
+                if constexpr (BITS != 16) {
+                    const int64_t row = (blocks[k] * groups + g) * SIDE;
+                    const vf scale = halves(w.scale + row + v * L);
+                    if (w.zero) {
+                        const vf zero = __builtin_convertvector(zeros_at(w.zero + row / 2, v), vf);
+                        for (int m = 0; m < M; m++) part[m][v][0] -= zero * sums[m * groups + g];
+                    }
+                    for (int m = 0; m < M; m++) part[m][v][0] *= scale;
+                }
+                for (int m = 0; m < M; m++) y[k][m][v] = from ? y[k][m][v] + part[m][v][0] : part[m][v][0];
             }
         }
-    }
 }
 
 template <int M> void many(const float* unpacked, int64_t in, const float* x, vf (*y)[VECTORS]) {
@@ -60,9 +63,8 @@ template <int M> void many(const float* unpacked, int64_t in, const float* x, vf
         }
 }
 
-// M rows of x are taken 8 at a time, or 4 where registers hold half as much, the last ones by halves of that
-constexpr int MOST = L / 2;
-struct Together {
+// M rows of x are taken MOST at a time, as registers allow, the last ones by halves of that
+template <int MOST> struct Together {
     int64_t first, count;
     Together(int64_t row, int64_t M) : first(row - row % MOST), count(MOST) {  // those of which `row` is one
         if (first + MOST <= M) return;
@@ -70,14 +72,22 @@ struct Together {
     }
 };
 
-template <class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the count a constant
+template <int MOST, class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the count a constant
     for (int64_t m = 0, count; m < M; m += count) {
-        count = Together(m, M).count;
-        if (MOST == 8 && count == 8) f(std::integral_constant<int, MOST>{}, m);
-        else if (count == 4) f(std::integral_constant<int, 4>{}, m);
-        else if (count == 2) f(std::integral_constant<int, 2>{}, m);
+        count = Together<MOST>(m, M).count;
+        if constexpr (MOST == 8) if (count == 8) { f(std::integral_constant<int, 8>{}, m); continue; }
+        if constexpr (MOST >= 4) if (count == 4) { f(std::integral_constant<int, 4>{}, m); continue; }
+        if (count == 2) f(std::integral_constant<int, 2>{}, m);
         else f(std::integral_constant<int, 1>{}, m);
     }
+}
+
+// Sums of some blocks -> rows of y [][all blocks][16]
+template <int M, class T>
+void put_all(T* y, int64_t row, int64_t all, Blocks blocks, int64_t count, const vf (*part)[M][VECTORS], const float* bias) {
+    for (int64_t k = 0; k < count; k++)
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < VECTORS; v++) put(y, row + m, all, blocks[k], v, part[k][m][v], bias);
 }
 
 #if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__AVX512BW__)
@@ -90,8 +100,10 @@ template <class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the cou
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 template <int BITS> constexpr bool BY_BYTES = true;
+constexpr int MOST = L / 2;
 #else
 template <int BITS> constexpr bool BY_BYTES = BITS == 4;
+constexpr int MOST = L == 8 ? 2 : 8;
 #endif
 
 constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
@@ -143,10 +155,11 @@ template <int BITS, int M> struct Products {
         if (M < 4) a += high[v][m][1], b += rest[v][m][1];
         return (a << 8) + b;
     }
-    static constexpr int ZERO = BITS == 8 ? 128 : 0;  // is added to codes: bytes have no sign here
+    static constexpr int ZERO = BITS == 8 ? 128 : 8;  // of symmetric codes: bytes have no sign here
 };
 #else
 typedef int16_t Halves __attribute__((vector_size(L * 4)));
+typedef uint16_t uHalves __attribute__((vector_size(L * 4)));
 
 template <int BITS, int M> struct Products {
     vi sum[VECTORS][M] = {};
@@ -164,8 +177,7 @@ template <int BITS, int M> struct Products {
                                 const vu w = load_as<vu>(p + u * BITS * 16 + (v + j) * L * 4) >> (4 * h) & 0x0f0f0f0fu;
                                 high[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[0]));
                                 rest[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[1]));
-                                // or gcc adds up in another order, for which registers do not suffice
-                                asm("" : "+v"(high[j][m]), "+v"(rest[j][m]));
+                                asm("" : "+v"(high[j][m]), "+v"(rest[j][m]));  // as in_order, for any M
                             }
                 for (int j = 0; j < AT_ONCE; j++)
                     for (int m = 0; m < M; m++)
@@ -176,16 +188,23 @@ template <int BITS, int M> struct Products {
                     for (int m = 0; m < M; m++, from += 2)
                         for (int j = 0; j < AT_ONCE; j++) {
                             const Halves w = load_as<Halves>(p + u * WORDS + (v + j) * L * 4);
-                            sum[v + j][m] += dot(w << 8 >> 8, from[0]) + dot(w >> 8, from[1]);
+                            vi& to = sum[v + j][m];
+                            to += dot(w << 8 >> 8, from[0]);
+                            in_order<M>(to);
+                            to += dot(w >> 8, from[1]);
+                            in_order<M>(to);
                         }
             }
         }
     }
     void begin(int v, int m, vi x) { sum[v][m] = x; }
     vi total(int v, int m) const { return sum[v][m]; }
-    static constexpr int ZERO = 0;
+    static constexpr int ZERO = BITS == 8 ? 0 : 8;
 
   private:
+    template <int ROWS> static void in_order(vi& sum) {  // or gcc adds up in another order, for which registers do not suffice
+        if (ROWS < 4) asm("" : "+v"(sum));
+    }
     static vi dot(Halves w, int32_t two) { return (vi)OF_PROCESSOR(madd_epi16)((Own)w, everywhere(two)); }
 };
 #endif
@@ -194,88 +213,100 @@ struct Integers {  // of M rows of x
     int64_t M, in, span, spans;  // inputs of a row, and that share a step
     // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or pairs of integers]
     std::vector<int32_t> lanes;
-    std::vector<float> step;     // [M][spans]
-    std::vector<int32_t> sum;    // of the integers
+    std::vector<float> step;         // [M][spans]
+    std::vector<int32_t> minus_sum;  // of the integers
 
     Integers(int64_t M, int64_t in, int64_t group) : M(M), in(in), span(group) {
         for (int64_t size : {16, 32, 64, 128})
             if (group > 128 && group % size == 0) span = size;
         spans = in / span;
-        lanes.resize(M * in / 2), step.resize(M * spans), sum.resize(M * spans);
+        lanes.resize(M * in / 2), step.resize(M * spans), minus_sum.resize(M * spans);
     }
 
     template <int BITS, class T> void take(const T* x, int64_t row, int64_t s) {  // span s
-        const Together own(row, M);
+        const Together<MOST> own(row, M);
         int32_t* to = &lanes[own.first * in / 2 + (s * span / 4 * own.count + row - own.first) * 2];
         x += row * in + s * span;
-        vf most = {}, wrong = {};
+        vi most = {};
         for (int64_t i = 0; i < span; i += L) {
-            vf v = load(x + i), size = (vf)((vu)v & 0x7fffffffu);
-            most = size > most ? size : most, wrong += v * 0.0f;  // NaN and infinity become NaN
+            const vi size = (vi)load(x + i) & 0x7fffffff;  // as bits: NaN and infinity are the largest
+            most = size > most ? size : most;
         }
-        const float top = largest(most), per = top > 1e-30f ? LARGEST / top : 0.0f;
+        const int32_t bits = largest(most);
+        const float top = bits < 0x7f800000 ? load_as<float>(&bits) : NAN, per = top > 1e-30f ? LARGEST / top : 0.0f;
         vi total = {};
         for (int64_t i = 0; i < span; i += L) {  // L inputs, half of them as many lanes
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
-            if (BITS == 4) {  // a word has the inputs of even places of 8, the next one those of odd places
-                const vi within = LANE % 8;
-                q = two_of(q, q, LANE - within + (within * 2 + within / 4) % 8);
-            }
-            if constexpr (BY_BYTES<BITS>) {
+            const vi in_8 = LANE % 8, in_4 = LANE % 4;
+            Pairs words;
+            if constexpr (BY_BYTES<BITS>) {  // of four bytes: the upper ones, the lower ones
+                // of 4-bit codes, a word has the inputs of even places of 8, the next one those of odd places
+                if (BITS == 4) q = two_of(q, q, LANE - in_8 + (in_8 * 2 + in_8 / 4) % 8);
                 const vi upper = (q + 128) >> 8;
-                const Words a = bytes_of(upper), b = bytes_of(q - (upper << 8));
-                for (int j = 0; j < L / 4; j++, to += own.count * 2) to[0] = a[j], to[1] = b[j];
-            } else
-                for (int j = 0; j < L; j += 4, to += own.count * 2)  // bytes two apart are taken together
-                    for (int k = 0; k < 2; k++) to[k] = (q[j + k] & 0xffff) | (int32_t)((uint32_t)q[j + k + 2] << 16);
+                const Own both = OF_PROCESSOR(packs_epi32)((Own)upper, (Own)(q - (upper << 8)));
+                words = (Pairs)OF_PROCESSOR(packs_epi16)(both, both);
+            } else {  // bytes two apart are taken together
+                q = two_of(q, q, LANE - in_4 + (in_4 * 2 + in_4 / 2) % 4);
+                words = (Pairs)OF_PROCESSOR(packs_epi32)((Own)q, (Own)q);
+            }
+            for (int j = 0; j < L / 4; j++, to += own.count * 2) {
+                const int64_t pair = words[2 * j];
+                std::memcpy(to, &pair, sizeof pair);
+            }
         }
-        step[row * spans + s] = top / LARGEST + ::sum(wrong);
-        int32_t& all = sum[row * spans + s] = 0;
-        for (int i = 0; i < L; i++) all += total[i];
+        step[row * spans + s] = top / LARGEST;
+        minus_sum[row * spans + s] = -sum(total);
     }
 
-    typedef int32_t Words __attribute__((vector_size(L)));
-    static Words bytes_of(vi x) {  // the lowest byte of each lane, four by four
-#if defined(__AVX512F__)
-        return (Words)_mm512_cvtepi32_epi8((__m512i)x);
-#else
-        typedef int8_t some __attribute__((vector_size(L)));
-        return (Words)__builtin_convertvector(x, some);
-#endif
-    }
+    typedef int64_t Pairs __attribute__((vector_size(L * 4)));
 };
 
 template <int BITS, int M, int UNITS>
-void few_by_integers(const Weight& w, int64_t block, const Integers& x, int64_t first, vf (*y)[VECTORS]) {
-    const int64_t groups = w.in / w.group, spans = x.spans;
-    const uint8_t* p = w.codes + block * w.in * BITS * 2;
-    const int32_t *at_x = &x.lanes[first * w.in / 2], *sum = &x.sum[first * spans];
+__attribute__((noinline))  // or its registers do not suffice
+void few_by_integers(const Weight& w, Blocks blocks, int64_t count, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
+    const int64_t groups = w.in / w.group, spans = x.spans, span = x.span;
+    const int32_t *lanes = &x.lanes[first * w.in / 2], *minus_sum = &x.minus_sum[first * spans];
     const float* step = &x.step[first * spans];
+    const bool zeros = w.zero;
     constexpr int ZERO = Products<BITS, M>::ZERO;
-    vf out[M][VECTORS] = {};
-    for (int64_t g = 0, i = 0; g < groups; g++) {
-        const int64_t at = (block * groups + g) * SIDE;
-        vf scale[VECTORS];
-        for (int v = 0; v < VECTORS; v++) scale[v] = halves(w.scale + at + v * L);
-        for (; i < (g + 1) * w.group; sum++, step++) {
-            Products<BITS, M> products;
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < VECTORS; v++) {
-                    const int32_t less = -sum[m * spans];
-                    if (w.zero) products.begin(v, m, ((vi)bytes_at(w.zero + at + v * L) + ZERO) * less);
-                    else products.begin(v, m, vi{} + (ZERO + (BITS == 8 ? 0 : 8)) * less);
+    const uint8_t *codes[Shares::STREAMS], *zero[Shares::STREAMS] = {};
+    const uint16_t* scale[Shares::STREAMS];
+    for (int64_t k = 0; k < count; k++) {
+        codes[k] = w.codes + blocks[k] * w.in * BITS * 2, scale[k] = w.scale + blocks[k] * groups * SIDE;
+        if (zeros) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
+        for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
+    }
+    for (int64_t i = 0, end = w.group; i < w.in; end += w.group) {
+        for (; i < end; i += span, lanes += span / 2 * M, minus_sum++, step++)
+            for (int64_t k = 0; k < count; k++) {
+                __builtin_prefetch(scale[k] + 8 * SIDE);
+                if (zeros) __builtin_prefetch(zero[k] + 16 * SIDE);
+                Products<BITS, M> products;
+                for (int m = 0; m < M; m++)
+                    for (int v = 0; v < VECTORS; v++) {
+                        const int32_t less = minus_sum[m * spans];
+                        if (BITS == 4 && zeros) products.begin(v, m, zeros_at(zero[k], v) * less);
+                        else products.begin(v, m, vi{} + ZERO * less);
+                    }
+                const uint8_t* p = codes[k];
+                const int32_t* from = lanes;
+                for (int64_t j = 0; j < span; j += UNITS * UNIT, p += UNITS * BITS * 16, from += UNITS * 4 * M) {
+                    for (int u = 0; u < UNITS; u++) fetch_ahead<BITS>(p + u * BITS * 16);
+                    products.template add<UNITS>(p, from);
                 }
-            for (int64_t end = i + x.span; i < end; i += UNITS * UNIT, p += UNITS * BITS * 16, at_x += UNITS * 4 * M) {
-                for (int u = 0; u < UNITS; u++) fetch_ahead<BITS>(p + u * BITS * 16);
-                products.template add<UNITS>(p, at_x);
+                codes[k] = p;
+                for (int v = 0; v < VECTORS; v++) {
+                    const vf per = halves(scale[k] + v * L);
+                    for (int m = 0; m < M; m++)
+                        y[k][m][v] += __builtin_convertvector(products.total(v, m), vf) * (per * step[m * spans]);
+                }
             }
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < VECTORS; v++)
-                    out[m][v] += __builtin_convertvector(products.total(v, m), vf) * (scale[v] * step[m * spans]);
+        for (int64_t k = 0; k < count; k++) {
+            scale[k] += SIDE;
+            if (zeros) zero[k] += SIDE / 2;
         }
     }
-    for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = out[m][v];
 }
 
 template <int BITS, class T>
@@ -286,13 +317,12 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < M * rows.spans; i++) rows.take<BITS>(x, i / rows.spans, i % rows.spans);
-        shares.each([&](int64_t b) {
-            by_rows(M, [&](auto count, int64_t first) {
-                vf part[count][VECTORS];
-                if (rows.span % (4 * UNIT)) few_by_integers<BITS, count, 2>(w, b, rows, first, part);
-                else few_by_integers<BITS, count, 4>(w, b, rows, first, part);
-                for (int k = 0; k < count; k++)
-                    for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
+        shares.each([&](Blocks own, int64_t count) {
+            by_rows<MOST>(M, [&](auto m, int64_t first) {
+                vf part[Shares::STREAMS][m][VECTORS];
+                if (rows.span % (4 * UNIT)) few_by_integers<BITS, m, 2>(w, own, count, rows, first, part);
+                else few_by_integers<BITS, m, 4>(w, own, count, rows, first, part);
+                put_all<m>(y, first, blocks, own, count, part, bias);
             });
         });
     }
@@ -322,16 +352,18 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> unpacked(M > FEW ? w.in * SIDE : 0);
-        shares.each([&](int64_t b) {
-            if (M > FEW) unpack_chunk<BITS>(w, b, 0, w.in, unpacked.data());
-            by_rows(M, [&](auto count, int64_t first) {
-                vf part[count][VECTORS];
-                const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
-                if (M > FEW) many<count>(unpacked.data(), w.in, at, part);
-                else if constexpr (count <= FEW) few<BITS, count>(w, b, at, total, part);
-                for (int k = 0; k < count; k++)
-                    for (int v = 0; v < VECTORS; v++) put(y, first + k, blocks, b, v, part[k][v], bias);
-            });
+        shares.each([&](Blocks own, int64_t count) {
+            const int64_t at_once = M > FEW ? 1 : count;
+            for (int64_t k = 0; k < count; k += at_once, own += at_once) {
+                if (M > FEW) unpack_chunk<BITS>(w, *own, 0, w.in, unpacked.data());
+                by_rows<L / 2>(M, [&](auto m, int64_t first) {
+                    vf part[Shares::STREAMS][m][VECTORS];
+                    const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
+                    if (M > FEW) many<m>(unpacked.data(), w.in, at, part[0]);
+                    else if constexpr (m <= FEW) few<BITS, m>(w, own, count, at, total, part);
+                    put_all<m>(y, first, blocks, own, at_once, part, bias);
+                });
+            }
         });
     }
 }

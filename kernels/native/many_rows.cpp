@@ -43,7 +43,7 @@ void unpack_panel(const Weight& w, int64_t first, int64_t count, int64_t room, i
             vf scale = vf{} + 1.0f, zero = {};
             if constexpr (BITS != 16) {
                 scale = halves(w.scale + lane);
-                if (w.zero) zero = codes_of<8>(w.zero + lane);
+                if (w.zero) zero = __builtin_convertvector(zeros_at(w.zero + lane / 2, 0), vf);
             }
             for (; i < end; i += UNIT) {
                 vf q[UNIT];

@@ -228,6 +228,7 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bia
                     "x and the packed weight must be contiguous");
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
+    STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()), "a zero is of 4-bit codes, and has 4 bits");
     Tensor y = like(x, {M, blocks * SIDE});
     bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
     (tiles ? kvf_many_rows : kvf_linear)(

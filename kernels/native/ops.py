@@ -280,6 +280,7 @@ def _check_weight(n: int, packed: Tensor, scale: Tensor | None, zero: Tensor | N
     expect(torch.float16, scale)
     assert all(t is None or t.is_contiguous() for t in (packed, scale, zero))
     assert packed[0].numel() * 8 == n * VECTOR * bits, f"{packed.shape} is no weight of {n} inputs in {bits} bits"
+    assert zero is None or (scale is not None and zero.numel() * 2 == scale.numel()), "a zero has 4 bits"
     return n if scale is None else n // scale.shape[1]
 
 

@@ -49,7 +49,7 @@ template <> struct Unit<4> {  // lanes of eight inputs
 struct Weight {
     const uint8_t* codes;   // [blocks of 16 rows][inputs], laid out as Unit reads them
     const uint16_t* scale;  // fp16 [blocks][groups][16]; none in bf16
-    const uint8_t* zero;    // [blocks][groups][16], or none
+    const uint8_t* zero;    // [blocks][groups][8] of 4-bit codes, a byte those of two rows 8 apart; or none
     int64_t in, group;
 };
 
@@ -57,6 +57,15 @@ struct Weight {
 template <class T> void put(T* y, int64_t row, int64_t blocks, int64_t b, int v, vf z, const float* bias) {
     const int64_t at = b * SIDE + v * L;
     store(y + row * blocks * SIDE + at, bias ? z + load(bias + at) : z);
+}
+
+vi zeros_at(const uint8_t* p, int v) {  // of vector v of a block
+#if defined(__AVX512F__)
+    return (vi)((vu)_mm512_cvtepu8_epi32(_mm_set1_epi64x(load_as<int64_t>(p))) >> (vu)(LANE / 8 * 4) & 15);
+#else
+    const vu two = bytes_at(p);
+    return (vi)(v ? two >> 4 : two & 15);
+#endif
 }
 
 template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
@@ -72,9 +81,9 @@ template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t fr
         vf scale[VECTORS] = {}, zero[VECTORS] = {};
         if constexpr (BITS != 16)
             for (int v = 0; v < VECTORS; v++) {
-                const int64_t at = (block * (w.in / w.group) + g) * SIDE + v * L;
-                scale[v] = halves(w.scale + at);
-                if (w.zero) zero[v] = codes_of<8>(w.zero + at);
+                const int64_t row = (block * (w.in / w.group) + g) * SIDE;
+                scale[v] = halves(w.scale + row + v * L);
+                if (w.zero) zero[v] = __builtin_convertvector(zeros_at(w.zero + row / 2, v), vf);
             }
         for (; i < end; i += UNIT, to += UNIT * SIDE)
             for (int v = 0; v < VECTORS; v++) {

@@ -65,9 +65,10 @@ void store(bf16* p, vf x) {  // to nearest, ties to even
 #endif
 }
 
-template <class Op> float fold(vf x, Op op) {  // op over all numbers
-    typedef float v8 __attribute__((vector_size(32)));
-    typedef float v4 __attribute__((vector_size(16)));
+template <class V, class Op> auto fold(V x, Op op) {  // op over all numbers
+    typedef std::decay_t<decltype(x[0])> E;
+    typedef E v8 __attribute__((vector_size(32)));
+    typedef E v4 __attribute__((vector_size(16)));
     v8 half[L / 8]; std::memcpy(half, &x, sizeof x);
     v8 a = half[0];
     if (L == 16) a = op(a, half[L / 8 - 1]);
@@ -75,8 +76,8 @@ template <class Op> float fold(vf x, Op op) {  // op over all numbers
     v4 b = op(quarter[0], quarter[1]);
     return op(op(b[0], b[2]), op(b[1], b[3]));
 }
-float sum(vf x) { return fold(x, [](auto a, auto b) { return a + b; }); }
-float largest(vf x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
+template <class V> auto sum(V x) { return fold(x, [](auto a, auto b) { return a + b; }); }
+template <class V> auto largest(V x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
 
 template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's behind them
 #if defined(__clang__)
