@@ -46,7 +46,7 @@ def unpack_bits(data: Tensor, bits: int) -> Tensor:
 
 
 def pack_zeros(zero: Tensor) -> Tensor:
-    """Zeros uint8 [..., 16] of 4-bit codes -> [..., 8]: a byte has those of two rows 8 apart, of the first one lowest."""
+    """Zeros uint8 [..., 16] of 4-bit codes -> [..., 8]: a byte has those of two rows 8 apart, the first lowest."""
     return zero[..., :8] | (zero[..., 8:] << 4)
 
 
