@@ -106,6 +106,7 @@ template <int BITS> constexpr bool BY_BYTES = BITS == 4;
 constexpr int MOST = L == 8 ? 2 : 8;
 #endif
 
+constexpr int64_t ALONE = 4096;  // inputs that one thread makes integers of sooner than threads meet
 constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
 
 #if defined(__AVX512F__)
@@ -313,10 +314,15 @@ template <int BITS, class T>
 void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
     Integers rows(M, w.in, w.group);
     Shares shares(blocks, threads);
+    const auto take = [&](int64_t i) { rows.take<BITS>(x, i / rows.spans, i % rows.spans); };
+    const bool alone = M * w.in <= ALONE;
+    if (alone) for (int64_t i = 0; i < M * rows.spans; i++) take(i);
 #pragma omp parallel num_threads(threads)
     {
+        if (!alone) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < M * rows.spans; i++) rows.take<BITS>(x, i / rows.spans, i % rows.spans);
+            for (int64_t i = 0; i < M * rows.spans; i++) take(i);
+        }
         shares.each([&](Blocks own, int64_t count) {
             by_rows<MOST>(M, [&](auto m, int64_t first) {
                 vf part[Shares::STREAMS][m][VECTORS];

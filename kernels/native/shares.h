@@ -1,6 +1,5 @@
 // Loops over memory that is read once.
 #pragma once
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <vector>
@@ -9,13 +8,15 @@ namespace {
 
 // Pieces 0..n of a loop, shared by threads. Each takes a stretch of its own in order, a round at a time: a piece of each of
 // STREAMS parts of the stretch, since a core that reads at some places in turns gets more of a memory's bandwidth than one that
-// reads at one. Then it takes the last rounds of others' stretches: threads get unequal parts of the bandwidth, and of a core.
+// reads at one. The last pieces of a stretch are rounds by themselves, and a thread that is done takes the last rounds of others'
+// stretches: threads get unequal parts of the bandwidth, and of a core.
 class Shares {
     struct alignas(64) Stretch {
         std::atomic<uint64_t> left;  // rounds that are not taken: the first one, and in the upper half the one after the last
-        int64_t first, end, rounds;  // pieces; a part has as many of them as there are rounds, the last part perhaps fewer
+        int64_t first, whole;        // piece, and rounds of several pieces
     };
     std::vector<Stretch> stretches;
+    const int64_t streams;
 
     static bool take(std::atomic<uint64_t>& left, bool last, int64_t& round) {
         for (uint64_t now = left.load(std::memory_order_relaxed);;) {
@@ -28,28 +29,30 @@ class Shares {
     }
 
   public:
-    static constexpr int STREAMS = 3;  // 4 are slower: parts of 2^n bytes meet in the same places of caches and memory
-    static constexpr int ROUNDS = 8;   // at least: fewer streams where pieces are few
+    static constexpr int64_t STREAMS = 3;  // 4 are slower: parts of 2^n bytes meet in the same places of caches and memory
+    static constexpr int64_t ENOUGH = 8;   // pieces of a part, or there is only one
 
-    Shares(int64_t n, int threads, int streams = STREAMS) : stretches(threads) {
+    Shares(int64_t n, int threads, int64_t most = STREAMS) : stretches(threads), streams(n / threads < most * ENOUGH ? 1 : most) {
         for (int64_t t = 0; t < threads; t++) {
             Stretch& s = stretches[t];
-            s.first = n * t / threads, s.end = n * (t + 1) / threads;
-            const int64_t parts = std::clamp<int64_t>((s.end - s.first) / ROUNDS, 1, streams);
-            s.rounds = (s.end - s.first + parts - 1) / parts;
-            s.left.store((uint64_t)s.rounds << 32);
+            s.first = n * t / threads;
+            const int64_t pieces = n * (t + 1) / threads - s.first;
+            s.whole = streams > 1 ? pieces / streams - 1 : 0;  // one round less than there could be
+            s.left.store((uint64_t)(s.whole + pieces - s.whole * streams) << 32);
         }
     }
 
-    template <class F> void each(F&& f) {  // f(pieces, how many of them), by a team: all its threads are to come here
+    template <class F> void each(F&& f) {  // f(pieces, how many of them), by a team: all its threads are to come here, none waits
         const int threads = stretches.size();
-#pragma omp for schedule(static, 1)
+#pragma omp for schedule(static, 1) nowait
         for (int t = 0; t < threads; t++)
             for (int k = 0; k < threads; k++) {
                 Stretch& s = stretches[(t + k) % threads];
                 for (int64_t round; take(s.left, k > 0, round);) {
-                    int64_t pieces[STREAMS], count = 0;
-                    for (int64_t p = s.first + round; p < s.end; p += s.rounds) pieces[count++] = p;
+                    int64_t pieces[STREAMS];
+                    const int64_t count = round < s.whole ? streams : 1;
+                    for (int64_t i = 0; i < streams; i++) pieces[i] = s.first + i * s.whole + round;
+                    if (count == 1) pieces[0] = s.first + (streams - 1) * s.whole + round;  // of those behind the parts
                     f(pieces, count);
                 }
             }
