@@ -278,36 +278,30 @@ void few_by_integers(const Weight& w, Blocks blocks, int64_t count, const Intege
         if (zeros) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
         for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
     }
-    for (int64_t i = 0, end = w.group; i < w.in; end += w.group) {
-        for (; i < end; i += span, lanes += span / 2 * M, minus_sum++, step++)
+    for (int64_t g = 0, i = 0; g < groups; g++)
+        for (; i < (g + 1) * w.group; i += span, lanes += span / 2 * M, minus_sum++, step++)
             for (int64_t k = 0; k < count; k++) {
-                __builtin_prefetch(scale[k] + 8 * SIDE);
-                if (zeros) __builtin_prefetch(zero[k] + 16 * SIDE);
+                const uint8_t* p = codes[k] + i * BITS * 2;
+                __builtin_prefetch(scale[k] + (g + 8) * SIDE);
+                if (zeros) __builtin_prefetch(zero[k] + (g + 16) * SIDE / 2);
                 Products<BITS, M> products;
                 for (int m = 0; m < M; m++)
                     for (int v = 0; v < VECTORS; v++) {
                         const int32_t less = minus_sum[m * spans];
-                        if (BITS == 4 && zeros) products.begin(v, m, zeros_at(zero[k], v) * less);
+                        if (BITS == 4 && zeros) products.begin(v, m, zeros_at(zero[k] + g * SIDE / 2, v) * less);
                         else products.begin(v, m, vi{} + ZERO * less);
                     }
-                const uint8_t* p = codes[k];
                 const int32_t* from = lanes;
                 for (int64_t j = 0; j < span; j += UNITS * UNIT, p += UNITS * BITS * 16, from += UNITS * 4 * M) {
                     for (int u = 0; u < UNITS; u++) fetch_ahead<BITS>(p + u * BITS * 16);
                     products.template add<UNITS>(p, from);
                 }
-                codes[k] = p;
                 for (int v = 0; v < VECTORS; v++) {
-                    const vf per = halves(scale[k] + v * L);
+                    const vf per = halves(scale[k] + g * SIDE + v * L);
                     for (int m = 0; m < M; m++)
                         y[k][m][v] += __builtin_convertvector(products.total(v, m), vf) * (per * step[m * spans]);
                 }
             }
-        for (int64_t k = 0; k < count; k++) {
-            scale[k] += SIDE;
-            if (zeros) zero[k] += SIDE / 2;
-        }
-    }
 }
 
 template <int BITS, class T>
