@@ -29,5 +29,5 @@ def account(n_head: int, n_kv_head: int, head_dim: int, batch: int, length: int)
     n = n_head * head_dim
     return [
         dict(op=f"packed_linear, {bits} bits", bytes=int(n * n * per) + 4 * batch * n, launches=1)
-        for bits, per in ((4, 0.5 + 3 / 32), (8, 1 + 2 / 32), (16, 2))
+        for bits, per in ((4, 0.5 + 2.5 / 32), (8, 1 + 2 / 32), (16, 2))
     ]
