@@ -171,10 +171,8 @@ def _packed_linear(
             s = tl.load(scale + at * 16 + lane, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
             q = tl.reshape(q, [R, K // GT, GT, 16])
             if zero is not None:
-                z = tl.load(zero + at * 8 + lane % 8, mask=there[:, None, None], other=0).to(tl.int32) >> (
-                    lane // 8 * 4
-                )
-                q = q - (z & 15).to(tl.float32)[:, :, None, :]
+                z = tl.load(zero + at * 8 + lane % 8, mask=there[:, None, None], other=0).to(tl.int32)
+                q = q - ((z >> (lane // 8 * 4)) & 15).to(tl.float32)[:, :, None, :]
             elif BITS == 4:
                 q = q - 8.0
             q = tl.reshape(q * s, [R, K, 16])

@@ -49,10 +49,10 @@ class Shares {
             for (int k = 0; k < threads; k++) {
                 Stretch& s = stretches[(t + k) % threads];
                 for (int64_t round; take(s.left, k > 0, round);) {
+                    const bool several = round < s.whole;  // or one of those behind the parts
+                    const int64_t count = several ? streams : 1;
                     int64_t pieces[STREAMS];
-                    const int64_t count = round < s.whole ? streams : 1;
-                    for (int64_t i = 0; i < streams; i++) pieces[i] = s.first + i * s.whole + round;
-                    if (count == 1) pieces[0] = s.first + (streams - 1) * s.whole + round;  // of those behind the parts
+                    for (int64_t i = 0; i < count; i++) pieces[i] = s.first + round + (several ? i : streams - 1) * s.whole;
                     f(pieces, count);
                 }
             }

@@ -17,8 +17,8 @@ alike; on a GPU, where two caches may not fit, one follows the other (`--interle
 takes turns with `full`. Medians and ratios of medians are reported, the raw times of every round are in the JSON.
 Compilation and prefill are not counted. What runs now, and about how long it all takes, is on standard error; Ctrl-C
 ends the run and keeps what is measured.
-`limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, the better of before and after,
-as a share of the step's time.
+`limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, on a CPU the better of before
+and after, as a share of the step's time.
 
 `second_token_s`: the prompt and the first decode step, where there is a prefill.
 
@@ -303,9 +303,8 @@ def run_all(
         keep = functools.partial(keep_rows, data, work, group, times, opt.out)
         try:
             rounds(group, opt.rounds, opt.warm_up, times, progress, keep)
-            again = ceilings(work.device, model.dtype, 3)  # on a machine that others use, too: the better counts
-            if again["bandwidth"] > data["bandwidth"]:
-                data.update(again)
+            if work.device.type == "cpu":  # which others may use, too; a GPU's memory is full of caches now
+                data.update(max(data, ceilings(work.device, model.dtype, 3), key=lambda d: d["bandwidth"]))
         finally:
             rows = keep()
             if rows and not opt.json:
