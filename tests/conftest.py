@@ -66,6 +66,17 @@ def cli(monkeypatch, capsys):
 
 
 @pytest.fixture
+def compiled_inputs(monkeypatch):
+    """What inductor is given to compile, the inputs of each graph; the graph runs as it is."""
+    from torch._inductor import compile_fx  # takes seconds
+
+    seen = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, *_, **__: seen.append(inputs) or graph)
+    torch._dynamo.reset()
+    return seen
+
+
+@pytest.fixture
 def few_texts(monkeypatch):
     """Of the held-out texts enough for a short evaluation, and soon read."""
     from scripts.eval import evaluation  # imports kernels

@@ -57,25 +57,19 @@ def test_greedy_is_teacher_forced_argmax(tiny):
     assert result.tokens[0] == expected and result.steps == 23
 
 
-def test_warm_up_compiles_all_that_decoding_runs(monkeypatch):
+def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
     """Neither the first real step nor the last batch of a run, which may be smaller, adds to a static graph."""
-    static, compile = [], torch.compile
-
-    def backend(graph, inputs):
-        static.append(all(isinstance(x, torch.Tensor) for x in inputs))  # a size that may change would be a number
-        return graph
-
-    monkeypatch.setattr(torch, "compile", lambda f, options, **given: compile(f, backend=backend, **given))
-    torch._dynamo.reset()
     args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
     model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
     for graphs, batch in ((1, 3), (2, 2)):
         model.setup_cache("full", batch, 16)
         s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
         s.warm_up(batch)
-        assert static == [True] * graphs
+        assert len(compiled_inputs) == graphs
         E.generate(s, [[1, 2]] * batch, 4)
-        assert static == [True] * graphs
+        assert len(compiled_inputs) == graphs
+    # a size that may change would be a number
+    assert all(isinstance(x, torch.Tensor) for inputs in compiled_inputs for x in inputs)
 
 
 @pytest.mark.parametrize("method", sampled(sorted(method_files()), ("double_sparsity",)))
@@ -84,6 +78,40 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
     runs = [E.LLM(TINY, method=method, compile=compile).generate(prompts, 12) for compile in (False, True)]
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
+
+
+def test_a_compiled_step_looks_its_tensors_up_once(compiled_inputs, monkeypatch):
+    """And again for another batch or number of threads; each time, if it changes what Python remembers."""
+    held, threads = torch.nn.Linear(2, 2), torch.get_num_threads()
+    held.calls = torch.zeros(3)
+
+    def plain(tokens, pos):
+        return tokens * 10 + pos + held.bias.long().sum() * 0
+
+    def remembers(tokens, pos):
+        held.calls = held.calls + 1
+        return tokens + pos
+
+    for f, lookups in ((plain, 1), (remembers, 3)):
+        step = E.CompiledStep(f, {})
+        asked, by_name = [], step.by_name
+        step.by_name = lambda *given, by_name=by_name, asked=asked: asked.append(0) or by_name(*given)
+        for i in range(3):
+            tokens, pos = torch.tensor([i, 5]), torch.tensor([2, i])
+            assert torch.equal(step(tokens, pos), f(tokens, pos))
+        assert len(asked) == lookups
+    assert held.calls[0] == 6  # both the compiled step and the plain function counted
+
+    step = E.CompiledStep(plain, {})
+    for batch in (2, 3):
+        tokens, pos = torch.arange(batch), torch.arange(batch) + 7
+        for _ in range(2):
+            assert torch.equal(step(tokens, pos), plain(tokens, pos))
+        assert len(step.tensors) == 3 and step.key[0] == (batch,)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    assert torch.equal(step(tokens, pos), plain(tokens, pos)) and step.key[2] == threads + 1
+    assert torch.equal(step(tokens, tokens), plain(tokens, tokens))
+    assert torch.equal(step(pos, tokens), plain(pos, tokens))
 
 
 @pytest.mark.slow
@@ -303,20 +331,12 @@ def test_a_conversation_goes_on_after_a_turn_that_failed(monkeypatch):
     assert [*got, talk.say(turns[2], 5, None).tokens] == want
 
 
-def test_further_turns_of_a_compiled_conversation_compile_nothing(monkeypatch):
-    graphs, compile = [], torch.compile
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch, "compile", lambda f, options, **given: compile(f, backend=backend, **given))
-    torch._dynamo.reset()
+def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_inputs):
     talk = E.LLM(TINY, compile=True).conversation()
-    assert len(graphs) == 1  # by the warm-up
+    assert len(compiled_inputs) == 1  # by the warm-up
     for turn in ("import os", "def f", "class A"):
         assert talk.say(turn, 3).tokens
-        assert len(graphs) == 1, turn
+        assert len(compiled_inputs) == 1, turn
 
 
 # ---- the command line ----
