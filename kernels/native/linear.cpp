@@ -263,32 +263,35 @@ struct Integers {  // of M rows of x
     typedef int64_t Pairs __attribute__((vector_size(L * 4)));
 };
 
-template <int BITS, int M, int UNITS>
+// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span
+template <int BITS, int M, int COUNT, int UNITS, bool ONCE>
 __attribute__((noinline))  // or its registers do not suffice
-void few_by_integers(const Weight& w, Blocks blocks, int64_t count, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
-    const int64_t groups = w.in / w.group, spans = x.spans, span = x.span;
+void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
+    const int64_t groups = w.in / w.group, spans = x.spans;
+    const int64_t span = ONCE ? UNITS * UNIT : x.span, group = ONCE ? span : w.group;
     const int32_t *lanes = &x.lanes[first * w.in / 2], *minus_sum = &x.minus_sum[first * spans];
     const float* step = &x.step[first * spans];
-    const bool zeros = w.zero;
     constexpr int ZERO = Products<BITS, M>::ZERO;
-    const uint8_t *codes[Shares::STREAMS], *zero[Shares::STREAMS] = {};
-    const uint16_t* scale[Shares::STREAMS];
-    for (int64_t k = 0; k < count; k++) {
+    const uint8_t *codes[COUNT], *zero[COUNT] = {};
+    const uint16_t* scale[COUNT];
+    for (int k = 0; k < COUNT; k++) {
         codes[k] = w.codes + blocks[k] * w.in * BITS * 2, scale[k] = w.scale + blocks[k] * groups * SIDE;
-        if (zeros) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
+        if (w.zero) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
         for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
     }
     for (int64_t g = 0, i = 0; g < groups; g++)
-        for (; i < (g + 1) * w.group; i += span, lanes += span / 2 * M, minus_sum++, step++)
-            for (int64_t k = 0; k < count; k++) {
+        for (const int64_t to = i + group; i < to; i += span, lanes += span / 2 * M, minus_sum++, step++)
+#pragma GCC unroll 4
+            for (int k = 0; k < COUNT; k++) {
+                asm volatile("" ::: "memory");  // one block after the other: registers do not suffice for two
                 const uint8_t* p = codes[k] + i * BITS * 2;
                 __builtin_prefetch(scale[k] + (g + 8) * SIDE);
-                if (zeros) __builtin_prefetch(zero[k] + (g + 16) * SIDE / 2);
+                if (zero[k]) __builtin_prefetch(zero[k] + (g + 16) * SIDE / 2);
                 Products<BITS, M> products;
                 for (int m = 0; m < M; m++)
                     for (int v = 0; v < VECTORS; v++) {
                         const int32_t less = minus_sum[m * spans];
-                        if (BITS == 4 && zeros) products.begin(v, m, zeros_at(zero[k] + g * SIDE / 2, v) * less);
+                        if (BITS == 4 && zero[k]) products.begin(v, m, zeros_at(zero[k] + g * SIDE / 2, v) * less);
                         else products.begin(v, m, vi{} + ZERO * less);
                     }
                 const int32_t* from = lanes;
@@ -302,6 +305,13 @@ void few_by_integers(const Weight& w, Blocks blocks, int64_t count, const Intege
                         y[k][m][v] += __builtin_convertvector(products.total(v, m), vf) * (per * step[m * spans]);
                 }
             }
+}
+
+template <int BITS, int M, int COUNT>
+void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
+    if (x.span % 32) few_by_integers<BITS, M, COUNT, 2, false>(w, blocks, x, first, y);
+    else if (w.group > 32) few_by_integers<BITS, M, COUNT, 4, false>(w, blocks, x, first, y);
+    else few_by_integers<BITS, M, COUNT, 4, true>(w, blocks, x, first, y);
 }
 
 template <int BITS, class T>
@@ -320,8 +330,8 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
         shares.each([&](Blocks own, int64_t count) {
             by_rows<MOST>(M, [&](auto m, int64_t first) {
                 vf part[Shares::STREAMS][m][VECTORS];
-                if (rows.span % (4 * UNIT)) few_by_integers<BITS, m, 2>(w, own, count, rows, first, part);
-                else few_by_integers<BITS, m, 4>(w, own, count, rows, first, part);
+                if (count == 1) few_by_integers<BITS, m, 1>(w, own, rows, first, part);
+                else few_by_integers<BITS, m, Shares::STREAMS>(w, own, rows, first, part);
                 put_all<m>(y, first, blocks, own, count, part, bias);
             });
         });
