@@ -213,15 +213,18 @@ template <int BITS, int M> struct Products {
 struct Integers {  // of M rows of x
     int64_t M, in, span, spans;  // inputs of a row, and that share a step
     // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or pairs of integers]
-    std::vector<int32_t> lanes;
-    std::vector<float> step;         // [M][spans]
-    std::vector<int32_t> minus_sum;  // of the integers
+    int32_t* lanes;
+    float* step;         // [M][spans]
+    int32_t* minus_sum;  // of the integers
 
     Integers(int64_t M, int64_t in, int64_t group) : M(M), in(in), span(group) {
         for (int64_t size : {16, 32, 64, 128})
             if (group > 128 && group % size == 0) span = size;
         spans = in / span;
-        lanes.resize(M * in / 2), step.resize(M * spans), minus_sum.resize(M * spans);
+        // kept for the next product: some hundred of them a step, and each of a size that an allocator takes long to find
+        thread_local std::vector<int32_t> kept;
+        if ((int64_t)kept.size() < M * in / 2 + 2 * M * spans) kept.resize(M * in / 2 + 2 * M * spans);
+        lanes = kept.data(), minus_sum = lanes + M * in / 2, step = (float*)(minus_sum + M * spans);
     }
 
     template <int BITS, class T> void take(const T* x, int64_t row, int64_t s) {  // span s
