@@ -107,7 +107,11 @@ class Linear(nn.Linear):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer of packed weights (kernels/linear.py); `put` fills it, some rows at a time."""
+    """A linear layer of packed weights (kernels/linear.py); `put` fills it, some rows at a time.
+
+    Zeros are held once `put` is given some: symmetric codes, as of GGUF's Q4_0, are 4.5 bits a weight in groups of 32,
+    others 4.625.
+    """
 
     packed: Tensor
     scale: Tensor | None
@@ -118,19 +122,17 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bits, self.group = n, out, bits, group
         blocks, size = -(-out // ROWS), n * bits // 8
-
-        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, in_huge_pages(torch.empty(shape, dtype=dtype, device=device)))
-
-        buffer("packed", (blocks, size // WORD, ROWS, WORD), torch.uint8)
-        for name in ("scale", "zero", "bias"):
+        for name in ("packed", "scale", "zero", "bias"):
             self.register_buffer(name, None)
+        self._hold("packed", torch.empty((blocks, size // WORD, ROWS, WORD), dtype=torch.uint8, device=device))
         if bits < 16:
-            buffer("scale", (blocks, n // group, ROWS), torch.float16)
-        if bits == 4:
-            buffer("zero", (blocks, n // group, ROWS // 2), torch.uint8)
+            self._hold("scale", torch.empty((blocks, n // group, ROWS), dtype=torch.float16, device=device))
         if bias:
-            buffer("bias", (blocks * ROWS,), torch.float32)
+            self._hold("bias", torch.empty(blocks * ROWS, device=device))
+
+    def _hold(self, name: str, value: Tensor) -> Tensor:
+        setattr(self, name, in_huge_pages(value))
+        return value
 
     def forward(self, x: Tensor) -> Tensor:
         y = packed_linear(x, self.packed, self.scale, self.zero, self.bias, self.bits)
@@ -159,7 +161,11 @@ class PackedLinear(nn.Module):
         else:
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
             codes, scale, zero = c.codes, c.scale, c.zero
-            if self.bits == 4 and zero is None:
+            if self.zero is None and zero is not None and bool((zero != 8).any()):  # all before were 8
+                assert self.scale is not None
+                blocks, groups, _ = self.scale.shape
+                self._hold("zero", self.packed.new_empty(blocks, groups, ROWS // 2)).fill_(8 | 8 << 4)
+            elif zero is None and self.zero is not None:
                 zero = torch.full_like(scale, 8, dtype=torch.uint8)
         out = len(codes)
         if first % ROWS or (out % ROWS and first + out != self.out_features):
@@ -193,8 +199,6 @@ class PackedLinear(nn.Module):
             self.packed.view(-1).view(torch.int64).random_(generator=gen)
         if self.scale is not None:
             self.scale.fill_(std / (4.61 if self.bits == 4 else 74.0))  # of codes that are spread evenly
-        if self.zero is not None:
-            self.zero.fill_(8 | 8 << 4)
         if self.bias is not None:
             self.bias.zero_()
 

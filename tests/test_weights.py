@@ -181,18 +181,23 @@ def test_long_prompts(bits, dtype):
     check_product(0, rows, out, n, bits, n if bits == 16 else 16, bits == 8, True, dtype, "")
 
 
-@pytest.mark.parametrize("bits, group", [(8, 32), (8, 96), (4, 32)])
-def test_what_is_put_is_there(bits, group):
-    """Parts of a fused layer, the last of them ending within a block of 16 rows."""
+@pytest.mark.parametrize(
+    "bits, group, symmetric",
+    [(8, 32, "yyy"), (8, 96, "yyy"), (4, 32, "nnn"), (4, 32, "yyy"), (4, 32, "yny"), (4, 96, "yyn")],
+)
+def test_what_is_put_is_there(bits, group, symmetric):
+    """Parts of a fused layer, the last of them ending within a block of 16 rows; zeros are held if a part has some."""
     gen = torch.Generator().manual_seed(1)
     layer = PackedLinear(96, 16 + 48 + 5, False, bits, group)
-    parts = [codes(gen, n, 96, bits, group, bits == 8) for n in (16, 48, 5)]
+    parts = [codes(gen, n, 96, bits, group, y == "y") for n, y in zip((16, 48, 5), symmetric, strict=True)]
     for first, c in zip((0, 16, 64), parts, strict=True):
         layer.put(first, c)
     for first, c in zip((0, 16, 64), parts, strict=True):
         got = layer.rows(first, len(c.codes))
         assert torch.equal(got.codes, c.codes) and torch.equal(got.scale, c.scale) and got.bits == bits
         assert c.zero is None or torch.equal(got.zero, c.zero)
+        assert np.array_equal(by_hand(got), by_hand(c))
+    assert (layer.zero is not None) == ("n" in symmetric)
     x = torch.randn(3, 96, generator=gen)
     assert torch.equal(first_outputs(layer, x, 48), layer(x)[:, :48])
     with pytest.raises(InputError, match="blocks of 16 rows"):
