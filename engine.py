@@ -23,6 +23,7 @@ from cache.spec import layer_methods
 from checkpoint import load_checkpoint
 from errors import InputError, check_range
 from formats import Reader, open_checkpoint
+from kernels import native
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import Tokenizer, load_tokenizer
@@ -168,7 +169,10 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
     calls its operators from C++, compiled apart with little optimization: from Python, one of the shipped model took
     0.5 ms longer, and 0.13 ms longer where sizes, which are part of what was compiled, are asserted at every step."""
     if device.type != "cuda":
-        return {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
+        options: dict[str, Any] = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
+        if native.available():
+            options["aot_inductor.custom_ops_to_c_shims"] = native.Declarations()
+        return options
     return {"coordinate_descent_tuning": True, "triton.cudagraphs": graphs}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -24,8 +25,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampled import sampled
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine import compiler_options
 from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
@@ -1098,6 +1101,32 @@ def test_compiled_is_eager(name):
     for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
     torch.library.opcheck(*called, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiled_steps_call_operators_directly(tmp_path):
+    """What inductor is told of them is what they are in C++; an error is the eager one."""
+    told = sum(native.Declarations().values(), [])
+    for declaration in told:
+        assert hasattr(build.library(), re.findall(r"aoti_\w+", declaration)[0])
+    file = tmp_path / "told.cpp"  # a second declaration of another type is an error
+    file.write_text('#include "native.cpp"\nextern "C" {\n' + "".join(f"extern {x};\n" for x in told) + "}\n")
+    flags = ["-fsyntax-only", f"-I{build.FOLDER}", f"-I{build.TORCH / 'include'}", "-fopenmp", *build.FLAGS]
+    build.run(build.compiler(), *flags, str(file))
+    file.write_text(file.read_text().replace("int64_t, AtenTensorHandle*);", "double, AtenTensorHandle*);", 1))
+    with pytest.raises(OSError, match="conflicting declaration"):
+        build.run(build.compiler(), *flags, str(file))
+
+    def function(x, labels, params):
+        return native.label_score(x, labels, params, 4, None)
+
+    step = torch.compile(function, options=compiler_options(torch.device("cpu")))
+    x, params = rand(generator(0), 1, 2, 16), rand(generator(1), 1, 2, 20, 2).half()
+    labels = randint(generator(0), 0, 256, 1, 2, 20, 8).byte()
+    got, (code,) = run_and_get_code(step, x, labels, params)
+    assert torch.equal(got, function(x, labels, params)) and got.count_nonzero() == 40
+    assert "aoti_torch_cpu_label_score(" in code and "call_dispatcher" not in code
+    with pytest.raises(RuntimeError, match="labels of 2 or 4 bits are needed"):
+        step(x, labels[..., :4].contiguous(), params)
 
 
 def test_empty_batches_and_lists():

@@ -29,6 +29,7 @@ TORCH = Path(torch.__file__).parent
 MAIN = "native.cpp"  # includes all others: compiled one by one, the headers five times, they took 13 s and not 8
 # no trapping, no errno: comparisons and roots may be vectors. Nothing that changes results
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wno-psabi")
+LINKING = ("-shared", "-Wl,-Bsymbolic")  # its names are visible to all: it calls its own, not an older library's
 
 
 def compiler() -> str:
@@ -111,7 +112,7 @@ def library() -> ctypes.CDLL:
     # what the compiler defines tells its version and every instruction set of the processor
     target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
     sources = (x.read_text() for x in sorted(FOLDER.iterdir()) if x.suffix in (".h", ".cpp"))
-    made_of = (*sources, target, omp, torch.__version__, *FLAGS)
+    made_of = (*sources, target, omp, torch.__version__, *FLAGS, *LINKING)
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
     if not intact(path, key):
@@ -119,12 +120,12 @@ def library() -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
             made, built = f"{folder}/native.o", f"{folder}/native.so"
             run(cxx, *FLAGS, f"-I{TORCH / 'include'}", "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
-            run(cxx, "-shared", made, omp, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", built)
+            run(cxx, *LINKING, made, omp, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", built)
             with open(built, "ab") as f:
                 f.write(seal(key, Path(built).read_bytes()))
             os.chmod(built, 0o700)
             os.replace(built, path)
-    lib = ctypes.CDLL(str(path))
+    lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # compiled steps call its operators (ops.py)
     lib.kvf_register()
     return lib
 

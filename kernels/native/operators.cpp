@@ -1,29 +1,39 @@
-// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150.
+// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150,
+// and from a compiled step, which calls them as functions in C, one.
 //
 // Through torch's stable interface, which compiles in seconds. ops.py has their schemas, and says what they give.
+#include "tensor.h"
 
 namespace {
 
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
-using torch::headeronly::ScalarType;
+const Tensor* some(const Tensor* x) { return x; }
+const Tensor* some(const Tensor& x) { return &x; }
+const Tensor* some(const Maybe& x) { return x ? &*x : nullptr; }
 
-bool lies_whole(const Tensor& x) { return x.is_contiguous(); }
-bool lies_whole(const Maybe& x) { return !x || x->is_contiguous(); }
+template <class X> bool lies_whole(const X& x) { return !some(x) || some(x)->is_contiguous(); }
 
-void expect(ScalarType type, const Maybe& x, const char* name) {
-    STD_TORCH_CHECK(!x || x->scalar_type() == type, name, ": a tensor of dtype ", torch::headeronly::toString(type),
-                    " is needed, not of ", torch::headeronly::toString(x->scalar_type()));
+template <class X> void expect(ScalarType type, const X& x, const char* name) {
+    STD_TORCH_CHECK(!some(x) || some(x)->scalar_type() == type, name, ": a tensor of dtype ",
+                    torch::headeronly::toString(type), " is needed, not of ",
+                    torch::headeronly::toString(some(x)->scalar_type()));
 }
 
-template <class T> T* data(const Maybe& x) { return x ? (T*)x->data_ptr() : nullptr; }
-int64_t* ints(const Maybe& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
-float* floats(const Maybe& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
-uint16_t* halves(const Maybe& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
-uint8_t* bytes(const Maybe& x, const char* name) { return expect(ScalarType::Byte, x, name), data<uint8_t>(x); }
+template <class T, class X> T* data(const X& x) { return some(x) ? (T*)some(x)->data_ptr() : nullptr; }
+template <class X> int64_t* ints(const X& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
+template <class X> float* floats(const X& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
+template <class X> uint16_t* halves(const X& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
+template <class X> uint8_t* bytes(const X& x, const char* name) { return expect(ScalarType::Byte, x, name), data<uint8_t>(x); }
 
-Tensor whole(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
-Maybe whole(const Maybe& x) { return x ? Maybe(whole(*x)) : x; }
+void make_whole(Tensor& x) {
+    if (x.is_contiguous()) return;
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(x.get(), &handle));
+    const auto copy = torch::stable::contiguous(torch::stable::Tensor(handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(copy.get(), &handle));
+    x = Tensor::made(handle);
+}
+void make_whole(Maybe& x) { if (x) make_whole(*x); }
+template <class X, class... Y> void make_whole(X& x, Y&... more) { make_whole(x), make_whole(more...); }
 
 int64_t is_bf16(std::initializer_list<const Tensor*> some) {
     ScalarType type = (*some.begin())->scalar_type();
@@ -35,12 +45,24 @@ int64_t is_bf16(std::initializer_list<const Tensor*> some) {
 
 // Not by the dispatcher, which takes longer than to allocate
 Tensor like(const Tensor& q, std::initializer_list<int64_t> size, std::optional<ScalarType> type = {}) {
-    std::vector<int64_t> strides(size.size(), 1);
-    for (size_t i = size.size(); --i > 0;) strides[i - 1] = strides[i] * size.begin()[i];
+    int64_t strides[4];
+    for (size_t i = size.size(), n = 1; i-- > 0; n *= size.begin()[i]) strides[i] = n;
     AtenTensorHandle made;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        size.size(), size.begin(), strides.data(), (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
-    return Tensor(made);
+        size.size(), size.begin(), strides, (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
+    return Tensor::made(made);
+}
+
+// [..., T] of fp32, a row of whole vectors in memory, as empty_scores gives it: a graph counts on that
+Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
+    std::vector<int64_t> size = lead, strides(lead.size() + 1, 1);
+    int64_t n = (T + WHOLE - 1) / WHOLE * WHOLE;
+    size.push_back(T);
+    for (size_t i = lead.size(); i-- > 0; n *= lead[i]) strides[i] = n;
+    const Tensor rows = like(q, {n}, ScalarType::Float);
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(rows.get(), size.size(), size.data(), strides.data(), 0, &made));
+    return Tensor::made(made);
 }
 
 int64_t threads() { return torch::stable::get_num_threads(); }
@@ -51,7 +73,7 @@ Lists strides_of(const Tensor& x) { return {x.stride(0), x.size(1) > 1 ? x.strid
 Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
     STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
-    start = whole(start), stop = whole(stop), mean_k = whole(mean_k), mean_v = whole(mean_v), count = whole(count);
+    make_whole(start, stop, mean_k, mean_v, count);
     Tensor out = like(q, {B, Hq, D});
     kvf_decode_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
                          ints(stop, "stop"), floats(mean_k, "mean_k"), floats(mean_v, "mean_v"), ints(count, "count"),
@@ -84,7 +106,7 @@ Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Ten
     int64_t half = is_bf16({&q, &sink_k, &sink_v, &tail_k, &tail_v});
     if (bits == 16) is_bf16({&q, &k, &v});
     else bytes(k, "k"), bytes(v, "v");
-    idx = whole(idx), count = whole(count), pos = whole(pos), prompt_len = whole(prompt_len);
+    make_whole(idx, count, pos, prompt_len);
     Tensor out = like(q, {B, Hq, D});
     kvf_packed_gather_attention(half, bits, q.data_ptr(), ints(idx, "idx"), ints(count, "count"), k.data_ptr(),
                                 v.data_ptr(), halves(k_params, "k_params"), halves(v_params, "v_params"),
@@ -99,8 +121,8 @@ std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, T
                                          int64_t sinks, int64_t recent) {
     int64_t B = scores.size(0), H = scores.size(1), T = scores.size(2), K = std::min(k, T);
     expect(ScalarType::Bool, mask, "mask");
-    if (scores.stride(2) != 1) scores = whole(scores);
-    mask = whole(mask), pos = whole(pos);
+    if (scores.stride(2) != 1) make_whole(scores);
+    make_whole(mask, pos);
     Tensor idx = like(scores, {B, H, K}, ScalarType::Long), count = like(scores, {B, H}, ScalarType::Long);
     // wanted is [B], or [B, H]; a mask may serve all heads
     int64_t wanted_head = wanted.dim() > 1 && wanted.size(1) > 1 ? wanted.stride(1) : 0;
@@ -109,18 +131,16 @@ std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, T
     kvf_select(floats(scores, "scores"), data<uint8_t>(mask), ints(pos, "pos"), ints(wanted, "wanted"),
                ints(idx, "idx"), ints(count, "count"), scores.stride(0), scores.stride(1), mask_row, mask_head,
                wanted.stride(0), wanted_head, B, H, T, K, sinks, recent, threads());
-    return {idx, count};
+    return {std::move(idx), std::move(count)};
 }
 
-// Scores [B, H, T], a row of whole vectors in memory, as empty_scores gives it: a graph counts on that
+// Scores [B, H, T]
 Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t H, const Tensor& codes,
-                 const Maybe& params, const float* total, Maybe pos, Maybe skip) {
+                 const Tensor* params, const float* total, const Maybe& pos, const Maybe& skip) {
     int64_t T = codes.size(2), W = codes.size(3);
     STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == W, "the codes of a head must be contiguous");
     STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2), "params of a head must be contiguous");
-    pos = whole(pos), skip = whole(skip);
-    Tensor rows = like(like_this, {B, H, (T + WHOLE - 1) / WHOLE * WHOLE}, ScalarType::Float);
-    Tensor out = torch::stable::narrow(rows, 2, 0, T);
+    Tensor out = rows_like(like_this, {B, H}, T);
     kvf_look_up(table, bytes(codes, "codes"), halves(params, "params"), total, ints(pos, "pos"), ints(skip, "skip"),
                 (float*)out.data_ptr(), codes.stride(0), codes.stride(1), params ? params->stride(0) : 0,
                 params ? params->stride(1) : 0, out.stride(0), out.stride(1), B, H, T, W, skip ? skip->size(2) : 0,
@@ -141,7 +161,7 @@ Tensor lut_score(Tensor q, Tensor book, Tensor packed, Maybe pos, Maybe skip) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = book.size(1), C = D / 4, n = entries_of(C);
     int64_t half = is_bf16({&q});
     STD_TORCH_CHECK(q.stride(2) == 1 && packed.size(3) * 8 == D, "q must be contiguous, and have 8 channels a byte");
-    book = whole(book);
+    make_whole(book);
     std::vector<float> table(B * H * n), query(D);
     const float* centroids = floats(book, "book");
     for (int64_t group = 0; group < B * H; group++) {
@@ -154,14 +174,15 @@ Tensor lut_score(Tensor q, Tensor book, Tensor packed, Maybe pos, Maybe skip) {
                 table[group * n + c * ENTRIES + i] = of[0] * x[0] + of[1] * x[1] + of[2] * x[2] + of[3] * x[3];
             }
     }
-    return looked_up(q, table.data(), B, H, packed, {}, nullptr, pos, skip);
+    make_whole(pos, skip);
+    return looked_up(q, table.data(), B, H, packed, nullptr, nullptr, pos, skip);
 }
 
 // A label of 4 bits looks up its product with the query, one of 2 bits together with its neighbour's
 Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe pos) {
     int64_t B = q.size(0), H = q.size(1), r = q.size(2), C = labels.size(3) * 2, n = entries_of(C);
     STD_TORCH_CHECK((bits == 2 || bits == 4) && r * bits == labels.size(3) * 8, "labels of 2 or 4 bits are needed");
-    q = whole(q);
+    make_whole(q);
     std::vector<float> table(B * H * n), total(B * H);
     const float* from = floats(q, "q");
     for (int64_t group = 0; group < B * H; group++) {
@@ -171,7 +192,8 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
             for (int i = 0; i < ENTRIES; i++)
                 table[group * n + c * ENTRIES + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
     }
-    return looked_up(q, table.data(), B, H, labels, params, total.data(), pos, {});
+    make_whole(pos);
+    return looked_up(q, table.data(), B, H, labels, &params, total.data(), pos, {});
 }
 
 std::vector<float> as_floats(const Tensor& x) {  // x lies whole
@@ -181,17 +203,11 @@ std::vector<float> as_floats(const Tensor& x) {  // x lies whole
     return out;
 }
 
-// Of C queries [B, H, C, T], rows as those of looked_up
-Tensor empty_scores(const Tensor& q, int64_t T) {
-    Tensor rows = like(q, {q.size(0), q.size(1), q.size(2), (T + WHOLE - 1) / WHOLE * WHOLE}, ScalarType::Float);
-    return torch::stable::narrow(rows, 3, 0, T);
-}
-
 Tensor score_heads(Tensor q, Tensor x, Maybe pos) {
     int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = x.size(2);
     STD_TORCH_CHECK(x.stride(3) == 1 && R % WHOLE == 0, "rows must be contiguous, and whole vectors");
-    q = whole(q), pos = whole(pos);
-    Tensor out = empty_scores(q, T);
+    make_whole(q, pos);
+    Tensor out = rows_like(q, {B, H, C}, T);
     kvf_head_scores(is_bf16({&x}), as_floats(q).data(), x.data_ptr(), ints(pos, "pos"), (float*)out.data_ptr(),
                     x.stride(0), x.stride(1), x.stride(2), out.stride(0), out.stride(1), out.stride(2), B, H, C, T, R,
                     threads());
@@ -201,8 +217,8 @@ Tensor score_heads(Tensor q, Tensor x, Maybe pos) {
 Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
     int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = keys.size(3);
     STD_TORCH_CHECK(keys.stride(3) == 1, "the tokens of a channel must be contiguous");
-    q = whole(q), channels = whole(channels), pos = whole(pos);
-    Tensor out = empty_scores(q, T);
+    make_whole(q, channels, pos);
+    Tensor out = rows_like(q, {B, H, C}, T);
     kvf_channel_scores(is_bf16({&keys}), as_floats(q).data(), ints(channels, "channels"), keys.data_ptr(), ints(pos, "pos"),
                        (float*)out.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(2), out.stride(0), out.stride(1),
                        out.stride(2), B, H, C, T, R, threads());
@@ -242,7 +258,7 @@ void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor 
     STD_TORCH_CHECK(k.stride(3) == 1 && labels.stride(3) == 1 && labels.stride(2) == W && W * 8 == r * bits,
                     "the labels of a head must be contiguous, of ", r, " channels");
     STD_TORCH_CHECK(params.stride(3) == 1 && params.stride(2) == 2, "params of a head must be contiguous");
-    channels = whole(channels), start = whole(start);
+    make_whole(channels, start);
     const int64_t *at = ints(start, "start"), *which = ints(channels, "channels");
     uint8_t* to = bytes(labels, "labels");
     uint16_t* pairs = halves(params, "params");
@@ -270,7 +286,7 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
                    Tensor rest, Tensor v, Maybe params, int64_t bits) {
     for (auto x : {&ring_k, &ring_v, &lead, &rest, &v}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params), "a cache must be contiguous");
-    latents = whole(latents), values = whole(values), pos = whole(pos);
+    make_whole(latents, values, pos);
     int64_t is_half = is_bf16({&latents, &values, &ring_k, &lead, &rest});
     if (bits < 16) bytes(ring_v, "ring_v"), bytes(v, "v");
     else is_bf16({&values, &ring_v, &v});
@@ -299,7 +315,7 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     else is_bf16({&q, &ring_v});
     if (bits < 16) bytes(v, "v");
     else is_bf16({&q, &v});
-    idx = whole(idx), count = whole(count), pos = whole(pos);
+    make_whole(idx, count, pos);
     const int64_t *at = ints(pos, "pos"), *list = ints(idx, "idx"), *many = ints(count, "count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
     int64_t K = list ? idx->size(1) : T - R;
@@ -321,7 +337,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
     STD_TORCH_CHECK(D % WHOLE == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
-    x = whole(x), pos = whole(pos);
+    make_whole(x, pos);
     int64_t is_half = is_bf16({&x, &kept}), group = params && !channels ? D / params->size(3) : D;
     if (bits < 16) bytes(data, "data");
     else is_bf16({&x, &data});
@@ -351,7 +367,7 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
     else is_bf16({&q, &k});
     if (v_bits < 16) bytes(v, "v");
     else is_bf16({&q, &v});
-    pos = whole(pos), k_stop = whole(k_stop), v_stop = whole(v_stop);
+    make_whole(pos, k_stop, v_stop);
     auto group = [&](const Maybe& x) { return x ? D / x->size(3) : D; };
     Tensor out = like(q, {B, Hq, D});
     if (B)
@@ -371,7 +387,7 @@ Tensor lowrank_attention(Tensor q, Tensor k, Tensor v, Tensor k_basis, Tensor v_
     STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3) && q.stride(2) == 1,
                     "tokens must lie side by side");
     int64_t half = is_bf16({&q, &k, &v, &k_full, &v_full});
-    stored = whole(stored), filled = whole(filled);
+    make_whole(stored, filled);
     expect(ScalarType::Bool, filled, "filled");
     auto row = [](const Tensor& x) { return x.size(0) > 1 ? x.stride(0) : 0; };
     Tensor out = like(q, {B, Hq, D});
@@ -394,7 +410,7 @@ Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_par
     int64_t half = is_bf16({&q, &k_basis, &v_basis});
     if (bits == 16) is_bf16({&q, &k, &v});
     else bytes(k, "k"), bytes(v, "v");
-    pos = whole(pos);
+    make_whole(pos);
     Tensor out = like(q, {B, Hq, D}), mean = like(q, {B, Hq, R}, ScalarType::Float);
     if (B)
         kvf_group_attention(half, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), v.data_ptr(),
@@ -407,24 +423,32 @@ Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_par
 
 }  // namespace
 
+#define OPERATORS(EACH) \
+    EACH(channel_score, score_channels) \
+    EACH(decode_attention, decode_attention) \
+    EACH(dense_linear, dense_linear) \
+    EACH(gather_attention, gather_attention) \
+    EACH(group_attention, group_attention) \
+    EACH(head_scores, score_heads) \
+    EACH(label_score, label_score) \
+    EACH(latent_append, latent_append) \
+    EACH(latent_attention, latent_attention) \
+    EACH(linear, packed_linear) \
+    EACH(lowrank_attention, lowrank_attention) \
+    EACH(lut_score, lut_score) \
+    EACH(packed_gather_attention, packed_gather_attention) \
+    EACH(quantized_append, quantized_append) \
+    EACH(quantized_attention, quantized_attention) \
+    EACH(select, select_tokens) \
+    EACH(store_labels, store_labels)
+
+// Under the names by which inductor calls what it is told of
+#define DIRECT(name, f) extern "C" auto* const aoti_torch_cpu_##name = Operator<&f>::direct();
+OPERATORS(DIRECT)
+
 extern "C" void kvf_register() {  // they stay registered until the next library is loaded, and it registers its own
     using torch::stable::detail::StableLibrary;
     auto& lib = *new StableLibrary(StableLibrary::Kind::IMPL, "kv_fast_cpp", "CPU", __FILE__, __LINE__);
-    lib.impl("decode_attention", TORCH_BOX(&decode_attention));
-    lib.impl("gather_attention", TORCH_BOX(&gather_attention));
-    lib.impl("packed_gather_attention", TORCH_BOX(&packed_gather_attention));
-    lib.impl("select", TORCH_BOX(&select_tokens));
-    lib.impl("lut_score", TORCH_BOX(&lut_score));
-    lib.impl("label_score", TORCH_BOX(&label_score));
-    lib.impl("head_scores", TORCH_BOX(&score_heads));
-    lib.impl("channel_score", TORCH_BOX(&score_channels));
-    lib.impl("dense_linear", TORCH_BOX(&dense_linear));
-    lib.impl("group_attention", TORCH_BOX(&group_attention));
-    lib.impl("linear", TORCH_BOX(&packed_linear));
-    lib.impl("quantized_append", TORCH_BOX(&quantized_append));
-    lib.impl("quantized_attention", TORCH_BOX(&quantized_attention));
-    lib.impl("lowrank_attention", TORCH_BOX(&lowrank_attention));
-    lib.impl("store_labels", TORCH_BOX(&store_labels));
-    lib.impl("latent_append", TORCH_BOX(&latent_append));
-    lib.impl("latent_attention", TORCH_BOX(&latent_attention));
+#define BOXED(name, f) lib.impl(#name, &Operator<&f>::boxed);
+    OPERATORS(BOXED)
 }

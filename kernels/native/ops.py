@@ -129,6 +129,25 @@ for _name, (_schema, _fake) in _SCHEMAS.items():
     _lib.define(_name + _schema)
     torch.library.register_fake(f"kv_fast_cpp::{_name}", _fake, lib=_lib)
 
+_IN_C = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "int": "int64_t", "bool": "int32_t",
+         "float": "double"}  # fmt: skip
+
+
+class Declarations(dict[str, list[str]]):
+    """The operators as functions in C, for inductor's `aot_inductor.custom_ops_to_c_shims`: a compiled step calls them
+    so (`Operator` in tensor.h), not through torch's dispatcher. Inductor asks for an operator, but its cache of
+    compiled code can't tell whether operators are the same ones: so they are under their names."""
+
+    def __init__(self) -> None:
+        for name in _SCHEMAS:
+            op = getattr(torch.ops.kv_fast_cpp, name).default
+            given = [_IN_C[str(x.type)] for x in op._schema.arguments]
+            given += ["AtenTensorHandle*"] * max(1, len(op._schema.returns))
+            self[str(op)] = [f"AOTITorchError (*const aoti_torch_cpu_{name})({', '.join(given)})"]
+
+    def __contains__(self, op: object) -> bool:
+        return super().__contains__(str(op))
+
 
 def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     B, H, T = scores.shape
