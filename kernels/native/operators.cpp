@@ -1,5 +1,5 @@
 // What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150,
-// and from a compiled step, which calls them as functions in C, one.
+// and from a compiled step, which calls them as functions in C, 2 to 7 us less.
 //
 // Through torch's stable interface, which compiles in seconds. ops.py has their schemas, and says what they give.
 #include "tensor.h"
