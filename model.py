@@ -24,7 +24,7 @@ from cache.spec import build_cache
 from errors import InputError
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
-from kernels.native import in_huge_pages
+from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
 from weights import DENSE, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
@@ -413,7 +413,12 @@ def empty_transformer(
     need = sum(t.numel() * t.element_size() for t in tensors.values())
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
                    "more memory")  # fmt: skip
-    model.to_empty(device=device)
+    if device.type == "cpu":  # what every step reads, in the order in which it does
+        layers = [t for block in model.layers for t in (*block.parameters(), *block.buffers())]
+        model.layers._apply(OnePiece(t.nbytes for t in layers).take)
+    for name, part in model.named_children():
+        if device.type != "cpu" or name != "layers":
+            part.to_empty(device=device)
     if args.tie_embeddings and not how:  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     for t in (*model.parameters(), *model.buffers()):

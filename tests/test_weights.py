@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import sys
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +268,9 @@ def test_weights_and_caches_lie_in_huge_pages(kind):
     weights = [t for t in (*model.parameters(), *model.buffers()) if t.nbytes >= 1 << 20]
     caches = [t for method in model.cache for t in method.buffers() if t.nbytes >= 1 << 20]
     assert len(weights) >= 4 and len(caches) >= 4 and all(advised(t) for t in weights + caches)
+    layers = [t for t in (*model.layers.parameters(), *model.layers.buffers()) if t.numel()]
+    ends = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in layers)
+    assert all(start % 64 == 0 and 0 <= start - stop < 64 for (_, stop), (start, _) in pairwise(ends))
 
 
 SHAPES = [dict(), dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)]

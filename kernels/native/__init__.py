@@ -36,13 +36,14 @@ from kernels.native.ops import (
     top_p_count,
     unpack_rows,
 )
-from kernels.native.pages import in_huge_pages
+from kernels.native.pages import OnePiece, in_huge_pages
 
 __all__ = [
     "DTYPES",
     "RANKS",
     "VECTOR",
     "Declarations",
+    "OnePiece",
     "available",
     "channel_score",
     "decode_attention",
