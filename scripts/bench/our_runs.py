@@ -66,7 +66,7 @@ class Ours(Run):
         if w.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(w.device)
         size = w.length + w.new
-        w.model.setup_cache(self.method, w.batch, size)
+        w.model.setup_cache(self.method, w.batch, size, w.new)
         self.cache: Any = w.model.cache
         model, sampling = w.model, self.sampling
         if self.mode in ("eager", "compiled"):
