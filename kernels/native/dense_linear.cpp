@@ -28,6 +28,19 @@ void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
     else for (int i = 0; i < M * R; i++) y[i] = sum(acc[i]);
 }
 
+// Sums of R rows of W, and the bias -> y
+template <class T> void put_rows(const float* sums, int R, const T* bias, T* y) {
+    const auto put = [&](int rows) {  // a constant: a loop of a number that is not known is a call
+        for (int r = 0; r < rows; r++) {
+            const float z = bias ? sums[r] + number(bias[r]) : sums[r];
+            if constexpr (std::is_same_v<T, float>) y[r] = z;
+            else y[r] = rounded(z);
+        }
+    };
+    if (R == TILE_ROWS) put(TILE_ROWS);
+    else put(R);
+}
+
 template <class T>
 void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, int64_t out, int threads) {
     std::vector<float> wide;
@@ -53,13 +66,7 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
             } else if (done == 4) dense_tile<L / TILE_ROWS, TILE_ROWS>(w + o * in, at, in, fetch, part);
             else if (done == 2) dense_tile<2, TILE_ROWS>(w + o * in, at, in, fetch, part);
             else dense_tile<1, TILE_ROWS>(w + o * in, at, in, fetch, part);
-            for (int k = 0; k < done; k++, m++) {
-                vf z = load_some<vf>(part + k * R, R);
-                if (bias) for (int r = 0; r < R; r++) z[r] += number(bias[o + r]);
-                T last[L];
-                store(last, z);
-                std::copy(last, last + R, y + m * out + o);
-            }
+            for (int k = 0; k < done; k++, m++) put_rows(part + k * R, R, bias ? bias + o : nullptr, y + m * out + o);
         }
     };
 #pragma omp parallel num_threads(threads)

@@ -118,6 +118,11 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] wor
 }
 #endif
 
+// What lies a page behind some bytes: a processor does not fetch beyond the end of a page by itself
+void fetch_ahead(const void* from, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)from + 4096 + b);
+}
+
 // The words of n tokens of W bytes each, the last filled up with zeros -> [words, n], `row` apart. Behind the n tokens
 // `behind` more may be read.
 void words_of(const uint8_t* from, int64_t W, int n, int64_t behind, uint32_t* to, int64_t row) {
@@ -244,6 +249,8 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
             float* to = out + b * out_row + h * out_head;
             for (int64_t first = lo; first < hi; first += BATCH) {
                 int n = (int)std::min<int64_t>(BATCH, hi - first);
+                fetch_ahead(from + first * W, n * W);
+                if (pairs) fetch_ahead(pairs + first * 2, n * 4);
                 words_of(from + first * W, W, n, hi - first - n, turned.data(), BATCH);
                 for (int t = 0; t < n; t += LOOKED_UP * L) {
                     vf score[LOOKED_UP] = {};

@@ -111,9 +111,9 @@ struct Seen {
         static const Next<T> nothing{};  // for all query heads but the first few
         by_heads(G, [&](auto m, int g) { dots<m>(q + g * D, k, n, D, &p[g * N], g ? nothing : next); });
         for (int g = 0; g < G; g++) {
-            for (int i = 0; i < n; i++) p[g * N + i] += more;
+            if (more) for (int i = 0; i < n; i++) p[g * N + i] += more;
             float shrink = soften(g, &p[g * N], n, N);
-            for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
+            if (shrink != 1) for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
         }
         by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
     }

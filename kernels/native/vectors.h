@@ -54,6 +54,10 @@ void keep(vf& x) {  // in a register: gcc would read it from memory again for ea
 }
 float number(float x) { return x; }
 float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
+bf16 rounded(float x) {  // to nearest, ties to even
+    uint32_t u; std::memcpy(&u, &x, 4);
+    return {x != x ? (uint16_t)0x7fc0 : (uint16_t)((u + (0x7fff + ((u >> 16) & 1))) >> 16)};
+}
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 void store(bf16* p, vf x) {  // to nearest, ties to even
     vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
