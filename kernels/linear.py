@@ -7,7 +7,8 @@ inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are
 
 On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their
 products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies
-tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16.
+tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16. Without
+tiles, where it multiplies bytes (VNNI), a prompt's rows are integers for codes, too; for W in bf16 they are two parts.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _in_cpp(
     x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
 ) -> Tensor:
     x = x.detach().contiguous()  # codes are not trained: nothing flows back
-    if native.has_many_rows():
+    if native.has_many_rows(bits):
         return native.many_rows(x, packed, scale, zero, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)

@@ -164,17 +164,14 @@ def test_gradients_flow_through_weights_as_they_are():
 @pytest.mark.parametrize("own", [True, False])
 def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
     """More rows than are multiplied in registers, more of W than one tile."""
-    monkeypatch.setattr(native, "has_many_rows", lambda has=native.has_many_rows: own and has())
+    monkeypatch.setattr(native, "has_many_rows", lambda bits, has=native.has_many_rows: own and has(bits))
     monkeypatch.setattr(K, "TILE", 256 * 96)
-    gen = torch.Generator().manual_seed(0)
-    layer, c = PackedLinear(256, 1000, False, 4, 64), codes(gen, 1000, 256, 4, 64, False)
-    layer.put(0, c)
-    x = torch.randn(70, 256, generator=gen)
-    want = x.double() @ torch.from_numpy(by_hand(c)).T
-    assert (layer(x).double() - want).abs().max() < 1e-5 * want.abs().max()
+    check_product(0, 70, 1000, 256, 4, 64, False, False, torch.float32, "")
 
 
-@pytest.mark.parametrize("bits, dtype", [(4, torch.float32), (8, torch.bfloat16), (16, torch.float32)])
+@pytest.mark.parametrize(
+    "bits, dtype", [(4, torch.float32), (8, torch.bfloat16), (16, torch.float32), (16, torch.bfloat16)]
+)
 def test_long_prompts(bits, dtype):
     """More rows than W is unpacked for at once, inputs that are no whole chunks, an odd number of blocks."""
     n, rows, out = 592, 1060, 150

@@ -1,6 +1,7 @@
-// y = x W^T for many rows of x, a prompt's, and packed W: by the matrix unit for bf16, or by vectors where they are of 8 numbers.
+// y = x W^T for many rows of x, a prompt's, and packed W: by the matrix unit for bf16, or by vectors: of 8 numbers; of 16 where the
+// processor multiplies bytes (VNNI) and, for W in bf16, pairs of bf16.
 //
-// For the unit, a number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is rounded to nearest, and a smaller
+// For the unit, and for pairs, a number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is rounded to nearest, and a smaller
 // one. All products of parts are added up in fp32 but those of two smaller ones: what is left out is below 2^-16 of a product.
 // In bf16, x has one part, and a weight is rounded to one.
 #include <algorithm>
@@ -239,14 +240,92 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
 }
 
 }  // namespace
-#define BY_VECTORS
+#define BY_VECTORS true
+#elif defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
+namespace {
+
+constexpr int64_t MOST_ROWS = 512;  // of x that are integers, or pairs, at a time
+
+#ifdef __AVX512BF16__
+constexpr int TOGETHER = 8;  // rows of x that are multiplied with two blocks: 16 sums
+
+// x [rows][in] -> lanes of two inputs [in / 2][part][TOGETHER]: numbers in bf16, and what is lost
+template <int PARTS, class T> void pairs_of(const T* x, int64_t rows, int64_t in, uint32_t* to) {
+    for (int64_t i = 0; i < in; i += L)
+        for (int r = 0; r < TOGETHER; r++) {
+            vf v = r < rows ? load(x + r * in + i) : vf{};
+            for (int p = 0; p < PARTS; p++) {
+                const __m256bh part = _mm512_cvtneps_pbh((__m512)v);
+                uint32_t pair[L / 2];
+                std::memcpy(pair, &part, sizeof part);
+                for (int j = 0; j < L / 2; j++) to[((i / 2 + j) * PARTS + p) * TOGETHER + r] = pair[j];
+                if (p + 1 < PARTS) v -= load((const bf16*)pair);
+            }
+        }
+}
+
+template <int PARTS, int COUNT> void multiply_pairs(const uint32_t* x, const uint8_t* w, int64_t in, __m512 (*sum)[TOGETHER]) {
+    for (int k = 0; k < COUNT; k++) for (int r = 0; r < TOGETHER; r++) sum[k][r] = __m512{};
+    for (int64_t i = 0; i < in / 2; i++, w += WORDS) {
+        __m512bh q[COUNT];
+        for (int k = 0; k < COUNT; k++) q[k] = (__m512bh)_mm512_loadu_si512(w + k * in * SIDE * 2);
+        for (int p = 0; p < PARTS; p++)
+            for (int r = 0; r < TOGETHER; r++, x++)
+                for (int k = 0; k < COUNT; k++) sum[k][r] = _mm512_dpbf16_ps(sum[k][r], (__m512bh)_mm512_set1_epi32(*x), q[k]);
+    }
+}
+
+template <class T>
+void many_by_pairs(const Weight& w, const T* x, const float* bias, T* y, int64_t rows, int64_t blocks, int threads) {
+    constexpr int PARTS = std::is_same_v<T, float> ? 2 : 1;
+    const int64_t tiles = (rows + TOGETHER - 1) / TOGETHER, tile = w.in / 2 * PARTS * TOGETHER;
+    Room<uint32_t> pairs(tiles * tile);
+    Shares shares((blocks + 1) / 2, threads, 1);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < tiles; t++)
+            pairs_of<PARTS>(x + t * TOGETHER * w.in, std::min<int64_t>(TOGETHER, rows - t * TOGETHER), w.in, &pairs[t * tile]);
+        shares.each([&](const int64_t* two, int64_t) {
+            const int64_t first = *two * 2, count = std::min<int64_t>(2, blocks - first);
+            const uint8_t* at = w.codes + first * w.in * SIDE * 2;
+            for (int64_t t = 0; t < tiles; t++) {
+                __m512 sum[2][TOGETHER];
+                if (count == 2) multiply_pairs<PARTS, 2>(&pairs[t * tile], at, w.in, sum);
+                else multiply_pairs<PARTS, 1>(&pairs[t * tile], at, w.in, sum);
+                for (int64_t r = 0; r < std::min<int64_t>(TOGETHER, rows - t * TOGETHER); r++)
+                    for (int64_t k = 0; k < count; k++) put(y, t * TOGETHER + r, blocks, first + k, 0, (vf)sum[k][r], bias);
+            }
+        });
+    }
+}
+#endif
+
+template <int BITS, class T>
+void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t rows, int64_t blocks, int threads) {
+    for (int64_t row = 0; row < rows; row += MOST_ROWS, x += MOST_ROWS * w.in, y += MOST_ROWS * blocks * SIDE) {
+        const int64_t M = std::min(MOST_ROWS, rows - row);
+#ifdef __AVX512BF16__
+        if constexpr (BITS == 16) many_by_pairs(w, x, bias, y, M, blocks, threads);
+        else
+#endif
+        linear<BITS>(w, x, bias, y, M, blocks, threads);
+    }
+}
+
+}  // namespace
+#ifdef __AVX512BF16__
+#define BY_VECTORS true
+#else
+#define BY_VECTORS (bits < 16)
+#endif
 #endif
 
 extern "C" int64_t kvf_has_tiles() { return has_tiles(); }
 
-extern "C" int64_t kvf_has_many_rows() {
+extern "C" int64_t kvf_has_many_rows([[maybe_unused]] int64_t bits) {
 #ifdef BY_VECTORS
-    return true;
+    return BY_VECTORS;
 #else
     return has_tiles();
 #endif

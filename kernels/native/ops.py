@@ -275,9 +275,10 @@ def lanes() -> int:
 lanes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def has_many_rows() -> bool:
-    """Whether prompts are multiplied here: by tiles, or by vectors where those have 8 numbers. Else torch is faster."""
-    return bool(build.library().kvf_has_many_rows())
+def has_many_rows(bits: int) -> bool:
+    """Whether prompts are multiplied with such weights here: by tiles, or by vectors (many_rows.cpp). Else torch is
+    faster."""
+    return bool(build.library().kvf_has_many_rows(bits))
 
 
 def many_rows(
