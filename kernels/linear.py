@@ -82,13 +82,13 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
 
     On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16. One
-    in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC without, it takes up to twice as
-    long.
+    in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as long
+    without AVX-512, two to three times as long with it.
     """
     rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
     here = rows < MANY and weight.dtype == x.dtype and weight.is_contiguous()
     here = here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x)
-    here = here and (rows > 1 or bf16 or native.lanes() == 8)
+    here = here and (rows > 1 or bf16 or native.multiplies_one_row())
     if here and not (bf16 and rows >= MANY_BF16 and native.has_tiles()):
         return native.dense_linear(x.flatten(0, -2).contiguous(), weight, bias).unflatten(0, x.shape[:-1])
     return F.linear(x, weight, bias)

@@ -128,7 +128,7 @@ def test_products_with_weights_as_they_are(data):
     with torch.no_grad():
         got, alone = K.dense_linear(x, w, b), K.dense_linear(x[[-1, -1]], w, b)[:1]
     many = K.MANY_BF16 if dtype == torch.bfloat16 and native.has_tiles() else K.MANY
-    few = (rows > 1 or native.lanes() == 8) and rows < many
+    few = (rows > 1 or native.multiplies_one_row()) and rows < many
     assert native.available() and got.dtype == dtype and (not few or torch.equal(got[-1:], alone))
     error = (got.double() - want).abs().max() / want.abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 8e-3), error

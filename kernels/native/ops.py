@@ -267,12 +267,12 @@ def has_tiles() -> bool:
 has_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as build.available
 
 
-def lanes() -> int:
-    """Floats of a vector: 16 with AVX-512, else 8."""
-    return int(build.library().kvf_lanes())
+def multiplies_one_row() -> bool:
+    """Whether `dense_linear` multiplies a single row in fp32 faster than torch."""
+    return bool(build.library().kvf_multiplies_one_row())
 
 
-lanes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+multiplies_one_row._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_many_rows(bits: int) -> bool:
