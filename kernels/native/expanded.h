@@ -79,8 +79,8 @@ struct ByFloats {
     }
 };
 
-#ifdef __AMX_BF16__
-struct ByTiles {
+#ifdef __AVX512BF16__
+struct InPairs {  // lanes of two coordinates, for processors that multiply such
     typedef bf16 Row;  // a panel is [R / 32, PANEL, 32]
     static void pack_coordinates(const bf16* from, int64_t step, int64_t rank, bf16* to) {
         vu pairs[L];
@@ -96,11 +96,15 @@ struct ByTiles {
         for (int64_t r = 0; r < rank; r += 32)
             for (int c = 0; c < PANEL; c++) std::memcpy(to + r * PANEL + c * 32, from + c * step + r, 64);
     }
-    static void turn(const void* const* rows, int64_t R, bf16* columns) {  // pairs of coordinates stay together
+    // rows of tokens -> columns [R / 32, BLOCK / 16, 16 pairs, 16 tokens]
+    static void turn(const void* const* rows, int64_t R, bf16* columns) {
         for (int64_t r = 0; r < R; r += 32)
             for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 2, columns + r * BLOCK + i * 32, 64);
     }
+};
 
+#ifdef __AMX_BF16__
+struct ByTiles : InPairs {
     Tiles registers;
 
     __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R, float* out) {
@@ -123,6 +127,29 @@ struct ByTiles {
             _tile_stored(2, out + PANEL * BLOCK + i, BLOCK * 4);
             _tile_stored(3, out + PANEL * BLOCK + i + L, BLOCK * 4);
         }
+    }
+};
+#endif
+
+struct ByPairs : InPairs {
+    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R, float* out) {
+        constexpr int M = L / 2, V = 2;  // channels and vectors of tokens at a time: half of the registers
+        for (int c = 0; c < 2 * PANEL; c += M)
+            for (int i = 0; i < BLOCK; i += V * L) {
+                const bf16 *panel = (c < PANEL ? one : two) + c % PANEL * 32, *tokens = columns + i * 32;
+                __m512 acc[M][V] = {};
+                for (int64_t r = 0; r < R; r += 32, panel += PANEL * 32, tokens += BLOCK * 32)
+                    for (int j = 0; j < 32; j += 2) {
+                        __m512bh x[V];
+                        for (int v = 0; v < V; v++) x[v] = (__m512bh)_mm512_loadu_si512(tokens + v * 512 + j * L);
+                        for (int m = 0; m < M; m++) {
+                            const __m512bh y = (__m512bh)_mm512_set1_epi32(load_as<int32_t>(panel + m * 32 + j));
+                            for (int v = 0; v < V; v++) acc[m][v] = _mm512_dpbf16_ps(acc[m][v], x[v], y);
+                        }
+                    }
+                for (int m = 0; m < M; m++)
+                    for (int v = 0; v < V; v++) store(out + (c + m) * BLOCK + i + v * L, (vf)acc[m][v]);
+            }
     }
 };
 #endif
@@ -234,8 +261,13 @@ template <class F> void with_unit(int64_t is_bf16, F f) {
     struct InTiles { typedef ByTiles type; };
     if (is_bf16 && has_tiles()) return f(InTiles{}, bf16{});
 #endif
-    if (is_bf16) f(Floats{}, bf16{});
-    else f(Floats{}, 0.0f);
+#ifdef __AVX512BF16__
+    struct InLanes { typedef ByPairs type; };
+    if (is_bf16) return f(InLanes{}, bf16{});
+#else
+    if (is_bf16) return f(Floats{}, bf16{});
+#endif
+    f(Floats{}, 0.0f);
 }
 
 }  // namespace
