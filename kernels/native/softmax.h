@@ -39,7 +39,7 @@ void dots(const float* q, const T* const* k, int n, int D, float* logits, const 
         vf acc[L] = {};
         for (int d = 0; d < D; d += L) {
             vf query[G];
-            for (int g = 0; g < G; g++) query[g] = load(q + g * D + d);
+            for (int g = 0; g < G; g++) query[g] = load(q + g * D + d), keep(query[g]);
             for (int m = 0; m < M; m++) {
                 vf x = load(rows[m] + d);
                 for (int g = 0; g < G; g++) acc[g * M + m] += x * query[g];

@@ -93,16 +93,20 @@ template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's b
 #endif
 }
 
-// Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
-vf sums(vf* x) {
-#if defined(__AVX512F__)
-#pragma GCC unroll 4
-    for (int s = L / 2; s; s /= 2) {  // numbers whose lanes differ in bit s are added, and two vectors become one
-        const vi odd = (LANE & s) != 0, own = odd ? L + LANE : LANE, other = own ^ s;
-#pragma GCC unroll 8
-        for (int i = 0; i < s; i++) x[i] = two_of(x[i], x[i + s], own) + two_of(x[i], x[i + s], other);
+// Of vectors x[0], x[S], ...: numbers whose lanes differ in bits from S on are added, and L / S vectors become one
+template <int S> __attribute__((always_inline)) inline vf joined(const vf* x) {
+    if constexpr (S == L) return *x;
+    else {
+        const vi odd = (LANE & S) != 0, own = odd ? L + LANE : LANE, other = own ^ S;
+        const vf a = joined<2 * S>(x), b = joined<2 * S>(x + S);
+        return two_of(a, b, own) + two_of(a, b, other);
     }
-    return x[0];
+}
+
+// Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
+__attribute__((always_inline)) inline vf sums(vf* x) {
+#if defined(__AVX512F__)
+    return joined<1>(x);
 #elif defined(__AVX2__)
     __m256 half[4], a, b;
     for (int i = 0; i < 4; i++) {  // in the order of `sum`: numbers that are 4 apart, 2 apart, neighbours
