@@ -93,7 +93,8 @@ def draw(rows: list[Row], title: str) -> Any:
         decorate(ax, lengths, "tokens/s" if ax is axes[0, 0] else "", f"weights {width}")
     fig.suptitle(title, fontsize=11)
     fig.tight_layout()
-    fig.subplots_adjust(wspace=0.42, right=1 - 1.15 / (4.6 * len(widths)))
+    room = max(1.15, 0.075 * max(map(len, names)))  # inches that the longest name takes
+    fig.subplots_adjust(wspace=0.42, right=1 - room / (4.6 * len(widths)))
     for ax, end in zip(axes[0], ends, strict=True):
         label(ax, end, look)
     return fig
