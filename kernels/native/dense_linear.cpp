@@ -78,8 +78,14 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
 
 }  // namespace
 
-// An Intel processor with AVX-512 is what torch's library (MKL) is made for
-extern "C" int64_t kvf_multiplies_one_row() { return L == 8 || !__builtin_cpu_is("intel"); }
+// Intel processors with AVX-512 are what torch's library (MKL) is made for
+extern "C" int64_t kvf_multiplies_one_row() {
+#ifdef __AVX512F__
+    return !__builtin_cpu_is("intel");
+#else
+    return true;
+#endif
+}
 
 extern "C" void kvf_dense_linear(int64_t is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t M,
                                  int64_t in, int64_t out, int64_t threads) {

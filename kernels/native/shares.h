@@ -31,7 +31,7 @@ class Shares {
 
   public:
     // 4 are slower: parts of 2^n bytes meet in the same places of caches and memory. With AVX-512 a core that reads in order, a page
-    // ahead, has enough under way: on Zen 5 it reads 8 to 25 % more bytes a second than at 3 places
+    // ahead, has enough under way: on Zen 5 it reads 8 to 27 % more bytes a second than at 3 places
     static constexpr int64_t STREAMS = L == 8 ? 3 : 1;
     static constexpr int64_t ENOUGH = 8;   // pieces of a part, or there is only one
 
