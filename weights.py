@@ -36,7 +36,7 @@ from kernels.native import in_huge_pages
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
-PART = 1024  # rows that are quantized at a time, a multiple of 16
+PART = 256  # rows that are quantized at a time, a multiple of 16: the copies that it takes stay small
 RANDOM_BLOCK = 1 << 24  # numbers that are drawn for random weights
 DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
 

@@ -61,8 +61,10 @@ open({log!r}, "a").write(json.dumps([os.getpid(), *a[1:]]) + "\\n")
 assert open(a[a.index("-m") + 1], "rb").read(4) == b"GGUF"
 for n in map(int, a[a.index("-n") + 1].split(",")):
     {fault}
-    row = dict(samples_ns=[(n or 3) * 10**6], build_commit="abc", cpu_info="a processor" * 3000)
-    print(json.dumps(row), flush=True)  # two fill the pipe: a process that is not awaited does not end
+    row = dict(samples_ns=[(n or 3) * 10**6], build_commit="abc", cpu_info="a processor" * 300)
+    # many fill the pipe: a process that is not awaited does not end. One is written whole, being shorter than a page:
+    # of longer ones, interrupted by a signal, CPython 3.11 lost up to a page
+    print(json.dumps(row), flush=True)
 """
 
 

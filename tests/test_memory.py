@@ -127,4 +127,4 @@ def test_quantizing_holds_the_quantized_model_and_one_tensor(weights, tmp_path):
     peak, size = map(int, done.stdout.split())
     dense = 4 * sum(p.numel() for p in model.parameters())
     assert size < 0.3 * dense and peak > 0.5 * size, "nothing was measured"
-    assert peak < size + 3 * ffn * dim * 4, "more is held than the quantized model and a tensor being quantized"
+    assert peak < size + 2.25 * ffn * dim * 4, "more is held than the quantized model and a tensor being quantized"
