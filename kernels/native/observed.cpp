@@ -11,11 +11,9 @@ void add_observed(Seen& seen, const float* q, const Next<T>& block, const Next<T
     static const Next<T> nothing{};  // for all query heads but the first few
     int D = seen.D;
     by_heads(seen.G, [&](auto m, int g) { dots<m>(q + g * D, block.k, block.n, D, &seen.p[g * N], g ? nothing : next); });
-    for (int g = 0; g < seen.G; g++) {
-        std::copy_n(&seen.p[g * N], block.n, logits + g * width);
-        float shrink = seen.soften(g, &seen.p[g * N], block.n, N);
-        for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
-    }
+    for (int g = 0; g < seen.G; g++)
+        for (int i = 0; i < block.n; i++) logits[g * width + i] = seen.p[g * N + i] * seen.scale;
+    seen.soften_all(block.n);
     by_heads(seen.G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], block.v, block.n, D, &seen.y[g * D], g ? nothing : next); });
 }
 

@@ -83,6 +83,16 @@ template <class V, class Op> auto fold(V x, Op op) {  // op over all numbers
 template <class V> auto sum(V x) { return fold(x, [](auto a, auto b) { return a + b; }); }
 template <class V> auto largest(V x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
 
+bool any(vi mask) {  // of a comparison
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    return largest(-mask) != 0;
+#endif
+}
+
 template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's behind them
 #if defined(__clang__)
     V y;
@@ -93,12 +103,12 @@ template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's b
 #endif
 }
 
-// Of vectors x[0], x[S], ...: numbers whose lanes differ in bits from S on are added, and L / S vectors become one
-template <int S> __attribute__((always_inline)) inline vf joined(const vf* x) {
-    if constexpr (S == L) return *x;
+// Of vectors x[0], x[S], ...: numbers whose lanes differ in bits from S to M are added, and M / S vectors become one
+template <int S, int M = L> __attribute__((always_inline)) inline vf joined(const vf* x) {
+    if constexpr (S == M) return *x;
     else {
         const vi odd = (LANE & S) != 0, own = odd ? L + LANE : LANE, other = own ^ S;
-        const vf a = joined<2 * S>(x), b = joined<2 * S>(x + S);
+        const vf a = joined<2 * S, M>(x), b = joined<2 * S, M>(x + S);
         return two_of(a, b, own) + two_of(a, b, other);
     }
 }
