@@ -30,9 +30,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": dict(comparison=comparison, equal_bytes=equal_bytes, kvpress=kvpress, losses=losses,
                               claims=claims, retrieval=retrieval, weights=weights, attention=attention, speed=speed,
-                              speed_zen3=lambda: speed("zen3/"), speed_zen5=lambda: speed("zen5/"), linear=linear,
-                              linear_zen3=lambda: linear("zen3/"), linear_zen5=lambda: linear("zen5/"), gpu=gpu,
-                              kernels=kernels, settings=settings),
+                              speed_zen3=lambda: speed("zen3/"), speed_zen4=lambda: speed("zen4/"),
+                              speed_zen5=lambda: speed("zen5/"), linear=linear, linear_zen3=lambda: linear("zen3/"),
+                              linear_zen5=lambda: linear("zen5/"), gpu=gpu, kernels=kernels, settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 
