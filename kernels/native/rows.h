@@ -72,7 +72,7 @@ void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next
 // ---- two numbers of bf16 at a time ----
 //
 // Rows of bf16 as they are, where they became fp32 half a vector at a time. What they are multiplied with is a sum of two
-// numbers of bf16, so that 16 of fp32's 24 bits count. For AMD's processors: not tried where there are tiles.
+// numbers of bf16, so that 16 of fp32's 24 bits count. Measured on Zen 4; where there are tiles not tried.
 #define PAIRED
 
 const int PAIR = 2 * L;  // numbers of a vector
