@@ -3,6 +3,14 @@
 
 extern "C" {
 
+int64_t kvf_multiplies_pairs() {  // of bf16, as they are
+#ifdef PAIRED
+    return true;
+#else
+    return false;
+#endif
+}
+
 void kvf_decode_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* start,
                           const int64_t* stop, const float* mean_k, const float* mean_v, const int64_t* count, void* out,
                           int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head, int64_t k_slot, int64_t v_row,
@@ -16,7 +24,9 @@ void kvf_decode_attention(int64_t is_bf16, const void* q, const void* k, const v
                            v_slot, nullptr, lo, std::min(stop[b], lo + CHUNK));
             if (part == 0 && count && count[b] > 0) {
                 const float *extra_k = mean_k + group * D, *extra_v = mean_v + group * D;
-                seen.add<float>(query, &extra_k, &extra_v, 1, {}, std::log2((float)count[b]));
+                const float more = std::log2((float)count[b]) / seen.scale;  // for as many tokens as it stands for
+                seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{},
+                         [&] { for (int64_t g = 0; g < G; g++) seen.p[g * N] += more; });
             }
         }))
 }

@@ -3,22 +3,6 @@
 
 #include "softmax.h"
 
-namespace {
-
-// `Seen::add`, which also writes the logits, in log 2, of the G query heads to `logits`, `width` a head.
-template <class T>
-void add_observed(Seen& seen, const float* q, const Next<T>& block, const Next<T>& next, float* logits, int64_t width) {
-    static const Next<T> nothing{};  // for all query heads but the first few
-    int D = seen.D;
-    by_heads(seen.G, [&](auto m, int g) { dots<m>(q + g * D, block.k, block.n, D, &seen.p[g * N], g ? nothing : next); });
-    for (int g = 0; g < seen.G; g++)
-        for (int i = 0; i < block.n; i++) logits[g * width + i] = seen.p[g * N + i] * seen.scale;
-    seen.soften_all(block.n);
-    by_heads(seen.G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], block.v, block.n, D, &seen.y[g * D], g ? nothing : next); });
-}
-
-}  // namespace
-
 extern "C" {
 
 // weights [B, H, T_]: of each slot the softmax weights of a group's query heads, summed up; 0 from stop [B] on
@@ -33,19 +17,12 @@ void kvf_observed_attention(int64_t is_bf16, const void* q, const void* k, const
     FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
         [&](int64_t group, int64_t part, const float* query, Seen& seen) {
             int64_t b = group / H, h = group % H, lo = part * CHUNK, hi = std::min(stop[b], lo + CHUNK);
-            Next<T> block[2];
-            auto rows = [&](int64_t first, Next<T>& to) {
-                to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
-                for (int i = 0; i < to.n; i++) {
-                    to.k[i] = (const T*)k + b * k_row + h * k_head + (first + i) * k_slot;
-                    to.v[i] = (const T*)v + b * v_row + h * v_head + (first + i) * v_slot;
-                }
-            };
-            rows(lo, block[0]);
-            for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
-                rows(first + N, block[i ^ 1]);
-                add_observed(seen, query, block[i], block[i ^ 1], &logits[group * G * longest + first], longest);
-            }
+            float* to = &logits[group * G * longest];
+            seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot, v_slot,
+                           nullptr, lo, hi, [&](int64_t first, int n) {
+                for (int64_t g = 0; g < G; g++)
+                    for (int i = 0; i < n; i++) to[g * longest + first + i] = seen.p[g * N + i] * seen.scale;
+            });
         }, 0, lse.data()))
     int64_t parts = parts_of(T_);
 #pragma omp parallel for num_threads(threads)

@@ -23,7 +23,7 @@ void add_packed(Seen& seen, const float* q, const uint8_t* k, const uint8_t* v, 
             unpack<BITS>(k + t * bytes, k_params + t * pairs, codes ? codes + t * D / 8 : nullptr, D, (float*)ks[i]);
             unpack<BITS>(v + t * bytes, v_params + t * pairs, nullptr, D, (float*)vs[i]);
         }
-        seen.add<float>(q, ks, vs, n);
+        seen.add(Plain{q}, ks, vs, n, Next<float>{}, [] {});
     }
 }
 

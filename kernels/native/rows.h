@@ -68,6 +68,20 @@ void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next
     }
 }
 
+// A group's queries [G, D] in fp32, and how they, and softmax's weights, are multiplied with rows
+struct Plain {
+    const float* q;
+
+    template <int G, class T>
+    void products(int first, const T* const* k, int n, int D, float* logits, const Next<T>& next) const {
+        dots<G>(q + first * D, k, n, D, logits, next);
+    }
+    template <int G, class T>
+    void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next<T>& next) const {
+        ::weigh<G>(p, v, n, D, y, next);
+    }
+};
+
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 // ---- two numbers of bf16 at a time ----
 //
@@ -116,7 +130,16 @@ struct Paired {
     }
     static int64_t filled(int D) { return (D + PAIR - 1) / PAIR * PAIR; }
     bf16* at(int g, int D) { return &parts[g * filled(D)]; }
-    const bf16* at(int g, int D) const { return &parts[g * filled(D)]; }
+
+    template <int G>
+    void products(int first, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) const {
+        const bf16* q = &parts[first * filled(D)];
+        two ? dots<G, true>(q, k, n, D, logits, next) : dots<G, false>(q, k, n, D, logits, next);
+    }
+    template <int G, bool TWO>
+    void dots(const bf16* q, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) const;
+    template <int G>
+    void weigh(const float* p, const bf16* const* v, int n, int D, float* y, const Next<bf16>& next) const;
 };
 
 template <int M> Each spread(const bf16* p, __mmask32 some) {  // 2 M numbers over all lanes
@@ -127,7 +150,7 @@ template <int M> Each spread(const bf16* p, __mmask32 some) {  // 2 M numbers ov
 
 template <int G, bool TWO>
 __attribute__((noinline))  // or its pointers do not stay in registers
-void dots(const bf16* q, int64_t size, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) {
+void Paired::dots(const bf16* q, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) const {
     constexpr int M = L / G, ROWS = M > 8 ? M : 8;  // as many sums at a time as hide how late a product comes
     for (int i = 0; i < n; i += ROWS) {
         const bf16* rows[ROWS];
@@ -155,7 +178,7 @@ void dots(const bf16* q, int64_t size, const bf16* const* k, int n, int D, float
 // y [G, D] += p [G, N] . n rows, two of them at a time. Weights behind the first n are 0
 template <int G>
 __attribute__((noinline))
-void weigh_pairs(const float* p, const bf16* const* v, int n, int D, float* y, const Next<bf16>& next) {
+void Paired::weigh(const float* p, const bf16* const* v, int n, int D, float* y, const Next<bf16>& next) const {
     static_assert(N == PAIR);
     alignas(64) bf16 weights[G][2][N];
     for (int g = 0; g < G; g++) two_parts(load(p + g * N), load(p + g * N + L), weights[g][0], weights[g][1]);

@@ -46,38 +46,23 @@ struct Seen {
         return shrink;
     }
 
-    void soften_all(int n) {  // n products of each query head in p
+    // n <= N rows of keys and values; look() sees, and may change, the products in p
+    template <class Query, class T, class Look>
+    void add(const Query& q, const T* const* k, const T* const* v, int n, const Next<T>& next, Look look) {
+        static const Next<T> nothing{};  // for all query heads but the first few
+        by_heads(G, [&](auto m, int g) { q.template products<m>(g, k, n, D, &p[g * N], g ? nothing : next); });
+        look();
         for (int g = 0; g < G; g++) {
             float shrink = soften(g, &p[g * N], n, N);
             if (shrink != 1) for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
         }
+        by_heads(G, [&](auto m, int g) { q.template weigh<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
     }
 
-    // n <= N rows of keys and values; more: 2-logarithm of how many tokens each of them stands for
-    template <class T>
-    void add(const float* q, const T* const* k, const T* const* v, int n, const Next<T>& next = {}, float more = 0) {
-        static const Next<T> nothing{};  // for all query heads but the first few
-        by_heads(G, [&](auto m, int g) { dots<m>(q + g * D, k, n, D, &p[g * N], g ? nothing : next); });
-        if (more) for (int i = 0; i < G * N; i++) p[i] += more / scale;
-        soften_all(n);
-        by_heads(G, [&](auto m, int g) { weigh<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
-    }
-
-#ifdef PAIRED
-    void add(const Paired& q, const bf16* const* k, const bf16* const* v, int n, const Next<bf16>& next) {
-        static const Next<bf16> nothing{};
-        by_heads(G, [&](auto m, int g) {
-            (q.two ? dots<m, true> : dots<m, false>)(q.at(g, D), q.size, k, n, D, &p[g * N], g ? nothing : next);
-        });
-        soften_all(n);
-        by_heads(G, [&](auto m, int g) { weigh_pairs<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
-    }
-#endif
-
-    // slots idx[lo..hi), or lo..hi themselves, of one head's cache
-    template <class T>
+    // slots idx[lo..hi), or lo..hi themselves, of one head's cache; look(first, n) as above
+    template <class T, class Look>
     void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot, const int64_t* idx, int64_t lo,
-                   int64_t hi) {
+                   int64_t hi, Look look) {
         Next<T> block[2];
         auto rows = [&](int64_t first, Next<T>& to) {
             to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
@@ -90,13 +75,19 @@ struct Seen {
             rows(lo, block[0]);
             for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
                 rows(first + N, block[i ^ 1]);
-                add(query, block[i].k, block[i].v, block[i].n, block[i ^ 1]);
+                const Next<T>& own = block[i];
+                add(query, own.k, own.v, own.n, block[i ^ 1], [&] { look(first, own.n); });
             }
         };
 #ifdef PAIRED
         if constexpr (std::is_same_v<T, bf16>) return each(Paired(q, G, D));
 #endif
-        each(q);
+        each(Plain{q});
+    }
+    template <class T>
+    void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot, const int64_t* idx, int64_t lo,
+                   int64_t hi) {
+        add_slots(q, k, v, k_slot, v_slot, idx, lo, hi, [](int64_t, int) {});
     }
 };
 
