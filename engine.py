@@ -7,7 +7,6 @@ print(LLM("models/tiny", method="self_index").generate("import os", max_new_toke
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +21,11 @@ from torch import Tensor
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
 from errors import InputError, check_range
-from formats import Reader, open_checkpoint
+from formats import open_checkpoint
 from kernels import native
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
 from weights import WeightFormat
 
@@ -382,15 +381,6 @@ def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: i
     return longest + max_new_tokens
 
 
-def read_tokenizer(reader: Reader) -> Tokenizer:
-    """The tokenizer of a folder, or of a GGUF file, which holds what a folder's files say."""
-    if reader.tokenizer_files is None:
-        return load_tokenizer(reader.path)
-    with tempfile.TemporaryDirectory() as folder:
-        reader.tokenizer_files(folder)
-        return load_tokenizer(folder)
-
-
 # ---- for a user ----
 
 
@@ -434,7 +424,10 @@ class LLM:
             self.tokenizer = RandomVocabulary()
         else:
             reader = open_checkpoint(checkpoint)
-            self.model, self.tokenizer = load_checkpoint(reader, where, kind, how), read_tokenizer(reader)
+            self.model, self.tokenizer = (
+                load_checkpoint(reader, where, kind, how),
+                load_tokenizer(reader.gguf or reader.path),
+            )
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.use(method, **knobs)
 
@@ -464,17 +457,37 @@ class LLM:
             self._steps[key] = make_step(self.model, sampling, self.compile)
         return Session(self.model, self._steps[key], sampling)
 
-    def encode(self, prompt: str | list[int], chat: bool = False) -> list[int]:
-        """Tokens of a prompt: text, or tokens as they are. InputError if there are none."""
+    def encode(
+        self,
+        prompt: str | list[int],
+        chat: bool = False,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a prompt: text, or tokens as they are. InputError if there are none.
+
+        chat: by the chat template, in which the prompt is a user's text and names no special tokens; system: a message
+        before it; chat_args: variables of the template, as enable_thinking=False.
+        """
+        messages = self.open_chat(chat, system, chat_args)
         if isinstance(prompt, str):
             if chat:
-                prompt = self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+                said = [*messages, {"role": "user", "content": prompt}]
+                prompt = self.tokenizer.encode_chat(said, **(chat_args or {}))
             else:
                 prompt = self.tokenizer.encode(prompt, bos=True)
         assert isinstance(prompt, list)
         if not prompt:
             raise InputError("a prompt has no tokens: give some text")
         return prompt
+
+    def open_chat(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> list[dict[str, str]]:
+        """The messages before the first of a user. InputError if there is something for a chat template, and none."""
+        if not chat and (system is not None or chat_args):
+            raise InputError(
+                "a system message and template variables are for the chat template: add --chat (chat=True)"
+            )
+        return [] if system is None else [{"role": "system", "content": system}]
 
     def _encode_question(self, question: str | list[int] | None, chat: bool) -> list[int]:
         """Tokens of what follows every prompt through decode. InputError with a chat template, which closes a prompt's
@@ -493,18 +506,21 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         chat: bool = False,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
         question: str | list[int] | None = None,
         batch_size: int | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
 
+        chat, system, chat_args: as in `encode`.
         question: more text behind every prompt, which comes through decode: the method compresses without knowing it.
         on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
         new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
         asked = self._encode_question(question, chat)
-        rows = [self.encode(p, chat) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        rows = [self.encode(p, chat, system, chat_args) for p in ([prompts] if isinstance(prompts, str) else prompts)]
         if not rows:
             raise InputError("no prompt was given")
         sampling, out = sampling or Sampling(), list[Completion]()
@@ -544,10 +560,16 @@ class LLM:
         return out
 
     def stream(
-        self, prompt: str | list[int], max_new_tokens: int = 128, sampling: Sampling | None = None, chat: bool = False
+        self,
+        prompt: str | list[int],
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
     ) -> Iterator[str]:
         """The completion of one prompt, piece by piece."""
-        ids, sampling = self.encode(prompt, chat), sampling or Sampling()
+        ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
         size = check_length(self.model, [ids], max_new_tokens)
         session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
         session.prefill([ids])
@@ -558,16 +580,30 @@ class LLM:
             yield stream.put(token)
         yield stream.flush()
 
-    def conversation(self, sampling: Sampling | None = None, chat: bool = False) -> Conversation:
-        """Turns that continue one cache."""
-        return Conversation(self, sampling or Sampling(), chat)
+    def conversation(
+        self,
+        sampling: Sampling | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
+    ) -> Conversation:
+        """Turns that continue one cache; chat, system, chat_args: as in `encode`."""
+        return Conversation(self, sampling or Sampling(), chat, system, chat_args)
 
 
 class Conversation:
     """Turns of one row: the first is prefilled, later ones go through decode into the same cache."""
 
-    def __init__(self, llm: LLM, sampling: Sampling, chat: bool):
-        self.llm, self.chat = llm, chat
+    def __init__(
+        self,
+        llm: LLM,
+        sampling: Sampling,
+        chat: bool,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
+    ):
+        self.llm, self.chat, self.chat_args = llm, chat, chat_args or {}
+        self.opening = llm.open_chat(chat, system, chat_args)
         self.size = min(llm.model.args.context, CONVERSATION)
         self.session = llm.session(1, self.size, None, sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
@@ -576,7 +612,7 @@ class Conversation:
 
     def forget(self) -> None:
         """Start over."""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = self.opening
         self.held: list[int] = []  # tokens in the cache
         self.stale = False  # or not there any more: a turn that failed has overwritten them
 
@@ -585,7 +621,7 @@ class Conversation:
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
         messages, held = [*self.messages, {"role": "user", "content": text}], self.held
         if self.chat:
-            ids = tk.encode_chat(messages)
+            ids = tk.encode_chat(messages, **self.chat_args)
         else:
             ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
         if self.stale or ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole

@@ -21,7 +21,18 @@ import torch
 from cache.spec import describe
 from engine import LLM, Completion, Ended, Sampling
 from errors import InputError, Parser, check_range, run_cli
-from runtime import TINY, add_precision, check_out, device_name, peak_memory, read_text, temporary, versions
+from runtime import (
+    TINY,
+    add_precision,
+    check_out,
+    decode_text,
+    device_name,
+    peak_memory,
+    read_text,
+    temporary,
+    versions,
+)
+from tokenizer.chat import template_variable
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,6 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
+    a("--system", metavar="TEXT", help="with --chat: a system message before the first turn")
+    a("--chat-arg", action="append", default=[], metavar="K=V", help="with --chat: a variable of the template")
     a("--profile", metavar="TRACE", help="write a Chrome trace of the run")
     a("--list-methods", action="store_true", help="print every method with its knobs and paper")
     a("--json", action="store_true", help="print one JSON object instead of text")
@@ -74,11 +87,16 @@ def knobs(opt: argparse.Namespace) -> dict[str, str]:
     return out | {k: v for k, v in shortcuts.items() if v is not None}
 
 
+def chat_args(opt: argparse.Namespace) -> dict[str, Any]:
+    """--chat-arg K=V: V is a JSON literal where it is one, as false, 3 or [], else text."""
+    return dict(template_variable(item) for item in opt.chat_arg)
+
+
 def read_prompts(opt: argparse.Namespace) -> list[str]:
     texts = []
     for text in opt.prompt:
         try:
-            texts.append(sys.stdin.buffer.read().decode() if text == "-" else text)
+            texts.append(decode_text(sys.stdin.buffer.read()) if text == "-" else text)
         except UnicodeDecodeError as e:
             raise InputError(f"standard input is not UTF-8: {e.reason} at byte {e.start}") from None
         if any(0xDC80 <= ord(c) <= 0xDCFF for c in texts[-1]):  # how Python passes on undecodable bytes of argv
@@ -155,7 +173,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
     texts = read_prompts(opt)
     if not texts:
         raise InputError('no prompt: give --prompt "some text", --prompt-file F, or --interactive')
-    prompts = [llm.encode(t, opt.chat) for t in texts]
+    prompts = [llm.encode(t, opt.chat, opt.system, chat_args(opt)) for t in texts]
     if len(prompts) == 1:
         prompts *= opt.batch_size or 1
     streaming = not opt.json and len(prompts) == 1
@@ -177,7 +195,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """A turn a line from standard input, until it ends."""
-    talk, terminal = llm.conversation(sampling, opt.chat), sys.stdin.isatty()
+    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt)), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
         print(f"a turn a line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)

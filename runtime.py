@@ -71,10 +71,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def decode_text(data: bytes) -> str:
+    """UTF-8 without a byte order mark, with lines that end in \n, however they ended."""
+    return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
 def read_text(file: str | Path) -> str:
-    """A UTF-8 file; InputError if it cannot be read or is none."""
+    """A UTF-8 file, as `decode_text` gives it; InputError if it cannot be read or is none."""
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return decode_text(Path(file).read_bytes())
     except UnicodeDecodeError as e:
         raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}; convert it first") from None
     except OSError as e:

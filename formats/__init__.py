@@ -18,13 +18,13 @@ from errors import InputError, short
 from formats.awq import AWQ
 from formats.codes import Codes
 from formats.compressed_tensors import CompressedTensors
-from formats.gguf import gguf_config, gguf_tensors, gguf_tokenizer_files, is_gguf
+from formats.gguf import gguf_config, gguf_tensors, is_gguf
 from formats.gguf_file import GGUFFile
 from formats.gptq import GPTQ, biased_projections
 from formats.settings import Settings
 from formats.shards import FLOATS, Shards, read_object
 
-__all__ = ["Codes", "Reader", "gguf_config", "gguf_tensors", "gguf_tokenizer_files", "is_gguf", "open_checkpoint"]
+__all__ = ["Codes", "GGUFFile", "Reader", "find_gguf", "gguf_config", "gguf_tensors", "is_gguf", "open_checkpoint"]
 
 METHODS = ("gptq", "awq", "compressed-tensors")
 Named = Iterator[tuple[str, Tensor | Codes]]
@@ -36,7 +36,7 @@ class Reader:
 
     path: the file or folder; kind: "gguf", one of METHODS, or "dense"; config: a config.json without its
     quantization_config; tensors(): a pass over (name, tensor), one read at a time; warning: a line to show;
-    tokenizer_files(folder): writes a GGUF file's tokenizer as files, None where the folder has its own.
+    gguf: the file, whose vocabulary load_tokenizer reads; None: a folder, which has tokenizer files.
     """
 
     path: Path
@@ -44,17 +44,15 @@ class Reader:
     config: dict[str, Any]
     tensors: Callable[[], Named]
     warning: str | None = None
-    tokenizer_files: Callable[[str | Path], None] | None = None
+    gguf: GGUFFile | None = None
 
 
 def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> Reader:
     """A GGUF file, a folder that holds one and no config.json, or a Hugging Face folder, whose `config` is config.json
     unless given. Settings are checked here, tensors as they are read; InputError says what is not supported."""
     path = Path(path)
-    if path.is_dir() and config is None and not (path / "config.json").exists() and (found := [*path.glob("*.gguf")]):
-        if len(found) > 1:
-            raise InputError(f"{path} holds {len(found)} GGUF files: name one, as {sorted(found)[0]}")
-        path = found[0]
+    if path.is_dir() and config is None and not (path / "config.json").exists():
+        path = find_gguf(path) or path
     if path.is_dir():
         return _open_folder(path, read_object(path / "config.json") if config is None else config)
     if not path.exists():
@@ -62,13 +60,18 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
     if not is_gguf(path):
         raise InputError(f"{path} is no GGUF file: give one, or the folder that holds config.json and *.safetensors")
     file = GGUFFile(path)
-    return Reader(
-        path,
-        "gguf",
-        gguf_config(file),
-        lambda: gguf_tensors(file),
-        tokenizer_files=lambda folder: gguf_tokenizer_files(file, folder),
-    )
+    return Reader(path, "gguf", gguf_config(file), lambda: gguf_tensors(file), gguf=file)
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """A GGUF file, or the only one of a folder; None if there is none. InputError if a folder holds several."""
+    path = Path(path)
+    if not path.is_dir():
+        return path if is_gguf(path) else None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise InputError(f"{path} holds {len(found)} GGUF files: name one, as {found[0]}")
+    return found[0] if found else None
 
 
 def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:

@@ -21,7 +21,6 @@ from errors import InputError
 from formats.codes import Codes, check
 from formats.gguf_config import config_of
 from formats.gguf_file import MAGIC, GGUFFile, TensorInfo, rows_of
-from formats.gguf_tokenizer import write_tokenizer
 
 F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30  # ggml's numbers
 NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
@@ -47,11 +46,6 @@ def is_gguf(path: str | Path) -> bool:
 def gguf_config(path: str | Path | GGUFFile) -> dict[str, Any]:
     """The metadata as a config.json; InputError names what this engine does not compute."""
     return config_of(_open(path))
-
-
-def gguf_tokenizer_files(path: str | Path | GGUFFile, folder: str | Path) -> None:
-    """Write the tokenizer as the files of a Hugging Face folder, which load_tokenizer reads."""
-    write_tokenizer(_open(path), Path(folder))
 
 
 def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Codes]]:

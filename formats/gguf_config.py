@@ -40,6 +40,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_attn_factor": (-1.0, 1.0),
 }
+NORMAL = 1  # the type of a token that is text
+# llama.cpp's end-of-generation tokens by name: of a turn, and of fill-in-the-middle.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+             "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+             "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[")  # fmt: skip
+FILL_IN_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
 LLAMA3 = (1.0, 4.0, 8192)  # low_freq_factor, high_freq_factor, original context: of every model published with it
 
 
@@ -94,9 +104,22 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def stop_ids(file: GGUFFile) -> list[int]:
-    """Ids that end an answer: of a text, of a turn and of a message."""
-    keys = [f"tokenizer.ggml.{x}_token_id" for x in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(file.number(k) for k in keys if k in file.metadata))
+    """Ids that end an answer, as llama.cpp knows them: of a text, of a turn and of a message by key, tokens that end a
+    turn by name, and what pads or separates files for fill-in-the-middle by key or by name. The first is eos."""
+    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens") or []
+    ids = {token: id for id, token in enumerate(tokens)} if isinstance(tokens, list) else {}
+    default = {"eos": 2} if file.metadata.get("tokenizer.ggml.model") == "llama" and len(ids) > 2 else {}
+    found = [file.number(f"tokenizer.ggml.{key}_token_id", default.get(key, -1)) for key in ("eos", "eot", "eom")]
+    for key, names in FILL_IN_ENDS.items():
+        named = next((ids[name] for name in names if name in ids), -1)
+        found.append(file.number(f"tokenizer.ggml.{key}_token_id", named))
+    ends = {name for name in TURN_ENDS if name in ids}
+    if {"<|return|>", "<|call|>"} <= ids.keys() or {"<|flush|>", "<|calls|>"} <= ids.keys():  # <|end|> ends a part
+        ends -= {"<|end|>"}
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(types, np.ndarray) and ids.get("</s>", len(types)) < len(types) and types[ids["</s>"]] == NORMAL:
+        ends -= {"</s>"}  # Qwen2's is HTML's: text, though llama.cpp ends there
+    return [id for id in dict.fromkeys([*found, *sorted(ids[name] for name in ends)]) if id != -1]
 
 
 def _heads(file: GGUFFile, key: str, default: int | None = None) -> int:

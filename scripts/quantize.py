@@ -28,6 +28,7 @@ from errors import InputError, Parser, run_cli  # noqa: E402
 from formats import Codes, open_checkpoint  # noqa: E402
 from kernels.linear import pack_bits  # noqa: E402
 from model import ModelArgs  # noqa: E402
+from tokenizer import load_tokenizer
 from weights import DENSE, WeightFormat, quantize  # noqa: E402
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -111,7 +112,7 @@ def main() -> None:
         else:
             c = quantize(dense, bits, how.group_of(dense.shape[1], bits))
             tensors |= module(name.removesuffix(".weight"), c)
-    write(Path(opt.source), out, tensors, config_of(reader.config, how, head), reader.tokenizer_files)
+    write(Path(opt.source), out, tensors, config_of(reader.config, how, head), reader.gguf)
     size = sum(t.nbytes for t in tensors.values())
     if opt.json:
         print(json.dumps(dict(out=str(out), bytes=size, bytes_bf16=before)))
@@ -119,14 +120,14 @@ def main() -> None:
         print(f"{out}: {size / 2**20:,.1f} MiB, {size / before:.3f} of bf16")
 
 
-def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Any) -> None:
+def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], gguf: Any) -> None:
     """Under another name, then renamed: there is a whole folder or none."""
     tmp = out.with_name(out.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     try:
         tmp.mkdir()
-        if tokenizer:
-            tokenizer(tmp)
+        if gguf:
+            load_tokenizer(gguf).save(tmp)
         for f in sorted(source.iterdir()) if source.is_dir() else ():
             if f.is_file() and f.suffix in (".json", ".model", ".txt", ".jinja") and not f.name.endswith(".index.json"):
                 shutil.copy2(f, tmp / f.name)

@@ -26,12 +26,12 @@ from watch import Hang, within
 
 from checkpoint import args_from_hf
 from errors import InputError
-from formats import Codes, gguf_config, gguf_tensors, gguf_tokenizer_files, is_gguf, open_checkpoint
+from formats import Codes, gguf_config, gguf_tensors, is_gguf, open_checkpoint
 from formats.codes import grouped
 from formats.gguf_file import GGUFFile
-from formats.gguf_tokenizer import PRE
 from runtime import TINY
-from tokenizer import load_tokenizer, pretokenize
+from tokenizer import load_tokenizer
+from tokenizer.library import CHAR_BYTES
 
 CONFIG = dict(
     model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -113,38 +113,6 @@ def test_tiny_as_gguf(kind, tiny, tmp_path):
     assert seen.keys() == weights.keys()
     if kind == Q.F32:
         assert all(torch.equal(seen[name], w.float()) for name, w in weights.items())
-
-
-@pytest.mark.parametrize("chat", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
-def test_sentencepiece_tokenizer_of_gguf(chat, tmp_path):
-    def vocab(writer):
-        sentencepiece_vocab(writer, TINY)
-        writer.add_add_space_prefix(False)
-        if chat:
-            writer.add_chat_template(chat)
-
-    path = write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab)
-    gguf_tokenizer_files(path, tmp_path)
-    ours, its = load_tokenizer(tmp_path), load_tokenizer(TINY)
-    for text in TEXTS:
-        assert ours.encode(text) == its.encode(text)
-        assert ours.encode(text, bos=False, parse_special=False) == its.encode(text, bos=False, parse_special=False)
-        assert ours.decode(ours.encode(text)) == its.decode(its.encode(text))
-    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (its.bos_id, its.eos_ids, its.vocab_size)
-    assert ours.text_ids == its.text_ids
-    if chat:
-        assert ours.apply_chat_template([dict(role="user", content="hi")]) == "hi"
-
-
-@pytest.mark.parametrize("prefix", [True, False])
-def test_space_prefix(prefix, tmp_path):
-    def vocab(writer):
-        sentencepiece_vocab(writer, TINY)
-        writer.add_add_space_prefix(prefix)
-
-    gguf_tokenizer_files(write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab), tmp_path)
-    tk = load_tokenizer(tmp_path)
-    assert (tk.encode("word") == tk.encode(" word")) == prefix or prefix
 
 
 # ---- GGUF: the container, and all types ----
@@ -234,53 +202,6 @@ def test_rope_scaling(kind, tmp_path):
     assert gguf_config(path)["rope_scaling"] == expected
 
 
-# ---- GGUF: byte-level tokenizers ----
-
-
-def test_patterns_are_those_of_the_tokenizers():
-    assert PRE["llama-bpe"][0] == [pretokenize.LLAMA3]
-    assert PRE["qwen2"][0] == [pretokenize.QWEN2]
-    assert PRE["gpt-2"][0] == [pretokenize.GPT2]
-
-
-@pytest.mark.parametrize("pre", PRE)
-def test_byte_level_tokenizer_of_gguf(pre, tmp_path):
-    """A tokenizer trained by `tokenizers`, as the converter writes it, gives the ids of `tokenizers`."""
-    import tokenizers as hf
-
-    patterns, whole, bos, form = PRE[pre]
-    tk = hf.Tokenizer(hf.models.BPE(ignore_merges=whole))
-    if form:
-        tk.normalizer = hf.normalizers.NFC()
-    split = [hf.pre_tokenizers.Split(hf.Regex(p), "isolated") for p in patterns]
-    byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tk.pre_tokenizer = hf.pre_tokenizers.Sequence([*split, byte_level])
-    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
-    trainer = hf.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tk.train_from_iterator([TEXTS[1], TEXTS[2] * 3, TEXTS[3], "the theatre 1234 12 DON'T don't +++ ==  "] * 3, trainer)
-    n = tk.get_vocab_size()
-    tk.add_special_tokens(["<|begin|>", "<|end|>"])
-    tk.add_tokens(["<tool>"])
-    spec = json.loads(tk.to_str())
-    tokens = [tk.id_to_token(i) for i in range(n + 3)]
-
-    def vocab(w):
-        w.add_tokenizer_model("gpt2")
-        w.add_tokenizer_pre(pre)
-        w.add_token_list([*tokens, "[PAD0]"])
-        w.add_token_types([1] * n + [3, 3, 4, 5])
-        w.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
-        w.add_bos_token_id(n)
-        w.add_eos_token_id(n + 1)
-
-    path = write_gguf(tmp_path / "a.gguf", CONFIG, {}, vocab=vocab)
-    gguf_tokenizer_files(path, tmp_path)
-    ours = load_tokenizer(tmp_path)
-    assert ours.adds_bos == bos and ours.eos_ids == {n + 1}
-    for text in [*TEXTS, "x <|end|>y<tool> z", "DON'T 123456 e\u0301 +=~ 99 "]:
-        assert ours.encode(text, bos=False) == tk.encode(text, add_special_tokens=False).ids
-
-
 # ---- GGUF: refused ----
 
 REFUSED = {
@@ -333,11 +254,6 @@ def test_more_gguf_refused(tmp_path):
     path.write_bytes(data[:at] + b"\0\x7c" + data[at + 2 :])
     with pytest.raises(InputError, match="token_embd.weight.*infinity"):
         list(open_checkpoint(path).tensors())
-    for pre in ("chatglm-bpe", "deepseek-llm"):
-        write_gguf(path, CONFIG, {}, tokenizer__ggml__model="gpt2", tokenizer__ggml__tokens=["a"],
-                   tokenizer__ggml__pre=pre)  # fmt: skip
-        with pytest.raises(InputError, match=pre):
-            gguf_tokenizer_files(path, tmp_path)
     with pytest.raises(InputError, match="not found"):
         open_checkpoint(tmp_path / "nowhere.gguf")
     with pytest.raises(InputError, match="no GGUF file"):
@@ -673,7 +589,7 @@ def samples(tmp_path_factory):
         "model.layers.0.self_attn.q_proj.weight",
     }
     tensors = {k: v for k, v in model_tensors(config).items() if k in names}
-    characters = sorted(set(pretokenize.CHAR_BYTES)) + ["he", "<s>"] + [f"t{i}" for i in range(42)]
+    characters = sorted(set(CHAR_BYTES)) + ["he", "<s>"] + [f"t{i}" for i in range(42)]
 
     def byte_level(w):
         w.add_tokenizer_model("gpt2")
@@ -713,9 +629,8 @@ def consume(path):
     args_from_hf(reader.config)
     for _, t in reader.tensors():
         dense(t)
-    if reader.tokenizer_files:
-        reader.tokenizer_files(path.parent)
-        tk = load_tokenizer(path.parent)
+    if reader.gguf:
+        tk = load_tokenizer(reader.gguf)
         tk.decode(tk.encode("he said <s>"))
 
 
@@ -733,8 +648,7 @@ def consume_metadata(rng, path):
     for _, t in gguf_tensors(file):
         dense(t)
     args_from_hf(config)
-    gguf_tokenizer_files(file, path.parent)
-    load_tokenizer(path.parent).encode("he said <s>")
+    load_tokenizer(file).encode("he said <s>")
 
 
 def alter(rng, tensors):

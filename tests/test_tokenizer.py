@@ -1,5 +1,6 @@
-"""The tokenizer package against the libraries that define the ids: `tokenizers` for byte-pair encoding, sentencepiece
-for its own models, transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded.
+"""The tokenizer package against the libraries that define the ids: `tokenizers`, sentencepiece and tiktoken, and
+transformers for chat templates. Every vocabulary is trained or written here; nothing is downloaded. Published
+vocabularies: tests/test_real_files.py.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ import base64
 import io
 import json
 import random
-import unicodedata
 
+import gguf
 import pytest
 import sentencepiece
+import tokenizers as hf
+from formats_files import sentencepiece_vocab
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from errors import InputError
+from formats.gguf_config import stop_ids
+from formats.gguf_file import GGUFFile
+from runtime import TINY
 from tokenizer import load_tokenizer
-from tokenizer.bpe import merge_pairs
-from tokenizer.pretokenize import BYTE_CHARS, GPT2, LLAMA3, QWEN2
+from tokenizer.chat import template_variable
+from tokenizer.gguf import PRE
+from tokenizer.library import CHAR_BYTES, GPT2, LLAMA3, QWEN2
 
-hf = pytest.importorskip("tokenizers")
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
-
-TEKKEN = (  # Mistral Nemo's
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SPECIAL = ["<|begin|>", "<|end|>", "<|end|>x", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "The quick brown fox's tail isn't what they'd seen; we'll say I'M HERE'S 123 4567 times.",
@@ -60,14 +60,12 @@ ADVERSARIAL = [
     "\U0001f600\U0010ffff\ue000\ufffd",
     "x" * 300 + " " * 300 + "\n" * 50 + "9" * 100,
 ]
-# Characters that every Unicode version in use agrees about (Python 3.11 has version 14).
-CHARS = st.characters(exclude_categories=["Cs", "Cn"], exclude_characters="\u0295")
 TEXT = st.one_of(
-    st.text(CHARS, max_size=40),
+    st.text(max_size=40),
     st.text("ab c'sdltrvem \n\r\t1239AB.é\u0301中😀", max_size=60),
     st.lists(st.sampled_from([*ADVERSARIAL, *CORPUS[:5], *SPECIAL, "<s>", "</s>", "[INST]"]), max_size=4).map("".join),
 )
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def write(folder, **files):
@@ -79,26 +77,22 @@ def write(folder, **files):
     return folder
 
 
-def add_special(tok):
+def trained(pre, normalizer=None, **options):
+    """A byte-level BPE trained by `tokenizers` on CORPUS: pre is a pattern, or pre-tokenizers before ByteLevel."""
+    tok = hf.Tokenizer(models.BPE(**options))
+    tok.normalizer = normalizer
+    steps = [pre_tokenizers.Split(Regex(p), "isolated") if isinstance(p, str) else p for p in pre]
+    tok.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tok.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False))
     tok.add_special_tokens([hf.AddedToken(s, special=True, normalized=False) for s in SPECIAL[:-1]])
     tok.add_tokens([hf.AddedToken(SPECIAL[-1], special=False, normalized=False)])
     return tok
 
 
-def byte_level(pattern, normalizer=None, ignore_merges=False, prefix=False, bos=False):
-    """A byte-level BPE trained by `tokenizers` on CORPUS."""
-    tok = hf.Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    tok.normalizer = normalizer
-    if pattern is None:
-        tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
-    else:
-        patterns = [pattern] if isinstance(pattern, str) else pattern
-        splits = [pre_tokenizers.Split(Regex(p), "isolated") if isinstance(p, str) else p for p in patterns]
-        tok.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(prefix, use_regex=False)])
-    tok.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tok.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False))
-    add_special(tok)
+def llama3(bos=True):
+    tok = trained([LLAMA3], ignore_merges=True)
     if bos:
         template = processors.TemplateProcessing(
             single="<|begin|> $A", special_tokens=[("<|begin|>", tok.token_to_id("<|begin|>"))]
@@ -107,26 +101,60 @@ def byte_level(pattern, normalizer=None, ignore_merges=False, prefix=False, bos=
     return tok
 
 
-BYTE_LEVEL = {
-    "llama3": lambda: byte_level(LLAMA3, ignore_merges=True, bos=True),
-    "llama3-merges": lambda: byte_level(LLAMA3),
-    "qwen2": lambda: byte_level(QWEN2, normalizers.NFC()),
-    "nemo": lambda: byte_level(TEKKEN, ignore_merges=True),
-    "gpt2": lambda: byte_level(None),
-    "gpt2-prefix": lambda: byte_level(None, prefix=True),
-    "split-twice-prefix": lambda: byte_level([r"\p{N}{1,3}", r"[一-龥]+", GPT2], prefix=True),
-    "digits": lambda: byte_level(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Split("ab", "isolated"), GPT2]
-    ),
-    "digit-runs": lambda: byte_level([pre_tokenizers.Digits(individual_digits=False), GPT2], normalizers.NFKC()),
-    "split-with-gaps": lambda: byte_level(r"[a-z]+", normalizers.Sequence([normalizers.NFC()])),
+def fallback(scheme):
+    """Llama 2's tokenizer.json in small: with Prepend and Replace ("normalizer"), or Metaspace's prepend_scheme."""
+    tok = hf.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tok.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
+    special = ["<unk>", "<s>", "</s>"]
+    first = [*special, *[f"<0x{b:02X}>" for b in range(256)]]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=first, show_progress=False)
+    tok.train_from_iterator([line[:40] for line in CORPUS], trainer)
+    spec = json.loads(tok.to_str())
+    spec["added_tokens"] = spec["added_tokens"][: len(special)]
+    tok = hf.Tokenizer.from_str(json.dumps(spec))
+    if scheme == "normalizer":
+        tok.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tok.pre_tokenizer = None
+    else:
+        tok.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tok.decoder = decoders.Sequence(steps)
+    return tok
+
+
+def unigram():
+    pieces = [
+        ("<unk>", 0.0),
+        *((p, -float(i)) for i, p in enumerate(["▁", "▁the", "a", "b", "c", "e", "r", "t", "▁x"], 1)),
+    ]
+    tok = hf.Tokenizer(models.Unigram(pieces, unk_id=0))
+    tok.normalizer = normalizers.Lowercase()
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return tok
+
+
+def word_piece():
+    vocab = {t: i for i, t in enumerate(["[UNK]", "the", "cat", "##s", "a", "b", "##c", ".", "x"])}
+    tok = hf.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return tok
+
+
+LIBRARY = {
+    "llama3": llama3,
+    "qwen2": lambda: trained([QWEN2], normalizers.NFC()),
+    "gpt2-digits": lambda: trained([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    "split-with-gaps": lambda: trained([r"[a-z]+"], normalizers.Sequence([normalizers.NFC()])),
+    **{f"llama2-{s}": lambda s=s: fallback(s) for s in ("normalizer", "always", "first", "never")},
+    "unigram": unigram,
+    "word_piece": word_piece,
 }
 
 
-@pytest.fixture(scope="module", params=BYTE_LEVEL)
+@pytest.fixture(scope="module", params=LIBRARY)
 def pair(request, tmp_path_factory):
     """(ours, the `tokenizers` original), from tokenizer.json."""
-    oracle = BYTE_LEVEL[request.param]()
+    oracle = LIBRARY[request.param]()
     return load_json(tmp_path_factory.mktemp("json"), oracle), oracle
 
 
@@ -150,21 +178,18 @@ def same_text(ours, ids, expected):
     assert "".join(map(stream.put, ids)) + stream.flush() == expected
 
 
-# ---- tokenizer.json and vocab.json + merges.txt ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ADVERSARIAL)
-def test_tokenizer_json_parity(pair, text):
-    ours, oracle = pair
-    same_ids(ours, oracle, text)
-    ids = ours.encode(text)
-    same_text(ours, ids, oracle.decode(ids))
+# ---- tokenizer.json, and vocab.json with merges.txt ------------------------------------------------------------------
 
 
 @FUZZ
 @given(text=TEXT)
-def test_tokenizer_json_parity_fuzz(pair, text):
-    same_ids(*pair, text)
+def test_ids_and_text_are_those_of_tokenizers(pair, text):
+    ours, oracle = pair
+    for t in (text, *ADVERSARIAL):
+        same_ids(ours, oracle, t)
+        ids = ours.encode(t)
+        if "BertPre" not in str(oracle.pre_tokenizer):  # whose decoder rewrites what came before
+            same_text(ours, ids, oracle.decode(ids))
 
 
 @FUZZ
@@ -172,65 +197,22 @@ def test_tokenizer_json_parity_fuzz(pair, text):
 def test_random_ids_decode_as_tokenizers_does(pair, seed):
     ours, oracle = pair
     ids = random.Random(seed).choices(range(ours.vocab_size), k=30)
-    same_text(ours, ids, oracle.decode(ids))
+    if ours.byte_level:
+        same_text(ours, ids, oracle.decode(ids))
+    else:  # a run of bytes that is not UTF-8 as a whole is all U+FFFD there, and only its invalid part here
+        ids = [i for i in ids if i not in ours.fallback]
+        if "BertPre" not in str(oracle.pre_tokenizer):
+            same_text(ours, ids, oracle.decode(ids))
 
 
-@FUZZ
-@given(text=TEXT)
-def test_decode_inverts_encode(pair, text):
-    """Up to normalization, and up to the spaces that add_prefix_space adds."""
-    ours, oracle = pair
-    decoded, plain = ours.decode(ours.encode(text, parse_special=False)), ours.normalize(text)
-    if '"add_prefix_space":true' in oracle.to_str():
-        decoded, plain = decoded.replace(" ", ""), plain.replace(" ", "")
-    assert decoded == plain
-
-
-def test_ignore_merges_decides_between_whole_token_and_merges(tmp_path):
-    """A token that no merge makes: used only where ignore_merges finds a whole piece."""
-    spec = json.loads(byte_level(LLAMA3).to_str())
-    new = max(spec["model"]["vocab"].values()) + 100
-    spec["model"]["vocab"]["Zyzzyva"] = new
-    for flag in (True, False):
-        spec["model"]["ignore_merges"] = flag
-        ours = load_tokenizer(write(tmp_path / str(flag), **{"tokenizer.json": spec}))
-        oracle = hf.Tokenizer.from_str(json.dumps(spec))
-        for text in ("Zyzzyva", "xZyzzyva", "Zyzzyva Zyzzyva"):
-            same_ids(ours, oracle, text)
-        assert (ours.encode("Zyzzyva") == [new]) is flag
-
-
-@FUZZ
-@given(data=st.data())
-def test_merge_pairs_on_untrained_merge_lists(data):
-    """Merge lists that no training gives: repeated results, unreachable merges, ranks that contradict the ids."""
-    vocab = {c: i for i, c in enumerate("abc")}
-    merges = []
-    for _ in range(data.draw(st.integers(0, 14))):
-        left, right = data.draw(st.tuples(*[st.sampled_from(sorted(vocab))] * 2))
-        if len(left + right) <= 8:
-            vocab.setdefault(left + right, len(vocab))
-            merges.append((left, right))
-    merges = data.draw(st.permutations(merges))
-    oracle = models.BPE(vocab=vocab, merges=merges)
-    table = {(vocab[a], vocab[b]): (rank, vocab[a + b]) for rank, (a, b) in enumerate(merges)}
-    for text in data.draw(st.lists(st.text("abc", max_size=24), min_size=1, max_size=8)):
-        assert merge_pairs([vocab[c] for c in text], table) == [t.id for t in oracle.tokenize(text)], (merges, text)
-
-
-def test_merges_written_as_strings_and_as_pairs_agree(tmp_path):
-    spec = json.loads(byte_level(LLAMA3).to_str())
-    pairs = spec["model"]["merges"]
-    assert isinstance(pairs[0], list)
-    a = load_tokenizer(write(tmp_path / "pairs", **{"tokenizer.json": spec}))
-    spec["model"]["merges"] = [" ".join(p) for p in pairs]
-    b = load_tokenizer(write(tmp_path / "strings", **{"tokenizer.json": spec}))
-    assert all(a.encode(t) == b.encode(t) for t in ADVERSARIAL)
+def test_word_pieces_are_text(tmp_path):
+    ours = load_json(tmp_path, word_piece())
+    assert ours.decode(ours.encode("the cats. abc")) == "the cats. abc"
 
 
 @pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2Tokenizer"])
 def test_vocab_and_merges_files(tmp_path, kind):
-    oracle = BYTE_LEVEL["qwen2" if kind == "Qwen2Tokenizer" else "gpt2"]()
+    oracle = trained([QWEN2], normalizers.NFC()) if kind == "Qwen2Tokenizer" else trained([GPT2])
     oracle.model.save(str(tmp_path))
     tokens = {str(oracle.token_to_id(s)): {"content": s, "special": s != SPECIAL[-1]} for s in SPECIAL}
     tokens[str(oracle.token_to_id(SPECIAL[-1]))]["normalized"] = False
@@ -242,29 +224,9 @@ def test_vocab_and_merges_files(tmp_path, kind):
     assert ours.vocab_size == oracle.get_vocab_size()
 
 
-def test_added_token_flags(tmp_path):
-    """lstrip, rstrip, and tokens that are looked for in the normalized text."""
-    tok = byte_level(QWEN2, normalizers.NFC())
-    tok.add_special_tokens([hf.AddedToken("<mask>", lstrip=True, rstrip=False), hf.AddedToken("[R]", rstrip=True)])
-    tok.add_tokens([hf.AddedToken("e\u0301t", normalized=True), hf.AddedToken("<mask>>", lstrip=True, rstrip=True)])
-    ours = load_json(tmp_path, tok)
-    for text in (
-        "a  <mask> b",
-        "<mask>",
-        " \n\u3000<mask>\x1c",
-        "a\x1c<mask>",
-        "[R]\x1c b",
-        "x[R]  \t y",
-        "ét e\u0301t été",
-        "<mask>>  <mask>  >[R] <mask>",
-    ):
-        same_ids(ours, tok, text)
-    assert ours.encode("a  <mask>") == [*ours.encode("a"), tok.token_to_id("<mask>")]
-
-
 def test_special_tokens_named_only_beside_the_vocabulary(tmp_path):
     """added_tokens.json and special_tokens_map.json, as older Qwen and Llama folders have them."""
-    oracle = byte_level(QWEN2, normalizers.NFC())
+    oracle = trained([QWEN2], normalizers.NFC())
     size = oracle.model.save(str(tmp_path)) and len(json.loads((tmp_path / "vocab.json").read_text()))
     named = {"eos_token": {"content": "<|end|>"}, "additional_special_tokens": ["<|im_start|>"]}
     added = {"<|end|>": size, "<|im_start|>": size + 1, "<extra>": size + 2}
@@ -276,13 +238,13 @@ def test_special_tokens_named_only_beside_the_vocabulary(tmp_path):
 
 
 def test_bos_follows_post_processor_unless_the_config_says_otherwise(tmp_path):
-    bos = byte_level(LLAMA3, bos=True)
+    bos = llama3()
     begin = bos.token_to_id("<|begin|>")
     ours = load_json(tmp_path / "a", bos)
     assert ours.bos_id == begin and ours.encode("hi")[0] == begin and ours.encode("hi", bos=False)[0] != begin
     off = load_json(tmp_path / "b", bos, tokenizer_config={"add_bos_token": False, "bos_token": "<|begin|>"})
     assert off.bos_id == begin and off.encode("hi") == ours.encode("hi", bos=False)
-    plain = byte_level(LLAMA3)
+    plain = llama3(bos=False)
     silent = load_json(tmp_path / "c", plain, tokenizer_config={"bos_token": {"content": "<|begin|>"}})
     assert silent.bos_id == begin and silent.encode("hi") == ours.encode("hi", bos=False)
     on = load_json(tmp_path / "d", plain, tokenizer_config={"add_bos_token": True, "bos_token": "<|begin|>"})
@@ -290,61 +252,152 @@ def test_bos_follows_post_processor_unless_the_config_says_otherwise(tmp_path):
 
 
 def test_stop_ids_are_a_union(tmp_path):
-    tok = byte_level(LLAMA3)
+    tok = llama3(bos=False)
     files = {"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [7, 9]}}
     ours = load_json(tmp_path, tok, **files, tokenizer_config={"eos_token": "<|im_end|>"})
     assert ours.eos_ids == {5, 7, 9, tok.token_to_id("<|im_end|>")}
 
 
-def test_a_long_run_of_one_character_is_no_problem(tmp_path):
-    ours = load_json(tmp_path, byte_level(LLAMA3))
-    for char in " a\n1😀":
-        text = char * 20_000
-        assert ours.decode(ours.encode(text)) == text
-
-
-# ---- byte fallback in tokenizer.json ---------------------------------------------------------------------------------
-
-
-def fallback_spec(scheme):
-    """Llama 2's tokenizer.json in small: with Prepend and Replace ("normalizer"), or Metaspace's prepend_scheme."""
-    tok = hf.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tok.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
-    tok.train_from_iterator(
-        [line[:40] for line in CORPUS],
-        trainers.BpeTrainer(
-            vocab_size=600,
-            special_tokens=["<unk>", "<s>", "</s>", *[f"<0x{b:02X}>" for b in range(256)]],
-            show_progress=False,
-        ),
-    )
-    spec = json.loads(tok.to_str())
-    spec["added_tokens"] = spec["added_tokens"][:3]
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    if scheme == "normalizer":
-        spec["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, space]}
-        spec["pre_tokenizer"] = None
-    else:
-        spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    spec["decoder"] = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
-    return spec
-
-
-@pytest.mark.parametrize("scheme", ["normalizer", "always", "first", "never"])
-@pytest.mark.parametrize("normalized", [False, True])
-def test_byte_fallback_tokenizer_json(tmp_path, scheme, normalized):
-    spec = fallback_spec(scheme)
-    for token in spec["added_tokens"]:
-        token["normalized"] = normalized
+def test_bytes_that_the_vocabulary_lacks_are_dropped(tmp_path):
+    spec = json.loads(llama3(bos=False).to_str())
+    spec["model"]["merges"], gone = [], [c for c, b in CHAR_BYTES.items() if b in (0x07, 0xE4)]
+    for char in gone:
+        del spec["model"]["vocab"][char]
     ours = load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-    oracle = hf.Tokenizer.from_str(json.dumps(spec))
-    for text in ADVERSARIAL + CORPUS + ["<s>a</s> b</s>c", "</s> ", "a <s> b"]:
-        same_ids(ours, oracle, text)
-        ids = ours.encode(text)
-        if not normalized:  # the oracle shows the special tokens whose names its normalizer changed
-            same_text(ours, ids, oracle.decode(ids))
+    assert ours.decode(ours.encode("a\x07b")) == "ab" and ours.decode(ours.encode("中")) == "\ufffd"
+
+
+def test_a_template_may_begin_a_text_with_more_than_bos(tmp_path):
+    tok = llama3(bos=False)
+    two = [("<|im_start|>", tok.token_to_id("<|im_start|>")), ("<|begin|>", tok.token_to_id("<|begin|>"))]
+    tok.post_processor = processors.TemplateProcessing(single="<|im_start|> <|begin|> $A", special_tokens=two)
+    same_ids(load_json(tmp_path, tok), tok, "hi")
+
+
+# ---- GGUF vocabularies -----------------------------------------------------------------------------------------------
+
+
+def write_vocab(path, tokens, types, model="gpt2", merges=None, **keys):
+    """A GGUF file that is a vocabulary alone."""
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_tokenizer_model(model)
+    w.add_token_list(tokens)
+    w.add_token_types(types)
+    if merges is not None:
+        w.add_token_merges(merges)
+    for key, value in keys.items():
+        add = {bool: w.add_bool, int: w.add_uint32, str: w.add_string, list: w.add_array}[type(value)]
+        add("tokenizer.ggml." + key if key != "chat_template" else "tokenizer.chat_template", value)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    return path
+
+
+def vocab_of(tok, path, pre, **keys):
+    """A tokenizer of `tokenizers`, as the converter writes it."""
+    spec, n = json.loads(tok.to_str()), tok.get_vocab_size()
+    types = [1] * (n - len(SPECIAL)) + [3] * (len(SPECIAL) - 1) + [4, 5]
+    merges = [" ".join(m) for m in spec["model"]["merges"]]
+    begin, end = tok.token_to_id("<|begin|>"), tok.token_to_id("<|end|>")
+    tokens = [*(tok.id_to_token(i) for i in range(n)), "[PAD0]"]
+    return write_vocab(path, tokens, types, merges=merges, pre=pre, bos_token_id=begin, eos_token_id=end, **keys)
+
+
+@pytest.mark.parametrize("pre", sorted(set(map(min, ([n for n, q in PRE.items() if q is p] for p in PRE.values())))))
+def test_byte_level_vocabulary(pre, tmp_path):
+    """One of each family of patterns, with Oniguruma's own reading of them."""
+    how = PRE[pre]
+    oracle = trained(how.patterns, normalizers.NFC() if how.nfc else None, ignore_merges=how.whole_words)
+    path = vocab_of(oracle, tmp_path / "a.gguf", pre)
+    ours, end = load_tokenizer(path), oracle.token_to_id("<|end|>")
+    assert ours.adds_bos == how.bos and ours.eos_ids == {end, oracle.token_to_id("<|im_end|>")}
+    assert ours.vocab_size == oracle.get_vocab_size() + 1 and ours.vocab_size - 1 not in ours.text_ids
+    for text in [*ADVERSARIAL, "DON'T 123456 e\u0301 +=~ 99 "]:
+        assert ours.encode(text, bos=False) == oracle.encode(text, add_special_tokens=False).ids
+    assert load_tokenizer(tmp_path).encode("a") == ours.encode("a")  # the folder that holds it
+
+
+def test_saved_vocabulary_is_what_transformers_loads(tmp_path):
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(vocab_of(llama3(), tmp_path / "a.gguf", "llama-bpe", chat_template=CHATML))
+    (tmp_path / "out").mkdir()
+    ours.save(tmp_path / "out")
+    theirs, again = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")
+    for text in ADVERSARIAL:
+        assert theirs.encode(text) == again.encode(text) == ours.encode(text)
+    assert again.eos_ids == ours.eos_ids and theirs.eos_token == "<|end|>"
+    assert theirs.apply_chat_template([USER], tokenize=False) == ours.apply_chat_template([USER], False)
+    with pytest.raises(InputError, match="cannot write"):
+        ours.save(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_vocabulary(prefix, tmp_path, sp_protos):
+    """The ids of sentencepiece, from the scores alone; llama.cpp's prefix behind special tokens."""
+    (tmp_path / "tokenizer.model").write_bytes(sp_protos["llama" if prefix else "no-prefix"])
+    w = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    sentencepiece_vocab(w, tmp_path)
+    w.add_add_space_prefix(prefix)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    ours, its = load_tokenizer(tmp_path / "a.gguf"), load_tokenizer(tmp_path)
+    for text in [*ADVERSARIAL, *CORPUS, "<s>x</s> y", "aaaaaaa aaa", " " * 37 + "b" + " " * 11]:
+        assert ours.encode(text) == its.encode(text), repr(text)
+        assert ours.encode(text, bos=False, parse_special=False) == its.encode(text, bos=False, parse_special=False)
+        assert ours.decode(ours.encode(text)) == its.decode(its.encode(text))
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (its.bos_id, its.eos_ids, its.vocab_size)
+    assert ours.text_ids == its.text_ids
+
+
+STOPS = {
+    "smollm2": (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>"], {"eos": 2}, [0, 2, 4]),
+    "llama3": (["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 1}, [1, 2, 3]),
+    "harmony": (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, [1, 2]),
+    "by key alone": (["a", "b", "c", "d"], {"eos": 1, "eot": 2, "eom": 3}, [1, 2, 3]),
+    "fill-in": (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>", "x"], {"fim_rep": 4}, [0, 2, 4]),
+    "none": (["a", "b"], {}, []),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_tokens_by_key_and_by_name(name, tmp_path):
+    tokens, keys, expected = STOPS[name]
+    keys = {f"{k}_token_id": v for k, v in keys.items()}
+    path = write_vocab(tmp_path / "a.gguf", tokens, [3] * len(tokens), merges=["a b"][:0] or ["x y"][:0] or [], **keys)
+    assert sorted(stop_ids(GGUFFile(path))) == expected
+    html = write_vocab(tmp_path / "b.gguf", ["</s>", "x"], [1, 3], eos_token_id=1)
+    assert stop_ids(GGUFFile(html)) == [1]  # a normal token that only looks like an end
+    spm = write_vocab(tmp_path / "c.gguf", ["<unk>", "<s>", "</s>"], [2, 3, 3], model="llama")
+    assert stop_ids(GGUFFile(spm)) == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model="bert"), "a.gguf: tokenizer.ggml.model is 'bert', which is not supported"),
+        (dict(pre="kimi-k2"), "a.gguf: tokenizer.ggml.pre is 'kimi-k2', which is not supported"),
+        (dict(add_eos_token=True), "a.gguf: .*add_eos_token"),
+        (dict(bos_token_id=9), "a.gguf: tokenizer.ggml.bos_token_id is 9, expected one of 3"),
+        (dict(merges=["a z"]), "a.gguf: the vocabulary and its merges do not fit"),
+        (dict(merges=None), "a.gguf: has no tokenizer.ggml.merges"),
+        (dict(model="llama"), "a.gguf: has no finite tokenizer.ggml.scores"),
+        (dict(tokens=["a", "a", "b"]), "a.gguf: token 'a' has ids 0 and 1"),
+    ],
+)
+def test_unsupported_vocabularies(change, message, tmp_path):
+    given = dict(tokens=["a", "b", "ab"], types=[1, 1, 1], merges=["a b"]) | change
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(write_vocab(tmp_path / "a.gguf", **given))
+
+
+def test_a_folder_of_several_gguf_files(tmp_path):
+    for name in "ab":
+        write_vocab(tmp_path / f"{name}.gguf", ["a"], [1], merges=[])
+    with pytest.raises(InputError, match="holds 2 GGUF files: name one, as .*a.gguf"):
+        load_tokenizer(tmp_path)
 
 
 # ---- SentencePiece ---------------------------------------------------------------------------------------------------
@@ -444,11 +497,6 @@ def test_sentencepiece_special_tokens_in_text(tmp_path, sp_protos, legacy):
     assert ours.encode("<s>The", bos=False, parse_special=False) == sp.encode("<s>The")
     assert ours.decode([bos, *sp.encode("The fox"), size, eos]) == "The fox<tool>"
     assert ours.vocab_size == size + 1 and ours.eos_ids == {eos} and ours.bos_id == bos
-    if legacy is not None:  # the same convention where a tokenizer.json is there to state it
-        spec = fallback_spec("always" if legacy else "first")
-        files = {"tokenizer.model": proto, "tokenizer.json": spec}
-        stated = load_tokenizer(write(tmp_path / "json", tokenizer_config={}, **files))
-        assert stated.encode("<s>The fox</s> tail") == ours.encode("<s>The fox</s> tail")
 
 
 def test_sentencepiece_without_prefix_space(tmp_path, sp_protos):
@@ -461,6 +509,20 @@ def test_sentencepiece_without_prefix_space(tmp_path, sp_protos):
     assert ours.encode(" The fox") == with_prefix.encode("The fox") != ours.encode("The fox")
 
 
+def test_a_first_piece_of_two_spaces_loses_one(tmp_path):
+    """As in the published vocabularies of Llama 2 and Mistral, where it comes before the single space."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a  b  c  d    e    f  g"] * 9 + LINES), model_writer=out, model_type="bpe", vocab_size=450,
+        minloglevel=2, allow_whitespace_only_pieces=True, character_coverage=1.0, **SP_KINDS["llama"],
+    )  # fmt: skip
+    ours = load_tokenizer(write(tmp_path, **{"tokenizer.model": out.getvalue()}))
+    pieces = [p for p in ours.ids if p.startswith("▁")]
+    assert "▁▁" in pieces and pieces.index("▁▁") < pieces.index("▁")
+    for text in ("Hello world", " Hello", "   x", "a  b    c", "", " "):
+        assert ours.decode(ours.encode(text)) == text
+
+
 def test_unknown_and_out_of_range_ids_decode_to_nothing(sp_pair, pair):
     for ours in (sp_pair[0], pair[0]):
         assert ours.decode([ours.vocab_size, -1, 10**9]) == ""
@@ -470,21 +532,20 @@ def test_unknown_and_out_of_range_ids_decode_to_nothing(sp_pair, pair):
 
 
 @pytest.fixture(scope="module")
-def llama3(tmp_path_factory):
+def meta(tmp_path_factory):
     """A Llama 3 folder as Meta publishes it, and the same vocabulary in `tokenizers`."""
-    oracle = byte_level(LLAMA3, ignore_merges=True)
+    oracle = llama3(bos=False)
     spec = json.loads(oracle.to_str())
     spec["added_tokens"] = []
     oracle = hf.Tokenizer.from_str(json.dumps(spec))
     back = {v: k for k, v in spec["model"]["vocab"].items()}
-    chars = {c: b for b, c in BYTE_CHARS.items()}
-    lines = [b"%s %d" % (base64.b64encode(bytes(chars[c] for c in back[i])), i) for i in range(len(back))]
+    lines = [b"%s %d" % (base64.b64encode(bytes(CHAR_BYTES[c] for c in back[i])), i) for i in range(len(back))]
     folder = write(tmp_path_factory.mktemp("llama3"), **{"tokenizer.model": b"\n".join(lines) + b"\n"})
     return folder, oracle
 
 
-def test_tiktoken_file_parity(llama3):
-    folder, oracle = llama3
+def test_tiktoken_file_parity(meta):
+    folder, oracle = meta
     ours, base = load_tokenizer(folder), oracle.get_vocab_size()
     for text in ADVERSARIAL + CORPUS:
         ids = ours.encode(text, bos=False)
@@ -498,21 +559,38 @@ def test_tiktoken_file_parity(llama3):
     assert ours.decode(ids) == "user\n\nhi"
 
 
-def test_tiktoken_survives_a_million_blanks(llama3):
+def test_tiktoken_survives_a_million_blanks(meta):
     text = " " * 1_000_000 + "a"
-    ours = load_tokenizer(llama3[0])
+    ours = load_tokenizer(meta[0])
     assert ours.decode(ours.encode(text)) == text
 
 
-def test_tiktoken_names_from_the_config(llama3, tmp_path):
-    base = llama3[1].get_vocab_size()
+def test_tiktoken_names_from_the_config(meta, tmp_path):
+    base = meta[1].get_vocab_size()
     tokens = {str(base): {"content": "<bos>", "special": True}, str(base + 5): {"content": "<stop>", "special": True}}
     config = {"added_tokens_decoder": tokens, "bos_token": "<bos>", "eos_token": "<stop>", "add_bos_token": False}
-    data = (llama3[0] / "tokenizer.model").read_bytes()
+    data = (meta[0] / "tokenizer.model").read_bytes()
     ours = load_tokenizer(write(tmp_path, tokenizer_config=config, **{"tokenizer.model": data}))
     assert ours.eos_ids == {base + 5} and ours.encode("<bos>") == [base] and ours.vocab_size == base + 6
-    write(tmp_path, **{"tokenizer.json": json.loads(byte_level(LLAMA3).to_str())}, tokenizer_config={})
-    assert type(load_tokenizer(tmp_path)).__name__ == "BPETokenizer"  # goes before either kind of tokenizer.model
+    write(tmp_path, **{"tokenizer.json": json.loads(llama3(bos=False).to_str())}, tokenizer_config={})
+    assert type(load_tokenizer(tmp_path)).__name__ == "LibraryTokenizer"  # goes before either kind of tokenizer.model
+
+
+def test_tekken(meta, tmp_path):
+    """Mistral's JSON of the same vocabulary: special tokens come first."""
+    oracle, n, pattern = meta[1], 24, LLAMA3
+    back = {v: k for k, v in json.loads(oracle.to_str())["model"]["vocab"].items()}
+    data = [base64.b64encode(bytes(CHAR_BYTES[c] for c in back[i])).decode() for i in range(len(back))]
+    vocab = [{"rank": i, "token_bytes": d, "token_str": None} for i, d in enumerate([*data, "bm90IHVzZWQ="])]
+    config = {"pattern": pattern, "default_vocab_size": len(data) + n, "default_num_special_tokens": n}
+    ours = load_tokenizer(write(tmp_path, **{"tekken.json": {"config": config, "vocab": vocab}}))
+    for text in ADVERSARIAL:
+        assert ours.encode(text, bos=False, parse_special=False) == [i + n for i in oracle.encode(text).ids]
+    assert ours.encode("[INST]a<SPECIAL_23>") == [1, 3, *(i + n for i in oracle.encode("a").ids), 23]
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (1, {2}, len(data) + n)
+    config["default_num_special_tokens"] = "many"
+    with pytest.raises(InputError, match="malformed"):
+        load_tokenizer(write(tmp_path, **{"tekken.json": {"config": config, "vocab": vocab}}))
 
 
 # ---- streaming -------------------------------------------------------------------------------------------------------
@@ -525,20 +603,19 @@ def test_stream_prints_whole_characters(pair, text):
     ours, _ = pair
     ids = ours.encode(text, bos=False, parse_special=False)
     stream, shown, data = ours.stream(), "", b""
-    for id in ids:
+    for i, id in enumerate(ids):
         shown += stream.put(id)
-        data += ours.token_bytes[id]
+        data += ours.piece(id) if data or i else ours.first_piece(id)
         assert shown == data.decode("utf-8", "ignore")
         assert "\ufffd" not in shown or "\ufffd" in text
     assert stream.flush() == ""
 
 
-def test_stream_flushes_half_a_character(pair):
-    ours, _ = pair
+def test_stream_flushes_half_a_character(tmp_path):
+    ours = load_json(tmp_path, llama3())
     half = ours.encode("\U0010ffff", bos=False)[:-1]
     stream = ours.stream()
-    assert "".join(stream.put(id) for id in half).strip(" ") == ""  # a prefix space is a character
-    assert stream.flush() == "\ufffd"
+    assert "".join(map(stream.put, half)) == "" and stream.flush() == "\ufffd"
 
 
 # ---- chat ------------------------------------------------------------------------------------------------------------
@@ -565,7 +642,8 @@ CHATML = """{% for message in messages %}
 <|im_start|>{{ message.role }}
 {{ message.content | tojson if message.content is mapping else message.content }}<|im_end|>
 {% endfor %}
-{% if tools is not none %}TOOLS{% endif %}
+{% if tools is not none %}TOOLS{% endif %}{% if enable_thinking is false %}<think></think>{% endif %}
+{% generation %}{% set x = 1 %}{{ strftime_now("%Y") }}{% endgeneration %}{{ x }}
 {% if add_generation_prompt %}
 <|im_start|>assistant
 {% endif %}"""
@@ -582,7 +660,7 @@ CHATS = [
 def test_chat_templates_render_as_in_transformers(tmp_path, template, prompt):
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    ours = load_json(tmp_path, byte_level(LLAMA3), tokenizer_config={"chat_template": template, **names})
+    ours = load_json(tmp_path, llama3(bos=False), tokenizer_config={"chat_template": template, **names})
     for chat in CHATS if template is CHATML else CHATS[:2]:
         [expected], _ = utils.render_jinja_template(
             [chat], chat_template=template, add_generation_prompt=prompt, **names
@@ -601,7 +679,7 @@ def test_encode_chat_has_one_bos_and_real_special_tokens(tmp_path, sp_protos):
 
 def test_chat_template_sources(tmp_path):
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ eos_token }}"}]
-    tok = byte_level(LLAMA3)
+    tok = llama3(bos=False)
     config = {"chat_template": named, "eos_token": "<|end|>"}
     assert load_json(tmp_path, tok, tokenizer_config=config).apply_chat_template([USER]) == "D<|end|>"
     (tmp_path / "chat_template.jinja").write_text("F{{ pad_token }}{{ strftime_now('%Y')|length }}")
@@ -629,103 +707,90 @@ def test_chat_template_sources(tmp_path):
     ],
 )
 def test_chat_template_failures_are_one_line(tmp_path, template, reason):
-    ours = load_json(tmp_path, byte_level(LLAMA3), tokenizer_config={"chat_template": template})
+    ours = load_json(tmp_path, llama3(bos=False), tokenizer_config={"chat_template": template})
     with pytest.raises(InputError, match=reason) as e:
         ours.encode_chat([USER])
     assert "\n" not in str(e.value)
 
 
-def test_no_chat_template(pair):
-    with pytest.raises(InputError, match="no chat template.*without --chat"):
-        pair[0].encode_chat([USER])
+def test_no_chat_template(pair, tmp_path):
+    for ours in (pair[0], load_tokenizer(vocab_of(llama3(), tmp_path / "a.gguf", "llama-bpe"))):
+        with pytest.raises(InputError, match="no chat template.*without --chat"):
+            ours.encode_chat([USER])
+
+
+def test_template_variables(tmp_path):
+    ours = load_json(tmp_path, llama3(), tokenizer_config={"chat_template": CHATML})
+    assert "<think>" not in ours.apply_chat_template([USER])
+    given = dict(map(template_variable, ["enable_thinking=false", "tools=[]"]))
+    assert "TOOLS<think></think>" in ours.apply_chat_template([USER], **given)
+    assert template_variable("a=b=c") == ("a", "b=c") and template_variable('a="1"') == ("a", "1")
+    for wrong in ("x", "=1", "a b=1"):
+        with pytest.raises(InputError, match="not of the form K=V"):
+            template_variable(wrong)
+    for wrong in ("enable_thinkin", "messages"):
+        with pytest.raises(
+            InputError, match=f"no variable '{wrong}' to set; it reads add_generation_prompt, enable_th"
+        ):
+            ours.encode_chat([USER], **{wrong: []})
+
+
+LOUD = "{% for m in messages %}{{ '<|im_start|>' + m.content | upper + '<|im_end|>' }}{% endfor %}"
+TRIMMED = "{% for m in messages %}{{ '<|im_start|>' + m.content | trim | tojson + '<|im_end|>' }}{% endfor %}"
+
+
+def kinds():
+    """Of each kind of tokenizer, one with <|im_start|> and <|im_end|>, and the same text without special tokens."""
+    tokens = {"700": {"content": "<|im_start|>", "special": True}, "701": {"content": "<|im_end|>", "special": True}}
+    yield "library", lambda folder, proto, config: load_json(folder, llama3(), tokenizer_config=config)
+    yield (
+        "sentencepiece",
+        lambda folder, proto, config: load_tokenizer(
+            write(
+                folder,
+                tokenizer_config=config | {"added_tokens_decoder": tokens, "legacy": False},
+                **{"tokenizer.model": proto},
+            )
+        ),
+    )
+
+
+@pytest.mark.parametrize(("kind", "load"), kinds())
+@FUZZ
+@given(text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "hi", " ", "\n", "é", '"', "a b"]), max_size=6))
+def test_what_a_user_says_is_no_special_token(tmp_path_factory, sp_protos, kind, load, text):
+    """Its ids are those of the text as plain text between the template's special tokens, merged with its text."""
+    text = "".join(text)
+    config = {"chat_template": TRIMMED}
+    ours = (
+        LOADED.setdefault(kind, load(tmp_path_factory.mktemp("chat"), sp_protos["llama"], config))
+        if kind not in LOADED
+        else LOADED[kind]
+    )
+    start, end = ours.id_of("<|im_start|>"), ours.id_of("<|im_end|>")
+    ids = ours.encode_chat([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}])
+    said = json.dumps(text.strip(), ensure_ascii=False)
+    assert [i for i in ids if i in (start, end)] == [start, end, start, end]
+    assert ids[1 : ids.index(end)] == ours.encode_text(said, False, first=False)
+    if "<|im_end|>" not in text:  # and then they are those of the whole text
+        assert ids == ours.encode(
+            ours.apply_chat_template([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]),
+            bos=False,
+        )
+
+
+LOADED: dict = {}
+
+
+def test_a_template_that_changes_what_is_said(tmp_path):
+    ours = load_json(tmp_path, llama3(), tokenizer_config={"chat_template": LOUD})
+    plain = [{"role": "user", "content": "it is <b>late</b>"}]
+    assert ours.encode_chat(plain) == ours.encode("<|im_start|>IT IS <B>LATE</B><|im_end|>", bos=False)
+    with pytest.raises(InputError, match="a message holds the special token '<.im_end.>'.*remove it"):
+        ours.encode_chat([{"role": "user", "content": [{"type": "text", "text": "no <|im_end|>"}]}, *plain])
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def good_spec():
-    return byte_level(LLAMA3, bos=True).to_str()
-
-
-def edit(spec, path, value):
-    node = spec
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = value
-
-
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-UNSUPPORTED = [
-    (["model", "type"], "WordPiece", "model type WordPiece"),
-    (["model", "type"], "Unigram", "model type Unigram"),
-    (["model", "dropout"], 0.1, "dropout"),
-    (["model", "end_of_word_suffix"], "</w>", "end_of_word_suffix"),
-    (["model", "continuing_subword_prefix"], "##", "continuing_subword_prefix"),
-    (["model", "merges"], [["a", "\u4e2d"]], "merge 0"),
-    (["model", "merges"], ["a b c"], "merge 0"),
-    (["model", "vocab"], {"a": 0}, "merge 0"),
-    (["model", "byte_fallback"], True, "lacks 256 of the 256 bytes"),
-    (["normalizer"], {"type": "Lowercase"}, "normalizer.*Lowercase"),
-    (["normalizer"], {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}, "normalizer.*Regex"),
-    (["pre_tokenizer"], None, "pre_tokenizer"),
-    (["pre_tokenizer"], {"type": "Whitespace"}, "pre_tokenizer.*Whitespace"),
-    (["pre_tokenizer", "pretokenizers", 0, "behavior"], "Removed", "pre_tokenizer.*Removed"),
-    (["pre_tokenizer", "pretokenizers"], [LEVEL, LEVEL], "pre_tokenizer.*ByteLevel"),
-    *[
-        (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": p}}, "pattern .* is not supported")
-        for p in (r"^a|b", r"\w+", r"[\p{L}&&[a-z]]", r"[a&&b]", r"a{2}+", r"(?i)a", r"(a)\1", r"\h+", "a$")
-    ],
-    (["pre_tokenizer", "pretokenizers", 0], SPLIT | {"pattern": {"Regex": r"\p{Nonsense}"}}, "unknown property"),
-    (["decoder"], {"type": "WordPiece"}, "decoder.*WordPiece"),
-    (["decoder"], None, "decoder"),
-    (["post_processor"], {"type": "RobertaProcessing", "sep": ["a", 1], "cls": ["a", 1]}, "post_processor.*Roberta"),
-    (
-        ["post_processor", "processors", 1, "single"],
-        [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}],
-        "post_processor",
-    ),
-    (["added_tokens", 0, "single_word"], True, "<.begin.>.*single_word"),
-    (["added_tokens", 0, "content"], "a", "added token 'a'"),
-    (["model"], "BPE", "malformed"),
-    (["model", "vocab"], None, "malformed"),
-    (["added_tokens"], [1], "malformed"),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "message"), UNSUPPORTED)
-def test_unsupported_tokenizer_json_is_refused_by_name(tmp_path, good_spec, path, value, message):
-    spec = json.loads(good_spec)
-    load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-    edit(spec, path, value)
-    with pytest.raises(InputError, match=message) as e:
-        load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-    assert "\n" not in str(e.value)
-
-
-def test_a_missing_byte_is_refused(tmp_path, good_spec):
-    spec = json.loads(good_spec)
-    spec["model"]["merges"] = []
-    del spec["model"]["vocab"]["Ā"]
-    with pytest.raises(InputError, match="lacks 1 of the 256 bytes, 'Ā'"):
-        load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.update(pre_tokenizer={"type": "BertPreTokenizer"}), "pre_tokenizer.*Bert"),
-        (lambda s: s["decoder"]["decoders"].pop(1), "decoder"),
-        (lambda s: s["pre_tokenizer"].update(split=True), "pre_tokenizer.*Metaspace"),
-    ],
-)
-def test_unsupported_byte_fallback_is_refused(tmp_path, change, message):
-    spec = fallback_spec("first")
-    change(spec)
-    with pytest.raises(InputError, match=message):
-        load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
@@ -733,12 +798,12 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "no tokenizer here, expected tokenizer.json, tokenizer.model, or vocab.json with merges.txt"),
+        ({}, "no tokenizer here, expected tokenizer.json, tokenizer.model, tekken.json, or vocab.json"),
         ({"vocab.json": {}}, "no tokenizer"),
-        ({"tokenizer.json": b"{"}, "tokenizer.json: not valid JSON"),
+        ({"tokenizer.json": b"{"}, "tokenizer.json: not read by tokenizers"),
         ({"tokenizer.json": b"\xff\xfe"}, "not UTF-8"),
-        ({"tokenizer.json": b"[" * 100_000}, "not valid JSON"),
-        ({"tokenizer.json": b"[1]"}, "holds a JSON list, expected an object"),
+        ({"tokenizer.json": b"[" * 100_000}, "not read by tokenizers"),
+        ({"tekken.json": b"[1]"}, "holds a JSON list, expected an object"),
         ({"tokenizer.json": LFS}, "Git LFS pointer.*git lfs pull"),
         ({"tokenizer_config.json": b"nonsense"}, "tokenizer_config.json: not valid JSON"),
         ({"tokenizer.model": LFS}, "Git LFS pointer"),
@@ -752,7 +817,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
             {"vocab.json": {"a": 0}, "merges.txt": b"", "tokenizer_config": {"tokenizer_class": "X"}},
             "class X, expected",
         ),
-        ({"vocab.json": {"a": 0}, "merges.txt": b"a b\n", "config": {"model_type": "qwen2"}}, "merge 0"),
+        ({"vocab.json": {"a": 0}, "merges.txt": b"a b\n", "config": {"model_type": "qwen2"}}, "do not fit"),
     ],
 )
 def test_bad_files(tmp_path, files, message):
@@ -779,22 +844,28 @@ def test_bad_configuration(tmp_path, sp_protos, files, message):
         load_tokenizer(write(tmp_path, **{"tokenizer.model": sp_protos["llama"]}, **files))
 
 
+def test_a_post_processor_that_ends_a_text_is_refused(tmp_path):
+    tok = llama3()
+    end = [("<|end|>", tok.token_to_id("<|end|>"))]
+    tok.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=end)
+    with pytest.raises(InputError, match="tokenizer.json: post_processor would end every prompt"):
+        load_json(tmp_path, tok)
+
+
 def test_bad_paths_and_text(tmp_path, pair):
     with pytest.raises(InputError, match="does not exist"):
         load_tokenizer(tmp_path / "missing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match="is no GGUF file"):
         load_tokenizer(str(tmp_path / "file"))
     with pytest.raises(InputError, match="not valid Unicode at character 1"):
         pair[0].encode("a\ud800")
 
 
-def test_the_patterns_agree_on_every_character(tmp_path):
-    """Character by character, for the Unicode that Python knows: a class that `regex` reads otherwise would show."""
-    chars = [chr(c) for c in range(0x11000) if unicodedata.category(chr(c)) not in ("Cs", "Cn") and c != 0x295]
-    for pattern in (GPT2, LLAMA3, TEKKEN):
-        oracle = byte_level(pattern)
-        ours = load_json(tmp_path, oracle)
-        for at in range(0, len(chars), 8000):
-            text = "".join(f"{c}a{c}1 {c}" for c in chars[at : at + 8000])
-            assert ours.encode(text) == oracle.encode(text).ids
+def test_the_shipped_model(tmp_path):
+    """models/tiny: a proto without a dummy prefix, alone and in a GGUF file."""
+    ours = load_tokenizer(TINY)
+    sp = sentencepiece.SentencePieceProcessor(str(TINY / "tokenizer.model"))
+    for text in ADVERSARIAL:
+        if is_plain(text):
+            assert ours.encode(text) == [1, *sp.encode(text)] and ours.decode(ours.encode(text)) == text

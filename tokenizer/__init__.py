@@ -1,59 +1,66 @@
-"""Text to token ids and back, from the tokenizer files of a Hugging Face checkpoint folder. A checkpoint is untrusted:
-only JSON, the SentencePiece proto and tiktoken's text format are read, and chat templates run in a sandbox.
+"""Text to token ids and back. A checkpoint is untrusted: no pickle is read, and chat templates run in a sandbox.
 
-Three kinds share one base. The folder's files choose:
-1. `tokenizer.model`, a SentencePiece proto (Llama 2, Mistral, models/tiny)   -> sentencepiece_model.py
-2. `tokenizer.model`, "base64 rank" lines (Llama 3 as Meta publishes it)      -> tiktoken_model.py
-3. `tokenizer.json`, or `vocab.json` + `merges.txt` (Llama 3, Qwen, Nemo)     -> bpe.py
-A byte-level `tokenizer.json` goes before any `tokenizer.model`; a SentencePiece proto goes before the `tokenizer.json`
-converted from it. Ids are those of the `tokenizers` library; what would make them differ is refused by name. Known
-differences: decoding never "cleans up" spaces, and pre-tokenization uses the Unicode version of the `regex` package,
-so characters added to Unicode after the reference's version may be split otherwise.
+The ids are those of the library that defines them. The first of these that a folder holds is read:
+1. `tokenizer.json`, by Hugging Face's `tokenizers`                           -> library.py
+2. `tokenizer.model`, or Mistral's `*.model.v3` and so on, by SentencePiece   -> sentencepiece_model.py,
+   but of "base64 rank" lines (Llama 3 as Meta publishes it), by tiktoken     -> tiktoken_model.py
+3. Mistral's `tekken.json`, by tiktoken                                       -> tiktoken_model.py
+4. `vocab.json` with `merges.txt`, by `tokenizers`                            -> library.py
+A GGUF file's vocabulary becomes a tokenizer of `tokenizers` in memory (gguf.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import regex
-
 from errors import InputError
+from formats import GGUFFile, find_gguf
 from tokenizer.base import Stream, Tokenizer
-from tokenizer.bpe import BPETokenizer, spec_from_vocab
-from tokenizer.folder import Folder, sequence
+from tokenizer.folder import Folder
+from tokenizer.gguf import gguf_tokenizer
+from tokenizer.library import LibraryTokenizer, from_tokenizer_json, from_vocab_and_merges
 from tokenizer.sentencepiece_model import SentencePieceTokenizer
 from tokenizer.tiktoken_model import TIKTOKEN_LINE, TiktokenTokenizer
 
-__all__ = ["BPETokenizer", "SentencePieceTokenizer", "Stream", "TiktokenTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["LibraryTokenizer", "SentencePieceTokenizer", "Stream", "TiktokenTokenizer", "Tokenizer", "load_tokenizer"]
 
-# What JSON of an unexpected shape raises.
-MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError, regex.error)
+# What files of an unexpected shape raise.
+MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+FILES = ("tokenizer.json", "*.model", "*.model.v*", "*tekken*.json", "merges.txt")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder. Raises InputError for a folder or a file that cannot be used as it is."""
-    folder = Folder(path)
+def load_tokenizer(path: str | Path | GGUFFile) -> Tokenizer:
+    """The tokenizer of a checkpoint folder or of a GGUF file, which may be a vocabulary alone. Raises InputError, which
+    names the file, if it cannot be used as it is."""
+    where = path.path if isinstance(path, GGUFFile) else Path(path).expanduser()
     try:
-        return _load(folder)
+        if isinstance(path, GGUFFile):
+            return gguf_tokenizer(path)
+        if not where.exists():
+            raise InputError(f"checkpoint {where} does not exist: give a Hugging Face folder or a GGUF file")
+        if not Folder.find(where, *FILES) and (file := find_gguf(where)):
+            return gguf_tokenizer(GGUFFile(file))
+        if not where.is_dir():
+            raise InputError(f"{where} is no GGUF file: give one, or a folder with tokenizer files")
+        return _load_folder(Folder(where))
     except InputError:
         raise
     except MALFORMED as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise folder.error("", f"the tokenizer files are malformed ({reason}); download them again") from e
+        raise InputError(f"{where}: the tokenizer is malformed ({reason}); download it again") from e
 
 
-def _load(folder: Folder) -> Tokenizer:
-    spec = folder.json("tokenizer.json")
-    proto = folder.read("tokenizer.model") if folder.has("tokenizer.model") else None
-    is_tiktoken = proto is not None and TIKTOKEN_LINE.match(proto) is not None
-    byte_level = any(step["type"] == "ByteLevel" for step in sequence(spec.get("decoder"), "decoders"))
-    if proto is not None and not is_tiktoken and not byte_level:
-        return SentencePieceTokenizer(folder, proto, spec)
-    if spec:
-        return BPETokenizer(folder, spec)
-    if proto is not None:
-        return TiktokenTokenizer(folder, proto)
-    if folder.has("vocab.json", "merges.txt"):
-        return BPETokenizer(folder, spec_from_vocab(folder))
-    expected = "tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+def _load_folder(folder: Folder) -> Tokenizer:
+    for name in folder.find(folder.path, *FILES):
+        if name == "tokenizer.json":
+            return from_tokenizer_json(folder)
+        if name == "merges.txt" and folder.has("vocab.json"):
+            return from_vocab_and_merges(folder)
+        if name.endswith(".json"):
+            return TiktokenTokenizer.tekken(folder, name)
+        if ".model" in name:
+            data = folder.read(name)
+            kind = TiktokenTokenizer.llama3 if TIKTOKEN_LINE.match(data) else SentencePieceTokenizer
+            return kind(folder, name, data)
+    expected = "tokenizer.json, tokenizer.model, tekken.json, or vocab.json with merges.txt"
     raise folder.error("", f"no tokenizer here, expected {expected}; copy them from where it was published")

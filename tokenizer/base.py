@@ -1,4 +1,4 @@
-"""What all kinds of tokenizer share: added tokens, encoding around them, decoding as a stream, and chats."""
+"""What all kinds of tokenizer share: special tokens, streaming, and chats whose text cannot forge special tokens."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ import codecs
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
 
 from errors import InputError
 from tokenizer import chat
-from tokenizer.folder import SPECIAL_NAMES, AddedToken, Folder
 
-WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))  # as \s
-SPACE = "▁"  # how SentencePiece writes a space
-
-# SentencePiece gives each byte of an invalid sequence its own U+FFFD; "replace" gives a truncated character one.
+# SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives a truncated
+# character one.
 codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
 
 class Tokenizer:
-    """A kind gives the bytes of every id and `_encode`, for text in which there are no added tokens."""
+    """A kind gives `encode_text`, the bytes of every id, and `id_of`.
+
+    where: the file or folder that messages name; added: id -> token that is found in text as a whole; names: the texts
+    of `bos_token`, `eos_token` ...; adds_bos: whether a text begins with bos; template: the chat template's text.
+    """
 
     invalid_bytes = "replace"  # the codec error handler of decoding
-    leading_space: frozenset[int] = frozenset()  # ids that lose their leading space when they start a text
-    strips_all_leading = False  # ... and whether that goes on until there is text
     fallback: frozenset[int] = frozenset()  # single bytes for characters that have no piece, and unused pieces
+    strips_all_leading = False  # whether a text's leading spaces are dropped in decoding until there is text
+    vocab_size: int
 
     def __init__(
         self,
-        folder: Folder,
-        vocab: dict[str, int],
-        token_bytes: dict[int, bytes],
+        where: Path,
         added: dict[int, AddedToken],
-        *,
-        bos: str | None,
-        eos: str | None,
+        names: dict[str, str],
+        stop_ids: Iterable[int],
         adds_bos: bool,
-        normalize: Callable[[str], str] = str,
+        template: Callable[[], str],
     ):
-        self.folder = folder
-        self.token_bytes = token_bytes | {id: b"" for id, token in added.items() if token.special}
-        self.ids = vocab | {token.content: id for id, token in added.items()}
-        self.normalize = normalize
-        # Hugging Face looks for tokens twice: in the text as it is, then in the normalized text.
-        self.raw_added = AddedTokens(t for t in added.values() if not t.normalized)
-        self.normalized_added = AddedTokens((t for t in added.values() if t.normalized), normalize)
-        self.bos_token, self.eos_token = bos, eos
-        self.bos_id = self._special_id("bos_token", bos)
-        self.eos_ids = self._stop_ids(self._special_id("eos_token", eos))
-        self.vocab_size: int = max(self.token_bytes) + 1
-        if folder.config.get("add_eos_token"):
-            raise folder.error("tokenizer_config.json", "add_eos_token would end every prompt; set it to false")
-        flag = folder.config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and (adds_bos if flag is None else bool(flag))
+        self.where, self.added, self.names, self.template = where, added, names, template
+        self.bos_id = self._special_id("bos_token")
+        eos = self._special_id("eos_token")
+        self.eos_ids = frozenset(stop_ids) | (set() if eos is None else {eos})
+        self.prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []  # what a text begins with
+
+    def encode_text(self, text: str, parse_special: bool, first: bool = True) -> list[int]:
+        """Ids of a text without bos; `first`: it is not the continuation of a text that was cut at a special token."""
+        raise NotImplementedError
+
+    def piece(self, id: int) -> bytes:
+        """What an id stands for; nothing for a special token, or an id that there is not."""
+        raise NotImplementedError
+
+    def first_piece(self, id: int) -> bytes:
+        """The same at the start of a text, where many lose a space."""
+        return self.piece(id)
+
+    def id_of(self, token: str) -> int | None:
+        raise NotImplementedError
+
+    def _special_id(self, name: str) -> int | None:
+        if (token := self.names.get(name)) is None:
+            return None
+        if not isinstance(token, str) or (id := self.id_of(token)) is None:
+            raise InputError(f"{self.where}: {name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
+        return id
 
     @property
+    def adds_bos(self) -> bool:
+        return bool(self.prefix)
+
+    @functools.cached_property
     def text_ids(self) -> list[int]:
         """Ids that stand for pieces of text: no special tokens, no fallback bytes, nothing that pads the vocabulary."""
-        return sorted(id for id, data in self.token_bytes.items() if data and id not in self.fallback)
+        return [id for id in range(self.vocab_size) if id not in self.fallback and self.piece(id)]
 
-    def _special_id(self, name: str, token: str | None) -> int | None:
-        if token is not None and token not in self.ids:
-            raise self.folder.error("", f"{name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
-        return None if token is None else self.ids[token]
-
-    def _stop_ids(self, eos: int | None) -> frozenset[int]:
-        ids = set() if eos is None else {eos}
-        for name in ("generation_config.json", "config.json"):
-            value = self.folder.json(name).get("eos_token_id")
-            for id in value if isinstance(value, list) else [] if value is None else [value]:
-                if type(id) is not int or id < 0:
-                    raise self.folder.error(name, f"eos_token_id is {value!r}, expected ids >= 0")
-                ids.add(id)
-        return frozenset(ids)
-
-    def _encode(self, text: str, first: bool) -> list[int]:
-        """Ids of plain, normalized text; `first`: it starts the whole text."""
-        raise NotImplementedError
+    # ---- text and ids ----
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = True) -> list[int]:
         """Text to ids. `bos` prepends the bos token if the checkpoint says so; `parse_special=False` reads the names
@@ -85,14 +86,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"the text is not valid Unicode at character {e.start}: give UTF-8 text") from e
-        ids = [self.bos_id] if bos and self.adds_bos and self.bos_id is not None else []
-        for i, (segment, token) in enumerate(self.raw_added.split(text, parse_special)):
-            if token is not None:
-                ids.append(token)
-                continue
-            for j, (plain, token) in enumerate(self.normalized_added.split(self.normalize(segment), parse_special)):
-                ids += self._encode(plain, i == j == 0) if token is None else [token]
-        return ids
+        return self.prefix * bos + self.encode_text(text, parse_special)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text. Special tokens and ids that the vocabulary does not have give nothing; invalid UTF-8 U+FFFD."""
@@ -103,20 +97,63 @@ class Tokenizer:
         return Stream(self)
 
     @functools.cached_property
-    def _chat_template(self) -> str:
-        return chat.read_template(self.folder)
+    def _added_pattern(self) -> re.Pattern[str]:
+        return _pattern(self.added.values())
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
-        """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it."""
-        names = {f"{name}_token": self.folder.special(f"{name}_token") for name in SPECIAL_NAMES}
-        names |= {"bos_token": self.bos_token, "eos_token": self.eos_token}
-        given = {name: token for name, token in names.items() if token is not None}
-        return chat.render(self.folder, self._chat_template, messages, add_generation_prompt, given)
+    @functools.cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return _pattern(t for t in self.added.values() if t.special)
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, ready for the answer. As in Hugging Face, special tokens written inside a message
-        are read as such."""
-        return self.encode(self.apply_chat_template(messages), bos=False)
+    @functools.cached_property
+    def _plain_pattern(self) -> re.Pattern[str]:
+        return _pattern(t for t in self.added.values() if not t.special)
+
+    @functools.cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {token.content: id for id, token in self.added.items()}
+
+    def split_added(self, text: str, parse_special: bool) -> Iterator[tuple[str, int | None]]:
+        """Yields (text, None) and (matched text, id of an added token) in order; no empty text."""
+        yield from self._split(text, (self._added_pattern if parse_special else self._plain_pattern).finditer(text))
+
+    def _split(self, text: str, matches: Iterable[re.Match[str]]) -> Iterator[tuple[str, int | None]]:
+        at = 0
+        for m in matches:
+            if m.start() > at:
+                yield text[at : m.start()], None
+            yield m[0], self._added_ids[m[1]]
+            at = m.end()
+        if at < len(text):
+            yield text[at:], None
+
+    # ---- chats ----
+
+    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it.
+        variables: further ones of the template, as enable_thinking=False. InputError if it reads none of that name."""
+        given = self.names | variables | {"add_generation_prompt": add_generation_prompt}
+        return chat.render(self.where, self.template(), messages, given, variables)
+
+    def encode_chat(self, messages: list[dict], **variables: Any) -> list[int]:
+        """The ids of a conversation, ready for the answer. What a message's content says is text: the name of a special
+        token in it is no special token. InputError if one is there and the template changes contents, so that they
+        cannot be found in its output."""
+        text = self.apply_chat_template(messages, **variables)
+        parts = chat.locate(text, messages, lambda marked: self.apply_chat_template(marked, **variables))
+        if parts is None:
+            for content in chat.contents(messages):
+                if found := self._special_pattern.search(content):
+                    raise InputError(f"{self.where}: a message holds the special token {found[1]!r}, and the chat "
+                                     "template changes it, so that it cannot be told from its own: remove it")  # fmt: skip
+            return self.encode(text, bos=False)
+        hidden = "".join("\0" * len(part) if i % 2 else part for i, part in enumerate(parts))
+        own = list(self._special_pattern.finditer(hidden))
+        if [m.span() for m in own] == [m.span() for m in self._special_pattern.finditer(text)]:
+            return self.encode(text, bos=False)
+        ids: list[int] = []
+        for i, (part, id) in enumerate(self._split(text, own)):
+            ids += self.encode_text(part, False, first=i == 0) if id is None else [id]
+        return ids
 
 
 class Stream:
@@ -128,12 +165,10 @@ class Stream:
         self.at_start = True
 
     def put(self, id: int) -> str:
-        tk = self.tokenizer
-        data = tk.token_bytes.get(id, b"")
+        data = self.tokenizer.piece(id)
         if self.at_start and data:
-            if id in tk.leading_space:
-                data = data[1:]
-            self.at_start = tk.strips_all_leading and not data
+            data = self.tokenizer.first_piece(id)
+            self.at_start = self.tokenizer.strips_all_leading and not data
         return self.utf8.decode(data)
 
     def flush(self) -> str:
@@ -141,29 +176,12 @@ class Stream:
         return self.utf8.decode(b"", final=True)
 
 
-class AddedTokens:
-    """Splits text at added tokens, leftmost and then longest first."""
-
-    def __init__(self, tokens: Iterable[AddedToken], normalize: Callable[[str], str] = str):
-        self.tokens = {normalize(token.content): token for token in tokens if token.content}
-        longest_first = sorted(self.tokens, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def split(self, text: str, parse_special: bool) -> Iterator[tuple[str, int | None]]:
-        """Yields (text, None) and (matched text, id) in order; no empty text."""
-        at = 0
-        for match in self.pattern.finditer(text):
-            token = self.tokens[match[0]]
-            if token.special and not parse_special:
-                continue
-            start, end = match.span()
-            if token.lstrip:
-                start = at + len(text[at:start].rstrip(WHITE))
-            if token.rstrip:
-                end = len(text) - len(text[end:].lstrip(WHITE))
-            if start > at:
-                yield text[at:start], None
-            yield text[start:end], token.id
-            at = end
-        if at < len(text):
-            yield text[at:], None
+def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    """Finds tokens, leftmost and then longest first, in group 1; blanks that a token takes are part of the match."""
+    ordered = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
+    found = "|".join(re.escape(t.content) for t in ordered)
+    if not any(t.lstrip or t.rstrip for t in ordered):
+        return re.compile(f"({found or '(?!)'})")
+    before = "|".join(rf"\s*(?={re.escape(t.content)})" for t in ordered if t.lstrip)
+    after = "|".join(rf"(?<={re.escape(t.content)})\s*" for t in ordered if t.rstrip)
+    return re.compile(f"(?:{before})?({found})(?:{after})?" if before else f"({found})(?:{after})?")

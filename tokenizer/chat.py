@@ -4,38 +4,112 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import secrets
+from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenizer.folder import Folder
+from errors import InputError, short
+
+Message = dict[str, Any]
 
 
-def read_template(folder: Folder) -> str:
-    """The folder's template: chat_template.jinja before tokenizer_config.json, of several the one named "default"."""
-    template = folder.config.get("chat_template")
-    if folder.has("chat_template.jinja"):
-        template = folder.text("chat_template.jinja")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        if "default" not in named:
-            raise folder.error("tokenizer_config.json", f"no chat template is 'default' among {list(named)}")
-        template = named["default"]
-    if not isinstance(template, str):
-        where = "neither chat_template in tokenizer_config.json nor chat_template.jinja"
-        raise folder.error("", f"no chat template ({where}); if it is a base model, run it without --chat")
-    return template
-
-
-def render(folder: Folder, template: str, messages: list[dict], add_generation_prompt: bool, tokens: dict) -> str:
-    """The conversation as text; `tokens` are the special tokens that the template may name, such as `bos_token`."""
-    flags = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+def render(where: Path, template: str, messages: list[Message], given: dict[str, Any], asked: dict[str, Any]) -> str:
+    """The conversation as text. given: what the template may name beside messages; asked: those of it that the template
+    must name, since a user wants a difference. Raises InputError, which begins with `where`."""
+    env = _environment()
     try:
-        return _environment().from_string(template).render(tokens, messages=messages, **flags)
+        reads = meta.find_undeclared_variables(env.parse(template))
+    except Exception as e:
+        raise _refused(where, e) from e
+    for name in asked:
+        if name not in reads or name == "messages":
+            known = ", ".join(sorted(reads - {"messages"} - env.globals.keys())) or "none"
+            raise InputError(f"{where}: the chat template has no variable {name!r} to set; it reads {known}")
+    try:
+        return env.from_string(template).render({"tools": None, "documents": None} | given, messages=messages)
     except Exception as e:  # a template is untrusted code: whatever it raises is bad input, with no traceback
-        reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise folder.error("", f"the chat template cannot render these messages ({reason})") from e
+        raise _refused(where, e) from e
+
+
+def _refused(where: Path, e: Exception) -> InputError:
+    reason = " ".join(f"{type(e).__name__}: {e}".split())
+    return InputError(f"{where}: the chat template cannot render these messages ({reason})")
+
+
+def locate(text: str, messages: list[Message], render: Callable[[list[Message]], str]) -> list[str] | None:
+    """What of a rendered text the template wrote (parts 0, 2, 4 ...) and what messages say (1, 3, 5 ...).
+
+    The messages are rendered again with marks around their contents, inside their outer blanks, which templates strip.
+    None if the template does anything else with a content, so that the same text without marks does not come out.
+    """
+    nonce = secrets.token_hex(8)  # none can be written into a message
+    begin, end = f"\ue000{nonce}\ue001", f"\ue002{nonce}\ue003"
+
+    def mark(content: str) -> str:
+        core = content.strip()
+        return content.replace(core, f"{begin}{core}{end}", 1) if core else content
+
+    try:
+        parts = re.split(f"({begin}|{end})", render(_map_contents(messages, mark)))
+    except InputError:
+        return None
+    if parts[1::2] != [begin, end] * (len(parts) // 4) or "".join(parts[::2]) != text:
+        return None
+    return parts[::2]
+
+
+def contents(messages: list[Message]) -> list[str]:
+    """The texts of all messages."""
+    found: list[str] = []
+
+    def keep(content: str) -> str:
+        found.append(content)
+        return content
+
+    _map_contents(messages, keep)
+    return found
+
+
+def _map_contents(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
+    """Messages with every text of a content changed: the content itself, or those in its parts and fields."""
+
+    def of(value: Any, key: str = "") -> Any:
+        if isinstance(value, str):
+            return value if key == "type" else change(value)
+        if isinstance(value, dict):
+            return {k: of(v, k) for k, v in value.items()}
+        return [of(v) for v in value] if isinstance(value, list) else value
+
+    return [m | {"content": of(m["content"])} if "content" in m else m for m in messages]
+
+
+def template_variable(text: str) -> tuple[str, Any]:
+    """K=V of --chat-arg: V is a JSON literal where it is one, else text."""
+    key, eq, value = text.partition("=")
+    if not eq or not key.isidentifier():
+        raise InputError(f"--chat-arg {short(text)} is not of the form K=V")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+class Generation(Extension):
+    """{% generation %} tells training what the assistant says; here it is its body, in a scope of its own."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 @functools.cache
@@ -48,7 +122,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:  # jinja's own escapes HTML
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     env.filters["tojson"] = tojson
     env.globals |= {"raise_exception": raise_exception, "strftime_now": lambda f: datetime.now().strftime(f)}
     return env

@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from errors import InputError
 
-SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    """A token found in the text before the model sees it; the flags are those of tokenizer.json's `added_tokens`."""
-
-    id: int
-    content: str
-    special: bool
-    normalized: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-
-    @classmethod
-    def read(cls, id: int, token: dict) -> AddedToken:
-        if token.get("single_word"):
-            raise InputError(f"added token {token['content']!r} has single_word=true, which is not supported")
-        special = bool(token.get("special"))
-        flags = {"normalized": not special, "lstrip": False, "rstrip": False}
-        return cls(id, token["content"], special, **{name: bool(token.get(name, flags[name])) for name in flags})
+SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Folder:
     """The tokenizer files of a checkpoint folder. A JSON file that is not there reads as {}."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser()
-        if not self.path.is_dir():
-            found = "is a file" if self.path.exists() else "does not exist"
-            raise InputError(f"checkpoint {self.path} {found}: give a folder in the Hugging Face format")
+    def __init__(self, path: Path):
+        self.path = path
         self.config = self.json("tokenizer_config.json")
         self.special_tokens_map = self.json("special_tokens_map.json")
+
+    @staticmethod
+    def find(path: Path, *patterns: str) -> list[str]:
+        """Names of files, in the order of the patterns."""
+        return [f.name for p in patterns for f in sorted(path.glob(p)) if f.is_file()]
 
     def error(self, name: str, message: str) -> InputError:
         return InputError(f"{self.path / name if name else self.path}: {message}")
 
-    def unsupported(self, what: str, found: Any, expected: str) -> InputError:
-        """For a part of tokenizer.json that would need what is not here."""
-        found = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-        return self.error("tokenizer.json", f"{what} {found[:200]} is not supported, expected {expected}")
-
-    def has(self, *names: str) -> bool:
-        return all((self.path / name).is_file() for name in names)
+    def has(self, name: str) -> bool:
+        return (self.path / name).is_file()
 
     def read(self, name: str) -> bytes:
         try:
@@ -87,31 +65,68 @@ class Folder:
                 return _content(source[name])
         return default
 
-    def added_tokens(self, vocab: dict[str, int], spec: dict) -> dict[int, AddedToken]:
-        """Added tokens by id. As in Hugging Face, tokenizer_config.json has the last word on a token's flags, and the
-        named special tokens are special wherever they come from."""
+    def special_names(self, **defaults: str | None) -> dict[str, str]:
+        """`bos_token` ... that there are, by name; what a chat template may use."""
+        found = {f"{n}_token": self.special(f"{n}_token", defaults.get(n)) for n in SPECIAL_NAMES}
+        return {name: token for name, token in found.items() if token is not None}
+
+    def added_tokens(self) -> list[tuple[int | None, AddedToken]]:
+        """Added tokens with their ids, in their order, then special tokens that are named alone: the vocabulary has
+        their ids. As in Hugging Face, tokenizer_config.json has the last word on a token's flags, and named special
+        tokens are special wherever they come from."""
         names = [_content(s.get(f"{n}_token")) for s in (self.special_tokens_map, self.config) for n in SPECIAL_NAMES]
         for source in (self.special_tokens_map, self.config):
             for key in ("additional_special_tokens", "extra_special_tokens"):
                 more = source.get(key) or []
                 names += [_content(token) for token in (more.values() if isinstance(more, dict) else more)]
-        tokens = {t["id"]: AddedToken.read(t["id"], t) for t in spec.get("added_tokens") or []}
+        tokens = {}
         for content, id in self.json("added_tokens.json").items():
             special = content in names
-            tokens.setdefault(id, AddedToken(id, content, special, normalized=not special))
+            tokens[int(id)] = AddedToken(content, special=special, normalized=not special)
         for key, token in (self.config.get("added_tokens_decoder") or {}).items():
-            tokens[int(key)] = AddedToken.read(int(key), token)
+            special = bool(token.get("special"))
+            flags = {"normalized": not special, "lstrip": False, "rstrip": False, "single_word": False}
+            flags = {flag: bool(token.get(flag, default)) for flag, default in flags.items()}
+            tokens[int(key)] = AddedToken(token["content"], special=special, **flags)
         known = {token.content for token in tokens.values()}
-        for name in names:
-            if name in vocab and name not in known:
-                tokens[vocab[name]] = AddedToken(vocab[name], name, special=True)
-        return tokens
+        alone = {
+            n: AddedToken(n, special=True, normalized=False) for n in names if isinstance(n, str) and n not in known
+        }
+        return [*sorted(tokens.items(), key=lambda item: item[0]), *((None, token) for token in alone.values())]
+
+    def adds_bos(self, default: bool) -> bool:
+        """Whether a text begins with bos, by tokenizer_config.json; InputError if it would end with eos."""
+        if self.config.get("add_eos_token"):
+            raise self.error("tokenizer_config.json", "add_eos_token would end every prompt; set it to false")
+        flag = self.config.get("add_bos_token")
+        return default if flag is None else bool(flag)
+
+    def stop_ids(self) -> set[int]:
+        """`eos_token_id` of generation_config.json and config.json: one, or several."""
+        ids = set()
+        for name in ("generation_config.json", "config.json"):
+            value = self.json(name).get("eos_token_id")
+            for id in value if isinstance(value, list) else [] if value is None else [value]:
+                if type(id) is not int or id < 0:
+                    raise self.error(name, f"eos_token_id is {value!r}, expected ids >= 0")
+                ids.add(id)
+        return ids
+
+    def chat_template(self) -> str:
+        """chat_template.jinja before tokenizer_config.json, of several the one named "default"."""
+        template = self.config.get("chat_template")
+        if self.has("chat_template.jinja"):
+            template = self.text("chat_template.jinja")
+        if isinstance(template, list):
+            named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+            if "default" not in named:
+                raise self.error("tokenizer_config.json", f"no chat template is 'default' among {list(named)}")
+            template = named["default"]
+        if not isinstance(template, str):
+            where = "neither chat_template in tokenizer_config.json nor chat_template.jinja"
+            raise self.error("", f"no chat template ({where}); if it is a base model, run it without --chat")
+        return template
 
 
 def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
-
-
-def sequence(node: dict | None, key: str) -> list[dict]:
-    """The parts of a normalizer, pre_tokenizer, decoder or post_processor, each null, one thing, or a Sequence."""
-    return [] if node is None else node[key] if node["type"] == "Sequence" else [node]

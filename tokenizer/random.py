@@ -9,7 +9,7 @@ class RandomVocabulary:
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
+    def encode_chat(self, messages: list[dict], **variables: object) -> list[int]:
         return self.encode("".join(m["content"] for m in messages))
 
     def decode(self, ids: list[int]) -> str:

@@ -1,76 +1,81 @@
-"""`tokenizer.model` as a SentencePiece proto (Llama 2, Mistral v0.1, models/tiny), encoded by the library itself."""
+"""`tokenizer.model` as a SentencePiece proto (Llama 2, Mistral v1 to v7, models/tiny), encoded by the library."""
 
 from __future__ import annotations
 
 import sentencepiece
+from tokenizers import AddedToken
 
-from tokenizer.base import SPACE, Tokenizer
-from tokenizer.folder import AddedToken, Folder, sequence
+from tokenizer.base import Tokenizer
+from tokenizer.folder import Folder
+
+SPACE = "▁"  # how SentencePiece writes a space
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """`tokenizer.model` as a SentencePiece proto. Between added tokens each stretch of text is encoded on its own, with
-    the model's dummy prefix (Llama 2, Mistral v0.1), or with it at the start of the text only (`legacy: false`)."""
+    """Between added tokens each stretch of text is encoded on its own, with the model's dummy prefix (Llama 2, Mistral
+    v0.1), with it at the start of the text only (`legacy: false`), or without it (`add_prefix_space: false`)."""
 
     invalid_bytes = "replace_each_byte"
 
-    def __init__(self, folder: Folder, proto: bytes, spec: dict):
-        self.start = sp = self._load(folder, proto)
+    def __init__(self, folder: Folder, name: str, proto: bytes):
+        self.start = sp = _load(folder, name, proto)
         # Protobuf merges a repeated field: normalizer_spec (field 3) {add_dummy_prefix (field 3): false}.
-        self.rest = self._load(folder, proto + b"\x1a\x02\x18\x00")
-        scheme = _prefix_scheme(folder, spec)
-        if scheme == "never":
+        self.rest = _load(folder, name, proto + b"\x1a\x02\x18\x00")
+        never = folder.config.get("add_prefix_space") is False
+        if never:
             self.start = self.rest
-        elif scheme == "always":
+        elif folder.config.get("legacy") is not False:
             self.rest = self.start
 
-        pieces = {i: sp.id_to_piece(i) for i in range(sp.get_piece_size())}
-        token_bytes = {
+        pieces = [sp.id_to_piece(i) for i in range(sp.get_piece_size())]
+        self.ids = {piece: i for i, piece in enumerate(pieces)}
+        added = {i: AddedToken(pieces[i], special=True, normalized=False)
+                 for i in range(len(pieces)) if sp.is_control(i) or sp.is_unknown(i)}  # fmt: skip
+        for id, token in folder.added_tokens():
+            if (id := self.ids.get(token.content) if id is None else id) is not None:
+                added[id] = token
+        self.ids |= {token.content: id for id, token in added.items()}
+        self.pieces = {
             i: bytes([int(piece[3:5], 16)]) if sp.is_byte(i) else piece.replace(SPACE, " ").encode()
-            for i, piece in pieces.items()
-        }
-        spaced = [i for i, piece in pieces.items() if piece.startswith(SPACE)]
+            for i, piece in enumerate(pieces)
+        } | {i: b"" if token.special else token.content.encode() for i, token in added.items()}
+        self.vocab_size = max(self.pieces) + 1
+        self.fallback = frozenset(i for i in range(len(pieces)) if sp.is_byte(i) or sp.is_unused(i))
         # Whether decoding drops the space before the first word, and if so all spaces or one: asked, not guessed.
-        if spaced and scheme != "never" and not sp.decode(spaced[:1]).startswith(" "):
-            self.leading_space = frozenset(spaced)
-            bare = sp.piece_to_id(SPACE)
-            self.strips_all_leading = bare in self.leading_space and sp.decode([bare, bare]) == ""
+        one = next((i for i, p in enumerate(pieces) if p.startswith(SPACE) and p.count(SPACE) == 1), None)
+        self.drops_space = one is not None and not never and not sp.decode([one]).startswith(" ")
+        if self.drops_space and SPACE in self.ids:
+            self.strips_all_leading = sp.decode([self.ids[SPACE]] * 2) == ""
+        names = folder.special_names(bos=_piece(sp, sp.bos_id()), eos=_piece(sp, sp.eos_id()))
+        super().__init__(folder.path, added, names, folder.stop_ids(), folder.adds_bos(True), folder.chat_template)
 
-        self.fallback = frozenset(i for i in pieces if sp.is_byte(i) or sp.is_unused(i))
-        vocab = {piece: i for i, piece in pieces.items()}
-        control = [i for i in pieces if sp.is_control(i) or sp.is_unknown(i)]
-        added = {i: AddedToken(i, pieces[i], special=True) for i in control} | folder.added_tokens(vocab, spec)
-        super().__init__(
-            folder,
-            vocab,
-            token_bytes | {i: token.content.encode() for i, token in added.items()},
-            added,
-            bos=folder.special("bos_token", pieces.get(sp.bos_id())),
-            eos=folder.special("eos_token", pieces.get(sp.eos_id())),
-            adds_bos=True,
-        )
+    def id_of(self, token: str) -> int | None:
+        return self.ids.get(token)
 
-    @staticmethod
-    def _load(folder: Folder, proto: bytes) -> sentencepiece.SentencePieceProcessor:
-        expected = "expected a SentencePiece model or tiktoken's base64 lines; download it again"
-        if not proto.strip():  # sentencepiece accepts an empty proto and then fails in every call
-            raise folder.error("tokenizer.model", f"empty, {expected}")
-        try:
-            return sentencepiece.SentencePieceProcessor(model_proto=proto)
-        except RuntimeError as e:
-            raise folder.error("tokenizer.model", f"cannot be parsed, {expected}") from e
+    def piece(self, id: int) -> bytes:
+        return self.pieces.get(id, b"")
 
-    def _encode(self, text: str, first: bool) -> list[int]:
-        return (self.start if first else self.rest).encode(text)
+    def first_piece(self, id: int) -> bytes:
+        data = self.piece(id)
+        return data[1:] if self.drops_space and data.startswith(b" ") else data
+
+    def encode_text(self, text: str, parse_special: bool, first: bool = True) -> list[int]:
+        ids: list[int] = []
+        for part, id in self.split_added(text, parse_special):
+            ids += (self.start if first else self.rest).encode(part) if id is None else [id]
+            first = False
+        return ids
 
 
-def _prefix_scheme(folder: Folder, spec: dict) -> str:
-    """Which stretches of text get SentencePiece's dummy prefix: "always", "first" or "never". The tokenizer.json made
-    from the model knows; without one, tokenizer_config.json's `add_prefix_space` and `legacy` (default true) do."""
-    if spec:
-        pre = sequence(spec.get("pre_tokenizer"), "pretokenizers")
-        metaspace = [step for step in pre if step["type"] == "Metaspace"]
-        return metaspace[0].get("prepend_scheme", "always") if metaspace else "always"
-    if folder.config.get("add_prefix_space") is False:
-        return "never"
-    return "first" if folder.config.get("legacy") is False else "always"
+def _load(folder: Folder, name: str, proto: bytes) -> sentencepiece.SentencePieceProcessor:
+    expected = "expected a SentencePiece model or tiktoken's base64 lines; download it again"
+    if not proto.strip():  # sentencepiece accepts an empty proto and then fails in every call
+        raise folder.error(name, f"empty, {expected}")
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=proto)
+    except RuntimeError as e:
+        raise folder.error(name, f"cannot be parsed, {expected}") from e
+
+
+def _piece(sp: sentencepiece.SentencePieceProcessor, id: int) -> str | None:
+    return sp.id_to_piece(id) if id >= 0 else None

@@ -207,7 +207,7 @@ class Evaluation:
     def repeats(self, T: int, rows: range, decoded: int) -> dict[str, list[float]]:
         """By method, the share predicted of a second copy of T / 2 random tokens, or of its first `decoded` tokens."""
         copies = [self.tasks(T, i).rng.integers(FIRST_PLAIN_ID, self.tk.vocab_size, T // 2 - 1).tolist() for i in rows]
-        bos = [self.tk.bos_id] if self.tk.bos_id is not None else []
+        bos = self.tk.encode("", bos=True)
         second = [c[:decoded] for c in copies]
         results = self.run_rows([bos + c for c in copies], second, 0)
         # that there is a second copy shows from its first token, which cannot be predicted

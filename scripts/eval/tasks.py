@@ -19,7 +19,6 @@ FIRST_PLAIN_ID = 260  # ids below are control pieces and the byte fallback of th
 
 class Encoder(Protocol):
     vocab_size: int
-    bos_id: int | None
 
     def encode(self, text: str, bos: bool = ...) -> list[int]: ...
 
@@ -79,7 +78,7 @@ class Tasks:
         self.rng = np.random.default_rng(seed)  # type: ignore[arg-type]
         self.encode = cache(lambda text: tokenizer.encode(text, bos=False))
         self.newline = self.encode("\n")
-        self.bos = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+        self.bos = tokenizer.encode("", bos=True)  # where the model's texts begin with it
 
     # ---- pieces ----
 

@@ -23,7 +23,6 @@ class Pieces:
     def __init__(self, path: Path):
         self.sp = spm.SentencePieceProcessor(model_file=str(path))
         self.vocab_size: int = self.sp.get_piece_size()
-        self.bos_id: int | None = self.sp.bos_id()
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         return [self.sp.bos_id()] * bos + self.sp.encode(text)

@@ -1,0 +1,185 @@
+"""Tokenizers of Hugging Face's `tokenizers`: tokenizer.json of any kind, vocab.json with merges.txt, and what gguf.py
+makes of a GGUF file's vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Engine
+
+from errors import InputError
+from tokenizer.base import Tokenizer
+from tokenizer.folder import Folder
+
+# The published patterns of byte-level BPE that folders without a tokenizer.json need.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = WORDS % r"\p{N}{1,3}"
+QWEN2 = WORDS % r"\p{N}"
+
+# GPT-2's printable alphabet for bytes: printable Latin-1 stands for itself, the other 68 bytes for U+0100 onwards.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+CHAR_BYTES = {chr(b): b for b in _PRINTABLE}
+CHAR_BYTES |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class LibraryTokenizer(Tokenizer):
+    """`engine` does what it was made to do; bos is prepended here, so that it can be left out."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        where: Path,
+        names: dict[str, str],
+        stop_ids: Iterable[int],
+        adds_bos: bool,
+        template: Callable[[], str],
+    ):
+        self.engine = engine
+        engine.no_truncation()
+        engine.no_padding()
+        decoder = "" if engine.decoder is None else engine.decoder.__getstate__().decode()
+        self.byte_level, self.byte_fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
+        if self.byte_fallback:
+            self.invalid_bytes = "replace_each_byte"
+            ids = (engine.token_to_id(f"<0x{b:02X}>") for b in range(256))
+            self.fallback = frozenset(id for id in ids if id is not None)
+        super().__init__(where, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
+        # Text that comes before a piece, so that it is decoded as in the middle of a text.
+        self.before = self.encode_text("a", False)[-1:]
+        self.n_before = len(engine.decode(self.before))
+
+    @functools.cached_property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        return 1 + max(self.engine.get_vocab().values(), default=-1)
+
+    def id_of(self, token: str) -> int | None:
+        return self.engine.token_to_id(token)
+
+    def encode_text(self, text: str, parse_special: bool, first: bool = True) -> list[int]:
+        self.engine.encode_special_tokens = not parse_special
+        pre = self.engine.pre_tokenizer
+        if first or not isinstance(pre, pre_tokenizers.Metaspace) or pre.prepend_scheme != "first":
+            return self.engine.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        try:
+            pre.prepend_scheme = "never"
+            return self.encode_text(text, parse_special)
+        finally:
+            pre.prepend_scheme = "first"
+
+    def piece(self, id: int) -> bytes:
+        token = self.engine.id_to_token(id) if id >= 0 else None
+        if token is None or ((added := self.added.get(id)) and added.special):
+            return b""
+        if self.byte_level:
+            try:
+                return bytes([CHAR_BYTES[char] for char in token])
+            except KeyError:  # an added token, written as plain text
+                return token.encode()
+        if self.byte_fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        return self.engine.decode([*self.before, id])[self.n_before :].encode()
+
+    def first_piece(self, id: int) -> bytes:
+        if self.byte_level or "\ufffd" in (text := self.engine.decode([id])):
+            return self.piece(id)
+        return text.encode()
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and generation_config.json, which transformers loads. Raises
+        InputError if they cannot be written."""
+        engine = Engine.from_str(self.engine.to_str())
+        if self.prefix:
+            bos = self.names["bos_token"]
+            engine.post_processor = processors.TemplateProcessing(single=[bos, "$A"], pair=[bos, "$A", "$B:1"],
+                                                                  special_tokens=[(bos, self.bos_id)])  # fmt: skip
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.names
+        config["add_bos_token"] = bool(self.prefix)
+        with contextlib.suppress(InputError):  # it has none
+            config["chat_template"] = self.template()
+        try:
+            engine.save(str(Path(folder) / "tokenizer.json"))
+            for name, value in (("tokenizer", config), ("generation", {"eos_token_id": sorted(self.eos_ids)})):
+                (Path(folder) / f"{name}_config.json").write_text(
+                    json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+                )
+        except Exception as e:  # the library's own has no kind
+            raise InputError(f"cannot write the tokenizer into {folder}: {e}") from None
+
+
+def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
+    text = folder.text("tokenizer.json")
+    try:
+        engine = Engine.from_str(text)
+    except Exception as e:  # the library's own has no kind
+        reason = " ".join(str(e).split())
+        raise folder.error("tokenizer.json", f"not read by tokenizers ({reason}); download it again") from None
+    return _of_folder(folder, engine)
+
+
+def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:
+    """`vocab.json` + `merges.txt`. Only the name of the tokenizer's class, or of the model, says which pattern goes
+    with them."""
+    name = folder.config.get("tokenizer_class") or folder.json("config.json").get("model_type") or "not named"
+    qwen = name.lower().startswith("qwen")
+    if not qwen and not name.lower().startswith("gpt2"):
+        expected = "expected Qwen2Tokenizer or GPT2Tokenizer; add its tokenizer.json"
+        raise folder.error("", f"vocab.json and merges.txt are of tokenizer class {name}, {expected}")
+    lines = [
+        line for line in folder.text("merges.txt").splitlines() if line.strip() and not line.startswith("#version")
+    ]
+    merges = [tuple(line.split(" ")) for line in lines]
+    prefix = bool(folder.config.get("add_prefix_space"))
+    engine = byte_level_bpe(folder.path, folder.json("vocab.json"), merges, [QWEN2 if qwen else GPT2], prefix=prefix)
+    if qwen:
+        engine.normalizer = normalizers.NFC()
+    return _of_folder(folder, engine)
+
+
+def byte_level_bpe(
+    where: Path,
+    vocab: dict[str, int],
+    merges: list,
+    patterns: list[str],
+    whole_words: bool = False,
+    prefix: bool = False,
+) -> Engine:
+    """Patterns cut the text one after another; whole_words: a word that is a token is not merged. Bytes that the
+    vocabulary lacks are dropped."""
+    try:
+        engine = Engine(models.BPE(vocab, merges, ignore_merges=whole_words))
+    except Exception as e:  # the library's own has no kind
+        raise InputError(f"{where}: the vocabulary and its merges do not fit ({e}); download it again") from None
+    split = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    engine.decoder = decoders.ByteLevel()
+    return engine
+
+
+def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
+    for id, token in folder.added_tokens():
+        if id is None and engine.token_to_id(token.content) is None:
+            continue  # bos and eos are checked, others are not needed
+        add = engine.add_special_tokens if token.special else engine.add_tokens
+        add([token])
+        if id is not None and (found := engine.token_to_id(token.content)) != id:
+            raise folder.error("", f"added token {token.content!r} has id {id}, but {found} in the vocabulary")
+    around = engine.encode("a")
+    start = next((i for i, special in enumerate(around.special_tokens_mask) if not special), len(around.ids))
+    if any(around.special_tokens_mask[start:]):
+        raise folder.error("tokenizer.json", "post_processor would end every prompt with a special token; remove it")
+    names = folder.special_names(bos=engine.id_to_token(around.ids[0]) if start else None)
+    adds_bos = folder.adds_bos(start > 0)
+    tokenizer = LibraryTokenizer(engine, folder.path, names, folder.stop_ids(), adds_bos, folder.chat_template)
+    if adds_bos and start:  # it may be more than bos
+        tokenizer.prefix = around.ids[:start]
+    return tokenizer
