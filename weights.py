@@ -261,6 +261,13 @@ class Joined(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], if there is one."""
+        if self.parts[0].bias is None:
+            return None
+        return torch.cat([part.bias[: part.out_features] for part in self.parts])  # type: ignore[index, misc]
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
 

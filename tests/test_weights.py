@@ -30,7 +30,7 @@ from kernels import native
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
-from weights import Codes, Layout, Linear, PackedLinear, WeightFormat, first_outputs, quantize
+from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
 
@@ -549,6 +549,30 @@ def test_a_mixed_gguf_is_held_as_it_is(tied, tmp_path, capsys):
         assert (step(ids[:, 0], pos) - model.decode(ids[:, 0], pos)).abs().max() < 1e-4 * exact.abs().max()
     load_checkpoint(path, how=WeightFormat.parse("int4"))
     assert re.search(r"note: 13 tensors of .*mixed.gguf are quantized already", capsys.readouterr().err)
+
+
+def test_parts_held_in_different_ways_are_one_layer():
+    """Outputs, biases and the first outputs alone, of a part that ends within a block of 16 rows, too."""
+    gen = torch.Generator().manual_seed(0)
+    parts, sizes = [], (32, 20, 5)
+    for n, layout in zip(sizes, (Layout(4, 32, None, True), Layout(8, 32), None), strict=True):
+        part = Linear(64, n) if layout is None else PackedLinear(64, n, True, layout)
+        if layout is None:
+            torch.nn.init.normal_(part.weight, generator=gen)
+        else:
+            part.put(0, codes(gen, n, 64, layout.bits, 32, "minima" if layout.minimum else "symmetric"))
+            part.bias.copy_(torch.randn(part.bias.shape, generator=gen))
+        parts.append(part)
+    layer, x = Joined(parts), torch.randn(3, 64, generator=gen)
+    weight = torch.cat(
+        [p.weight if isinstance(p, Linear) else p.dense(0, n) for p, n in zip(parts, sizes, strict=True)]
+    )
+    with torch.no_grad():
+        want = x.double() @ weight.double().T + layer.bias.double()
+        assert layer.bias.shape == (57,) and (layer(x) - want).abs().max() < 2e-4 * want.abs().max()
+        for n in (32, 48, 52, 57):
+            assert torch.equal(first_outputs(layer, x, n), layer(x)[:, :n])
+    assert Joined([Linear(64, 3, bias=False)]).bias is None
 
 
 def test_types_that_no_codes_hold_are_unpacked_and_said(tmp_path, capsys):
