@@ -58,6 +58,20 @@ def settings(name: str) -> list[Knobs]:
     return out
 
 
+def nothing_chosen(name: str) -> list[Knobs]:
+    """`stress` with budgets that sinks and recent tokens use up: without sinks, beside a recent window, what is chosen
+    is an empty list. Nothing for a method without such knobs."""
+    cls = method_class(name)
+    given: Knobs = {f.name: f.default for f in dataclasses.fields(cls.Args)} | (cls.stress or {})
+    out = []
+    if "budget" in given:
+        for sinks in {given.get("sinks", 0), 0 if "recent" in given else given.get("sinks", 0)}:
+            forced = sinks + given.get("recent", 0)
+            more = dict(sinks=sinks, budget=forced) if "sinks" in given else dict(budget=forced)
+            out += [(cls.stress or {}) | more] if forced else []
+    return out
+
+
 def told(knobs: Knobs) -> str:
     return f"at {', '.join(knob_text(knobs))}" if knobs else "at its defaults"
 
@@ -354,6 +368,15 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
             f"{told(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
         )
     return None
+
+
+def check_nothing_chosen(name: str) -> str | None:
+    """With a budget that sinks and recent tokens use up, nothing else is read: an empty list is not no list."""
+    every = nothing_chosen(name)
+    for knobs in every:
+        for check in (check_attended, check_poison, check_ragged):
+            check(name, knobs)
+    return None if every else "no budget of tokens beside sinks or recent ones"
 
 
 def check_half(name: str, knobs: Knobs) -> None:

@@ -106,6 +106,7 @@ FAST: dict[str, Run] = dict(
     window=c.check_window,
     sizes=_each(c.check_sizes),
     attended=_each(c.check_attended),
+    nothing=c.check_nothing_chosen,
     half=_each(c.check_half),
     compiled=_compiled,
     copies=s.check_copies,

@@ -18,7 +18,13 @@ template <class X> void expect(ScalarType type, const X& x, const char* name) {
                     torch::headeronly::toString(some(x)->scalar_type()));
 }
 
-template <class T, class X> T* data(const X& x) { return some(x) ? (T*)some(x)->data_ptr() : nullptr; }
+// torch's pointer of a tensor without elements is null, too: here null is a tensor that was not given, and nothing else
+alignas(64) char no_elements[64];
+template <class T, class X> T* data(const X& x) {
+    if (!some(x)) return nullptr;
+    void* at = some(x)->data_ptr();
+    return (T*)(at ? at : no_elements);
+}
 template <class X> int64_t* ints(const X& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
 template <class X> float* floats(const X& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
 template <class X> uint16_t* halves(const X& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
@@ -231,7 +237,7 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
     Tensor y = like(x, {M, out});
     int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
-    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr, y.data_ptr(), M, n, out,
+    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out,
                      threads());
     return y;
 }
@@ -317,10 +323,11 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     else is_bf16({&q, &v});
     make_whole(idx, count, pos);
     const int64_t *at = ints(pos, "pos"), *list = ints(idx, "idx"), *many = ints(count, "count");
+    STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
-    int64_t K = list ? idx->size(1) : T - R;
+    int64_t K = idx ? idx->size(1) : T - R;
     for (int64_t b = 0; b < B; b++)
-        stored[b] = std::max<int64_t>(0, std::min(K, list ? many[b] : at[b] + 1 - R));
+        stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
     if (B)
         kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), basis.data_ptr(), ring_k.data_ptr(),
