@@ -340,12 +340,12 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
 }
 
 void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, int64_t bits, int64_t sinks,
-                      bool channels, double clip) {
+                      int64_t block, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
     STD_TORCH_CHECK(D % WHOLE == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     make_whole(x, pos);
-    int64_t is_half = is_bf16({&x, &kept}), group = params && !channels ? D / params->size(3) : D;
+    int64_t is_half = is_bf16({&x, &kept}), group = params && !block ? D / params->size(3) : D;
     if (bits < 16) bytes(data, "data");
     else is_bf16({&x, &data});
     const int64_t* at = ints(pos, "pos");
@@ -353,11 +353,11 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
     auto run = [&](auto zero) {
         typedef decltype(zero) T;
         int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8, each = params ? params->numel() / params->size(0) / H : 0;
-#pragma omp parallel for num_threads(threads()) if (channels)
+#pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++)
             append_quantized<T>((const T*)x.data_ptr() + i * D, at[i / H], (T*)kept.data_ptr() + i * (sinks + ring) * D,
                                 (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits, sinks,
-                                ring, channels, (float)clip, D, group, slots);
+                                ring, block, (float)clip, D, group, slots);
     };
     if (is_half) run(bf16{});
     else run(0.0f);

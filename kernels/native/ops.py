@@ -100,7 +100,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "quantized_append": (
         "(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, int sinks, "
-        "bool channels, float clip) -> ()",
+        "int block, float clip) -> ()",
         lambda *args: None,
     ),
     "quantized_attention": (
