@@ -98,6 +98,7 @@ FAST: dict[str, Run] = dict(
     stress=c.check_stress,
     poison=_each(c.check_poison, more=True),
     ragged=_each(c.check_ragged),
+    deep=c.check_deep,
     nbytes=_each(s.check_nbytes),
     traffic=_each(s.check_traffic),
     reset=_each(c.check_reset),

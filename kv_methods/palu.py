@@ -142,7 +142,7 @@ class Palu(KVMethod):
     def prefill(self, q, k, v, lengths):
         self.compress(q, k, v, lengths)
         k, v = (x.restored(len(q), q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
-        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v)
+        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v, lengths=lengths)
 
     def compress(self, q, k, v, lengths):
         at = (slice(len(k)), slice(None), slice(k.shape[2]))
