@@ -40,7 +40,7 @@ def prefill_attention(
     lengths [B] of right-padded prompts: what stands behind them gets anything. On a CPU each is then taken by itself,
     and its numbers are those that it has alone: torch cuts longer ones in other blocks, whose sums are rounded apart.
     """
-    ends = lengths.tolist() if lengths is not None and not q.is_cuda and len(q) > 1 else []
+    ends = lengths.tolist() if lengths is not None and q.device.type == "cpu" and len(q) > 1 else []
     if ends and min(ends) < q.shape[2]:
         out = torch.zeros_like(q)
         for b, n in enumerate(ends):
