@@ -30,7 +30,7 @@ PRESETS = {
     "palu-50-16bit": dict(rank=0.5),
 }
 MULTIPLE = 32  # ranks are rounded to multiples of it (published code)
-FLOOR = 1e-8  # of the largest eigenvalue: directions below it are noise, which no division may blow up
+FLOOR = 1e-8  # of a group's largest eigenvalue: directions below it are noise, which no division may blow up
 
 
 class Projections(Statistic):
@@ -71,7 +71,8 @@ class Coordinates(Storage):
         down = up = basis  # x W_down = (keys less their bias) down, and times up^T they are keys again
         if basis is not None and bits < 16:  # the Hadamard matrix is folded into the weights
             # eigenvalues are squares of singular values S: S^(-1/2) U^T y is cached, U S^(1/2) rebuilds
-            root = eigenvalues.clamp(min=FLOOR * float(eigenvalues.max())).pow(0.25)[:, None] if balanced else 1
+            least = FLOOR * eigenvalues.amax(-1, keepdim=True)
+            root = eigenvalues.maximum(least).pow(0.25)[:, None] if balanced else 1
             turn = hadamard_matrix(rank)
             down, up = basis / root @ turn, basis * root @ turn
         self.basis = self.constant("u", (N, width, rank), up)  # in the dtype of the cache, as weights are
