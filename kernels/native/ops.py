@@ -18,12 +18,14 @@ from kernels.native import build
 VECTOR = 16  # floats: rows are read in whole vectors
 RANKS = 32  # coordinates that bases are multiplied with at a time
 DTYPES = (torch.float32, torch.bfloat16)
+_NO_ELEMENTS = ctypes.create_string_buffer(64)
 
 
 def call(name: str, *args: Tensor | int | None) -> None:
     """Call a function of the library with pointers to the data of tensors, and int64; and the number of threads."""
-    given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else None if x is None else ctypes.c_int64(x)
-             for x in (*args, torch.get_num_threads())]  # fmt: skip
+    # the pointer of a tensor without elements is null, which means that there is no tensor
+    given = [ctypes.c_void_p(x.data_ptr() or ctypes.addressof(_NO_ELEMENTS)) if isinstance(x, Tensor)
+             else None if x is None else ctypes.c_int64(x) for x in (*args, torch.get_num_threads())]  # fmt: skip
     getattr(build.library(), name)(*given)
 
 
@@ -98,7 +100,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "quantized_append": (
         "(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, int sinks, "
-        "bool channels, float clip) -> ()",
+        "int block, float clip) -> ()",
         lambda *args: None,
     ),
     "quantized_attention": (

@@ -48,7 +48,7 @@ class Shared(KVMethod):
         with once(evicting, "prefill_attention_mass"), once(evicting, "last_mass"):
             for m in self.members:
                 m.fill(q, k, q_rot, k_rot, v, lengths)
-        return prefill_attention(q_rot, k_rot, v, self.shape.window)
+        return prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
 
 
 @contextlib.contextmanager
