@@ -2,29 +2,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.linear import _packed_linear
+import torch
+
+from kernels.linear import _packed_linear, _unpack_rows, tile_of
 from scripts.report.kernels import Aot
+
+STEPS = dict(scale="*i8", step="*fp16", zero=None, minimum="*i8", min_step="*fp16")  # as of GGUF's Q4_K
+FORMATS = (("4 bits", 4, {}), ("4 bits in steps", 4, STEPS), ("8 bits", 8, dict(zero=None)),
+           ("16 bits", 16, dict(scale=None, zero=None)))  # fmt: skip
 
 
 def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """The output projection: a row of x and up to 16, of 4 bits with zeros or minima, 8 bits and bf16, groups of 32."""
+    """The output projection: a row of x, 16 and 64, of 4 bits with zeros or minima, 8 bits and bf16, groups of 32; two
+    blocks of W a program for a row, as of a projection four times as wide; and W unpacked."""
     n = n_head * head_dim
-    types = dict(x="*bf16", packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None, y="*bf16")
-    types |= dict(x_row="i32:16", y_row="i32:16", M="i32", blocks="i32", IN="i32:16")
+    types = dict(packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None)
+    many = dict(x="*bf16") | types | dict(bias=None, y="*bf16", M="i32", blocks="i32", IN="i32:16")
     out: list[Aot] = []
-    steps = dict(scale="*i8", step="*fp16", zero=None, minimum="*i8", min_step="*fp16")  # as of GGUF's Q4_K
-    for bits, change in ((4, {}), (4, steps), (8, dict(zero=None)), (16, dict(scale=None, zero=None))):
-        for rows, one in (("a row", True), ("16 rows", False)):
-            # what is None is a constant
-            given = {k: t for k, t in (types | change).items() if t is not None}
-            absent = {k: None for k, t in (types | change | dict(bias=None)).items() if t is None}
-            of = 8 if change is steps else 1
-            sizes = dict(BITS=bits, G=32 if bits < 16 else n, S=of, MS=of, R=4, K=128, ONE=one) | absent
-            signature = given | dict.fromkeys(sizes, "constexpr")
-            options = dict(num_warps=4, num_stages=3)
-            out.append(
-                (f"product of {bits} bits{' in steps' * (of > 1)}, {rows}", _packed_linear, signature, sizes, options)
-            )
+
+    def add(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, int]) -> None:
+        absent = {k: None for k, t in types.items() if t is None}  # what is None is a constant
+        options = dict(num_warps=sizes["num_warps"])
+        constants = {k: v for k, v in sizes.items() if k != "num_warps"} | absent
+        signature = {k: t for k, t in types.items() if t is not None} | dict.fromkeys(constants, "constexpr")
+        out.append((name, fn, signature, constants, options))
+
+    for form, bits, change in FORMATS:
+        of = 8 if change is STEPS else 1
+        shapes = dict(BITS=bits, G=32 if bits < 16 else n, S=of, MS=of)
+        for rows, blocks in ((1, n // 16), (1, n), (16, n), (64, n)):
+            tile = tile_of(rows, bits, blocks, torch.device("cpu"))
+            name = f"product of {form}, {rows} row{'s' * (rows > 1)}, {tile['R']} block{'s' * (tile['R'] > 1)}"
+            add(name, _packed_linear, many | change, shapes | tile)
+        unpack = types | change | dict(w="*bf16", IN="i32:16")
+        add(f"unpack {form}", _unpack_rows, unpack, shapes | dict(C=4 * bits, num_warps=4))
     return out
 
 
