@@ -187,51 +187,55 @@ SPLIT = 4  # tiles of a row of W at least that a program reads, where rows are s
 
 
 @triton.jit
-def _code(word, j: tl.constexpr, BITS: tl.constexpr):
-    """Number j of int32 words, in fp32 and exactly; of 4 bits less 8.
+def _code(word, mask, j: tl.constexpr, BITS: tl.constexpr):
+    """Number j of int32 words, in fp32 and exactly; of 4 bits less 8. mask: the ones of a code.
 
     A code stays where it is in its half of the word: as the mantissa of 2^(23 - at), of which bit `at` counts as 1. One
-    instruction puts the exponent around it and one subtracts it, where a conversion takes a shift and four cycles.
+    instruction puts the exponent around it and one subtracts it, where a conversion takes a shift and four cycles. The
+    mask is no constant: an instruction takes one, and ptxas would load a second one again for every code.
     """
     if BITS == 16:
         return (word << 16 if j == 0 else word & -0x10000).to(tl.float32, bitcast=True)
     else:
         HALF: tl.constexpr = 16 // BITS
         AT: tl.constexpr = j % HALF * BITS
-        MASK: tl.constexpr = (2**BITS - 1) << AT
         EXPONENT: tl.constexpr = (127 + 23 - AT) << 23
         if BITS == 8:
             word = word ^ -0x7F7F7F80  # 0x80808080: signed codes and 128
         if j >= HALF:
             word = word >> 16
-        return ((word & MASK) | EXPONENT).to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + 2 ** (BITS - 1))
+        return ((word & (mask << AT)) | EXPONENT).to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + 2 ** (BITS - 1))
 
 
 @triton.jit
-def _in_steps(x, step, at, S: tl.constexpr, real):
-    """Scales or minima at `at`, [group, lane] counted over blocks -> fp32 of the same shape."""
-    value = tl.load(x + at, mask=real, other=0).to(tl.float32)
+def _in_steps(x, step, group, base, lane, S: tl.constexpr, GROUPS, real):
+    """Scales or minima of groups [1, C, 1] of blocks [R, 1, 1] -> fp32 [R, C, 16]."""
+    value = tl.load(x + base * (GROUPS * 16) + (group * 16 + lane), mask=real, other=0).to(tl.float32)
     if step is not None:
-        value *= tl.load(step + at // (16 * S) * 16 + at % 16, mask=real, other=0.0).to(tl.float32)
+        steps = step + base * (GROUPS // S * 16) + (group // S * 16 + lane)
+        value *= tl.load(steps, mask=real, other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _offset(s, zero, minimum, min_step, group, lane, real, BITS: tl.constexpr, MS: tl.constexpr):
+def _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS: tl.constexpr, MS: tl.constexpr, GROUPS, real):
     """What W = s * `_code` + offset has beside the scales s, with zeros or minima: fp32 of the shape of s."""
     if minimum is not None:
-        offset = _in_steps(minimum, min_step, group * 16 + lane, MS, real)
+        offset = _in_steps(minimum, min_step, group, base, lane, MS, GROUPS, real)
         if BITS == 4:
             offset += 8 * s
     else:
-        z = tl.load(zero + group * 8 + lane % 8, mask=real, other=0).to(tl.int32)
-        offset = (8 - ((z >> (lane // 8 * 4)) & 15)).to(tl.float32) * s
+        z = tl.load(zero + base * (GROUPS * 8) + (group * 8 + lane % 8), mask=real, other=0).to(tl.int32)
+        at = lane // 8 * 4
+        exponent = (127 + 23 - at) << 23
+        middle = exponent.to(tl.float32, bitcast=True) + 8
+        offset = (middle - ((z & (mask << at)) | exponent).to(tl.float32, bitcast=True)) * s
     return offset
 
 
 @triton.jit
-def _number(word, s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    q = _code(word, j, BITS)
+def _number(word, mask, s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    q = _code(word, mask, j, BITS)
     if s is not None:
         q *= s
     if offset is not None:
@@ -240,21 +244,21 @@ def _number(word, s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.cons
 
 
 @triton.jit
-def _numbers(word, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(word, mask, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Words [R, C, 16] and their scales and offsets -> W [R * 16, C * 32 / BITS]; those of a word in one thread."""
     R: tl.constexpr = word.shape[0]
     C: tl.constexpr = word.shape[1]
     if BITS == 16:
-        q = tl.join(_number(word, s, offset, 0, BITS, DTYPE), _number(word, s, offset, 1, BITS, DTYPE))
+        q = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 1, BITS, DTYPE))
     elif BITS == 8:
-        q02 = tl.join(_number(word, s, offset, 0, BITS, DTYPE), _number(word, s, offset, 2, BITS, DTYPE))
-        q13 = tl.join(_number(word, s, offset, 1, BITS, DTYPE), _number(word, s, offset, 3, BITS, DTYPE))
+        q02 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 2, BITS, DTYPE))
+        q13 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 3, BITS, DTYPE))
         q = tl.join(q02, q13)
     else:
-        q04 = tl.join(_number(word, s, offset, 0, BITS, DTYPE), _number(word, s, offset, 4, BITS, DTYPE))
-        q15 = tl.join(_number(word, s, offset, 1, BITS, DTYPE), _number(word, s, offset, 5, BITS, DTYPE))
-        q26 = tl.join(_number(word, s, offset, 2, BITS, DTYPE), _number(word, s, offset, 6, BITS, DTYPE))
-        q37 = tl.join(_number(word, s, offset, 3, BITS, DTYPE), _number(word, s, offset, 7, BITS, DTYPE))
+        q04 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 4, BITS, DTYPE))
+        q15 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 5, BITS, DTYPE))
+        q26 = tl.join(_number(word, mask, s, offset, 2, BITS, DTYPE), _number(word, mask, s, offset, 6, BITS, DTYPE))
+        q37 = tl.join(_number(word, mask, s, offset, 3, BITS, DTYPE), _number(word, mask, s, offset, 7, BITS, DTYPE))
         q = tl.join(tl.join(q04, q26), tl.join(q15, q37))
     q = tl.permute(tl.reshape(q, [R, C, 16, 32 // BITS]), [0, 2, 1, 3])
     return tl.reshape(q, [R * 16, C * (32 // BITS)])
@@ -262,7 +266,7 @@ def _numbers(word, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _packed_linear(
-    x, packed, scale, step, zero, minimum, min_step, bias, y, M, blocks, IN,
+    x, packed, scale, step, zero, minimum, min_step, bias, y, mask, M, blocks, IN,
     BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -284,20 +288,20 @@ def _packed_linear(
     for first in tl.range(begin, end, C, num_stages=STAGES):
         c = (first + tl.arange(0, C))[None, :, None]
         real = c < words
-        w = tl.load(packed + (base * words + c) * 16 + lane, mask=real, other=0)  # [R, C, 16]
+        w = tl.load(packed + base * (words * 16) + (c * 16 + lane), mask=real, other=0)  # [R, C, 16]
         s = None
         offset = None
         if scale is not None:
-            group = base * (IN // G) + c * PER // G
-            s = _in_steps(scale, step, group * 16 + lane, S, real)
+            group = c * PER // G
+            s = _in_steps(scale, step, group, base, lane, S, IN // G, real)
             if zero is not None or minimum is not None:
-                offset = _offset(s, zero, minimum, min_step, group, lane, real, BITS, MS)
+                offset = _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS, MS, IN // G, real)
         if ROWS_X == 1:
             part = tl.zeros([R, C, 16], tl.float32)
             inputs = tl.zeros([1, C, 1], tl.float32)
             for j in tl.static_range(PER):
                 one = tl.load(x + c * PER + j, mask=real, other=0.0).to(tl.float32)
-                part += _code(w, j, BITS) * one
+                part += _code(w, mask, j, BITS) * one
                 inputs += one
             total += part if s is None else part * s
             if offset is not None:
@@ -305,7 +309,7 @@ def _packed_linear(
         else:
             k = first * PER + tl.arange(0, C * PER)
             rows = tl.load(x + m[:, None] * IN + k, mask=(m[:, None] < M) & (k < IN), other=0.0)
-            total = dot(_numbers(w, s, offset, BITS, rows.dtype), tl.trans(rows), total)
+            total = dot(_numbers(w, mask, s, offset, BITS, rows.dtype), tl.trans(rows), total)
     out = tl.reshape(block[:, None] * 16 + tl.arange(0, 16), [R * 16])
     if ROWS_X == 1:
         total = tl.reshape(tl.sum(total, 1), [R * 16, 1])
@@ -317,7 +321,7 @@ def _packed_linear(
 
 @triton.jit
 def _unpack_rows(
-    packed, scale, step, zero, minimum, min_step, w, IN,
+    packed, scale, step, zero, minimum, min_step, w, mask, IN,
     BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A block's 16 rows, C words of each -> w [out, IN]."""
@@ -326,17 +330,17 @@ def _unpack_rows(
     first = tl.program_id(1) * C
     words, c, lane = IN // PER, (first + tl.arange(0, C))[None, :, None], tl.arange(0, 16)[None, None, :]
     real = c < words
-    word = tl.load(packed + (block * words + c) * 16 + lane, mask=real, other=0)
+    word = tl.load(packed + block * (words * 16) + (c * 16 + lane), mask=real, other=0)
     s = None
     offset = None
     if scale is not None:
-        group = block * (IN // G) + c * PER // G
-        s = _in_steps(scale, step, group * 16 + lane, S, real)
+        group = c * PER // G
+        s = _in_steps(scale, step, group, block, lane, S, IN // G, real)
         if zero is not None or minimum is not None:
-            offset = _offset(s, zero, minimum, min_step, group, lane, real, BITS, MS)
+            offset = _offset(s, zero, minimum, min_step, group, block, lane, mask, BITS, MS, IN // G, real)
     k = first * PER + tl.arange(0, C * PER)
     to = w + (block * 16 + tl.arange(0, 16))[:, None] * IN + k
-    tl.store(to, _numbers(word, s, offset, BITS, w.dtype.element_ty), mask=(k < IN)[None, :])
+    tl.store(to, _numbers(word, mask, s, offset, BITS, w.dtype.element_ty), mask=(k < IN)[None, :])
 
 
 def tile_of(M: int, bits: int, blocks: int, device: torch.device) -> dict[str, int]:
@@ -374,7 +378,7 @@ def _in_triton(
     grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
-    _packed_linear[(*grid, shares)](x, *w, bias, y, M, blocks, n, **_shapes(w, n, bits), **tile)
+    _packed_linear[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
     return y[0] if shares == 1 else y.sum(0).to(x.dtype)
 
 
@@ -387,7 +391,9 @@ def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> T
     for first in range(0, blocks, some):
         part = w.blocks(slice(first, first + some))
         count = len(part.packed)
-        _unpack_rows[(count, triton.cdiv(n, 128))](*part, rows, n, **_shapes(w, n, bits), C=4 * bits, num_warps=4)
+        _unpack_rows[(count, triton.cdiv(n, 128))](
+            *part, rows, 2**bits - 1, n, **_shapes(w, n, bits), C=4 * bits, num_warps=4
+        )
         torch.mm(x, rows[: count * ROWS].T, out=y[:, first * ROWS : (first + count) * ROWS])
     return y if bias is None else y.add_(bias)
 

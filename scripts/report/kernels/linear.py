@@ -17,7 +17,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     blocks of W a program for a row, as of a projection four times as wide; and W unpacked."""
     n = n_head * head_dim
     types = dict(packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None)
-    many = dict(x="*bf16") | types | dict(bias=None, y="*bf16", M="i32", blocks="i32", IN="i32:16")
+    many = dict(x="*bf16") | types | dict(bias=None, y="*bf16", mask="i32", M="i32", blocks="i32", IN="i32:16")
     out: list[Aot] = []
 
     def add(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, int]) -> None:
@@ -34,7 +34,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
             tile = tile_of(rows, bits, blocks, torch.device("cpu"))
             name = f"product of {form}, {rows} row{'s' * (rows > 1)}, {tile['R']} block{'s' * (tile['R'] > 1)}"
             add(name, _packed_linear, many | change, shapes | tile)
-        unpack = types | change | dict(w="*bf16", IN="i32:16")
+        unpack = types | change | dict(w="*bf16", mask="i32", IN="i32:16")
         add(f"unpack {form}", _unpack_rows, unpack, shapes | dict(C=4 * bits, num_warps=4))
     return out
 
