@@ -346,11 +346,12 @@ def _unpack_rows(
 def tile_of(M: int, bits: int, blocks: int, device: torch.device) -> dict[str, int]:
     """Constants of the kernel: rows of x and blocks of W of a program, words of a row of W in a tile, stages.
 
-    One row: 8 warps take 64 words of a row at once, 16 bytes a thread and block, and three tiles are on their way
-    while one is multiplied: 12 KB a block, of the 18 to 30 that keep an H100's memory busy. On tensor cores 128 inputs.
+    One row: a thread takes 16 bytes of a block. Three tiles are on their way while one is multiplied. Blocks of a
+    program share what is done for x; where there are few blocks, more warps read one. On tensor cores: 128 inputs.
     """
     if M == 1:
-        return dict(R=2 if blocks >= 8 * multiprocessors(device) else 1, C=64, ROWS_X=1, STAGES=4, num_warps=8)
+        R = next((r for r in (4, 2) if blocks >= 4 * r * multiprocessors(device)), 1)
+        return dict(R=R, C=64 if R == 1 else 32, ROWS_X=1, STAGES=4, num_warps=8 if R == 1 else 4)
     rows = min(64, max(16, triton.next_power_of_2(M)))
     return dict(R=4, C=4 * bits, ROWS_X=rows, STAGES=3, num_warps=4)
 

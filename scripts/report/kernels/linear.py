@@ -8,34 +8,45 @@ from kernels.linear import _packed_linear, _unpack_rows, tile_of
 from scripts.report.kernels import Aot
 
 STEPS = dict(scale="*i8", step="*fp16", zero=None, minimum="*i8", min_step="*fp16")  # as of GGUF's Q4_K
-FORMATS = (("4 bits", 4, {}), ("4 bits in steps", 4, STEPS), ("8 bits", 8, dict(zero=None)),
-           ("16 bits", 16, dict(scale=None, zero=None)))  # fmt: skip
+FORMATS: tuple[tuple[str, int, dict[str, str | None]], ...] = (
+    ("4 bits", 4, {}), ("4 bits in steps", 4, STEPS), ("8 bits", 8, dict(zero=None)),
+    ("16 bits", 16, dict(scale=None, zero=None)),
+)  # fmt: skip
+WEIGHT = dict(packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None)
+
+
+def product(form: str, bits: int, change: dict[str, str | None], tile: dict[str, int], n: int) -> Aot:
+    """The kernel of a tile, for groups of 32 of n inputs."""
+    rows, R = tile["ROWS_X"], tile["R"]
+    name = f"product of {form}, {rows} row{'s' * (rows > 1)}, {R} block{'s' * (R > 1)}"
+    types = dict(x="*bf16") | WEIGHT | change | dict(bias=None, y="*bf16", mask="i32", M="i32", blocks="i32")
+    return _entry(name, _packed_linear, types | dict(IN="i32:16"), _shapes(bits, change, n) | tile)
+
+
+def _shapes(bits: int, change: dict[str, str | None], n: int) -> dict[str, int]:
+    of = 8 if change is STEPS else 1
+    return dict(BITS=bits, G=32 if bits < 16 else n, S=of, MS=of)
+
+
+def _entry(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, int]) -> Aot:
+    absent = {k: None for k, t in types.items() if t is None}  # what is None is a constant
+    constants: dict[str, Any] = {k: v for k, v in sizes.items() if k != "num_warps"} | absent
+    signature = {k: t for k, t in types.items() if t is not None} | dict.fromkeys(constants, "constexpr")
+    return name, fn, signature, constants, dict(num_warps=sizes["num_warps"])
 
 
 def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """The output projection: a row of x, 16 and 64, of 4 bits with zeros or minima, 8 bits and bf16, groups of 32; two
-    blocks of W a program for a row, as of a projection four times as wide; and W unpacked."""
+    """The output projection: a row of x, 16 and 64, of 4 bits with zeros or minima, 8 bits and bf16, groups of 32; for
+    a row also two and four blocks of W a program, as of wider projections and the head; and W unpacked."""
     n = n_head * head_dim
-    types = dict(packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None)
-    many = dict(x="*bf16") | types | dict(bias=None, y="*bf16", mask="i32", M="i32", blocks="i32", IN="i32:16")
     out: list[Aot] = []
-
-    def add(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, int]) -> None:
-        absent = {k: None for k, t in types.items() if t is None}  # what is None is a constant
-        options = dict(num_warps=sizes["num_warps"])
-        constants = {k: v for k, v in sizes.items() if k != "num_warps"} | absent
-        signature = {k: t for k, t in types.items() if t is not None} | dict.fromkeys(constants, "constexpr")
-        out.append((name, fn, signature, constants, options))
-
     for form, bits, change in FORMATS:
-        of = 8 if change is STEPS else 1
-        shapes = dict(BITS=bits, G=32 if bits < 16 else n, S=of, MS=of)
-        for rows, blocks in ((1, n // 16), (1, n), (16, n), (64, n)):
-            tile = tile_of(rows, bits, blocks, torch.device("cpu"))
-            name = f"product of {form}, {rows} row{'s' * (rows > 1)}, {tile['R']} block{'s' * (tile['R'] > 1)}"
-            add(name, _packed_linear, many | change, shapes | tile)
-        unpack = types | change | dict(w="*bf16", mask="i32", IN="i32:16")
-        add(f"unpack {form}", _unpack_rows, unpack, shapes | dict(C=4 * bits, num_warps=4))
+        for rows, blocks in ((1, n // 16), (1, 8 * 132), (1, 16 * 132), (16, n // 16), (64, n // 16)):
+            out.append(product(form, bits, change, tile_of(rows, bits, blocks, torch.device("cpu")), n))
+        types = WEIGHT | change | dict(w="*bf16", mask="i32", IN="i32:16")
+        out.append(
+            _entry(f"unpack {form}", _unpack_rows, types, _shapes(bits, change, n) | dict(C=4 * bits, num_warps=4))
+        )
     return out
 
 
