@@ -343,17 +343,19 @@ def _unpack_rows(
     tl.store(to, _numbers(word, mask, s, offset, BITS, w.dtype.element_ty), mask=(k < IN)[None, :])
 
 
-def tile_of(M: int, bits: int, blocks: int, device: torch.device) -> dict[str, int]:
-    """Constants of the kernel: rows of x and blocks of W of a program, words of a row of W in a tile, stages.
+def tile_of(M: int, bits: int, blocks: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Constants of the kernel: rows of x and blocks of W of a program, words of a row of W in a tile, stages, warps.
 
     One row: a thread takes 16 bytes of a block. Three tiles are on their way while one is multiplied. Blocks of a
-    program share what is done for x; where there are few blocks, more warps read one. On tensor cores: 128 inputs.
+    program share what is done for x; where there are few blocks, more warps read one. On tensor cores: 64 rows of x and
+    128 inputs, half of both in fp32 or for W in bf16, a quarter of the inputs for both: what spills no registers.
     """
     if M == 1:
         R = next((r for r in (4, 2) if blocks >= 4 * r * multiprocessors(device)), 1)
         return dict(R=R, C=64 if R == 1 else 32, ROWS_X=1, STAGES=4, num_warps=8 if R == 1 else 4)
-    rows = min(64, max(16, triton.next_power_of_2(M)))
-    return dict(R=4, C=4 * bits, ROWS_X=rows, STAGES=3, num_warps=4)
+    fp32, bf16_weight = dtype == torch.float32, bits == 16
+    rows = min(32 if fp32 or bf16_weight else 64, max(16, triton.next_power_of_2(M)))
+    return dict(R=4, C=4 * bits >> fp32 + bf16_weight, ROWS_X=rows, STAGES=3, num_warps=4)
 
 
 def share_count(programs: int, tiles: int, device: torch.device) -> int:
@@ -375,7 +377,7 @@ def _in_triton(
     (M, n), blocks, x = x.shape, packed.shape[0], x.contiguous()
     if M >= UNPACKED:
         return _unpacked_product(x, w, bias, bits)
-    tile = tile_of(M, bits, blocks, x.device)
+    tile = tile_of(M, bits, blocks, x.dtype, x.device)
     grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)

@@ -48,10 +48,10 @@ def predict(form: str, M: int, out: int, n: int, loops: dict[tuple[Any, ...], in
     """Seconds of one product, each limit of its own; loops: instructions of loops that are already compiled."""
     bits, change = next((bits, change) for name, bits, change in FORMATS if name == form)
     blocks = -(-out // 16)
-    tile = tile_of(M, bits, blocks, torch.device("cpu"))  # an H100's where there is no GPU
+    tile = tile_of(M, bits, blocks, torch.bfloat16, torch.device("cpu"))  # an H100's where there is no GPU
     key = (form, *tile.values())
     if key not in loops:
-        _, fn, signature, constants, options = product(form, bits, change, tile, n)
+        _, fn, signature, constants, options = product(form, bits, change, tile, n, torch.bfloat16)
         loops[key] = sum(compile_kernel(fn, signature, constants, options, 90)["loop"].values())
     tiles = -(-n * bits // 32 // tile["C"])
     programs = -(-blocks // tile["R"]) * -(-M // tile["ROWS_X"])

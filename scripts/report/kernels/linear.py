@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kernels.linear import _packed_linear, _unpack_rows, tile_of
+from kernels.splits import multiprocessors
 from scripts.report.kernels import Aot
 
 STEPS = dict(scale="*i8", step="*fp16", zero=None, minimum="*i8", min_step="*fp16")  # as of GGUF's Q4_K
@@ -15,11 +16,15 @@ FORMATS: tuple[tuple[str, int, dict[str, str | None]], ...] = (
 WEIGHT = dict(packed="*i32", scale="*fp16", step=None, zero="*u8", minimum=None, min_step=None)
 
 
-def product(form: str, bits: int, change: dict[str, str | None], tile: dict[str, int], n: int) -> Aot:
-    """The kernel of a tile, for groups of 32 of n inputs."""
+def product(
+    form: str, bits: int, change: dict[str, str | None], tile: dict[str, int], n: int, dtype: torch.dtype
+) -> Aot:
+    """The kernel of a tile, for groups of 32 of n inputs and x in a dtype."""
     rows, R = tile["ROWS_X"], tile["R"]
     name = f"product of {form}, {rows} row{'s' * (rows > 1)}, {R} block{'s' * (R > 1)}"
-    types = dict(x="*bf16") | WEIGHT | change | dict(bias=None, y="*bf16", mask="i32", M="i32", blocks="i32")
+    x = "*fp32" if dtype == torch.float32 else "*bf16"
+    name += ", fp32" * (x == "*fp32")
+    types = dict(x=x) | WEIGHT | change | dict(bias=None, y=x, mask="i32", M="i32", blocks="i32")
     return _entry(name, _packed_linear, types | dict(IN="i32:16"), _shapes(bits, change, n) | tile)
 
 
@@ -36,13 +41,16 @@ def _entry(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, in
 
 
 def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """The output projection: a row of x, 16 and 64, of 4 bits with zeros or minima, 8 bits and bf16, groups of 32; for
-    a row also two and four blocks of W a program, as of wider projections and the head; and W unpacked."""
+    """The output projection: a row of x, 16 and 64 (or 32), in bf16 and fp32, by weights of 4 bits with zeros
+    or minima, of 8 and 16, groups of 32; a row also by two and four blocks a program, as of wider outputs; and W unpacked."""
     n = n_head * head_dim
     out: list[Aot] = []
+    here = torch.device("cpu")
+    launches = [(rows, n // 16, dtype) for dtype in (torch.bfloat16, torch.float32) for rows in (1, 16, 64)]
+    launches += [(1, 8 * multiprocessors(here), torch.bfloat16), (1, 16 * multiprocessors(here), torch.bfloat16)]
     for form, bits, change in FORMATS:
-        for rows, blocks in ((1, n // 16), (1, 8 * 132), (1, 16 * 132), (16, n // 16), (64, n // 16)):
-            out.append(product(form, bits, change, tile_of(rows, bits, blocks, torch.device("cpu")), n))
+        for rows, blocks, dtype in launches:
+            out.append(product(form, bits, change, tile_of(rows, bits, blocks, dtype, here), n, dtype))
         types = WEIGHT | change | dict(w="*bf16", mask="i32", IN="i32:16")
         out.append(
             _entry(f"unpack {form}", _unpack_rows, types, _shapes(bits, change, n) | dict(C=4 * bits, num_warps=4))
