@@ -191,7 +191,7 @@ def _code(word, mask, j: tl.constexpr, BITS: tl.constexpr):
     """Number j of int32 words, in fp32 and exactly; of 4 bits less 8. mask: the ones of a code.
 
     A code stays where it is in its half of the word: as the mantissa of 2^(23 - at), of which bit `at` counts as 1. One
-    instruction puts the exponent around it and one subtracts it, where a conversion takes a shift and four cycles. The
+    instruction puts the exponent around it and one subtracts it; a conversion takes a shift more, at a lower rate. The
     mask is no constant: an instruction takes one, and ptxas would load a second one again for every code.
     """
     if BITS == 16:

@@ -41,8 +41,9 @@ def _entry(name: str, fn: Any, types: dict[str, str | None], sizes: dict[str, in
 
 
 def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
-    """The output projection: a row of x, 16 and 64 (or 32), in bf16 and fp32, by weights of 4 bits with zeros
-    or minima, of 8 and 16, groups of 32; a row also by two and four blocks a program, as of wider outputs; and W unpacked."""
+    """The output projection: a row of x, 16 and 64 (or 32), in bf16 and fp32, by weights of 4 bits with zeros or
+    minima, of 8 and 16, groups of 32; a row also by two and four blocks a program, as of wider outputs; and W unpacked.
+    """
     n = n_head * head_dim
     out: list[Aot] = []
     here = torch.device("cpu")
