@@ -20,8 +20,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except InputError as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f"interrupted: {e}" if str(e) else "interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader (head, less) has gone: not an error of ours
         sys.stderr.close()
