@@ -56,8 +56,8 @@ from model import ModelArgs, Transformer
 from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
 from weights import WeightFormat
 
-SAMPLES, RANDOM = 16, 2500  # sequences of text, random tokens (RazorAttention, Sec. 3.3)
-QUICK_SAMPLES, QUICK_RANDOM = 4, 512
+SAMPLES, RANDOM = 20, 2500  # sequences of text, random tokens (RazorAttention, Sec. 3.3)
+QUICK_SAMPLES, QUICK_RANDOM = 4, 256
 SAVE_EVERY = 60  # seconds
 
 
@@ -276,7 +276,7 @@ def parse_args() -> Any:
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
     a("--samples", type=int, help=f"sequences, default: {SAMPLES} (the papers: 128-512)")
     a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 2048 or the model's context if shorter")
-    n_help = f"random tokens, repeated {REPEATS} times (razor), default: {RANDOM}, or a quarter of a shorter context"
+    n_help = f"random tokens, repeated {REPEATS} times (razor), default: {RANDOM}, or an eighth of a shorter context"
     a("--random-tokens", type=int, default=0, help=n_help)
     a("--quick", action="store_true", help=f"{QUICK_SAMPLES} sequences and {QUICK_RANDOM} random tokens, if not given")
     a("--seed", type=int, default=0, help="of the sequences' places in the text")
@@ -302,7 +302,7 @@ def main() -> None:
         return
     seq_len = opt.seq_len or min(2048, args.context)
     samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
-    n_random = opt.random_tokens or min(QUICK_RANDOM if opt.quick else RANDOM, args.context // REPEATS)
+    n_random = opt.random_tokens or min(QUICK_RANDOM if opt.quick else RANDOM, args.context // (2 * REPEATS))
     limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (samples, 1, 1 << 30),
               "--seed": (opt.seed, 0, 1 << 62), "--random-tokens": (n_random, 2, args.context // REPEATS)}  # fmt: skip
     for name, (value, low, high) in limits.items():

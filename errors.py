@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,12 @@ def check_range(what: str, value: float, low: float, high: float, advice: str = 
 
 def _beside(value: float, low: float, high: float) -> str:
     return f"below {low}" if value < low else f"above {high}" if value > high else "no number"
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A line on stderr, the first time that this is said."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

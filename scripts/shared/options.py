@@ -49,12 +49,13 @@ def takes(spec: str, knob: str) -> bool:
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
-    """The checkpoint, or --random-init where a script has it, in the precision asked for."""
+    """The checkpoint, or --random-init where a script has it, in the precision asked for, with its --calibration."""
     dtype, how = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
     if name := getattr(opt, "random_init", None):
         model = random_transformer(shapes(name), device, dtype, how=how)
     else:
         model = load_checkpoint(opt.checkpoint, device, dtype, how)
+    model.use_calibration(getattr(opt, "calibration", None))
     model.kv_dtype = pick_dtype(opt.kv_dtype, device) if opt.kv_dtype else None
     return model
 
