@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import dtype_name
+from formats.codes import BF16, Layout, dtype_name, exact_in_fp16
+from kernels.linear import ROWS
 
 # What older versions of transformers saved, and computes anew: no parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", "attn.bias")
 POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
+Held = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -102,6 +104,13 @@ class Shards:
         """How messages name a tensor."""
         return f"tensor {name} in {self.files[name][0]}"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it; () if there is none."""
+        if name not in self.files:
+            return ()
+        _, file, stored = self.files[name]
+        return tuple(file.get_slice(stored).get_shape())
+
     def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
         """The tensor, which must be of one of `dtypes`, if there are any."""
         if name not in self.files:
@@ -121,6 +130,27 @@ class Shards:
             expected = " or ".join(map(dtype_name, dtypes))
             raise InputError(f"{self.where(name)} is {dtype_name(t)}, expected {expected}: download it again")
         return t
+
+
+def held(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Held:
+    """How matrices are held as they are, and a note on those that packed weights do not hold exactly.
+
+    codes: a weight's name -> the name of its scales, the bits of a code, and the inputs that share a scale. Beside
+    codes, matrices in bf16 stay in 16 bits.
+    """
+    out: dict[str, Layout] = {}
+    for name, (scale, bits, group) in codes.items():
+        if group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
+            out[name] = Layout(bits, group)
+    if codes:
+        for name in shards:
+            if len(shards.shape(name)) == 2 and shards.files[name][1].get_slice(name).get_dtype() == "BF16":
+                out.setdefault(name, BF16)
+    odd = len(codes.keys() - out.keys())
+    return (
+        out,
+        f"{odd} tensors have scales or groups that packed weights do not hold exactly: held unpacked" if odd else None,
+    )
 
 
 def with_suffix(shards: Shards, suffix: str) -> list[str]:

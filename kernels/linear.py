@@ -1,9 +1,10 @@
 """Products with weights of few bits: y = x W^T + bias, W in bf16, or in codes of 8 or 4 bits.
 
-A group of inputs shares a scale: W = scale * (code - zero). Symmetric codes have no zeros: 8-bit ones are signed, 4-bit
-ones are around 8. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by side, [out /
-16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same
-inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
+A group of inputs shares a scale: W = scale * (code - zero), or scale * code + minimum. Symmetric codes have neither:
+8-bit ones are signed, 4-bit ones are around 8. Scales and minima are fp16, or integers of 8 bits that count steps, of
+which several groups share one. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by
+side, [out / 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has
+the same inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
 
 On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their
 products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies
@@ -12,6 +13,8 @@ tiles, where it multiplies bytes (VNNI), a prompt's rows are integers for codes,
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +30,26 @@ MANY = 32  # rows of x from which a matrix product of unpacked rows is faster th
 MANY_BF16 = 8  # rows from which torch is faster with weights as they are in bf16, where the processor multiplies tiles
 TILE = 1 << 21  # numbers that are unpacked for one matrix product: 8 MB in fp32, which the caches hold
 WORD = 4  # bytes that a lane holds
+
+
+class Weight(NamedTuple):
+    """A packed weight [out, in]; out is padded to blocks of 16 rows.
+
+    packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`); scale [out / 16, groups, 16] fp16, int8 if there
+    are steps, None in bf16; step fp16 [out / 16, groups / s, 16]; zero, of 4-bit codes, uint8 [out / 16, groups, 8]
+    (`pack_zeros`); minimum and min_step like scale and step. A group has a multiple of 16 inputs.
+    """
+
+    packed: Tensor
+    scale: Tensor | None = None
+    step: Tensor | None = None
+    zero: Tensor | None = None
+    minimum: Tensor | None = None
+    min_step: Tensor | None = None
+
+    def blocks(self, index: slice | Tensor) -> Weight:
+        """Of some of the first dimension, blocks of 16 rows."""
+        return Weight(*(None if t is None else t[index] for t in self))  # type: ignore[arg-type]
 
 
 # ---- layouts ----
@@ -66,13 +89,34 @@ def separate(data: Tensor) -> Tensor:
     return data.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int) -> Tensor:
-    """codes [out, in], scale and zero [out, groups] -> fp32 [out, in]."""
+def dequantize(
+    codes: Tensor,
+    scale: Tensor | None,
+    step: Tensor | None,
+    zero: Tensor | None,
+    minimum: Tensor | None,
+    min_step: Tensor | None,
+    bits: int,
+) -> Tensor:
+    """codes [out, in]; scale, zero and minimum [out, groups]; steps [out, fewer groups] -> fp32 [out, in]."""
     if scale is None:
         return codes.float()
     grouped = codes.float().unflatten(1, (scale.shape[1], -1))
-    offset = zero.float()[..., None] if zero is not None else 8.0 if bits == 4 else 0.0
-    return ((grouped - offset) * scale.float()[..., None]).flatten(1)
+    offset = zero.float()[..., None] if zero is not None else 8.0 if bits == 4 and minimum is None else 0.0
+    weight = (grouped - offset) * in_steps(scale, step)[..., None]
+    return (weight if minimum is None else weight + in_steps(minimum, min_step)[..., None]).flatten(1)
+
+
+def in_steps(x: Tensor, step: Tensor | None) -> Tensor:
+    """Scales or minima [out, groups] in fp32."""
+    if step is None:
+        return x.float()
+    return (x.float().unflatten(1, (step.shape[1], -1)) * step.float()[..., None]).flatten(1)
+
+
+def sharing(x: Tensor | None, step: Tensor | None) -> int:
+    """Groups that share a step, of packed scales or minima [blocks, groups, 16]."""
+    return 1 if x is None or step is None else x.shape[1] // step.shape[1]
 
 
 # ---- the products ----
@@ -94,44 +138,43 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return F.linear(x, weight, bias)
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    """x [..., in] fp32 or bf16 -> [..., out] in its dtype; sums in fp32.
-
-    packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`), scale fp16 [out / 16, groups, 16] or None in bf16,
-    zero, of 4-bit codes, uint8 [out / 16, groups, 8] (`pack_zeros`) or None, bias fp32 [out]. A group has a
-    multiple of 16 inputs.
-    """
+def packed_linear(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
+    """x [..., in] fp32 or bf16, bias fp32 [out] -> [..., out] in its dtype; sums in fp32."""
     rows = x.flatten(0, -2)
     kernel = use_triton(x) or use_native(x, x.shape[-1])
     if len(rows) < MANY and not use_triton(x) and kernel:
-        y = native.linear(rows.contiguous(), packed, scale, zero, bias, bits)
-        return y.unflatten(0, x.shape[:-1])
-    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, packed, scale, zero, bias, bits)
+        return native.linear(rows.contiguous(), *w, bias, bits).unflatten(0, x.shape[:-1])
+    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, *w, bias, bits)
     return y.unflatten(0, x.shape[:-1])
 
 
+def separate_all(w: Weight, bits: int) -> Weight:
+    """What `dequantize` takes but for bits: codes and numbers of groups, a row after the other."""
+    zero = None if w.zero is None else unpack_zeros(w.zero)
+    rows = (None if t is None else t.transpose(1, 2).flatten(0, 1) for t in (*w[1:3], zero, *w[4:]))
+    return Weight(unpack_bits(separate(w.packed), bits), *rows)
+
+
 def _in_torch(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    codes = unpack_bits(separate(packed), bits)
-    zero = None if zero is None else unpack_zeros(zero)
-    scale, zero = (None if t is None else separate(t[..., None]) for t in (scale, zero))
-    weight = dequantize(codes, scale, zero, bits).to(x.dtype)
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
+    w = Weight(packed, scale, step, zero, minimum, min_step)
+    weight = dequantize(*separate_all(w, bits), bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def _in_cpp(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    x = x.detach().contiguous()  # codes are not trained: nothing flows back
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
+    x, w = x.detach().contiguous(), (packed, scale, step, zero, minimum, min_step)  # codes are not trained
     if native.has_many_rows(bits):
-        return native.many_rows(x, packed, scale, zero, bias, bits)
+        return native.many_rows(x, w, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)
     for first in range(0, packed.shape[0], n):
-        rows = native.unpack_rows(x.dtype, packed, scale, zero, bits, first, min(n, packed.shape[0] - first))
+        rows = native.unpack_rows(x.dtype, w, bits, first, min(n, packed.shape[0] - first))
         torch.mm(x, rows, out=y[:, first * ROWS : (first + n) * ROWS])
     return y if bias is None else y.add_(bias)
 
@@ -143,11 +186,24 @@ INPUTS = 128  # of W in a tile
 
 
 @triton.jit
+def _in_steps(x, step, at, S: tl.constexpr, lane, there):
+    """Scales or minima of groups `at` [R, n, 1], counted over blocks -> fp32 [R, n, 16]."""
+    value = tl.load(x + at * 16 + lane, mask=there[:, None, None], other=0).to(tl.float32)
+    if step is not None:
+        value *= tl.load(step + at // S * 16 + lane, mask=there[:, None, None], other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _packed_linear(
-    x, packed, scale, zero, bias, y, x_row, y_row, M, blocks, IN,
-    BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr,
+    x, packed, scale, step, zero, minimum, min_step, bias, y, x_row, y_row, M, blocks, IN,
+    BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies R blocks of 16 rows of W, K inputs at a time: one row of x by sums, 16 by dot."""
+    """A program multiplies R blocks of 16 rows of W, K inputs at a time: one row of x by sums, 16 by dot.
+
+    S and MS: groups that share a step of scales and of minima.
+    """
     PER: tl.constexpr = 32 // BITS  # inputs in a word
     GT: tl.constexpr = G if G < K else K  # inputs of a tile that share a scale
     block = tl.program_id(0) * R + tl.arange(0, R)
@@ -169,14 +225,17 @@ def _packed_linear(
         q = tl.reshape(q, [R, K, 16])
         if BITS != 16:
             at = group + ((first + tl.arange(0, K // GT) * GT) // G)[None, :, None]
-            s = tl.load(scale + at * 16 + lane, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
+            s = _in_steps(scale, step, at, S, lane, there)[:, :, None, :]
             q = tl.reshape(q, [R, K // GT, GT, 16])
             if zero is not None:
                 z = tl.load(zero + at * 8 + lane % 8, mask=there[:, None, None], other=0).to(tl.int32)
                 q = q - ((z >> (lane // 8 * 4)) & 15).to(tl.float32)[:, :, None, :]
-            elif BITS == 4:
+            elif BITS == 4 and minimum is None:
                 q = q - 8.0
-            q = tl.reshape(q * s, [R, K, 16])
+            q = q * s
+            if minimum is not None:
+                q += _in_steps(minimum, min_step, at, MS, lane, there)[:, :, None, :]
+            q = tl.reshape(q, [R, K, 16])
         if ONE:
             row = tl.load(x + first + k).to(tl.float32)
             alone += tl.sum(q * row[None, :, None], 1)
@@ -205,27 +264,32 @@ def tile_of(n: int, group: int, blocks: int, device: torch.device) -> dict[str, 
 
 
 def _in_triton(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
     (M, n), blocks = x.shape, packed.shape[0]
     if M > FEW:
-        return _in_torch(x, packed, scale, zero, bias, bits)
+        return _in_torch(x, packed, scale, step, zero, minimum, min_step, bias, bits)
     x, y = x.contiguous(), x.new_empty(M, blocks * ROWS)
     group = n if scale is None else n // scale.shape[1]
     tile = tile_of(n, group, blocks, x.device)
     _packed_linear[(triton.cdiv(blocks, tile["R"]),)](
-        x, packed.view(torch.int32), scale, zero, bias, y, n, blocks * ROWS, M, blocks, n,
-        BITS=bits, G=group, **tile, ONE=M == 1, num_warps=4, num_stages=3,
+        x, packed.view(torch.int32), scale, step, zero, minimum, min_step, bias, y, n, blocks * ROWS, M, blocks, n,
+        BITS=bits, G=group, S=sharing(scale, step), MS=sharing(minimum, min_step), **tile, ONE=M == 1,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return y
 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor")
+_lib.define(
+    "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? step, Tensor? zero, Tensor? minimum, "
+    "Tensor? min_step, Tensor? bias, int bits) -> Tensor"
+)
 _lib.impl("packed_linear", on_cpu(_in_triton, _in_cpp), "CPU")
 _lib.impl("packed_linear", _in_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_linear",
-    lambda x, packed, scale, zero, bias, bits: x.new_empty(len(x), packed.shape[0] * ROWS),
+    lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * ROWS),
     lib=_lib,
 )

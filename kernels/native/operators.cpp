@@ -238,18 +238,31 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
 
 constexpr int64_t FROM_TILES = 8;  // rows from which tiles of bf16 weights are faster than vectors
 
-Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bias, int64_t bits) {
-    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0);
-    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(scale) && lies_whole(zero) && lies_whole(bias),
+// Of numbers a group in fp16, or int8 that counts steps in fp16: how many groups share a step
+int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(step), name, " must be contiguous");
+    expect(ScalarType::Half, step, name), expect(step ? ScalarType::Char : ScalarType::Half, x, name);
+    const int64_t n = step ? x->size(1) / step->size(1) : 1;
+    STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name, ": 1, 2, 4, 8 ... groups share a step");
+    return n;
+}
+
+Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step, Maybe bias,
+                     int64_t bits) {
+    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(zero) && lies_whole(bias),
                     "x and the packed weight must be contiguous");
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()), "a zero is of 4-bit codes, and has 4 bits");
+    STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero), "a group has one minimum, or a zero");
+    const int64_t shared = sharing(scale, step, "scale"), min_shared = sharing(minimum, min_step, "minimum");
     Tensor y = like(x, {M, blocks * SIDE});
     bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
     (tiles ? kvf_many_rows : kvf_linear)(
-        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
-        floats(bias, "bias"), y.data_ptr(), M, n, blocks, scale ? n / scale->size(1) : n, threads());
+        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), data<uint8_t>(scale), data<uint16_t>(step), bytes(zero, "zero"),
+        data<uint8_t>(minimum), data<uint16_t>(min_step), floats(bias, "bias"), y.data_ptr(), M, n, blocks, n / groups,
+        shared, min_shared, threads());
     return y;
 }
 

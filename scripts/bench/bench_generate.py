@@ -79,7 +79,8 @@ PEERS = {
 
 def weight_bytes(model: Transformer) -> int:
     """What a step reads of the weights: all but the rows of an untied embedding that no token asks for."""
-    unread = {id(model.tok_embeddings.weight)} if not model.args.tie_embeddings else set()
+    rows = model.tok_embeddings
+    unread = set() if model.args.tie_embeddings else {id(t) for t in (*rows.parameters(), *rows.buffers())}
     tensors = [*model.parameters(), *(b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers())]
     return sum(t.nbytes for t in tensors if id(t) not in unread)
 
