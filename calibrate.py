@@ -129,7 +129,7 @@ def default_text(tokenizer: Any, samples: int, seq_len: int, seed: int) -> np.nd
     """Windows [samples, seq_len] of code and English, by turns, that are on every machine; no more is tokenized."""
     rng, texts = random.Random(seed), [endless(kind, seed) for kind in ("code", "prose")]
     rows = []
-    for i in tqdm(range(samples), desc="text", unit="seq"):
+    for i in tqdm(range(samples), desc="tokens", unit="seq"):
         ids: list[int] = []
         while (missing := seq_len - len(ids)) > 0:
             text, most = next(texts[i % 2]), 8 * missing  # characters: more than so many tokens have, as a rule
@@ -333,8 +333,14 @@ def main() -> None:
         how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
     model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
     tensors: dict[str, Tensor] = {}
+    whole = ""  # of what is done
     for p in passes:
-        tensors |= p.run(model).finish(args.n_layer)
+        try:
+            tensors |= p.run(model).finish(args.n_layer)
+        except KeyboardInterrupt as e:
+            kept = str(e) or f"{p.name}: the pass is kept in {p.path}; the same command goes on from there"
+            raise KeyboardInterrupt(whole + kept) from None
+        whole += f"the pass over {p.name} is done and kept; "
     save(out, source, args, tensors, how, json_only=opt.json)
     for left in (path for p in passes for path in (p.path, temporary(p.path))):
         left.unlink(missing_ok=True)

@@ -135,7 +135,7 @@ class Razor(Routed):
         if self.n_own:
             if self.ring >= T - self.sinks and shape.device.type != "meta":
                 warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.whole)} tokens, "
-                          "its sinks and window: no bytes are saved; window=256 would")  # fmt: skip
+                          "its sinks and window (window=): no bytes are saved")  # fmt: skip
             for x in ("k", "v"):
                 self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:

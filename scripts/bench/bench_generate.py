@@ -53,6 +53,7 @@ from scripts.bench.peer_runs import Run, Work  # noqa: E402
 from scripts.bench.peers import check_peer, peer_runs  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
+    check_folder,
     check_run,
     earlier,
     expand,
@@ -229,6 +230,8 @@ def parse_args() -> argparse.Namespace:
     WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
+    if "transformers" in opt.peer and not opt.random_init:
+        check_folder(opt.checkpoint, "--peer transformers")
     if opt.peer and opt.prefill:
         raise InputError("--prefill compares methods with full: drop --peer")
     if opt.synthetic and opt.prefill:

@@ -15,6 +15,7 @@ import torch
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
+from formats import open_checkpoint
 from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer, random_transformer
 from runtime import pick_dtype
@@ -70,6 +71,13 @@ def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     if opt.weights:
         out |= dict(weights=opt.weights, head=opt.head or "as weights, at least int8")
     return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})
+
+
+def check_folder(checkpoint: str, who: str) -> None:
+    """InputError if a library that reads folders alone is given a GGUF file."""
+    if (path := open_checkpoint(checkpoint).path).is_file():
+        raise InputError(f"{who} needs a Hugging Face folder, {path} is a GGUF file: write one by python "
+                         f"scripts/quantize.py {path} OUT --weights fp32, and give --checkpoint OUT")  # fmt: skip
 
 
 @functools.cache
