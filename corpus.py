@@ -9,6 +9,7 @@ split by a hash of its name, so the split is the same on every machine and for e
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import random
@@ -64,11 +65,13 @@ def _files(root: Path, skip: set[str]) -> list[tuple[str, Path]]:
     return [(str(name), p) for name, p in found if not skip & set(name.parts)]
 
 
+@functools.cache
 def _library() -> list[tuple[str, Path]]:
     skip = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib"}
     return _files(Path(sysconfig.get_paths()["stdlib"]), skip)
 
 
+@functools.cache
 def _package(package: str) -> list[tuple[str, Path]]:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

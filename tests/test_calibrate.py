@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -26,9 +27,11 @@ import calibrate as C
 from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, of_model
 from cache.spec import all_statistics
 from checkpoint import load_checkpoint, save_checkpoint_tensors
+from corpus import shuffled
 from errors import InputError, run_cli
 from kv_methods.razor import HeadScores
 from model import ModelArgs, random_transformer
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"
@@ -225,8 +228,6 @@ def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
 
 def test_random_tokens_are_pieces_of_text():
     """No special tokens, no bytes that stand for what has no piece, and nothing that only pads the vocabulary."""
-    from tokenizer import load_tokenizer
-
     tk = load_tokenizer(TINY)
     ids = tk.text_ids
     assert len(ids) == 2048 - 3 - 256 and not set(ids) & ({0, 1, 2} | set(range(4, 260))) and 3 in ids  # a line's end
@@ -671,8 +672,6 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     assert {f.name for f in checkpoint.iterdir()} == before | {FILE}
     model = load_checkpoint(checkpoint)
     got = Calibration.load(checkpoint, model.args)
-    from tokenizer import load_tokenizer
-
     ids = np.array(load_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8"), bos=True))
     vocabulary = load_tokenizer(checkpoint).text_ids
     want = C.calibrate(model, [torch.from_numpy(w) for w in C.draw(ids, 2, 64, 0)], 16, vocabulary=vocabulary)
@@ -786,6 +785,40 @@ def test_bad_flags_are_one_line_and_exit_code_2(name, checkpoint, text, capsys, 
     assert code == 2 and not out and len(lines) == 1, err
     assert lines[0].startswith("error: ") and says in lines[0]
     assert not (checkpoint / FILE).exists()
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self):
+        self.tk, self.seen = load_tokenizer(TINY), 0
+
+    def encode(self, text, bos):
+        self.seen += len(text)
+        return self.tk.encode(text, bos=bos)
+
+
+def test_default_text_reads_and_tokenizes_little():
+    """Code and prose by turns, the same every time, none of it held out for evaluations."""
+    tk = Counting()
+    rows = C.default_text(tk, 4, 200, 0)
+    assert rows.shape == (4, 200) and tk.seen < 16 * rows.size
+    assert np.array_equal(rows, C.default_text(tk, 4, 200, 0)) and not np.array_equal(
+        rows, C.default_text(tk, 4, 200, 1)
+    )
+    code, prose = ([tk.tk.decode(row.tolist()) for row in rows[i::2]] for i in (0, 1))
+    assert all(text.count("self") + text.count("import") + text.count("def ") for text in code)
+    assert not any("import " in text and "def " in text for text in prose)
+    for kind in ("code", "prose"):
+        some = list(itertools.islice(shuffled(kind, 3), 40))
+        assert all(d.kind == kind and not d.held_out for d in some) and len({d.name for d in some}) > 5
+        assert [d.name for d in itertools.islice(shuffled(kind, 4), 40)] != [d.name for d in some]
+
+
+def test_a_machine_without_sources_says_so(monkeypatch):
+    monkeypatch.setattr(C, "shuffled", lambda kind, seed: iter(()))
+    with pytest.raises(InputError, match="give --data"):
+        C.default_text(Counting(), 1, 20, 0)
 
 
 def test_text_that_is_too_short_or_not_utf8(checkpoint, tmp_path, capsys, monkeypatch):
