@@ -108,6 +108,11 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
     )
 
 
+def read_args(checkpoint: str | Path) -> ModelArgs:
+    """Of a folder or a GGUF file, whose weights are not read."""
+    return args_from_hf(open_checkpoint(checkpoint).config)
+
+
 def _number(
     c: dict[str, Any], key: str, default: float | None = None, whole: bool = True, most: float | None = None
 ) -> Any:
@@ -166,6 +171,8 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
         raise InputError(f"unsupported rope type {kind!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
     if p.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
+    if kind == "yarn":
+        p.pop("finetuned", None)  # how the model was trained: nothing is computed from it
     known = {k: v for k, v in p.items() if k in ROPE_KEYS[kind] and v is not None}
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[kind]
     if kind != "default" and extra - {"original_max_position_embeddings"}:
@@ -179,7 +186,11 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
             known["factor"] = max_seq_len / known["original_max_position_embeddings"]
         else:
             raise InputError(f"config.json: rope type {kind!r} needs a factor")
-    return RopeArgs(theta=float(theta), type=kind, **known)
+    rope = RopeArgs(theta=float(theta), type=kind, **known)
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise InputError(f"config.json: rope's low_freq_factor {rope.low_freq_factor:g} is not below its "
+                         f"high_freq_factor {rope.high_freq_factor:g}: correct them (Llama 3.1: 1 and 4)")  # fmt: skip
+    return rope
 
 
 def load_checkpoint(
@@ -212,8 +223,6 @@ def load_checkpoint(
     model.folder = path
     targets, head, again = tensors_of(model), None, 0
     for name, value in reader.tensors():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
         if name == "lm_head.weight" and args.tie_embeddings:
             head = value if isinstance(value, Tensor) else None
             continue
@@ -228,6 +237,10 @@ def load_checkpoint(
             again += choose is not None
             value = value.dequantize()
         target.put(value)
+    if [*targets] == ["lm_head.weight"]:
+        raise InputError(f"tensor lm_head.weight is missing from {path}: a base model without its output head; "
+                         "save the model that generates (AutoModelForCausalLM), or set tie_word_embeddings in "
+                         "config.json if the head is the embedding")  # fmt: skip
     if targets:
         raise InputError(f"tensor {next(iter(targets))} is missing from {path} ({len(targets)} missing in all)")
     if again:

@@ -292,18 +292,24 @@ class Transformer(nn.Module):
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
 
     def find_calibration(self) -> Calibration:
-        """The one set on the model, or the file in its checkpoint's folder. InputError if there is none.
+        """The one set on the model, or the file in its checkpoint's folder or beside its GGUF file. InputError if there
+        is none.
 
         Random weights have no keys worth a calibration: they get random bases, which cost the same time.
         """
         if self.calibration is None:
             if self.folder is None:
                 return RandomCalibration(self.args)
-            if self.folder.is_file():
-                raise InputError(f"this method needs a calibration, for which {self.folder} has no place: use the "
-                                 "model's Hugging Face folder, or another method")  # fmt: skip
             self.calibration = Calibration.load(self.folder, self.args)
         return self.calibration
+
+    def use_calibration(self, file: str | Path | None) -> None:
+        """Take the one in a file, named by the user; None: by default, again. InputError if it is of another model."""
+        self.calibration = None
+        if file is not None:
+            if self.folder is None:
+                raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
+            self.calibration = Calibration.load(self.folder, self.args, Path(file))
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:

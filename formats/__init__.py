@@ -22,7 +22,7 @@ from formats.gguf import gguf_config, gguf_layouts, gguf_tensors, gguf_tokenizer
 from formats.gguf_file import GGUFFile
 from formats.gptq import GPTQ, biased_projections
 from formats.settings import Settings
-from formats.shards import FLOATS, Held, Shards, read_object
+from formats.shards import FLOATS, Held, Shards, check_fetched, read_object
 
 __all__ = ["Codes", "Reader", "gguf_config", "gguf_tensors", "gguf_tokenizer_files", "is_gguf", "open_checkpoint"]
 
@@ -61,6 +61,7 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
         return _open_folder(path, read_object(path / "config.json") if config is None else config)
     if not path.exists():
         raise InputError(f"checkpoint {path} not found: give a Hugging Face model folder or a GGUF file")
+    check_fetched(path)
     if not is_gguf(path):
         raise InputError(f"{path} is no GGUF file: give one, or the folder that holds config.json and *.safetensors")
     file = GGUFFile(path)
