@@ -207,7 +207,7 @@ def test_random_ids_decode_as_tokenizers_does(pair, seed):
 
 def test_word_pieces_are_text(tmp_path):
     ours = load_json(tmp_path, word_piece())
-    assert ours.decode(ours.encode("the cats. abc")) == "the cats. abc"
+    assert ours.decode(ours.encode("the cats. ac")) == "the cats. ac"
 
 
 @pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPT2Tokenizer"])
@@ -260,11 +260,12 @@ def test_stop_ids_are_a_union(tmp_path):
 
 def test_bytes_that_the_vocabulary_lacks_are_dropped(tmp_path):
     spec = json.loads(llama3(bos=False).to_str())
-    spec["model"]["merges"], gone = [], [c for c, b in CHAR_BYTES.items() if b in (0x07, 0xE4)]
+    spec["model"] |= dict(merges=[], ignore_merges=False)
+    gone = [c for c, b in CHAR_BYTES.items() if b in (0x07, 0xE4)]
     for char in gone:
         del spec["model"]["vocab"][char]
     ours = load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-    assert ours.decode(ours.encode("a\x07b")) == "ab" and ours.decode(ours.encode("中")) == "\ufffd"
+    assert ours.decode(ours.encode("a\x07b")) == "ab" and ours.decode(ours.encode("中")) == 2 * "\ufffd"
 
 
 def test_a_template_may_begin_a_text_with_more_than_bos(tmp_path):
@@ -513,8 +514,8 @@ def test_a_first_piece_of_two_spaces_loses_one(tmp_path):
     """As in the published vocabularies of Llama 2 and Mistral, where it comes before the single space."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a  b  c  d    e    f  g"] * 9 + LINES), model_writer=out, model_type="bpe", vocab_size=450,
-        minloglevel=2, allow_whitespace_only_pieces=True, character_coverage=1.0, **SP_KINDS["llama"],
+        sentence_iterator=iter(["a  b  c  d    e    f  g"] * 9 + LINES), model_writer=out, model_type="bpe",
+        vocab_size=450, minloglevel=2, allow_whitespace_only_pieces=True, character_coverage=1.0, **SP_KINDS["llama"],
     )  # fmt: skip
     ours = load_tokenizer(write(tmp_path, **{"tokenizer.model": out.getvalue()}))
     pieces = [p for p in ours.ids if p.startswith("▁")]
@@ -560,9 +561,12 @@ def test_tiktoken_file_parity(meta):
 
 
 def test_tiktoken_survives_a_million_blanks(meta):
-    text = " " * 1_000_000 + "a"
     ours = load_tokenizer(meta[0])
-    assert ours.decode(ours.encode(text)) == text
+    for text in (1_000_000 * " " + "a", 1_000_000 * " ", 500_000 * " \n" + " a"):
+        assert ours.decode(ours.encode(text)) == text
+    for n in range(98, 305):  # blanks by the hundred are cut where single ones are
+        for end in ("a", "", "\n", "\na"):
+            assert ours.encode("b" + n * " " + end, bos=False) == meta[1].encode("b" + n * " " + end).ids
 
 
 def test_tiktoken_names_from_the_config(meta, tmp_path):
@@ -755,13 +759,13 @@ def kinds():
     )
 
 
-@pytest.mark.parametrize(("kind", "load"), kinds())
+@pytest.mark.parametrize(("kind", "load"), list(kinds()))
 @FUZZ
 @given(text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "hi", " ", "\n", "é", '"', "a b"]), max_size=6))
 def test_what_a_user_says_is_no_special_token(tmp_path_factory, sp_protos, kind, load, text):
     """Its ids are those of the text as plain text between the template's special tokens, merged with its text."""
     text = "".join(text)
-    config = {"chat_template": TRIMMED}
+    config = {"chat_template": TRIMMED, "eos_token": "<|im_end|>"}
     ours = (
         LOADED.setdefault(kind, load(tmp_path_factory.mktemp("chat"), sp_protos["llama"], config))
         if kind not in LOADED
@@ -783,7 +787,7 @@ LOADED: dict = {}
 
 
 def test_a_template_that_changes_what_is_said(tmp_path):
-    ours = load_json(tmp_path, llama3(), tokenizer_config={"chat_template": LOUD})
+    ours = load_json(tmp_path, llama3(), tokenizer_config={"chat_template": LOUD, "eos_token": "<|im_end|>"})
     plain = [{"role": "user", "content": "it is <b>late</b>"}]
     assert ours.encode_chat(plain) == ours.encode("<|im_start|>IT IS <B>LATE</B><|im_end|>", bos=False)
     with pytest.raises(InputError, match="a message holds the special token '<.im_end.>'.*remove it"):

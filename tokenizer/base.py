@@ -128,13 +128,13 @@ class Tokenizer:
 
     # ---- chats ----
 
-    def apply_chat_template(self, messages: list[dict], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def apply_chat_template(self, messages: list[dict], /, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it.
         variables: further ones of the template, as enable_thinking=False. InputError if it reads none of that name."""
         given = self.names | variables | {"add_generation_prompt": add_generation_prompt}
         return chat.render(self.where, self.template(), messages, given, variables)
 
-    def encode_chat(self, messages: list[dict], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: list[dict], /, **variables: Any) -> list[int]:
         """The ids of a conversation, ready for the answer. What a message's content says is text: the name of a special
         token in it is no special token. InputError if one is there and the template changes contents, so that they
         cannot be found in its output."""
@@ -143,8 +143,8 @@ class Tokenizer:
         if parts is None:
             for content in chat.contents(messages):
                 if found := self._special_pattern.search(content):
-                    raise InputError(f"{self.where}: a message holds the special token {found[1]!r}, and the chat "
-                                     "template changes it, so that it cannot be told from its own: remove it")  # fmt: skip
+                    said = f"a message holds the special token {found[1]!r}, and the chat template changes it"
+                    raise InputError(f"{self.where}: {said}, so that it cannot be told from its own: remove it")
             return self.encode(text, bos=False)
         hidden = "".join("\0" * len(part) if i % 2 else part for i, part in enumerate(parts))
         own = list(self._special_pattern.finditer(hidden))

@@ -173,13 +173,16 @@ def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
         add([token])
         if id is not None and (found := engine.token_to_id(token.content)) != id:
             raise folder.error("", f"added token {token.content!r} has id {id}, but {found} in the vocabulary")
+    stops = folder.stop_ids()
+    ends = [token.content for id, token in engine.get_added_tokens_decoder().items() if id in stops]
+    engine.add_special_tokens(ends)  # no text of a user ends a turn
     around = engine.encode("a")
     start = next((i for i, special in enumerate(around.special_tokens_mask) if not special), len(around.ids))
     if any(around.special_tokens_mask[start:]):
         raise folder.error("tokenizer.json", "post_processor would end every prompt with a special token; remove it")
     names = folder.special_names(bos=engine.id_to_token(around.ids[0]) if start else None)
     adds_bos = folder.adds_bos(start > 0)
-    tokenizer = LibraryTokenizer(engine, folder.path, names, folder.stop_ids(), adds_bos, folder.chat_template)
+    tokenizer = LibraryTokenizer(engine, folder.path, names, stops, adds_bos, folder.chat_template)
     if adds_bos and start:  # it may be more than bos
         tokenizer.prefix = around.ids[:start]
     return tokenizer

@@ -22,9 +22,9 @@ TEKKEN_SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS
                   "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]",
                   "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
                   "[TOOL_CONTENT]"]  # fmt: skip
-# The same as Llama 3's and Tekken's alternative for newlines, but on a million blanks it does not run into the limit of
-# tiktoken's regular expressions, which look back.
-NEWLINES, NEWLINES_LINEAR = r"\s*[\r\n]+", r"(?:[^\S\r\n]*+[\r\n]++)++"
+# Two alternatives of Llama 3's and Tekken's patterns, and the same ones with fewer ways back: of a million blanks
+# there are more than tiktoken's regular expressions take.
+LINEAR = {r"\s*[\r\n]+": r"(?:[^\S\r\n]*+[\r\n]++)++", r"\s+(?!\S)": r"(?:\s{100}(?=\s\s))*+\s+(?!\S)"}
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -49,9 +49,9 @@ class TiktokenTokenizer(Tokenizer):
         self.pieces = {rank: data for data, rank in ranks.items()}
         self.pieces |= {id: b"" if token.special else token.content.encode() for id, token in special.items()}
         self.vocab_size = max(self.pieces) + 1
-        self.bpe = tiktoken.Encoding(
-            name, pat_str=pattern.replace(NEWLINES, NEWLINES_LINEAR), mergeable_ranks=ranks, special_tokens={}
-        )
+        for alternative, linear in LINEAR.items():
+            pattern = pattern.replace(alternative, linear)
+        self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         stop_ids = folder.stop_ids()
         if not folder.config:  # its own folder says nowhere where a turn ends
             stop_ids |= {self.special_ids[t] for t in turn_ends if t in self.special_ids}

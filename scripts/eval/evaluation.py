@@ -26,7 +26,7 @@ from engine import pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
-from runtime import TINY, add_precision
+from runtime import TINY, add_calibration, add_precision
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks
 from tokenizer import load_tokenizer
 
@@ -48,7 +48,7 @@ class Shared(KVMethod):
         with once(evicting, "prefill_attention_mass"), once(evicting, "last_mass"):
             for m in self.members:
                 m.fill(q, k, q_rot, k_rot, v, lengths)
-        return prefill_attention(q_rot, k_rot, v, self.shape.window)
+        return prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
 
 
 @contextlib.contextmanager
@@ -280,6 +280,7 @@ def parse_flags(p: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--device")
     add_precision(p)
+    add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
     a("--out", help=f"result file, e.g. results/{name}.json; written after every batch")
