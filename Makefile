@@ -3,7 +3,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-real lint clean
 
 # A stamp for each set of requirements: an interrupted install leaves none, and is done again.
 .venv/runtime: requirements.txt
@@ -25,6 +25,10 @@ test: .venv/dev
 
 test-all: .venv/dev
 	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+
+# Published files that other packages ship: tests/test_real_files.py says how to get them.
+test-real: .venv/dev
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m real
 
 lint: .venv/dev
 	.venv/bin/ruff check .

@@ -70,7 +70,7 @@ def gguf_layouts(path: str | Path | GGUFFile) -> Held:
     rest = {t.name: t.type for t in file.tensors.values() if t.type not in (F32, F16, BF16, *LAYOUTS)}
     kinds = ", ".join(sorted({type_name(t) for t in rest.values()}))
     note = f"{len(rest)} tensors are of {kinds}, which no codes of 4 or 8 bits hold exactly: held unpacked"
-    return {_hf_name(file, name, n_layer): layout for name, layout in found.items()}, note if rest else None
+    return {hf_name(file, name, n_layer): layout for name, layout in found.items()}, note if rest else None
 
 
 def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Codes]]:
@@ -80,7 +80,7 @@ def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Co
     for name in file.tensors:
         if name == "rope_freqs.weight":  # is in the config
             continue
-        t, hf = _tensor(file, name), _hf_name(file, name, config["num_hidden_layers"])
+        t, hf = _tensor(file, name), hf_name(file, name, config["num_hidden_layers"])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(hf.split(".")[-2])
         if heads and config["model_type"] == "llama":
             n, D = config[heads], config["head_dim"]
@@ -95,7 +95,8 @@ def _open(path: str | Path | GGUFFile) -> GGUFFile:
     return path if isinstance(path, GGUFFile) else GGUFFile(path)
 
 
-def _hf_name(file: GGUFFile, name: str, n_layer: int) -> str:
+def hf_name(file: GGUFFile, name: str, n_layer: int) -> str:
+    """Hugging Face's name of a tensor. InputError if the model has none such."""
     if name in NAMES:
         return NAMES[name]
     m = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", name)
