@@ -12,7 +12,7 @@ def target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent):
     """How many slots row b, head h is to choose, and the last slot that may be chosen."""
     want, last = tl.load(wanted + b * wanted_row + h * wanted_head), T - 1
     if pos is not None:
-        last = tl.minimum(tl.load(pos + b), T - 1).to(tl.int32)
+        last = tl.maximum(tl.minimum(tl.load(pos + b), T - 1), -1).to(tl.int32)  # -1: no slot is filled yet
         want = tl.minimum(tl.maximum(want, tl.minimum(sinks + recent, last + 1)), last + 1)
     return tl.maximum(tl.minimum(want, K), 0).to(tl.int32), last
 

@@ -99,14 +99,14 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
-def _coordinates(x, third, params, slot, inside, r, R: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
+def _coordinates(x, third, pairs, slot, inside, r, R: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
                  DTYPE: tl.constexpr):  # fmt: skip
     """Coordinates r.. r + C of tokens in rows `slot` [N] -> [N, C]."""
     if BITS == 16:
         c = r + tl.arange(0, C)
         return tl.load(x + slot[:, None] * R + c, mask=inside[:, None] & (c < R), other=0.0)
     else:
-        s, z = scale_zero(tl.load(params + slot, mask=inside, other=0))
+        s, z = scale_zero(tl.load(pairs + slot, mask=inside, other=0))
         words = load_words(x, third, slot, inside, r // 8 + tl.arange(0, C // 8), R, BITS)
         return unpack_units(words, s[:, None], z[:, None], None, BITS, DTYPE)
 

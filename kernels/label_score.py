@@ -83,8 +83,8 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
 
 @triton.jit
 def _label_score(
-    q, labels, params, pos, out,
-    label_row, label_head, param_row, param_head, out_row, out_head, H, T,
+    q, labels, pairs, pos, out,
+    label_row, label_head, pair_row, pair_head, out_row, out_head, H, T,
     R: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens). A token's labels are W integers of 4 bytes, or of 1 if that is odd.
@@ -100,7 +100,7 @@ def _label_score(
     slot = t.to(tl.int64)
     at = labels + b * label_row + h * label_head + slot[:, None] * W + w
     words = tl.load(at, mask=(t[:, None] < n) & (w < W), other=0).to(tl.int32)
-    both = tl.load(params + b * param_row + h * param_head + slot, mask=t < n, other=0)  # fp16 scale, then zero
+    both = tl.load(pairs + b * pair_row + h * pair_head + slot, mask=t < n, other=0)  # fp16 scale, then zero
     upper = words >> 24
     score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
     for i in tl.static_range(R // W):
@@ -136,8 +136,8 @@ def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, po
 
 @triton.jit
 def _store_labels(
-    k, channels, start, labels, params,
-    k_row, k_head, k_slot, label_row, label_head, param_row, param_head, H, S,
+    k, channels, start, labels, pairs,
+    k_row, k_head, k_slot, label_row, label_head, pair_row, pair_head, H, S,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens)."""
@@ -165,7 +165,7 @@ def _store_labels(
     W: tl.constexpr = R // PER
     to = labels + b * label_row + h * label_head + slot[:, None] * W + w
     tl.store(to, packed.to(tl.uint8), mask=(s[:, None] < S) & (w < W))
-    to = params + b * param_row + h * param_head + slot * 2
+    to = pairs + b * pair_row + h * pair_head + slot * 2
     tl.store(to, scale, mask=s < S)
     tl.store(to + 1, zero, mask=s < S)
 

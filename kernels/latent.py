@@ -192,27 +192,27 @@ def _move(new, ring, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST
 
 
 @triton.jit
-def _move_coded(new, ring, ring_params, v, params, first, GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr):
+def _move_coded(new, ring, ring_pairs, v, pairs, first, GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr):
     """The same of groups of 32 channels, from `first` on: 8 words of 8-bit codes in the ring, BITS words in v."""
     g, w, bits, c = first + tl.arange(0, PART), tl.arange(0, 8), tl.arange(0, BITS), tl.arange(0, 32)
     real = g[:, None] < GROUPS
     come = tl.load(new + g[:, None] * 32 + c, mask=real, other=0.0).to(tl.float32)
     words = tl.load(ring + g[:, None] * 8 + w, mask=real, other=0)
-    scale, zero = scale_zero(tl.load(ring_params + g, mask=g < GROUPS, other=0))
+    scale, zero = scale_zero(tl.load(ring_pairs + g, mask=g < GROUPS, other=0))
     tl.debug_barrier()
     codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
     # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one
     words, pair = encode_groups(codes * scale[:, None] + zero[:, None], BITS)
     tl.store(v + g[:, None] * BITS + bits, words, mask=real)
-    tl.store(params + g, pair, mask=g < GROUPS)
+    tl.store(pairs + g, pair, mask=g < GROUPS)
     words, pair = encode_groups(come, 8)
     tl.store(ring + g[:, None] * 8 + w, words, mask=real)
-    tl.store(ring_params + g, pair, mask=g < GROUPS)
+    tl.store(ring_pairs + g, pair, mask=g < GROUPS)
 
 
 @triton.jit
 def _append(
-    latents, values, pos, ring_k, ring_v, ring_params, lead, rest, v, params, value_row, R, T,
+    latents, values, pos, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, value_row, R, T,
     RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -232,8 +232,8 @@ def _append(
         _move(values, ring_v + slot * WIDTH, to, to, i, WIDTH, WIDTH, 0)
     else:
         first = (part - LATENT_PARTS) * (PART // 32)
-        _move_coded(values, ring_v + slot * GROUPS * 8, ring_params + slot * GROUPS, v + left * GROUPS * BITS,
-                    params + left * GROUPS, first, GROUPS, BITS, PART // 32)  # fmt: skip
+        _move_coded(values, ring_v + slot * GROUPS * 8, ring_pairs + slot * GROUPS, v + left * GROUPS * BITS,
+                    pairs + left * GROUPS, first, GROUPS, BITS, PART // 32)  # fmt: skip
 
 
 def _append_launch(

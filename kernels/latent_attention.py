@@ -129,7 +129,7 @@ def _expand(
 
 @triton.jit
 def _attend(
-    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, params, cos, sin, h, rank0, rank1,
+    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, pairs, cos, sin, h, rank0, rank1,
     WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -141,9 +141,9 @@ def _attend(
     if BITS < 16:
         u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
         unit = slot[:, None] * (WIDTH // 8) + h * (D // 8) + u
-        pair = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
+        at = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
         words = tl.load(v + unit, mask=inside[:, None] & (u < D // 8), other=0)
-        pairs = tl.load(params + pair, mask=inside[:, None] & (e < D // 32), other=0)
+        both = tl.load(pairs + at, mask=inside[:, None] & (e < D // 32), other=0)
 
     keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     keys = _expand(keys, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
@@ -164,7 +164,7 @@ def _attend(
     new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
     p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)
     if BITS < 16:
-        values = unpack_tile(words, pairs, None, BITS, q.dtype.element_ty)
+        values = unpack_tile(words, both, None, BITS, q.dtype.element_ty)
     else:
         values = tl.load(v + slot[:, None] * WIDTH + h * D + d, mask=inside[:, None] & (d < D), other=0.0)
     y = dot(tl.trans(values), p.to(values.dtype), y * shrink[None, :])
@@ -173,7 +173,7 @@ def _attend(
 
 @triton.jit
 def _latent_attention(
-    q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos, idx, count, cos, sin, part, lse,
+    q, basis, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, pos, idx, count, cos, sin, part, lse,
     q_row, q_head, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     RING_BITS: tl.constexpr, BITS: tl.constexpr,
@@ -210,7 +210,7 @@ def _latent_attention(
         inside = block * BLOCK_N + n < in_ring
         slot = b * R + tl.where(inside, token, 0) % R
         top, total, y = _attend(
-            q, q_head, g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_params,
+            q, q_head, g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
             cos, sin, h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
@@ -221,7 +221,7 @@ def _latent_attention(
             token = tl.load(idx + b * idx_row + token, mask=inside, other=0).to(tl.int32)
         slot = b * T + token
         top, total, y = _attend(
-            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, params, cos, sin, h,
+            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, h,
             lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 

@@ -123,7 +123,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _quantize(
-    x, mean, alpha, packed, params, n, heads, tokens, x_row, x_head, x_token,
+    x, mean, alpha, packed, pairs, n, heads, tokens, x_row, x_head, x_token,
     D: tl.constexpr, BITS: tl.constexpr, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK of the n groups of 32 channels, in the order of x [rows, heads, tokens, D]: one int32 each of scale and
@@ -144,7 +144,7 @@ def _quantize(
     word, pair = encode_groups(v, BITS)
     w, group = tl.arange(0, BITS), group.to(tl.int64)
     tl.store(packed + group[:, None] * BITS + w, word, mask=inside)
-    tl.store(params + group, pair, mask=group < n)
+    tl.store(pairs + group, pair, mask=group < n)
 
 
 def launch(

@@ -177,12 +177,12 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 @triton.jit
 def _unpacked(
-    packed, third, params, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    packed, third, pairs, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Tokens quantized by themselves, [N, 8 * U]."""
     real = inside[:, None] & (u < D // 8)
-    s, z = scale_zero(tl.load(params + slot[:, None] * (D // GROUP) + u // (GROUP // 8), mask=real, other=0))
+    s, z = scale_zero(tl.load(pairs + slot[:, None] * (D // GROUP) + u // (GROUP // 8), mask=real, other=0))
     return unpack_units(load_words(packed, third, slot, inside, u, D, BITS), s, z, None, BITS, DTYPE)
 
 

@@ -82,10 +82,10 @@ def rotated_logits(
 
 
 @triton.jit
-def scale_zero(params):
+def scale_zero(pairs):
     """int32 that hold two fp16 numbers -> scale, zero in fp32."""
-    scale = (params & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    zero = (params >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    zero = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return scale.to(tl.float32), zero.to(tl.float32)
 
 
@@ -118,11 +118,11 @@ def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYP
 
 
 @triton.jit
-def unpack_tile(word, params, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def unpack_tile(word, pairs, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order."""
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
-    s, z = scale_zero(tl.reshape(tl.broadcast_to(params[:, :, None], [N, U // 4, 4]), [N, U]))
+    s, z = scale_zero(tl.reshape(tl.broadcast_to(pairs[:, :, None], [N, U // 4, 4]), [N, U]))
     return unpack_units(word, s, z, codes, BITS, DTYPE)
 
 

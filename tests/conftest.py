@@ -41,6 +41,15 @@ def _rounded():
     InterpreterBuilder.cast_impl = cast
 
 
+@pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
+def addresses():
+    """Every interpreted kernel, in any test: what it loads and stores lies in the tensors that it was launched with."""
+    from scripts.report.addresses import watched
+
+    with watched() as seen:
+        yield seen
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

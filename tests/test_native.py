@@ -1375,6 +1375,6 @@ def test_other_instruction_sets(march, level, fresh, monkeypatch):
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 4)
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 2)
     for bits, rows in product((16, 8, 4), (1, 2, 3, 7, 20, 40)):
-        check_product(rows, rows, 37, 192, bits, 192 if bits == 16 else 64, bits == 8, True, torch.float32, "")
+        check_product(rows, rows, 37, 192, bits, 192 if bits == 16 else 64, "zeros", True, torch.float32, "")
     for kind in ("normal", "few values", "infinities", "zeros of both signs"):
         budget_is_brute_force(0, 1, 2, 4500, kind, 300, False, [300], 2, 3, [4499])

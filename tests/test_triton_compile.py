@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from errors import InputError
 from scripts.report import kernel_report
@@ -106,6 +113,49 @@ def test_a_file_of_kernels_without_an_entry_is_an_error(tmp_path, monkeypatch):
         list(kernel_files([]))
     (tmp_path / "newest.py").write_text(LAUNCHING.replace("_kernel[(1,)](x)", ""))
     assert list(kernel_files([])) == [], "functions that kernels share are none"
+
+
+# ---- the launcher ----
+
+
+class Card:
+    """What Triton asks of a driver before it launches: an H100 that is not there."""
+
+    get_current_device = get_current_stream = staticmethod(lambda *device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Arguments go through what Triton generates for a kernel's launch; nothing is compiled."""
+    monkeypatch.setattr(driver, "_active", Card())
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda *args: None)
+    return lambda kernel, *args: JITFunction(kernel.fn).run(*args, grid=(1,), warmup=True, num_warps=4)
+
+
+@triton.jit
+def unlaunchable(x, params):
+    tl.store(x, params)
+
+
+def test_a_name_that_the_launcher_takes_is_found(launcher):
+    """It is a function of the kernel's arguments, with locals of its own, which neither the interpreter nor a
+    compilation ahead of time has."""
+    with pytest.raises(TypeError, match="failed to specialize"):
+        launcher(unlaunchable, MockTensor(torch.float32), MockTensor(torch.float32))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_kernel_can_be_launched(path, launcher):
+    """Those that kernels call, too: one of them is soon a kernel."""
+    module = importlib.import_module(f"kernels.{path.stem}")
+    for name, kernel in vars(module).items():
+        if isinstance(kernel, KernelInterface) and kernel.fn.__module__ == module.__name__:
+            params = JITFunction(kernel.fn).params
+            try:
+                launcher(kernel, *(2 if p.is_constexpr else MockTensor(torch.float32) for p in params))
+            except TypeError as e:
+                pytest.fail(f"{path.name}: {name} cannot be launched: {e}")
 
 
 # ---- what the report calls a problem ----

@@ -455,7 +455,7 @@ def test_a_gguf_says_what_its_folder_says(as_gguf):
     want, got = ([(c.text, c.tokens) for c in llm.generate(prompts, max_new_tokens=24)] for llm in llms)
     assert got == want and len(got[0][1]) == 24
     llms[1].use("sals")
-    with pytest.raises(InputError, match=r"no place.*Hugging Face folder"):
+    with pytest.raises(InputError, match=r"calibrate.py --checkpoint"):
         llms[1].generate("import os", max_new_tokens=2)
 
 
@@ -658,7 +658,6 @@ def test_what_quantize_refuses_is_one_line(folder, tmp_path):
         ((folder, folder), "is there already"),
         ((folder, tmp_path / "a" / "b"), "is no folder"),
         ((tmp_path / "none", tmp_path / "out"), "not found"),
-        ((folder, tmp_path / "out", "--weights", "bf16"), "give int4 or int8"),
         ((folder, tmp_path / "out", "--weights", "int4:128"), "no groups of 128"),
     ):
         with pytest.raises(InputError, match=says):

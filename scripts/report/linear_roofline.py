@@ -11,6 +11,7 @@ Every product, the head's, too, has the same weights, in groups of 32. Left out:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -78,10 +79,27 @@ def predict(form: str, M: int, out: int, n: int, loops: dict[tuple[Any, ...], in
     )
 
 
+def print_table(rows: list[dict[str, Any]], totals: list[dict[str, Any]]) -> None:
+    """The rows of products, and a line a total."""
+    lines: list[tuple[str, ...]] = [
+        ("weights", "rows", "product", "programs", "instr/weight", "bound", "us", "bf16 us")
+    ]
+    for r in rows:
+        numbers = (f"{r['instructions_a_weight']:.2f}", r["bound"], f"{r['seconds'] * 1e6:.1f}")
+        head = (r["weights"], str(r["rows"]), r["product"], str(r["programs"]))
+        lines.append((*head, *numbers, f"{r['bf16_seconds'] * 1e6:.1f}"))
+    print("Predicted, H100, not measured\n" + aligned(lines))
+    for t in totals:
+        print(
+            f"{t['weights']}, rows {t['rows']}: {t['seconds'] * 1e3:.2f} ms a step, bf16 {t['bf16_seconds'] * 1e3:.2f}"
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", default="1,8,64", help="rows of x (default: %(default)s)")
     p.add_argument("--out", help="write the table as JSON")
+    p.add_argument("--json", action="store_true", help="print the table as JSON, nothing else")
     a = p.parse_args(argv)
     check_out(a.out)
     loops: dict[tuple[Any, ...], int] = {}
@@ -103,18 +121,10 @@ def main(argv: list[str] | None = None) -> None:
             rows += every
             sums = {k: sum(r["count"] * r[k] for r in every) for k in ("seconds", "bf16_seconds")}
             totals.append(dict(weights=form, rows=M, **sums))
-    lines: list[tuple[str, ...]] = [
-        ("weights", "rows", "product", "programs", "instr/weight", "bound", "us", "bf16 us")
-    ]
-    for r in rows:
-        numbers = (f"{r['instructions_a_weight']:.2f}", r["bound"], f"{r['seconds'] * 1e6:.1f}")
-        head = (r["weights"], str(r["rows"]), r["product"], str(r["programs"]))
-        lines.append((*head, *numbers, f"{r['bf16_seconds'] * 1e6:.1f}"))
-    print("Predicted, H100, not measured\n" + aligned(lines))
-    for t in totals:
-        print(
-            f"{t['weights']}, rows {t['rows']}: {t['seconds'] * 1e3:.2f} ms a step, bf16 {t['bf16_seconds'] * 1e3:.2f}"
-        )
+    if a.json:
+        print(json.dumps(dict(rows=rows, totals=totals)))
+    else:
+        print_table(rows, totals)
     if a.out:
         assumed = dict(bandwidth=BANDWIDTH, launch=LAUNCH, sms=SMS, clock=CLOCK, issue=ISSUE, tensor=TENSOR)
         write_json(a.out, record("cpu", prediction=True, rows=rows, totals=totals, assumed=assumed))

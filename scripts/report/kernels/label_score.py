@@ -9,8 +9,8 @@ from scripts.report.kernels import Aot
 
 def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     """Scores from a quarter of the channels; labels of a prompt and of one token."""
-    R, score = head_dim // 4, ("label_row", "label_head", "param_row", "param_head", "out_row", "out_head")
-    types = dict(q="*fp32", labels="*i32", params="*i32", pos="*i64", out="*fp32", H="i32", T="i32:16")
+    R, score = head_dim // 4, ("label_row", "label_head", "pair_row", "pair_head", "out_row", "out_head")
+    types = dict(q="*fp32", labels="*i32", pairs="*i32", pos="*i64", out="*fp32", H="i32", T="i32:16")
     types |= dict.fromkeys(score, "i64:16")
     out: list[Aot] = []
     for bits in (4, 2):
@@ -18,10 +18,8 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         sizes = dict(R=R, BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED)
         signature = types | dict.fromkeys(sizes, "constexpr")
         out.append((f"label score, {bits} bits", _label_score, signature, sizes, dict(num_warps=WARPS, num_stages=1)))
-    types = dict(k="*bf16", channels="*i64", start="*i64", labels="*u8", params="*fp16", H="i32", S="i32")
-    types |= dict.fromkeys(
-        ("k_row", "k_head", "k_slot", "label_row", "label_head", "param_row", "param_head"), "i64:16"
-    )
+    types = dict(k="*bf16", channels="*i64", start="*i64", labels="*u8", pairs="*fp16", H="i32", S="i32")
+    types |= dict.fromkeys(("k_row", "k_head", "k_slot", "label_row", "label_head", "pair_row", "pair_head"), "i64:16")
     for name, block in (("prompt", STORED), ("token", 1)):
         sizes = dict(R=R, BITS=4, BLOCK_W=triton.next_power_of_2(R // 2), BLOCK_S=block)
         signature = types | dict.fromkeys(sizes, "constexpr")

@@ -15,9 +15,9 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     for name, share, bits in PRESETS:
         ranks = dict(LEAD=width // share // 2, REST=width // share // 2)
         types = dict.fromkeys(_append.arg_names, "*bf16") | dict(pos="*i64", value_row="i64:16", R="i32:16", T="i32:16")
-        types |= dict.fromkeys(() if bits == 16 else ("ring_v", "ring_params", "v", "params"), "*i32")
+        types |= dict.fromkeys(() if bits == 16 else ("ring_v", "ring_pairs", "v", "pairs"), "*i32")
         sizes: dict[str, Any] = ranks | dict(RING_RANK=width // 2, WIDTH=width, BITS=bits, PART=PART)
-        sizes |= dict.fromkeys(("ring_params", "params") if bits == 16 else ())
+        sizes |= dict.fromkeys(("ring_pairs", "pairs") if bits == 16 else ())
         entries.append((f"append, {name}", _append, types, sizes, dict(num_warps=APPEND_WARPS, num_stages=1)))
     for name, share, dtype in (("sals-25", 4, "bf16"), ("sals-12.5", 8, "bf16"), ("sals-25 fp32", 4, "fp32")):
         types = dict.fromkeys(_project.arg_names, "i64:16") | dict(S="i32", tiles="i32", lengths="*i64")

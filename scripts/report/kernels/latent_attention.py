@@ -32,7 +32,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         types = dict.fromkeys(names, "i32") | dict.fromkeys(("q", "basis", "ring_k", "lead", "rest"), f"*{dtype}")
         types |= dict.fromkeys(("pos", "idx", "count"), "*i64") | dict.fromkeys(("cos", "sin", "part", "lse"), "*fp32")
         types |= dict.fromkeys(("ring_rank", "lead_rank", "rest_rank"), "i32:16")
-        types |= dict(ring_params="*i32", params="*i32", v=f"*{dtype}" if bits == 16 else f"*i{8 * bits}")
+        types |= dict(ring_pairs="*i32", pairs="*i32", v=f"*{dtype}" if bits == 16 else f"*i{8 * bits}")
         types |= dict(
             ring_v=f"*{dtype}" if bits == 16 else "*i64",
             idx_row="i64:16",
@@ -40,7 +40,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
             q_head="i64:16",
             table_row="i64:16",
         )
-        absent = (() if listed else ("idx", "count")) + (("ring_params", "params") if bits == 16 else ())
+        absent = (() if listed else ("idx", "count")) + (("ring_pairs", "pairs") if bits == 16 else ())
         constexprs |= dict.fromkeys(absent)
         types |= dict.fromkeys(constexprs, "constexpr")
         out.append((f"{name}, tiles of {block}", _latent_attention, types, constexprs, options))

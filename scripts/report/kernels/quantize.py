@@ -13,7 +13,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         ("values", 2, "bf16", False, False), ("values", 4, "bf16", False, False), ("values", 8, "bf16", False, False),
         ("values", 2, "fp32", False, False), ("keys", 2, "bf16", True, True), ("flushed keys", 2, "bf16", False, True),
     ):  # fmt: skip
-        types = dict(x=f"*{dtype}", mean="*fp32", alpha="*fp32", packed="*i32", params="*i32", n="i32:16")
+        types = dict(x=f"*{dtype}", mean="*fp32", alpha="*fp32", packed="*i32", pairs="*i32", n="i32:16")
         types |= dict(heads="i32", tokens="i32") | dict.fromkeys(("x_row", "x_head", "x_token"), "i64:16")
         constexprs: dict[str, Any] = dict(D=head_dim, BITS=bits, MAGNITUDE=alpha, BLOCK=BLOCK)
         constexprs |= {x: None for x, given in (("mean", mean), ("alpha", alpha)) if not given}

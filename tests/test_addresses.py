@@ -1,0 +1,52 @@
+"""No kernel loads or stores outside of its tensors, where lengths are least alike: a GPU would not say so.
+
+tests/conftest.py has the interpreted kernels of every test watched; here are the cases that reach for the edges.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+import torch
+from sampled import sampled
+from test_contract import METHODS
+
+from kernels.backend import tl, triton
+from scripts.report.addresses import BLOCKS, edges
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="natively, nothing is watched")
+
+
+@triton.jit
+def shifted(x, y, n, BY: tl.constexpr, STORE: tl.constexpr):
+    i = tl.arange(0, 16)
+    tl.store(y + i + STORE, tl.load(x + i + BY, mask=i < n, other=0.0), mask=i < n)
+
+
+@pytest.mark.parametrize(
+    "by, store, n, wrong",
+    [(0, 0, 16, None), (1, 0, 15, None), (-1, 0, 1, "loads .* at byte -4 of one of 64"), (1, 0, 16, "loads .* 64 of")]
+    + [(0, 1, 16, "1 of the addresses that it stores .* at byte 64 of one of 64")],
+)
+def test_what_is_masked_in_lies_in_a_tensor(by, store, n, wrong):
+    x, y = torch.zeros(3, 16)[1], torch.zeros(16)
+    x = x.clone()  # a storage of its own
+    if wrong is None:
+        shifted[(1,)](x, y, n, BY=by, STORE=store)
+    else:
+        with pytest.raises(Exception, match=wrong):
+            shifted[(1,)](x, y, n, BY=by, STORE=store)
+
+
+# in every run the two that ask a selection for slots up to a position before the first one; whole rows and the other
+# methods' own kernels are in tests/test_triton_contract.py
+OFTEN = [("sals", "chunks"), ("double_sparsity_offload", "chunks")]
+
+
+@pytest.mark.parametrize("name, blocks", sampled(product(METHODS, BLOCKS), OFTEN))
+def test_edges(name, blocks, monkeypatch):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    if sum(edges(name, blocks).addresses.values()) == 0:
+        pytest.skip("no kernels of its own")
