@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import HIP, tl, triton, use_native, use_triton
 from kernels.bisection import (
     HIGH,
     LOW,
@@ -361,7 +361,7 @@ def select(
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, *strides, H, T, width, k, sinks, recent, size,
-            **reading | taking, num_warps=WARPS, maxnreg=ALONE_REGISTERS,
+            **reading | taking, num_warps=WARPS, **({} if HIP else dict(maxnreg=ALONE_REGISTERS)),
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)

@@ -82,7 +82,11 @@ def compile_kernel(
         constexprs,
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    return needs(triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options), cc)
+
+
+def needs(compiled: Any, cc: int) -> dict[str, Any]:
+    """What a compiled kernel needs, from its machine code: as `compile_kernel` says."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
