@@ -1,20 +1,24 @@
 """One pass over text -> calibration.safetensors: what the methods want to know about a model, beside its weights.
 
     python calibrate.py --checkpoint models/tiny                  # default text: English and Python on this machine
+    python calibrate.py --checkpoint m.gguf                       # writes m.calibration.safetensors beside it
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
     python calibrate.py --checkpoint CKPT --method sals mine      # what these need; what the file has of others is kept
+    python calibrate.py --checkpoint CKPT --calibration F         # another place, for a folder that cannot be written
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
 
 A method's file declares its statistics (cache/statistic.py); without --method those of all methods are measured, the
-ones in the folders of KV_FAST_METHODS too. Ctrl-C keeps what is done in a .partial file, and the same command continues
-from it; the result is written under another name and renamed.
+ones in the folders of KV_FAST_METHODS too. Ctrl-C ends within seconds and keeps what is done in .partial files, from
+which the same command continues, to the same result bit for bit; it is written under another name and renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
-import os
+import random
 import signal
 import sys
 import time
@@ -25,44 +29,69 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from cache.calibration import FILE, VERSION, Calibration, LayerTokens, Sums, collect, fingerprint, repeated_sums
+from cache.calibration import (
+    VERSION,
+    Calibration,
+    LayerTokens,
+    Sums,
+    beside,
+    collect,
+    fingerprint,
+    of_model,
+    repeated_tokens,
+    write_tensors,
+)
 from cache.channels import read_channels, shared
 from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
 from checkpoint import args_from_hf, load_checkpoint
-from corpus import collect as read_corpus
+from corpus import shuffled
+from engine import read_tokenizer
 from errors import InputError, Parser, run_cli
-from formats.shards import read_object as read_json
+from formats import open_checkpoint
 from model import ModelArgs, Transformer
-from runtime import DTYPES, TINY, add_weights, pick_device, read_text
-from tokenizer import load_tokenizer
+from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
 from weights import WeightFormat
 
-PARTIAL = "calibration.partial.safetensors"
+SAMPLES, RANDOM = 20, 2500  # sequences of text, random tokens (RazorAttention, Sec. 3.3)
+QUICK_SAMPLES, QUICK_RANDOM = 4, 256
 SAVE_EVERY = 60  # seconds
 
 
 # ---- the pass ----
 
 
-def layer_tokens(model: Transformer) -> LayerTokens:
-    """Teacher forcing of tokens [1, S], layer by layer."""
+def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) -> LayerTokens:
+    """Teacher forcing of tokens [1, S], layer by layer; or from layer `first` on, whose input is x [1, S, dim]."""
 
     @torch.inference_mode()
     def run(tokens: Tensor) -> Iterator[Tokens]:
-        tokens = tokens.to(model.device)
         cos, sin = model.rope_tables(tokens.shape[1])
-        for i, (block, x) in enumerate(zip(model.layers, model.hidden_states(tokens), strict=False)):
-            x = block.attention_norm(x)
+        into: Any = model.embed(tokens.to(model.device)) if x is None else x.to(model.device)
+        for i in range(first, model.args.n_layer):
+            block, seen = model.layers[i], list[Tensor]()
+            dense = block.attention.uncached(cos, sin)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, seen: list = seen, dense: Any = dense) -> Tensor:
+                seen += (q, k, v)
+                return dense(q, k, v)
+
+            normed, after = block.attention_norm(into), None
+            if i + 1 < model.args.n_layer:
+                after = block(into, attend)
+            else:
+                seen += block.attention.qkv(normed)
             biases: Sequence[Tensor] = ()  # a norm of keys behind the projection leaves no bias to take off
             if block.attention.wqkv.bias is not None and not model.args.qk_norm:
                 heads = block.attention.wqkv.bias.float().view(-1, model.args.head_dim)
                 biases = heads[model.args.n_head :].chunk(2)
-            yield Tokens(i, *(t[0] for t in (x, *block.attention.qkv(x), cos, sin)), *biases)
+            tokens_of_layer = Tokens(i, *(t[0] for t in (normed, *seen, cos, sin)), *biases)
+            tokens_of_layer.after = after
+            yield tokens_of_layer
+            into = after
 
     return run
 
@@ -86,21 +115,35 @@ def calibrate(
 # ---- text ----
 
 
-def default_text(tokenizer: Any) -> np.ndarray:
-    """English and Python that is on every machine, without the held-out documents of the evaluations."""
-    docs = [d for d in read_corpus(progress=True) if not d.held_out]
-    rng = np.random.default_rng(0)
-    picked = [docs[i] for i in rng.permutation(len(docs))]
-    ids: list[int] = []
-    for d in tqdm(picked, desc="tokens"):
-        ids += tokenizer.encode(d.text, bos=True)
-        if len(ids) > 4_000_000:
-            break
-    return np.array(ids)
+def endless(kind: str, seed: int) -> Iterator[str]:
+    """Texts of a kind that are on this machine, those of evaluations left out, in an order of their own each time."""
+    for again in itertools.count(seed):
+        doc = None
+        for doc in shuffled(kind, again):
+            yield doc.text
+        if doc is None:
+            raise InputError("no Python library with its sources is on this machine: give --data")
 
 
-def tokens_of(tokenizer: Any, files: list[str]) -> np.ndarray:
-    return np.array([i for file in files for i in tokenizer.encode(read_text(file), bos=True)])
+def default_text(tokenizer: Any, samples: int, seq_len: int, seed: int) -> np.ndarray:
+    """Windows [samples, seq_len] of code and English, by turns, that are on every machine; no more is tokenized."""
+    rng, texts = random.Random(seed), [endless(kind, seed) for kind in ("code", "prose")]
+    rows = []
+    for i in tqdm(range(samples), desc="tokens", unit="seq"):
+        ids: list[int] = []
+        while (missing := seq_len - len(ids)) > 0:
+            text, most = next(texts[i % 2]), 8 * missing  # characters: more than so many tokens have, as a rule
+            if len(text) > most:  # from the beginning of a line on
+                start = text.find("\n", rng.randrange(len(text) - most)) + 1
+                text = text[start : start + most]
+            ids += tokenizer.encode(text, bos=True)[:missing]
+        rows.append(ids)
+    return np.array(rows)
+
+
+def windows_of(tokenizer: Any, files: list[str], samples: int, seq_len: int, seed: int) -> np.ndarray:
+    ids = np.array([i for file in files for i in tokenizer.encode(read_text(file), bos=True)])
+    return draw(ids, samples, seq_len, seed)
 
 
 def draw(ids: np.ndarray, samples: int, seq_len: int, seed: int) -> np.ndarray:
@@ -111,81 +154,156 @@ def draw(ids: np.ndarray, samples: int, seq_len: int, seed: int) -> np.ndarray:
     return np.stack([ids[s : s + seq_len] for s in starts])
 
 
+def digest(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()
+
+
 # ---- an interrupted pass ----
 
 
-def load_partial(path: Path, settings: dict, sums: Sums, device: torch.device | str = "cpu") -> int:
-    """Continue an interrupted pass if it had the same settings -> sequences done."""
-    try:
-        with safe_open(path, framework="pt") as f:
-            meta = json.loads((f.metadata() or {}).get("partial", "{}"))
-            if not isinstance(meta, dict) or meta.get("settings") != settings:
-                return 0
-            kept, tokens, done = {n: f.get_tensor(n).to(device) for n in meta["sums"]}, meta["tokens"], meta["done"]
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0
-    sums.sums, sums.tokens = kept, tokens
-    return done
+class Signals:
+    """Within it Ctrl-C and SIGTERM raise KeyboardInterrupt at once, but inside `whole`: there at its end."""
 
+    def __enter__(self) -> Signals:
+        self.held = self.late = False
+        self.before = {s: signal.signal(s, self._raise) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
-def save_partial(path: Path, settings: dict, sums: Sums, done: int) -> None:
-    tmp = path.with_name(path.name + ".tmp")
-    meta = json.dumps(dict(settings=settings, done=done, tokens=sums.tokens, sums=list(sums.sums)))
-    save_file({k: t.cpu() for k, t in sums.sums.items()}, tmp, metadata={"partial": meta})
-    os.replace(tmp, path)
+    def __exit__(self, *_: Any) -> None:
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
 
-
-def text_sums(
-    model: Transformer, windows: np.ndarray, statistics: Iterable[Statistic], partial: Path, settings: dict
-) -> Sums:
-    """Sums over windows [samples, seq_len], continued from a partial file and left in one by Ctrl-C."""
-    sums, run = Sums(statistics), layer_tokens(model)
-    done, samples = load_partial(partial, settings, sums, model.device), len(windows)
-    stop: list[int] = []
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, lambda number, frame: stop.append(number))
-    saved = time.time()
-    for i in tqdm(range(done, samples), initial=done, total=samples, desc="calibration", unit="seq"):
-        sums.add(run(torch.from_numpy(windows[i])[None]))
-        if stop or time.time() - saved > SAVE_EVERY:
-            save_partial(partial, settings, sums, i + 1)
-            saved = time.time()
-        if stop:
+    def _raise(self, *_: Any) -> None:
+        if not self.held:
             raise KeyboardInterrupt
-    return sums
+        self.late = True
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        self.held = True
+        yield
+        self.held = False
+        if self.late:
+            self.late = False
+            raise KeyboardInterrupt
+
+
+class Pass:
+    """Sums over sequences [N, S], layer by layer, continued from a partial file of the same settings.
+
+    done: sequences that are in the sums; of the next one, `layer` layers are, too, and x [1, S, dim] comes into the
+    one behind them.
+    """
+
+    def __init__(self, name: str, sequences: Tensor, statistics: Iterable[Statistic], path: Path, settings: dict):
+        self.name, self.sequences, self.path = name, sequences, path
+        self.sums, self.done, self.layer = Sums(statistics), 0, 0
+        self.x: Tensor | None = None
+        self.settings = settings | dict(statistics=sources(self.sums.statistics))
+
+    def load(self, device: torch.device | str = "cpu") -> None:
+        """What a partial file of these settings holds; nothing, if it cannot be read whole."""
+        try:
+            with safe_open(self.path, framework="pt") as f:
+                meta = json.loads((f.metadata() or {}).get("partial", "{}"))
+                if not isinstance(meta, dict) or meta.get("settings") != self.settings:
+                    return
+                kept = {n: f.get_tensor(n).to(device) for n in meta["sums"]}
+                done, layer, tokens = meta["done"], meta["layer"], meta["tokens"]
+                x = f.get_tensor("x") if layer else None
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
+            return
+        self.sums.sums, self.sums.tokens, self.done, self.layer, self.x = kept, tokens, done, layer, x
+
+    def save(self) -> None:
+        here = dict(done=self.done, layer=self.layer, tokens=self.sums.tokens, sums=list(self.sums.sums))
+        tensors = self.sums.sums | ({} if self.x is None else dict(x=self.x))
+        write_tensors(self.path, tensors, {"partial": json.dumps(dict(settings=self.settings) | here)})
+
+    def run(self, model: Transformer) -> Sums:
+        """All of it. KeyboardInterrupt, when the partial file is written, with a line that says what is kept."""
+        self.load(model.device)
+        n, N = model.args.n_layer, len(self.sequences)
+        saved = time.time()
+        with Signals() as signals, tqdm(total=N * n, initial=self.done * n + self.layer, desc=self.name,
+                                        unit="layer") as bar:  # fmt: skip
+            try:
+                while self.done < N:
+                    tokens = self.sequences[self.done][None]
+                    for t in layer_tokens(model, self.layer, self.x)(tokens):
+                        measured = self.sums.measure(t)
+                        with signals.whole():
+                            self.sums.put(measured)
+                            self.layer, self.x = t.layer + 1, t.after
+                            if self.layer == n:
+                                self.done, self.layer, self.x = self.done + 1, 0, None
+                                self.sums.tokens += tokens.numel()
+                        bar.update()
+                        if time.time() - saved > SAVE_EVERY:
+                            with signals.whole():
+                                self.save()
+                            saved = time.time()
+                with signals.whole():
+                    self.save()
+            except KeyboardInterrupt:
+                signals.held = True  # for good: the file is written, then it ends
+                if self.done or self.layer:
+                    self.save()
+                bar.close()
+                raise KeyboardInterrupt(self.kept()) from None
+        return self.sums
+
+    def kept(self) -> str:
+        """What is done, and how to go on."""
+        N = len(self.sequences)
+        if not self.done and not self.layer:
+            return f"nothing of the pass over {self.name} is done yet; give the same command again"
+        part = f"{self.done} of {N} sequences" if N > 1 else "the pass" if self.done else ""
+        layers = f"{self.layer} layers of {'the next' if N > 1 else 'it'}" if self.layer else ""
+        return (f"{self.name}: {' and '.join(filter(None, (part, layers)))} are kept in {self.path}; the same command "
+                "goes on from there")  # fmt: skip
 
 
 # ---- the command ----
 
 
-def main() -> None:
+def parse_args() -> Any:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), help="Hugging Face folder; the result is written into it")
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder, or GGUF file")
+    a("--calibration", metavar="FILE", help="where the result goes; default: into the folder, or beside the GGUF file")
     a("--method", nargs="+", metavar="NAME", help="methods, presets or specs: measure what they need; default: all")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
-    a("--samples", type=int, default=64, help="sequences (the papers: 128-512)")
+    a("--samples", type=int, help=f"sequences, default: {SAMPLES} (the papers: 128-512)")
     a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 2048 or the model's context if shorter")
-    n_help = f"random tokens, repeated {REPEATS} times (razor), default: 2500, or a quarter of a shorter context"
+    n_help = f"random tokens, repeated {REPEATS} times (razor), default: {RANDOM}, or an eighth of a shorter context"
     a("--random-tokens", type=int, default=0, help=n_help)
+    a("--quick", action="store_true", help=f"{QUICK_SAMPLES} sequences and {QUICK_RANDOM} random tokens, if not given")
     a("--seed", type=int, default=0, help="of the sequences' places in the text")
     a("--import-channels", metavar="FILE", help="no pass: take Double Sparsity's published channel lists (JSON)")
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
     add_weights(p)
     a("--json", action="store_true", help="print the file's metadata as JSON")
-    opt = p.parse_args()
-    folder, device, kind = Path(opt.checkpoint), pick_device(opt.device), WeightFormat.parse(opt.weights, opt.head)
-    args = args_from_hf(read_json(folder / "config.json"))
+    return p.parse_args()
+
+
+def main() -> None:
+    opt = parse_args()
+    device, kind = pick_device(opt.device), WeightFormat.parse(opt.weights, opt.head)
+    reader = open_checkpoint(opt.checkpoint)
+    source, args = reader.path, args_from_hf(reader.config)
+    out = Path(opt.calibration) if opt.calibration else beside(source)
     if opt.import_channels:
         if opt.method or opt.data:
             raise InputError("--import-channels measures nothing: drop --method and --data")
-        check_writable(folder)
-        save(folder, args, *imported(Path(opt.import_channels), args), json_only=opt.json)
+        check_place(out, source)
+        save(out, source, args, *imported(Path(opt.import_channels), args), json_only=opt.json)
         return
     seq_len = opt.seq_len or min(2048, args.context)
-    n_random = opt.random_tokens or min(2500, args.context // REPEATS)
-    limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (opt.samples, 1, 1 << 30),
+    samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
+    n_random = opt.random_tokens or min(QUICK_RANDOM if opt.quick else RANDOM, args.context // (2 * REPEATS))
+    limits = {"--seq-len": (seq_len, 2, args.context), "--samples": (samples, 1, 1 << 30),
               "--seed": (opt.seed, 0, 1 << 62), "--random-tokens": (n_random, 2, args.context // REPEATS)}  # fmt: skip
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
@@ -195,45 +313,71 @@ def main() -> None:
         raise InputError(f"--method {' '.join(opt.method or [])}: no calibration is needed")
     for s in statistics:
         s.layout(args)  # what is wrong in it is told before the pass
-    check_writable(folder)
+    check_place(out, source)
 
-    tokenizer = load_tokenizer(folder)
-    model, partial = load_checkpoint(folder, device, DTYPES[opt.dtype], kind), folder / PARTIAL
+    tokenizer = read_tokenizer(reader)
     numbers = dict(dtype=opt.dtype) | ({} if kind is None else dict(weights=opt.weights, head=opt.head))
-    tensors: dict[str, Tensor] = {}
-    how: dict[str, dict] = {}
+    same = dict(version=VERSION, fingerprint=fingerprint(source), **numbers)
+    passes, how = list[Pass](), dict[str, dict]()
     if of_text := [s for s in statistics if not isinstance(s, RepeatedTokens)]:
-        ids = tokens_of(tokenizer, opt.data) if opt.data else default_text(tokenizer)
-        windows = draw(ids, opt.samples, seq_len, opt.seed)
-        text = dict(data=hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(),
-                    files=[Path(f).name for f in opt.data] if opt.data else "default",
-                    samples=opt.samples, seq_len=seq_len, seed=opt.seed, **numbers)  # fmt: skip
-        settings = dict(version=VERSION, fingerprint=fingerprint(folder), **text)
-        sums = text_sums(model, windows, of_text, partial, settings | dict(statistics=sources(of_text)))
-        tensors |= sums.finish(args.n_layer)
-        how |= {s.name: dict(tokens=sums.tokens, **text) for s in of_text}
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, signal.default_int_handler)
-    repeated = repeated_sums(args, layer_tokens(model), statistics, n_random, True, tokenizer.text_ids)
-    tensors |= repeated.finish(args.n_layer)
-    how |= {s.name: dict(random_tokens=n_random, **numbers) for s in repeated.statistics}
-
-    save(folder, args, tensors, how, json_only=opt.json)
-    for left in (partial, partial.with_name(partial.name + ".tmp")):
+        size = (samples, seq_len, opt.seed)
+        windows = windows_of(tokenizer, opt.data, *size) if opt.data else default_text(tokenizer, *size)
+        text = dict(data=digest(windows), files=[Path(f).name for f in opt.data] if opt.data else "default",
+                    samples=samples, seq_len=seq_len, seed=opt.seed)  # fmt: skip
+        passes.append(Pass("text", torch.from_numpy(windows), of_text, partial(out, "text"), same | text))
+        how |= {s.name: dict(tokens=windows.size, **text, **numbers) for s in of_text}
+    if of_random := [s for s in statistics if isinstance(s, RepeatedTokens)]:
+        repeated = repeated_tokens(args, n_random, tokenizer.text_ids)[None]
+        said = same | dict(data=digest(repeated.numpy()))
+        passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
+        how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
+    model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+    tensors: dict[str, Tensor] = {}
+    whole = ""  # of what is done
+    for p in passes:
+        try:
+            tensors |= p.run(model).finish(args.n_layer)
+        except KeyboardInterrupt as e:
+            kept = str(e) or f"{p.name}: the pass is kept in {p.path}; the same command goes on from there"
+            raise KeyboardInterrupt(whole + kept) from None
+        whole += f"the pass over {p.name} is done and kept; "
+    save(out, source, args, tensors, how, json_only=opt.json)
+    for left in (path for p in passes for path in (p.path, temporary(p.path))):
         left.unlink(missing_ok=True)
 
 
-def check_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"cannot write into {folder}: copy the checkpoint to a folder of your own")
+def partial(out: Path, name: str) -> Path:
+    """Where a pass is kept."""
+    return out.with_name(f"{out.name.removesuffix('.safetensors')}.{name}.partial.safetensors")
 
 
-def save(folder: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], json_only: bool) -> None:
-    """The checkpoint's file with what is new in it, and a line about it."""
-    calibration = merged(folder, args, tensors, how)
-    calibration.save(folder / FILE)
-    size = (folder / FILE).stat().st_size / 2**20
-    print(json.dumps(calibration.meta) if json_only else f"{folder / FILE}: {size:.1f} MiB, new: {', '.join(how)}")
+def check_place(out: Path, source: Path) -> None:
+    """InputError, before anything is computed, if the result cannot be written there, or what is there is another's."""
+    try:
+        check_out(out, "--calibration")
+    except InputError as e:
+        raise InputError(f"{e}; name another place with --calibration FILE") from None
+    if out == beside(source):
+        return
+    if source.is_dir() and out.resolve().parent == source.resolve() and not out.name.startswith("calibration"):
+        raise InputError(f"--calibration {out}: in this folder *.safetensors are weights: call it calibration-...")
+    try:
+        with safe_open(out, framework="pt") as f:
+            ours = "calibration" in (f.metadata() or {})
+    except (SafetensorError, OSError):
+        ours = not out.exists()
+    if not ours:
+        raise InputError(f"--calibration {out}: this file is there and is no calibration: name another one")
+
+
+def save(
+    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], json_only: bool
+) -> None:
+    """The file with what is new in it, and a line about it."""
+    calibration = merged(out, source, args, tensors, how)
+    calibration.save(out)
+    print(json.dumps(calibration.meta) if json_only else
+          f"{out}: {out.stat().st_size / 2**20:.1f} MiB, new: {', '.join(how)}")  # fmt: skip
 
 
 def imported(file: Path, args: ModelArgs) -> tuple[dict[str, Tensor], dict[str, dict]]:
@@ -253,18 +397,21 @@ def sources(statistics: Iterable[Statistic]) -> dict[str, str]:
     return {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in files.items()}
 
 
-def merged(folder: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict]) -> Calibration:
-    """What was measured, and what the checkpoint's file holds of other statistics; `how`: the settings of each."""
-    try:
-        old = Calibration.load(folder, args)
-    except InputError as e:
-        old = Calibration({}, args.n_layer)
-        if (folder / FILE).exists():
+def merged(out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict]) -> Calibration:
+    """What was measured, and what the file holds of other statistics and these weights; `how`: the settings of each."""
+    meta = dict(version=VERSION, model=of_model(args), fingerprint=fingerprint(source))
+    old = Calibration({}, args.n_layer)
+    if out.exists():
+        try:
+            old = Calibration.load(source, args, out)
+            if old.meta.get("fingerprint") != meta["fingerprint"]:
+                raise InputError(f"{out} was measured on other weights")
+        except InputError as e:
             print(f"nothing is kept of the file that is there: {e}", file=sys.stderr)
+            old = Calibration({}, args.n_layer)
     again = tuple(f"layers.{i}.{name}." for i in range(args.n_layer) for name in how)
     kept = {key: t for key, t in old.tensors.items() if not key.startswith(again)}
-    how = dict(sorted((old.meta.get("statistics", {}) | how).items()))
-    meta = dict(version=VERSION, fingerprint=fingerprint(folder), statistics=how)
+    meta["statistics"] = dict(sorted((old.meta.get("statistics", {}) | how).items()))
     return Calibration(kept | tensors, args.n_layer, meta, args)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from errors import InputError, short
 from formats import Codes, Reader, open_checkpoint
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
-from weights import DENSE, PackedEmbedding, PackedLinear, WeightFormat
+from weights import DENSE, Joined, PackedEmbedding, PackedLinear, WeightFormat
 
 # model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
 FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
@@ -109,6 +108,11 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
     )
 
 
+def read_args(checkpoint: str | Path) -> ModelArgs:
+    """Of a folder or a GGUF file, whose weights are not read."""
+    return args_from_hf(open_checkpoint(checkpoint).config)
+
+
 def _number(
     c: dict[str, Any], key: str, default: float | None = None, whole: bool = True, most: float | None = None
 ) -> Any:
@@ -167,6 +171,8 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
         raise InputError(f"unsupported rope type {kind!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
     if p.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
+    if kind == "yarn":
+        p.pop("finetuned", None)  # how the model was trained: nothing is computed from it
     known = {k: v for k, v in p.items() if k in ROPE_KEYS[kind] and v is not None}
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[kind]
     if kind != "default" and extra - {"original_max_position_embeddings"}:
@@ -180,7 +186,11 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
             known["factor"] = max_seq_len / known["original_max_position_embeddings"]
         else:
             raise InputError(f"config.json: rope type {kind!r} needs a factor")
-    return RopeArgs(theta=float(theta), type=kind, **known)
+    rope = RopeArgs(theta=float(theta), type=kind, **known)
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise InputError(f"config.json: rope's low_freq_factor {rope.low_freq_factor:g} is not below its "
+                         f"high_freq_factor {rope.high_freq_factor:g}: correct them (Llama 3.1: 1 and 4)")  # fmt: skip
+    return rope
 
 
 def load_checkpoint(
@@ -192,66 +202,62 @@ def load_checkpoint(
     """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (formats/).
 
     Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
-    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked; None: as the file has
-    them, in the bits and groups of most, the head in its own. InputError if a file is missing or truncated, or a tensor
-    is missing, unexpected or of a wrong shape.
+    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked; None: each as the
+    file has it. A line on stderr says what is held in more bits, or rounded again. InputError if a file is missing or
+    truncated, or a tensor is missing, unexpected or of a wrong shape.
     """
     reader = source if isinstance(source, Reader) else open_checkpoint(source)
     path, args = reader.path, args_from_hf(reader.config)
-    if reader.warning:
-        print(f"warning: {reader.warning}", file=sys.stderr)
     if dtype is None:
         if args.dtype not in ("float32", "bfloat16", "float16"):
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
         dtype = getattr(torch, args.dtype)
-    own = None  # the format of most of the file's weights
-    if how is not None and how.bits == DENSE:
-        how = None
-    elif how is None and reader.kind != "dense":
-        codes = next((c for name, c in reader.tensors() if ".layers." in name and isinstance(c, Codes)), None)
-        if isinstance(codes, Codes):
-            how = own = WeightFormat(codes.bits, None if codes.group == codes.shape[1] else codes.group)
-    model = empty_transformer(args, device, dtype, how)
+    notes = [reader.warning] if reader.warning else []
+    if how is None:
+        (layouts, note), names = reader.layouts(), dict(sources(args))
+        choose = (lambda name, part, n: layouts.get(f"{names[name][part][0]}.weight")) if layouts else None
+        notes += [f"{path}: {note}"] if note else []
+    else:
+        choose = how.choose if how.bits != DENSE else None
+    model = empty_transformer(args, device, dtype, choose)
     model.folder = path
-    targets, head = tensors_of(model), None
+    targets, head, again = tensors_of(model), None, 0
     for name, value in reader.tensors():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
         if name == "lm_head.weight" and args.tie_embeddings:
             head = value if isinstance(value, Tensor) else None
             continue
         if name not in targets:
             raise InputError(f"unexpected tensor {name} in {path}: config.json describes another model")
         target = targets.pop(name)
-        if own and name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
-            target = _head_as_in_file(model, value)
         if tuple(value.shape) != target.shape:
             raise InputError(
                 f"tensor {name} in {path} has shape {list(value.shape)}, expected {list(target.shape)} by config.json"
             )
-        target.put(value if target.packed or isinstance(value, Tensor) else value.dequantize())
+        if isinstance(value, Codes) and not target.takes(value):
+            again += choose is not None
+            value = value.dequantize()
+        target.put(value)
+    if [*targets] == ["lm_head.weight"]:
+        raise InputError(f"tensor lm_head.weight is missing from {path}: a base model without its output head; "
+                         "save the model that generates (AutoModelForCausalLM), or set tie_word_embeddings in "
+                         "config.json if the head is the embedding")  # fmt: skip
     if targets:
         raise InputError(f"tensor {next(iter(targets))} is missing from {path} ({len(targets)} missing in all)")
+    if again:
+        notes.append(f"{again} tensors of {path} are quantized already and --weights rounds them again: leave it out "
+                     "to keep them as they are")  # fmt: skip
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     _check_finite(model)
-    if head is not None and not how and not torch.equal(head.to(model.output.weight), model.output.weight):
+    if head is not None and choose is None and not torch.equal(head.to(model.output.weight), model.output.weight):
         raise InputError(f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
-
-
-def _head_as_in_file(model: Transformer, value: Tensor | Codes) -> Target:
-    """The output head in bits of its own: those of the codes, or bf16."""
-    old: Any = model.output
-    bits, group = (value.bits, value.group) if isinstance(value, Codes) else (16, old.in_features)
-    model.output = PackedLinear(old.in_features, old.out_features, False, bits, group, model.device)  # type: ignore
-    if isinstance(model.tok_embeddings, PackedEmbedding):
-        model.tok_embeddings = PackedEmbedding(model.output, model.dtype)  # type: ignore[arg-type]
-    return _targets(["head"], [old.out_features], model.output)["head.weight"]
 
 
 def _check_finite(model: Transformer) -> None:
     """InputError names a tensor with NaN or infinity. Minimum and maximum are one fast reading; NaN is both of them."""
     params = [p.data if p.is_contiguous() else p.data.t() for p in model.parameters()]  # as they lie in memory
-    params += [m.finite() for m in model.modules() if isinstance(m, PackedLinear)]
+    params += [t.float() for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers()]
     if torch.stack([x for p in params for x in torch.aminmax(p)]).isfinite().all():
         return
     name, t = next((n, t) for n, target in tensors_of(model).items() if not (t := target.read()).isfinite().all())
@@ -266,19 +272,47 @@ class Target:
     shape: tuple[int, ...]
     put: Callable[[Any], Any]
     read: Callable[[], Tensor]
-    packed: bool = False  # takes codes as they are
+    takes: Callable[[Codes], bool] = lambda codes: False  # whether codes stay as they are
 
 
-def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str, Target]:
-    """Of one module that holds the rows of several tensors, `sizes` each."""
+def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """A module's name in the model, and Hugging Face's names of the modules whose rows it holds, with their rows."""
+    yield "tok_embeddings", [("model.embed_tokens", a.vocab_size)]
+    for i in range(a.n_layer):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        heads = (("q", a.n_head), ("k", a.n_kv_head), ("v", a.n_kv_head))
+        yield f"{ours}.attention.wqkv", [(f"{theirs}.self_attn.{x}_proj", n * a.head_dim) for x, n in heads]
+        yield f"{ours}.attention.wo", [(f"{theirs}.self_attn.o_proj", a.dim)]
+        for x in "qk" if a.qk_norm else "":
+            yield f"{ours}.attention.{x}_norm", [(f"{theirs}.self_attn.{x}_norm", a.head_dim)]
+        yield f"{ours}.feed_forward.w13", [(f"{theirs}.mlp.{x}_proj", a.ffn_dim) for x in ("gate", "up")]
+        yield f"{ours}.feed_forward.w2", [(f"{theirs}.mlp.down_proj", a.dim)]
+        yield f"{ours}.attention_norm", [(f"{theirs}.input_layernorm", a.dim)]
+        yield f"{ours}.ffn_norm", [(f"{theirs}.post_attention_layernorm", a.dim)]
+    yield "norm", [("model.norm", a.dim)]
+    yield "output", [("model.embed_tokens" if a.tie_embeddings else "lm_head", a.vocab_size)]
+
+
+def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
+    """Of one module that holds the rows of several tensors."""
     out: dict[str, Target] = {}
+    if isinstance(module, Joined):
+        for one in module.parts:
+            n, rows = 0, int(one.out_features)  # type: ignore[arg-type]
+            while rows:
+                rows -= parts[n][1]
+                n += 1
+            out |= _targets(parts[:n], one)
+            parts = parts[n:]
+        return out
+    names, sizes = zip(*parts, strict=True)
     for kind, p in module.named_parameters(recurse=False):
         for name, part in zip(names, p.data.split(sizes), strict=True):
             out[f"{name}.{kind}"] = Target(tuple(part.shape), part.copy_, part.detach)
     if isinstance(module, PackedLinear):
         for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
-            shape = (n, module.in_features)
-            out[f"{name}.weight"] = Target(shape, partial(module.put, end - n), partial(module.dense, end - n, n), True)
+            put, read = partial(module.put, end - n), partial(module.dense, end - n, n)
+            out[f"{name}.weight"] = Target((n, module.in_features), put, read, module.takes)
             if module.bias is not None:
                 part = module.bias[end - n : end]
                 out[f"{name}.bias"] = Target((n,), part.copy_, part.detach)
@@ -287,32 +321,12 @@ def _targets(names: list[str], sizes: list[int], module: nn.Module) -> dict[str,
 
 def tensors_of(model: Transformer) -> dict[str, Target]:
     """Hugging Face's tensor names -> where they are in the model; fused ones are slices."""
-    a = model.args
     out: dict[str, Target] = {}
-
-    def add(name: str, module: nn.Module) -> None:
-        sizes = [p.shape[0] for p in module.parameters(recurse=False)]
-        out.update(_targets([name], sizes[:1] or [getattr(module, "out_features", 0)], module))
-
-    add(
-        "model.embed_tokens",
-        model.output if isinstance(model.tok_embeddings, PackedEmbedding) else model.tok_embeddings,
-    )
-    add("model.norm", model.norm)
-    if not a.tie_embeddings:
-        add("lm_head", model.output)
-    block: Any  # nn.ModuleList does not know what it holds
-    for i, block in enumerate(model.layers):
-        at, ff, pre = block.attention, block.feed_forward, f"model.layers.{i}"
-        heads = [a.n_head * a.head_dim, a.n_kv_head * a.head_dim, a.n_kv_head * a.head_dim]
-        out.update(_targets([f"{pre}.self_attn.{x}_proj" for x in "qkv"], heads, at.wqkv))
-        out.update(_targets([f"{pre}.mlp.{x}_proj" for x in ("gate", "up")], [a.ffn_dim] * 2, ff.w13))
-        add(f"{pre}.self_attn.o_proj", at.wo)
-        add(f"{pre}.self_attn.q_norm", at.q_norm)
-        add(f"{pre}.self_attn.k_norm", at.k_norm)
-        add(f"{pre}.mlp.down_proj", ff.w2)
-        add(f"{pre}.input_layernorm", block.attention_norm)
-        add(f"{pre}.post_attention_layernorm", block.ffn_norm)
+    for name, parts in sources(model.args):
+        module: Any = model.get_submodule(name)
+        if isinstance(module, PackedEmbedding):
+            module = module.matrix
+        out |= _targets(parts, module)
     return out
 
 

@@ -9,10 +9,14 @@ split by a hash of its name, so the split is the same on every machine and for e
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
+import random
 import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -55,6 +59,50 @@ def _looks_like_data(text: str) -> bool:
     return sum(c.isdigit() for c in text) > 0.12 * len(text) or len(text) > 120 * (text.count("\n") + 1)
 
 
+def _files(root: Path, skip: set[str]) -> list[tuple[str, Path]]:
+    """Python files below a folder by their names there, without folders of these names."""
+    found = ((p.relative_to(root), p) for p in sorted(root.rglob("*.py")))
+    return [(str(name), p) for name, p in found if not skip & set(name.parts)]
+
+
+@functools.cache
+def _library() -> list[tuple[str, Path]]:
+    skip = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib"}
+    return _files(Path(sysconfig.get_paths()["stdlib"]), skip)
+
+
+@functools.cache
+def _package(package: str) -> list[tuple[str, Path]]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    root = Path(next(iter(spec.submodule_search_locations)))
+    return [(f"{package}/{name}", p) for name, p in _files(root, {"test", "tests"})]
+
+
+def _topics() -> dict[str, str]:
+    return importlib.import_module("pydoc_data.topics").topics
+
+
+def _of_library(name: str, path: Path) -> list[Document]:
+    """A module's code, and its docstrings."""
+    text, out = _read(path), _held_out(name, 3)
+    if not text or len(text) < 300 or _looks_like_data(text):
+        return []
+    return [Document(name, "code", out, text), *(Document(name, "prose", out, d) for d in _docstrings(text))]
+
+
+def _of_package(name: str, path: Path, seen: set[str]) -> list[Document]:
+    """A module's docstrings that are not in `seen`, and now are."""
+    new = [d for d in dict.fromkeys(_docstrings(_read(path) or "")) if d not in seen and not _looks_like_data(d)]
+    seen.update(new)
+    return [Document(name, "prose", _held_out(name, 6), d) for d in new]
+
+
+def _of_topic(name: str) -> list[Document]:
+    return [Document(name, "prose", _held_out(name, 6), _topics()[name])]
+
+
 def collect(
     packages: tuple[str, ...] = DOCSTRING_PACKAGES, progress: bool = False, only_held_out: bool = False
 ) -> list[Document]:
@@ -62,37 +110,28 @@ def collect(
 
     only_held_out reads those files alone, in seconds.
     """
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
     docs: list[Document] = []
-    skip = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib"}
-    files = [p for p in sorted(stdlib.rglob("*.py")) if not skip & set(p.relative_to(stdlib).parts)]
-    for path in tqdm(files, desc="standard library", disable=not progress):
-        name = str(path.relative_to(stdlib))
-        if only_held_out and not _held_out(name, 3):
-            continue
-        text = _read(path)
-        if not text or len(text) < 300 or _looks_like_data(text):
-            continue
-        out = _held_out(name, 3)
-        docs.append(Document(name, "code", out, text))
-        docs += [Document(name, "prose", out, d) for d in _docstrings(text)]
-    topics = importlib.import_module("pydoc_data.topics").topics
-    docs += [
-        Document(k, "prose", _held_out(k, 6), topics[k]) for k in sorted(topics) if not only_held_out or _held_out(k, 6)
-    ]
+    for name, path in tqdm(_library(), desc="standard library", disable=not progress):
+        if not only_held_out or _held_out(name, 3):
+            docs += _of_library(name, path)
+    for name in sorted(_topics()):
+        if not only_held_out or _held_out(name, 6):
+            docs += _of_topic(name)
     seen: set[str] = set()
     for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            continue
-        root = Path(next(iter(spec.submodule_search_locations)))
-        files = [p for p in sorted(root.rglob("*.py")) if not {"test", "tests"} & set(p.relative_to(root).parts)]
-        for path in tqdm(files, desc=f"docstrings of {package}", disable=not progress):
-            name = f"{package}/{path.relative_to(root)}"
-            if only_held_out and not _held_out(name, 6):
-                continue
-            for d in _docstrings(_read(path) or ""):
-                if d not in seen and not _looks_like_data(d):
-                    seen.add(d)
-                    docs.append(Document(name, "prose", _held_out(name, 6), d))
+        for name, path in tqdm(_package(package), desc=f"docstrings of {package}", disable=not progress):
+            if not only_held_out or _held_out(name, 6):
+                docs += _of_package(name, path, seen)
     return docs
+
+
+def shuffled(kind: str, seed: int) -> Iterator[Document]:
+    """Documents of a kind that are not held out, file by file in a random order: only what is asked for is read."""
+    seen: set[str] = set()
+    files: list[Callable[[], list[Document]]] = [partial(_of_library, *file) for file in _library()]
+    if kind == "prose":
+        files += [partial(_of_topic, name) for name in sorted(_topics())]
+        files += [partial(_of_package, *file, seen) for package in DOCSTRING_PACKAGES for file in _package(package)]
+    random.Random(seed).shuffle(files)
+    for read in files:
+        yield from (d for d in read() if d.kind == kind and not d.held_out)

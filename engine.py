@@ -91,11 +91,16 @@ def draw_finite(sampling: Sampling, logits: Tensor) -> Tensor:
     return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits), NO_TOKEN)
 
 
-def check_drawn(token: int, step: int) -> None:
-    """InputError if a row's logits were not finite. step: tokens decoded before."""
+def check_drawn(token: int, step: int, model: Transformer) -> None:
+    """InputError if a row's logits were not finite, with what to try. step: tokens decoded before."""
     if token == NO_TOKEN:
-        raise InputError(f"logits are NaN or infinite at step {step}: the dtype's range or the method's knobs are "
-                         "exceeded; try --dtype fp32 or bf16, or --method full")  # fmt: skip
+        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
+        fp16 = [flag for flag, dtype in flags.items() if dtype == torch.float16]
+        if fp16:
+            why = f"fp16 holds no number above 65504; try {fp16[0]} bf16 or fp32"
+        else:
+            why = "the method's knobs are exceeded, or the weights are damaged; try --method full"
+        raise InputError(f"logits are NaN or infinite at step {step}: {why}")
 
 
 def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
@@ -355,7 +360,7 @@ def continue_rows(
             for row, token in enumerate(ids):
                 done[row] = done[row] or token in stop_ids
                 if not done[row]:
-                    check_drawn(token, step)
+                    check_drawn(token, step, session.model)
                     result.tokens[row].append(token)
                     if on_token:
                         on_token(row, token)
@@ -405,7 +410,8 @@ class LLM:
 
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
-    what the cache holds. compile: torch.compile the decode step, by default on a GPU.
+    what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
+    torch.compile the decode step, by default on a GPU.
     """
 
     def __init__(
@@ -422,6 +428,7 @@ class LLM:
         weights: str | None = None,
         head: str | None = None,
         kv_dtype: str | torch.dtype | None = None,
+        calibration: str | Path | None = None,
         **knobs: Any,
     ):
         where = pick_device(None if device is None else str(device))
@@ -436,6 +443,7 @@ class LLM:
             reader = open_checkpoint(checkpoint)
             self.model, self.tokenizer = load_checkpoint(reader, where, kind, how), read_tokenizer(reader)
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
+        self.model.use_calibration(calibration)
         self.use(method, **knobs)
 
     def use(self, method: str, /, **knobs: Any) -> LLM:
@@ -554,7 +562,7 @@ class LLM:
         for step, (token,) in enumerate(session.tokens(max_new_tokens)):
             if token in self.stop_ids:
                 break
-            check_drawn(token, step)
+            check_drawn(token, step, self.model)
             yield stream.put(token)
         yield stream.flush()
 

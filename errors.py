@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,8 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except InputError as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f"interrupted: {e}" if str(e) else "interrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # the reader (head, less) has gone: not an error of ours
         sys.stderr.close()
@@ -44,6 +45,12 @@ def check_range(what: str, value: float, low: float, high: float, advice: str = 
 
 def _beside(value: float, low: float, high: float) -> str:
     return f"below {low}" if value < low else f"above {high}" if value > high else "no number"
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """A line on stderr, the first time that this is said."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,7 +21,17 @@ import torch
 from cache.spec import describe
 from engine import LLM, Completion, Ended, Sampling
 from errors import InputError, Parser, check_range, run_cli
-from runtime import TINY, add_precision, check_out, device_name, peak_memory, read_text, temporary, versions
+from runtime import (
+    TINY,
+    add_calibration,
+    add_precision,
+    check_out,
+    device_name,
+    peak_memory,
+    read_text,
+    temporary,
+    versions,
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -53,6 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     add_precision(p)
+    add_calibration(p)
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
@@ -222,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
               random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
-              kv_dtype=opt.kv_dtype)  # fmt: skip
+              kv_dtype=opt.kv_dtype, calibration=opt.calibration)  # fmt: skip
     llm.use(opt.method, **knobs(opt))
     report = Report(opt.method, llm.model.device)
     if opt.interactive:

@@ -22,12 +22,13 @@ from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
 from cache.spec import build_cache
 from errors import InputError
+from formats.codes import BF16
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
-from weights import DENSE, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
+from weights import DENSE, Choose, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -131,7 +132,8 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = args.n_head, args.n_kv_head, args.head_dim
         self.window = args.window(layer)
-        self.wqkv = Linear(args.dim, (args.n_head + 2 * args.n_kv_head) * args.head_dim, bias=args.qkv_bias)
+        heads = (args.n_head, args.n_kv_head, args.n_kv_head)
+        self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
@@ -164,7 +166,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.w13 = Linear(args.dim, 2 * args.ffn_dim, bias=args.mlp_bias)  # gate and up
+        self.w13 = Linear(args.dim, [args.ffn_dim] * 2, bias=args.mlp_bias)  # gate and up
         self.w2 = Linear(args.ffn_dim, args.dim, bias=args.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +202,9 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
-        self.tok_embeddings: Any = nn.Embedding(args.vocab_size, args.dim)
+        size = args.vocab_size, args.dim
+        # not initialized: on the meta device that would import a compiler, for more than a second
+        self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.vocab_size, bias=False)
@@ -288,18 +292,24 @@ class Transformer(nn.Module):
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
 
     def find_calibration(self) -> Calibration:
-        """The one set on the model, or the file in its checkpoint's folder. InputError if there is none.
+        """The one set on the model, or the file in its checkpoint's folder or beside its GGUF file. InputError if there
+        is none.
 
         Random weights have no keys worth a calibration: they get random bases, which cost the same time.
         """
         if self.calibration is None:
             if self.folder is None:
                 return RandomCalibration(self.args)
-            if self.folder.is_file():
-                raise InputError(f"this method needs a calibration, for which {self.folder} has no place: use the "
-                                 "model's Hugging Face folder, or another method")  # fmt: skip
             self.calibration = Calibration.load(self.folder, self.args)
         return self.calibration
+
+    def use_calibration(self, file: str | Path | None) -> None:
+        """Take the one in a file, named by the user; None: by default, again. InputError if it is of another model."""
+        self.calibration = None
+        if file is not None:
+            if self.folder is None:
+                raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
+            self.calibration = Calibration.load(self.folder, self.args, Path(file))
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -398,17 +408,23 @@ def step_attention(method: KVMethod, pos: Tensor) -> Attend:
 
 
 def empty_transformer(
-    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, how: WeightFormat | None = None
+    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, choose: Choose | None = None
 ) -> Transformer:
-    """Weights allocated on the device, not filled; how: packed instead of in dtype. InputError if they do not fit."""
-    device, how = torch.device(device), how if how and how.bits != DENSE else None
-    with torch.device("meta"):
+    """Weights allocated on the device, not filled; choose: how each is held. InputError if they do not fit."""
+    device, meta = torch.device(device), torch.device("meta")
+    with meta:
         model = Transformer(args).to(dtype)
-        if how:
-            pack(model, how, torch.device("meta"))
+    if choose:
+        pack(model, choose, meta)
+        rows = choose("tok_embeddings", 0, args.dim)
+        if args.tie_embeddings:
+            if isinstance(model.output, PackedLinear):
+                model.tok_embeddings = PackedEmbedding(model.output, dtype, tied=True)
+        elif rows == BF16:
             model.tok_embeddings = model.tok_embeddings.to(torch.bfloat16)
-    if args.tie_embeddings and how:
-        model.tok_embeddings = PackedEmbedding(model.output, dtype)  # type: ignore[arg-type]
+        elif rows:
+            matrix = PackedLinear(args.dim, args.vocab_size, False, rows, meta)
+            model.tok_embeddings = PackedEmbedding(matrix, dtype, tied=False)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a tied embedding once
     need = sum(t.numel() * t.element_size() for t in tensors.values())
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
@@ -419,7 +435,7 @@ def empty_transformer(
     for name, part in model.named_children():
         if device.type != "cpu" or name != "layers":
             part.to_empty(device=device)
-    if args.tie_embeddings and not how:  # to_empty unties them
+    if args.tie_embeddings and isinstance(model.output, Linear):  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     for t in (*model.parameters(), *model.buffers()):
         in_huge_pages(t.data)
@@ -430,7 +446,7 @@ def random_transformer(
     args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0, how: WeightFormat | None = None
 ) -> Transformer:
     """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
-    model = empty_transformer(args, device, dtype, how)
+    model = empty_transformer(args, device, dtype, how.choose if how and how.bits != DENSE else None)
     gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -65,6 +65,18 @@ def add_precision(p: argparse.ArgumentParser) -> None:
     a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
 
 
+def add_calibration(p: argparse.ArgumentParser) -> None:
+    """--calibration, of those that run methods."""
+    p.add_argument("--calibration", metavar="FILE", type=_existing,
+                   help="what calibrate.py wrote of this model, in any bits; default: beside the weights")  # fmt: skip
+
+
+def _existing(file: str) -> str:
+    if not Path(file).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {file}; python calibrate.py --calibration {file} makes it")
+    return file
+
+
 def add_weights(p: argparse.ArgumentParser) -> None:
     """--weights, --head."""
     a = p.add_argument

@@ -9,8 +9,9 @@ Quantization is by rounding: 8 bits symmetric by the largest |w| of a group, 4 b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -18,19 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import Codes
+from formats.codes import BF16, Codes, Layout
 from kernels.linear import (
     ROWS,
     WORD,
+    Weight,
     dense_linear,
     dequantize,
     interleave,
     pack_bits,
     pack_zeros,
     packed_linear,
-    separate,
+    separate_all,
     unpack_bits,
-    unpack_zeros,
 )
 from kernels.native import in_huge_pages
 
@@ -88,6 +89,11 @@ class WeightFormat:
                              "or another group")  # fmt: skip
         return group
 
+    def choose(self, name: str, part: int, n: int) -> Layout | None:
+        """The layout of a layer with n inputs: see `Choose`."""
+        bits = {"output": self.head_bits, "tok_embeddings": 16}.get(name, self.bits)
+        return BF16 if bits == 16 else Layout(bits, self.group_of(n, bits))
+
 
 def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
     """Normal numbers into flat [n], of which the first RANDOM_BLOCK are drawn and larger tensors repeat them."""
@@ -102,6 +108,11 @@ def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
 class Linear(nn.Linear):
     """A linear layer of weights in the compute dtype."""
 
+    def __init__(self, n: int, out: int | list[int], bias: bool = True, **factory: Any):
+        """out: outputs, or those of each part of a fused layer."""
+        self.sizes = [out] if isinstance(out, int) else out
+        super().__init__(n, sum(self.sizes), bias, **factory)
+
     def forward(self, x: Tensor) -> Tensor:
         return dense_linear(x, self.weight, self.bias)
 
@@ -109,87 +120,117 @@ class Linear(nn.Linear):
 class PackedLinear(nn.Module):
     """A linear layer of packed weights (kernels/linear.py); `put` fills it, some rows at a time.
 
-    Zeros are held once `put` is given some: symmetric codes, as of GGUF's Q4_0, are 4.5 bits a weight in groups of 32,
-    others 4.625.
+    Zeros, and minima of 8-bit codes, are held once `put` is given some: symmetric codes, as of GGUF's Q4_0, are 4.5
+    bits a weight in groups of 32, others 4.625.
     """
 
     packed: Tensor
     scale: Tensor | None
+    step: Tensor | None
     zero: Tensor | None
+    minimum: Tensor | None
+    min_step: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, n: int, out: int, bias: bool, bits: int, group: int, device: torch.device | str = "cpu"):
+    def __init__(self, n: int, out: int, bias: bool, layout: Layout, device: torch.device | str = "cpu"):
         super().__init__()
-        self.in_features, self.out_features, self.bits, self.group = n, out, bits, group
-        blocks, size = -(-out // ROWS), n * bits // 8
-        for name in ("packed", "scale", "zero", "bias"):
+        self.in_features, self.out_features, self.bits = n, out, layout.bits
+        self.group, self.layout = layout.group or n, layout
+        for name in (*Weight._fields, "bias"):
             self.register_buffer(name, None)
-        self._hold("packed", torch.empty((blocks, size // WORD, ROWS, WORD), dtype=torch.uint8, device=device))
-        if bits < 16:
-            self._hold("scale", torch.empty((blocks, n // group, ROWS), dtype=torch.float16, device=device))
+        self.groups = 0 if self.bits == 16 else n // self.group
+        self._hold("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
+        for name, step in (("scale", "step"), ("minimum", "min_step"))[: bool(self.groups) + layout.minimum]:
+            self._hold(name, (self.groups, ROWS), torch.int8 if layout.steps else torch.float16, device)
+            if layout.steps:
+                self._hold(step, (self.groups // layout.steps, ROWS), torch.float16, device)
         if bias:
-            self._hold("bias", torch.empty(blocks * ROWS, device=device))
+            self.bias = in_huge_pages(torch.empty(self.blocks * ROWS, device=device))
 
-    def _hold(self, name: str, value: Tensor) -> Tensor:
-        setattr(self, name, in_huge_pages(value))
-        return value
+    @property
+    def blocks(self) -> int:
+        """Of 16 rows."""
+        return -(-self.out_features // ROWS)
+
+    @property
+    def weight(self) -> Weight:
+        return Weight(*(getattr(self, name) for name in Weight._fields))
+
+    def _hold(self, name: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        setattr(self, name, in_huge_pages(torch.empty((self.blocks, *size), dtype=dtype, device=device)))
+        return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = packed_linear(x, self.packed, self.scale, self.zero, self.bias, self.bits)
-        return y[..., : self.out_features]
+        return packed_linear(x, self.weight, self.bias, self.bits)[..., : self.out_features]
 
     def first(self, x: Tensor, n: int) -> Tensor:
         """The first n outputs alone, n a multiple of 16."""
-        blocks = n // ROWS
-        scale, zero = (None if t is None else t[:blocks] for t in (self.scale, self.zero))
         bias = None if self.bias is None else self.bias[:n]
-        return packed_linear(x, self.packed[:blocks], scale, zero, bias, self.bits)
+        return packed_linear(x, self.weight.blocks(slice(n // ROWS)), bias, self.bits)
+
+    def takes(self, c: Codes) -> bool:
+        """Whether codes are held here as they are."""
+        same = (c.bits, c.group, c.steps) == (self.bits, self.group, self.layout.steps)
+        return same and (self.bits == 8 or (c.minimum is not None) == self.layout.minimum)
 
     def put(self, first: int, value: Tensor | Codes) -> None:
-        """Rows of the weight from `first` on, [rows, in]: quantized here, unless they are codes in our format."""
-        if isinstance(value, Codes):
-            ours = (value.bits, value.group) == (self.bits, self.group) and (self.bits == 4 or value.zero is None)
-            value = value if ours else value.dequantize()
+        """Rows of the weight from `first` on, [rows, in]: quantized here, unless they are codes in our layout."""
+        if isinstance(value, Codes) and not self.takes(value):
+            value = value.dequantize()
         if isinstance(value, Tensor) and len(value) > PART:  # some rows at a time: quantizing takes several copies
             for i, part in enumerate(value.split(PART)):
                 self.put(first + i * PART, part)
             return
-        scale, zero = None, None
         if self.bits == 16:
             assert isinstance(value, Tensor)
+            c = None
             codes = value.to(torch.bfloat16)
         else:
+            assert isinstance(value, Codes) or not (self.layout.steps or self.layout.minimum), "these are not made here"
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
-            codes, scale, zero = c.codes, c.scale, c.zero
-            if self.zero is None and zero is not None and bool((zero != 8).any()):  # all before were 8
-                assert self.scale is not None
-                blocks, groups, _ = self.scale.shape
-                self._hold("zero", self.packed.new_empty(blocks, groups, ROWS // 2)).fill_(8 | 8 << 4)
-            elif zero is None and self.zero is not None:
-                zero = torch.full_like(scale, 8, dtype=torch.uint8)
+            codes = c.codes
         out = len(codes)
         if first % ROWS or (out % ROWS and first + out != self.out_features):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
         at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
         self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
+        if c is None:
+            return
 
         def by_groups(t: Tensor) -> Tensor:  # [rows, groups] -> [blocks, groups, 16]
             return F.pad(t, (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
 
-        if self.scale is not None and scale is not None:
-            self.scale[at] = by_groups(scale.half())
-        if self.zero is not None and zero is not None:
+        self._hold_more(c)
+        for name in ("scale", "step", "minimum", "min_step"):
+            held, given = getattr(self, name), getattr(c, name)
+            if held is not None:
+                held[at] = 0 if given is None else by_groups(given.to(held.dtype))
+        if self.zero is not None:
+            zero = torch.full_like(c.codes[:, : self.groups], 8) if c.zero is None else c.zero
             self.zero[at] = pack_zeros(by_groups(zero))
+
+    def _hold_more(self, c: Codes) -> None:
+        """Room for the first zeros, or minima of 8-bit codes, as of rows before that have none."""
+        device = self.packed.device
+        if self.zero is None and c.zero is not None and bool((c.zero != 8).any()):
+            self._hold("zero", (self.groups, ROWS // 2), torch.uint8, device).fill_(8 | 8 << 4)
+        if self.minimum is None and c.minimum is not None:
+            dtype = torch.float16 if c.min_step is None else torch.int8
+            self._hold("minimum", (self.groups, ROWS), dtype, device).zero_()
+            if c.min_step is not None:
+                self._hold("min_step", (c.min_step.shape[1], ROWS), torch.float16, device).zero_()
 
     def dense(self, first: int, n: int) -> Tensor:
         """The same in fp32 or bf16."""
         rows = self.rows(first, n)
         return rows.dequantize() if isinstance(rows, Codes) else rows
 
-    def finite(self) -> Tensor:
-        """What is NaN or infinite if any weight is."""
-        return self.packed.view(torch.bfloat16) if self.scale is None else self.scale
+    def numbers(self) -> list[Tensor]:
+        """Floats of which one is NaN or infinite if a weight is."""
+        if self.bits == 16:
+            return [self.packed.view(torch.bfloat16)]
+        return [x for x in self.weight[1:] if x is not None and x.is_floating_point()]
 
     def fill_random(self, std: float, gen: torch.Generator) -> None:
         """Weights of this standard deviation around 0, for throughput runs."""
@@ -209,47 +250,85 @@ class PackedLinear(nn.Module):
     def rows(self, first: int, n: int) -> Codes | Tensor:
         """What `put` was given, as codes, or in bf16."""
         at, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)
-        codes = unpack_bits(separate(self.packed[at]), self.bits)[take]
-        if self.scale is None:
-            return codes
-        zero = None if self.zero is None else unpack_zeros(self.zero[at]).transpose(1, 2).flatten(0, 1)[take]
-        return Codes(codes, self.scale[at].transpose(1, 2).flatten(0, 1)[take], zero, self.bits)
+        w = separate_all(self.weight.blocks(at), self.bits).blocks(take)
+        return w.packed if w.scale is None else Codes(w.packed, w.scale, w.zero, self.bits, *w[2:3], *w[4:])
+
+
+class Joined(nn.Module):
+    """A fused linear layer whose parts are held in different ways."""
+
+    def __init__(self, parts: Sequence[nn.Module]):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], if there is one."""
+        if self.parts[0].bias is None:
+            return None
+        return torch.cat([part.bias[: part.out_features] for part in self.parts])  # type: ignore[index, misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
 
 
 class PackedEmbedding(nn.Module):
-    """Rows of a packed matrix, often the output head's: tokens [...] -> [..., dim]."""
+    """Rows of a packed matrix: tokens [...] -> [..., dim]."""
 
-    def __init__(self, weight: PackedLinear, dtype: torch.dtype):
+    def __init__(self, rows: PackedLinear, dtype: torch.dtype, tied: bool):
+        """tied: the matrix is the output head, too, and counted there."""
         super().__init__()
-        object.__setattr__(self, "weight_of", weight)  # no submodule: counted once, where it is multiplied
+        if tied:
+            object.__setattr__(self, "matrix", rows)  # no submodule
+        else:
+            self.matrix = rows
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
-        w: PackedLinear = self.weight_of  # type: ignore[assignment]
+        w = self.matrix.weight
         at, row = tokens.flatten() // ROWS, tokens.flatten() % ROWS
-        codes = unpack_bits(w.packed[at, :, row].flatten(1), w.bits)  # [N, dim]
-        scale = None if w.scale is None else w.scale[at, :, row]
+        codes = unpack_bits(w.packed[at, :, row].flatten(1), self.matrix.bits)  # [N, dim]
+        scale, step, minimum, min_step = (None if t is None else t[at, :, row] for t in (*w[1:3], *w[4:]))
         zero = None if w.zero is None else w.zero[at, :, row % 8] >> (row // 8 * 4)[:, None] & 15
-        return dequantize(codes, scale, zero, w.bits).to(self.dtype).unflatten(0, tokens.shape)
+        rows = dequantize(codes, scale, step, zero, minimum, min_step, self.matrix.bits)
+        return rows.to(self.dtype).unflatten(0, tokens.shape)
 
 
 def first_outputs(linear: nn.Module, x: Tensor, n: int) -> Tensor:
     """The first n outputs of a linear layer of any kind: x [..., in] -> [..., n]."""
     if isinstance(linear, PackedLinear):
         return linear.first(x, n)
+    if isinstance(linear, Joined):
+        out: list[Tensor] = []
+        for part in linear.parts:
+            if n > 0:
+                rows = int(part.out_features)  # type: ignore[arg-type]
+                out.append(part(x) if rows <= n else first_outputs(part, x, n))
+                n -= rows
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
     bias = linear.bias
     return dense_linear(x, linear.weight[:n], None if bias is None else bias[:n])  # type: ignore[index]
 
 
-def pack(model: nn.Module, how: WeightFormat, device: torch.device) -> None:
-    """Put packed layers in place of the linear ones of a model on the meta device; the head is called `output`."""
-    for name, linear in list(_linears(model)):
-        bits = how.head_bits if name == "output" else how.bits
-        group = how.group_of(linear.in_features, bits)
+# Of a linear layer's name in the model, which of its parts, and its inputs: the layout; None: in the compute dtype
+Choose = Callable[[str, int, int], Layout | None]
+
+
+def pack(model: nn.Module, choose: Choose, device: torch.device) -> None:
+    """Put packed layers in place of the linear ones of a model on the meta device."""
+    for name, linear in [(name, m) for name, m in model.named_modules() if isinstance(m, Linear)]:
+        runs: list[tuple[int, Layout | None]] = []  # parts that lie in one piece
+        for i, rows in enumerate(linear.sizes):
+            layout = choose(name, i, linear.in_features)
+            if runs and runs[-1][1] == layout and (layout is None or runs[-1][0] % ROWS == 0):
+                rows += runs.pop()[0]
+            runs.append((rows, layout))
+        if runs == [(linear.out_features, None)]:
+            continue
+        n, bias, dtype = linear.in_features, linear.bias is not None, linear.weight.dtype
+        parts = [
+            Linear(n, rows, bias, device=device, dtype=dtype) if layout is None
+            else PackedLinear(n, rows, bias, layout, device) for rows, layout in runs
+        ]  # fmt: skip
         parent, _, own = name.rpartition(".")
-        packed = PackedLinear(linear.in_features, linear.out_features, linear.bias is not None, bits, group, device)
-        setattr(model.get_submodule(parent), own, packed)
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    yield from ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+        setattr(model.get_submodule(parent), own, parts[0] if len(parts) == 1 else Joined(parts))

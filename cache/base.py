@@ -189,7 +189,7 @@ class KVMethod(Storage):
         q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D].
         """
         q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        y = prefill_attention(q_rot, k_rot, v, self.shape.window)
+        y = prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
         KVMethod.fill(self, q, k, q_rot, k_rot, v, lengths)  # a subclass's may be of more heads than came here
         return y
 

@@ -1,7 +1,8 @@
 """calibration.safetensors: what the methods' statistics have measured of a model, and the pass that measures it.
 
-The file holds `layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor
-ranks channels. Sums are kept in fp64: memory is O(width^2), not O(tokens).
+It lies in a checkpoint's folder, or beside a GGUF file: m.gguf has m.calibration.safetensors. The file holds
+`layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor ranks channels.
+Sums are kept in fp64: memory is O(width^2), not O(tokens).
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,11 @@ from tqdm import tqdm
 
 from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
 from errors import InputError
+from runtime import temporary
 
 FILE, VERSION = "calibration.safetensors", 3
+# of a model's sizes and numerics: what keys do not depend on, or a GGUF file does not tell
+NOT_OF_KEYS = ("vocab_size", "max_seq_len", "tie_embeddings", "windows", "dtype", "eos_ids")
 KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes of a file, as safetensors names them
 
 
@@ -39,18 +44,25 @@ class Sums:
         self.statistics, self.sums, self.tokens = list(statistics), dict[str, Tensor](), 0
 
     @torch.inference_mode()
+    def measure(self, t: Tokens) -> dict[str, Tensor]:
+        """What one sequence adds in one layer."""
+        return {f"layers.{t.layer}.{s.name}.{part}": value.double()
+                for s in self.statistics for part, value in s._step("measure", t, t.layer).items()}  # fmt: skip
+
+    @torch.inference_mode()
+    def put(self, measured: dict[str, Tensor]) -> None:
+        for key, value in measured.items():
+            if key in self.sums:
+                self.sums[key] += value
+            else:
+                self.sums[key] = value.clone()
+
     def add(self, layers: Iterable[Tokens]) -> None:
         """One sequence, its layers one after the other."""
         S = 0
         for t in layers:
             S = len(t.x)
-            for s in self.statistics:
-                for part, value in s._step("measure", t, t.layer).items():
-                    key = f"layers.{t.layer}.{s.name}.{part}"
-                    if key in self.sums:
-                        self.sums[key] += value.double()
-                    else:
-                        self.sums[key] = value.double().clone()
+            self.put(self.measure(t))
         self.tokens += S
 
     def finish(self, n_layer: int) -> dict[str, Tensor]:
@@ -72,22 +84,11 @@ class Sums:
 LayerTokens = Callable[[Tensor], Iterator[Tokens]]  # teacher forcing of tokens [1, S] on the CPU, layer by layer
 
 
-def repeated_sums(
-    args: Sizes,
-    layer_tokens: LayerTokens,
-    statistics: Iterable[Statistic],
-    n_random: int,
-    progress: bool = False,
-    vocabulary: Sequence[int] | None = None,
-) -> Sums:
-    """The pass over n_random tokens, drawn once and repeated; vocabulary: the ids to draw from, None: all."""
-    sums = Sums(s for s in statistics if isinstance(s, RepeatedTokens))
-    if sums.statistics:
-        ids = torch.tensor([i for i in vocabulary or range(args.vocab_size) if i < args.vocab_size])
-        drawn = torch.randint(len(ids), (1, n_random), generator=torch.Generator().manual_seed(0))
-        layers = layer_tokens(ids[drawn].repeat(1, REPEATS))
-        sums.add(tqdm(layers, total=args.n_layer, desc="random tokens", disable=not progress))
-    return sums
+def repeated_tokens(args: Sizes, n_random: int, vocabulary: Sequence[int] | None = None) -> Tensor:
+    """[REPEATS * n_random] tokens for RepeatedTokens, drawn once; vocabulary: the ids to draw from, None: all."""
+    ids = torch.tensor([i for i in vocabulary or range(args.vocab_size) if i < args.vocab_size])
+    drawn = torch.randint(len(ids), (n_random,), generator=torch.Generator().manual_seed(0))
+    return ids[drawn].repeat(REPEATS)
 
 
 def collect(
@@ -104,7 +105,10 @@ def collect(
     sums = Sums(s for s in statistics if not isinstance(s, RepeatedTokens))
     for tokens in tqdm(sequences if sums.statistics else (), desc="calibration", disable=not progress):
         sums.add(layer_tokens(tokens[None]))
-    repeated = repeated_sums(args, layer_tokens, statistics, n_random, progress, vocabulary)
+    repeated = Sums(s for s in statistics if isinstance(s, RepeatedTokens))
+    if repeated.statistics:
+        layers = layer_tokens(repeated_tokens(args, n_random, vocabulary)[None])
+        repeated.add(tqdm(layers, total=args.n_layer, desc="random tokens", disable=not progress))
     return Calibration(sums.finish(args.n_layer) | repeated.finish(args.n_layer), args.n_layer, args=args)
 
 
@@ -115,6 +119,7 @@ class Calibration:
     """The tensors of a calibration file, in fp32 (rankings int64) on the CPU, with its metadata."""
 
     path: Path | None = None  # of the file, if it was read from one
+    checkpoint: Path | None = None  # for which it was read
     args: Any  # of the model, or None: shapes cannot be checked
 
     def __init__(
@@ -171,22 +176,24 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Written under a temporary name, then renamed: a reader finds the old file or the new one."""
-        tmp = path.with_name(path.name + ".tmp")
         kept = {k: t if t.is_floating_point() else t.to(ranking_dtype(t)) for k, t in self.tensors.items()}
-        save_file({k: t.contiguous() for k, t in kept.items()}, tmp, metadata={"calibration": json.dumps(self.meta)})
-        tmp.chmod(0o644)  # safetensors writes files for their owner alone
-        os.replace(tmp, path)
+        write_tensors(path, kept, {"calibration": json.dumps(self.meta)})
 
     @classmethod
-    def load(cls, folder: Path, args: Sizes) -> Calibration:
-        """Read the file of a checkpoint's folder. InputError says what is wrong with it and what to run.
+    def load(cls, checkpoint: Path, args: Sizes, file: Path | None = None) -> Calibration:
+        """Read a calibration for a checkpoint, a folder or a GGUF file. InputError says what is wrong and what to run.
 
-        Of every tensor, also of statistics that nobody declares, it is checked that it is finite or ranks channels;
-        their shapes, and that they are there, by `require`, which those who need them ask.
+        file: one that the user has named; None: the checkpoint's own. It must be of the same model, in any bits: where
+        the weights are others, a warning says so, unless the file was named. Of every tensor, also of statistics that
+        nobody declares, it is checked that it is finite or ranks channels; their shapes, and that they are there, by
+        `require`, which those who need them ask.
         """
-        path, again = folder / FILE, f"run: python calibrate.py --checkpoint {folder}"
+        path, again = file or beside(checkpoint), f"run: {command(checkpoint, file)}"
         if not path.is_file():
-            raise InputError(f"this method needs a calibration and {folder} has none; {again}")
+            if file is not None:
+                raise InputError(f"--calibration {file}: there is no such file; to make it, {again}")
+            raise InputError(f"this method needs a calibration and {checkpoint} has none; {again}, or name that of the "
+                             "same model in other bits with --calibration")  # fmt: skip
         try:
             with safe_open(path, framework="pt") as f:
                 meta = json.loads((f.metadata() or {}).get("calibration", "{}"))
@@ -207,18 +214,22 @@ class Calibration:
                 raise InputError(f"{path}: {key} holds NaN or infinity; {again}")
             if not is_ranking(t):
                 raise InputError(f"{path}: {key} is no ranking of the channels; {again}")
-        if meta.get("fingerprint") != fingerprint(folder):
-            raise InputError(f"{path} was made from another checkpoint than the one beside it; {again}")
+        if meta.get("model", of_model(args)) != of_model(args):
+            raise InputError(f"{path} was made from another model than {checkpoint}; {again}")
+        if file is None and meta.get("fingerprint") != fingerprint(checkpoint):
+            print(f"warning: {path} was measured on other weights than those of {checkpoint}: right if they are this "
+                  f"model in other bits (--calibration {path} says so), else {again}", file=sys.stderr)  # fmt: skip
         out = cls({k: t.float() if t.is_floating_point() else t.long() for k, t in tensors.items()}, args.n_layer, meta)
-        out.args, out.path = args, path
+        out.args, out.path, out.checkpoint = args, path, checkpoint
         return out
 
     def _where(self) -> str:
         return str(self.path or "this calibration")
 
     def _again(self, method: str | None = None) -> str:
-        checkpoint = self.path.parent if self.path else "DIR"
-        return f"run: python calibrate.py --checkpoint {checkpoint}" + (f" --method {method}" if method else "")
+        named = self.checkpoint and self.path != beside(self.checkpoint)
+        run = command(self.checkpoint or Path("DIR"), self.path if named else None)
+        return f"run: {run}" + (f" --method {method}" if method else "")
 
 
 class RandomCalibration(Calibration):
@@ -252,20 +263,50 @@ class RandomCalibration(Calibration):
         return RandomCalibration(replace(self.args, n_kv_head=n, n_head=n * g), statistics, self.seed)
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file, under another name and then renamed. InputError if it cannot be written."""
+    tmp = temporary(path)
+    try:
+        save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, tmp, metadata=metadata)
+        tmp.chmod(0o644)  # safetensors writes files for their owner alone
+        os.replace(tmp, path)
+    except (SafetensorError, OSError) as e:
+        raise InputError(f"cannot write {path}: {e}") from None
+
+
 def ranking_dtype(t: Tensor) -> torch.dtype:
     return torch.int16 if t.shape[-1] <= 1 << 15 else torch.int32
 
 
-def fingerprint(folder: Path) -> str:
+def beside(checkpoint: Path) -> Path:
+    """Where the calibration of a folder or a GGUF file lies if nothing else is said."""
+    return checkpoint / FILE if checkpoint.is_dir() else checkpoint.with_suffix(f".{FILE}")
+
+
+def command(checkpoint: Path, file: Path | None = None) -> str:
+    """What makes a calibration."""
+    return f"python calibrate.py --checkpoint {checkpoint}" + (f" --calibration {file}" if file else "")
+
+
+def of_model(args: Any) -> str:
+    """What a calibration has in common with every checkpoint that it fits: the sizes and numerics of the model."""
+    sizes = {k: v for k, v in asdict(args).items() if k not in NOT_OF_KEYS}
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(checkpoint: Path) -> str:
     """Of a checkpoint: its config and, of every weight file, the size, the header and 64 KiB at 16 places.
 
-    Sampled, because hashing the whole of a large checkpoint takes longer than loading it.
+    Sampled, because hashing the whole of a large checkpoint takes longer than loading it. A GGUF file is one file.
     """
-    h = hashlib.sha256((folder / "config.json").read_bytes())
-    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
+    if checkpoint.is_dir():
+        h = hashlib.sha256((checkpoint / "config.json").read_bytes())
+        files = sorted(f for f in checkpoint.glob("*.safetensors") if not f.name.startswith("calibration"))
+    else:
+        h, files = hashlib.sha256(), [checkpoint]
     for file in files:
         size = file.stat().st_size
-        h.update(f"{file.name} {size}".encode())
+        h.update(f"{file.name if checkpoint.is_dir() else ''} {size}".encode())
         with open(file, "rb") as f:
             for i in range(17):
                 f.seek(size * i // 17)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from kernels.dense_attention import prefill_attention
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
+DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # layers, fewer than those of a model in which some are left out
 SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
 SAMPLE = [(4, 64), (3, 96)]
 ROUNDED = 2e-2  # of logits, where sums in another order put a code on the other side of its rounding border
@@ -55,6 +57,20 @@ def settings(name: str) -> list[Knobs]:
         out.append(dict(cls.stress))
         if tokens:
             out.append(cls.stress | {k: min(cls.stress[k] / 100, 1.0) for k in tokens})
+    return out
+
+
+def nothing_chosen(name: str) -> list[Knobs]:
+    """`stress` with budgets that sinks and recent tokens use up: without sinks, beside a recent window, what is chosen
+    is an empty list. Nothing for a method without such knobs."""
+    cls = method_class(name)
+    given: Knobs = {f.name: f.default for f in dataclasses.fields(cls.Args)} | (cls.stress or {})
+    out = []
+    if "budget" in given:
+        for sinks in {given.get("sinks", 0), 0 if "recent" in given else given.get("sinks", 0)}:
+            forced = sinks + given.get("recent", 0)
+            more = dict(sinks=sinks, budget=forced) if "sinks" in given else dict(budget=forced)
+            out += [(cls.stress or {}) | more] if forced else []
     return out
 
 
@@ -148,9 +164,11 @@ def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any
     )  # fmt: skip
 
 
-def check_ragged(name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = RAGGED, steps: int = 40) -> None:
-    """A row of a ragged batch is the row alone."""
-    model, prompts = tiny(*shape), [prompt(n) for n in lengths]
+def check_ragged(
+    name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = RAGGED, steps: int = 40, n_layer: int = 2
+) -> None:
+    """A row of a ragged batch is the row alone, but for rounding that codes and selections may make larger."""
+    model, prompts = tiny(*shape, n_layer=n_layer), [prompt(n) for n in lengths]
     T = max(lengths) + steps
     model.setup_cache(name, len(prompts), T, **knobs)
     got, fed = run(model, prompts, steps)
@@ -170,6 +188,29 @@ def check_ragged(name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = R
         except Broken as e:
             todo = _why_ragged(model, p, fed_row, want, max(lengths) - len(p))
             raise Broken(e.what.replace(" row 0,", ""), todo) from None
+
+
+def check_deep(name: str) -> str | None:
+    """The same through many layers, at `stress`. What a prompt's last token is there is to the bit what it is alone:
+    of layers that round, a sum in another order would make another text."""
+    knobs = method_class(name).stress or {}
+    check_ragged(name, knobs, lengths=DEEP_RAGGED, steps=12, n_layer=DEEP)
+    model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
+    x = torch.randn(len(prompts) * T, model.args.dim)
+    with torch.inference_mode():
+        if not all(torch.equal(model.layers[0].wqkv(x)[:n], model.layers[0].wqkv(x[:n])) for n in DEEP_RAGGED):
+            return "prompts to rounding alone: here products of other sizes are summed in another order"
+    # of three rows and of one, the product with the vocabulary may be another kernel's
+    with mock.patch.object(model, "logits", lambda x: x):
+        model.setup_cache(name, len(prompts), T, **knobs)
+        got = run(model, prompts, 0)[0]
+        model.setup_cache(name, 1, T, **knobs)
+        for row, p in enumerate(prompts):
+            model.reset_cache()
+            what = f"{told(knobs)} row {row} of prompts of {DEEP_RAGGED} tokens in {DEEP} layers is not that row alone"
+            todo = "attend to each row's own length (`prefill_attention` takes lengths), and sum over no padding"
+            equal(got[row : row + 1], run(model, [p], 0)[0], what, todo)
+    return None
 
 
 def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> str:
@@ -229,7 +270,7 @@ def check_fill(name: str, knobs: Knobs) -> str | None:
         def prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
             q_rot, k_rot = method.rope.rotate_prompt(q), method.rope.rotate_prompt(k)
             method.fill(q, k, q_rot, k_rot, v, lengths)
-            return prefill_attention(q_rot, k_rot, v, method.shape.window)
+            return prefill_attention(q_rot, k_rot, v, method.shape.window, lengths)
 
         method.prefill = prefill  # type: ignore[method-assign]
 
@@ -354,6 +395,15 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
             f"{told(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
         )
     return None
+
+
+def check_nothing_chosen(name: str) -> str | None:
+    """With a budget that sinks and recent tokens use up, nothing else is read: an empty list is not no list."""
+    every = nothing_chosen(name)
+    for knobs in every:
+        for check in (check_attended, check_poison, check_ragged):
+            check(name, knobs)
+    return None if every else "no budget of tokens beside sinks or recent ones"
 
 
 def check_half(name: str, knobs: Knobs) -> None:

@@ -181,9 +181,10 @@ def tiny(
     windows: tuple[int | None, ...] = (),
     dtype: torch.dtype = torch.float32,
     device: Any = "cpu",
+    n_layer: int = 2,
 ) -> Decoder:
     """The decoder, g query heads a KV head; the same weights everywhere."""
-    return Decoder(Sizes(g * n_kv_head, n_kv_head, head_dim, windows=windows), dtype, device)
+    return Decoder(Sizes(g * n_kv_head, n_kv_head, head_dim, n_layer, windows=windows), dtype, device)
 
 
 # ---- runs ----

@@ -29,13 +29,14 @@ class QuantizedStore(Storage):
 
     def __init__(
         self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
-        channels: bool = False,
+        block: int = 0,
     ):  # fmt: skip
-        """channels: GROUP tokens of a channel share a scale and a zero, instead of `group` channels of a token."""
+        """block: so many tokens leave the ring together, and GROUP of them share a scale and a zero for each channel,
+        instead of `group` channels of a token; the ring holds them, and may hold one more."""
         super().__init__(shape)
         B, H, T, D = shape.kv
-        self.bits, self.clip, self.sinks, self.channels = bits, clip, sinks, channels and bits < 16
-        if self.channels:
+        self.bits, self.clip, self.sinks, self.block = bits, clip, sinks, block if bits < 16 else 0
+        if self.block:
             slots = -(-T // GROUP) * GROUP
             self.packed = Storage(shape)
             self.packed.buffer("data", (B, H, slots, D * bits // 8), torch.uint8)
@@ -50,7 +51,7 @@ class QuantizedStore(Storage):
     def tokens(self) -> QuantizedTokens:
         """As the kernels take them."""
         data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
-        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.channels, self.clip)
+        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.block, self.clip)
 
 
 class Quantized(KVMethod):

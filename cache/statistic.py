@@ -32,7 +32,7 @@ from errors import InputError
 from kernels.rope import apply_rope
 
 REPEATS = 4  # copies of the random tokens (RazorAttention, Sec. 3.3)
-QUERY_BLOCK = 256  # queries of repeated tokens at a time: bounds their attention matrix
+ATTENTION_BLOCK = 1 << 21  # numbers of the attention of repeated tokens at a time: they stay in a CPU's cache
 
 
 class Sizes(Protocol):
@@ -68,6 +68,7 @@ class Tokens:
     sin: Tensor
     k_bias: Tensor | None = None  # [Hkv, D], what the projections add to every key and value (Qwen2); None: nothing
     v_bias: Tensor | None = None
+    after: Tensor | None = None  # [1, S, dim] in the model's dtype, what goes into the next layer; None: not told
 
     def __post_init__(self) -> None:
         self.x, self.q, self.k, self.v = (t.float() for t in (self.x, self.q, self.k, self.v))
@@ -176,20 +177,23 @@ class RepeatedTokens(Statistic):
     def measure_attention(self, p: Tensor, rows: Tensor, n_random: int) -> dict[str, Tensor]:
         """Sums over some queries of the second copy and those after it.
 
-        p [Hq, Q, S]: causal attention of the queries at rows [Q] of the S = REPEATS * n_random tokens.
+        p [Hq, Q, K]: causal attention of the queries at rows [Q] of REPEATS * n_random tokens to the first K of them,
+        the last query's own and those before it.
         """
         raise NotImplementedError
 
     def measure(self, t):
         S, D = len(t.k), t.k.shape[2]
-        q, k = t.q_rot.transpose(0, 1), t.k_rot.transpose(0, 1)
-        k = k.repeat_interleave(len(q) // len(k), 0)  # [Hq, S, D]
-        out: dict[str, Tensor] = {}
-        at = torch.arange(S, device=k.device)
-        for rows in at[S // REPEATS :].split(QUERY_BLOCK):
-            logits = q[:, rows] @ k.mT * D**-0.5  # [Hq, Q, S]
-            p = logits.masked_fill(at > rows[:, None], float("-inf")).softmax(-1)
-            for part, total in self.measure_attention(p, rows, S // REPEATS).items():
+        q, k = t.q_rot.transpose(0, 1) * D**-0.5, t.k_rot.transpose(0, 1)
+        step = max(16, ATTENTION_BLOCK // (len(q) * S))
+        q, out = q.unflatten(0, (len(k), -1)), dict[str, Tensor]()  # [Hkv, g, S, D]
+        for first in range(S // REPEATS, S, step):
+            rows = torch.arange(first, min(first + step, S), device=k.device)
+            n, end = len(rows), first + len(rows)
+            logits = (q[:, :, first:end].flatten(1, 2) @ k[:, :end].mT).view(-1, n, end)  # [Hq, Q, K]
+            later = torch.ones(n, n, dtype=torch.bool, device=k.device).triu(1)
+            logits[:, :, first:].masked_fill_(later, float("-inf"))
+            for part, total in self.measure_attention(logits.softmax(-1), rows, S // REPEATS).items():
                 out[part] = out.get(part, 0) + total.double()
         return out
 

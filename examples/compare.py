@@ -10,17 +10,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine import LLM  # noqa: E402
 from errors import Parser, run_cli  # noqa: E402
-from runtime import TINY, read_text  # noqa: E402
+from runtime import TINY, add_calibration, read_text  # noqa: E402
 
 
 def main() -> None:
     p = Parser(__doc__)
-    p.add_argument("--checkpoint", default=TINY, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
+    p.add_argument("--checkpoint", default=TINY, metavar="DIR", help="Hugging Face folder or GGUF file")
+    add_calibration(p)
     p.add_argument("--method", nargs="+", default=["full", "self_index"], help="methods, as generate.py takes them")
     p.add_argument("--prompt-file", default=Path(__file__).parent / "needle.txt", metavar="F", help="UTF-8 text")
     p.add_argument("--max-new-tokens", type=int, default=8, metavar="N")
     opt = p.parse_args()
-    prompt, llm = read_text(opt.prompt_file), LLM(opt.checkpoint)
+    prompt, llm = read_text(opt.prompt_file), LLM(opt.checkpoint, calibration=opt.calibration)
     for method in opt.method:
         llm.use(method)  # a wrong name is told before any work is done
     print(f"a prompt of {len(llm.encode(prompt))} tokens, which ends in: ...{prompt[-60:]!r}\n")

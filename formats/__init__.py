@@ -18,11 +18,11 @@ from errors import InputError, short
 from formats.awq import AWQ
 from formats.codes import Codes
 from formats.compressed_tensors import CompressedTensors
-from formats.gguf import gguf_config, gguf_tensors, gguf_tokenizer_files, is_gguf
+from formats.gguf import gguf_config, gguf_layouts, gguf_tensors, gguf_tokenizer_files, is_gguf
 from formats.gguf_file import GGUFFile
 from formats.gptq import GPTQ, biased_projections
 from formats.settings import Settings
-from formats.shards import FLOATS, Shards, read_object
+from formats.shards import FLOATS, Held, Shards, check_fetched, read_object
 
 __all__ = ["Codes", "Reader", "gguf_config", "gguf_tensors", "gguf_tokenizer_files", "is_gguf", "open_checkpoint"]
 
@@ -35,14 +35,16 @@ class Reader:
     """An opened checkpoint.
 
     path: the file or folder; kind: "gguf", one of METHODS, or "dense"; config: a config.json without its
-    quantization_config; tensors(): a pass over (name, tensor), one read at a time; warning: a line to show;
-    tokenizer_files(folder): writes a GGUF file's tokenizer as files, None where the folder has its own.
+    quantization_config; tensors(): a pass over (name, tensor), one read at a time; layouts(): how its matrices are held
+    as they are, told without reading them; warning: a line to show; tokenizer_files(folder): writes a GGUF file's
+    tokenizer as files, None where the folder has its own.
     """
 
     path: Path
     kind: str
     config: dict[str, Any]
     tensors: Callable[[], Named]
+    layouts: Callable[[], Held]
     warning: str | None = None
     tokenizer_files: Callable[[str | Path], None] | None = None
 
@@ -59,6 +61,7 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
         return _open_folder(path, read_object(path / "config.json") if config is None else config)
     if not path.exists():
         raise InputError(f"checkpoint {path} not found: give a Hugging Face model folder or a GGUF file")
+    check_fetched(path)
     if not is_gguf(path):
         raise InputError(f"{path} is no GGUF file: give one, or the folder that holds config.json and *.safetensors")
     file = GGUFFile(path)
@@ -67,6 +70,7 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
         "gguf",
         gguf_config(file),
         lambda: gguf_tensors(file),
+        lambda: gguf_layouts(file),
         tokenizer_files=lambda folder: gguf_tokenizer_files(file, folder),
     )
 
@@ -79,20 +83,23 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
                 where, said = name, {"quant_method": method} | read_object(folder / name)
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
     if said is None:
-        return Reader(folder, "dense", plain, lambda: _dense(Shards(folder)))
+        return Reader(folder, "dense", plain, lambda: _dense(Shards(folder)), lambda: ({}, None))
     if not isinstance(said, dict):
         raise InputError(f"config.json: quantization_config must be an object, found {short(said)}")
     settings = Settings(said, where)
     match settings.one_of(METHODS, None, "quant_method"):
         case "gptq":
             gptq, biased = GPTQ(settings), biased_projections(config)
-            return Reader(folder, "gptq", plain, lambda: gptq.read(Shards(folder), biased))
+            return Reader(
+                folder, "gptq", plain, lambda: gptq.read(Shards(folder), biased), lambda: gptq.layouts(Shards(folder))
+            )
         case "awq":
             awq = AWQ(settings)
-            return Reader(folder, "awq", plain, lambda: awq.read(Shards(folder)))
+            return Reader(folder, "awq", plain, lambda: awq.read(Shards(folder)), lambda: awq.layouts(Shards(folder)))
         case _:
             ct = CompressedTensors(settings)
-            return Reader(folder, "compressed-tensors", plain, lambda: ct.read(Shards(folder)), ct.warning)
+            read, layouts = (lambda: ct.read(Shards(folder))), (lambda: ct.layouts(Shards(folder)))
+            return Reader(folder, "compressed-tensors", plain, read, layouts, ct.warning)
 
 
 def _dense(shards: Shards) -> Named:

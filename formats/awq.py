@@ -15,7 +15,7 @@ from torch import Tensor
 from errors import InputError
 from formats.codes import Codes, grouped, nibbles
 from formats.settings import Settings
-from formats.shards import FLOATS, Shards, with_suffix
+from formats.shards import FLOATS, Held, Shards, held, with_suffix
 
 PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of channels 0 to 7 in a word
 
@@ -41,6 +41,13 @@ class AWQ:
                 yield f"{module}.weight", self.weight(shards, module)
             elif part not in ("qzeros", "scales") or module not in modules:
                 yield name, shards.get(name, FLOATS)
+
+    def layouts(self, shards: Shards) -> Held:
+        """How the weights are held, by the shapes of codes and scales."""
+        found = {}
+        for m in with_suffix(shards, ".qweight"):
+            found[f"{m}.weight"] = (f"{m}.scales", 4, self.group or shards.shape(f"{m}.qweight")[0])
+        return held(shards, found)
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""

@@ -1,12 +1,12 @@
-"""Quantized weights as every format here tells them: integer codes, a scale a group, and perhaps a zero point a group.
+"""Quantized weights as every format here tells them: integer codes, a scale a group, and perhaps a zero or a minimum.
 
-The arithmetic is w = scale * (code - zero) in fp32, which is what GGUF (Q4_0, Q8_0), GPTQ, AWQ and compressed-tensors
-define; their files differ in how they pack the same numbers.
+The arithmetic is w = scale * (code - zero), or scale * code + minimum, in fp32, which is what GGUF, GPTQ, AWQ and
+compressed-tensors define; their files differ in how they pack the same numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,18 +15,41 @@ from errors import InputError
 from kernels.linear import dequantize
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The form in which a weight is held without rounding.
+
+    bits: of a code, 4 or 8; 16: bf16, with no scales. group: inputs that share a scale, None: a whole row. steps:
+    groups whose scales, integers of 8 bits, are multiples of one fp16 step (the K types of GGUF), None: scales are
+    fp16. minimum: whether each group has one, in the form of the scales.
+    """
+
+    bits: int
+    group: int | None = None
+    steps: int | None = None
+    minimum: bool = False
+
+
+BF16 = Layout(16)
+
+
 @dataclass
 class Codes:
     """A weight [out, in] whose rows are quantized in groups of `group` neighbours.
 
-    codes [out, in], uint8 0..15 for 4 bits, int8 for 8 bits; scale [out, in / group] fp32, as in the file;
-    zero [out, in / group] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. A channel's one scale is group == in.
+    codes [out, in], uint8 0..15 for 4 bits, int8 for 8 bits. scale [out, groups], as in the file; int8 where it counts
+    steps: step [out, groups / n]. zero [out, groups] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. minimum [out,
+    groups] is added to scale * code, and then there is no zero; int8 where it counts min_step [out, groups / n]. A
+    channel's one scale is group == in.
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     bits: int
+    step: Tensor | None = None
+    minimum: Tensor | None = None
+    min_step: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -37,18 +60,30 @@ class Codes:
         """Neighbours in a row that share a scale."""
         return self.codes.shape[1] // self.scale.shape[1]
 
+    @property
+    def steps(self) -> int | None:
+        """Groups that share a step."""
+        return None if self.step is None else self.scale.shape[1] // self.step.shape[1]
+
+    @property
+    def layout(self) -> Layout:
+        """What holds them; zeros, and minima of 8-bit codes in steps of their own, are held as they come."""
+        minimum = self.minimum is not None and (self.min_step is None) == (self.step is None)
+        return Layout(self.bits, self.group, self.steps, minimum)
+
     def rows(self, index: Tensor) -> Codes:
         """The rows of index [n], in that order."""
-        zero = None if self.zero is None else self.zero[index]
-        return Codes(self.codes[index], self.scale[index], zero, self.bits)
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Codes(**{name: x[index] if isinstance(x, Tensor) else x for name, x in parts.items()})  # type: ignore
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """-> [out, in]: scale * (codes - zero) in fp32, the difference being exact, then rounded to dtype."""
-        return dequantize(self.codes, self.scale, self.zero, self.bits).to(dtype)
+        """-> [out, in] in fp32, then rounded to dtype."""
+        groups = self.scale, self.step, self.zero, self.minimum, self.min_step
+        return dequantize(self.codes, *groups, self.bits).to(dtype)
 
 
 def grouped(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Codes | Tensor:
-    """Codes of unsigned codes and zeros, checked; fp32 [out, in] where Codes cannot say it: 8 bits, not symmetric.
+    """Codes of unsigned codes and zeros, checked; fp32 [out, in] where Codes are not exact (`asymmetric`).
 
     codes [out, in] uint8, 0..2^bits - 1; scale [out, in / group] of any float; zero [out, in / group] uint8, or None:
     half the range. InputError begins with `where`.
@@ -60,14 +95,22 @@ def grouped(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits:
     scale = scale.float().contiguous()
     if bits == 4:
         return Codes(codes.contiguous(), scale, None if zero is None else zero.contiguous(), 4)
-    signed = Codes((codes ^ half).view(torch.int8).contiguous(), scale, None, 8)  # flips the top bit: minus 128
-    return signed if zero is None else asymmetric(signed, zero.short() - half)
+    signed = (codes ^ half).view(torch.int8).contiguous()  # flips the top bit: minus 128
+    return Codes(signed, scale, None, 8) if zero is None else asymmetric(signed, scale, (zero ^ half).view(torch.int8))
 
 
-def asymmetric(c: Codes, zero: Tensor) -> Tensor:
-    """fp32 [out, in] of 8-bit codes with zero points [out, in / group] that may be negative."""
-    w = c.codes.short().unflatten(1, (-1, c.group)) - zero[..., None]
-    return (w.float() * c.scale[..., None]).flatten(1)
+def asymmetric(codes: Tensor, scale: Tensor, zero: Tensor) -> Codes | Tensor:
+    """8-bit codes with zero points int8 [out, in / group]: the minimum is -scale * zero, exact for scales of 11 bits.
+    With others it is fp32 [out, in]."""
+    if exact_in_fp16(scale):
+        return Codes(codes, scale, None, 8, minimum=zero.contiguous(), min_step=-scale)
+    w = codes.short().unflatten(1, (scale.shape[1], -1)) - zero.short()[..., None]
+    return (w.float() * scale[..., None]).flatten(1)
+
+
+def exact_in_fp16(scale: Tensor) -> bool:
+    """Whether scales of any float can be held in fp16."""
+    return scale.dtype == torch.float16 or torch.equal(scale.half().double(), scale.double())
 
 
 def check(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from errors import InputError, short
 from formats.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
 from formats.settings import Settings
-from formats.shards import FLOATS, Shards, with_suffix
+from formats.shards import FLOATS, Held, Shards, held, with_suffix
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
@@ -88,6 +88,19 @@ class CompressedTensors:
             elif part not in PARTS or module not in modules:
                 yield name, shards.get(name, FLOATS)
 
+    def layouts(self, shards: Shards) -> Held:
+        """How the weights are held, by the shapes of codes and scales; 8-bit floats are unpacked."""
+        found = {}
+        for m in with_suffix(shards, ".weight_scale"):
+            words, codes, scale = (shards.shape(f"{m}.{x}") for x in ("weight_packed", "weight", "weight_scale"))
+            size = shards.get(f"{m}.weight_shape").tolist() if f"{m}.weight_shape" in shards else codes
+            if len(size) != 2 or (codes and shards.get(f"{m}.weight").dtype != torch.int8):
+                continue
+            n, groups = size[1], scale[1] if len(scale) == 2 else 1
+            bits = next((b for b in sorted(self.bits) if words and words[1] == -(-n * b // 32)), 8)
+            found[f"{m}.weight"] = (f"{m}.weight_scale", bits, n // max(groups, 1))
+        return held(shards, found)
+
     def packed(self, shards: Shards, module: str) -> Codes | Tensor:
         """4 or 8 bits in words, each number plus half the range; -> [out, in]."""
         by = f"{module}.weight_packed"
@@ -110,7 +123,7 @@ class CompressedTensors:
         return grouped(where, unpack(words, bits).flatten(1)[:, :n], scale, zero, bits)
 
     def plain(self, shards: Shards, module: str) -> Codes | Tensor:
-        """int8 -> Codes, or fp32 with zero points; float8_e4m3fn -> fp32."""
+        """int8 -> Codes, or fp32; float8_e4m3fn -> fp32."""
         by = f"{module}.weight"
         where, w = shards.where(by), shards.get(by)
         scale = shards.get(f"{module}.weight_scale", FLOATS, by)
@@ -122,11 +135,11 @@ class CompressedTensors:
             return self.float8(where, w, scale)
         scale = self.scales(scale, len(w))
         check(where, w, scale)
-        c = Codes(w, scale.float().contiguous(), None, 8)
+        scale = scale.float().contiguous()
         if (zero := self.zeros(shards, module, torch.int8)) is None or not zero.any():
-            return c
+            return Codes(w, scale, None, 8)
         check(where, w, scale, zero := self.scales(zero, len(w)))
-        return asymmetric(c, zero.short())
+        return asymmetric(w, scale, zero)
 
     def zeros(self, shards: Shards, module: str, dtype: torch.dtype) -> Tensor | None:
         """A module's zero points; InputError if they are missing where every scheme has them."""

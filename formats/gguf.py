@@ -1,7 +1,9 @@
 """GGUF files of Llama (and Mistral), Qwen2 and Qwen3: llama.cpp's tensors -> Hugging Face's names, layout and order.
 
-Q8_0 and Q4_0 are Codes in groups of 32: a block is fp16 d and 32 signed bytes, or 16 bytes whose low halves are numbers
-0 to 15 and whose high halves are 16 to 31, w = d * (q - 8). All others go through gguf's own `quants.dequantize`.
+Types of 4 and more bits are Codes, as the file has them: a block of 32 numbers is an fp16 scale d, perhaps an fp16
+minimum m, and codes, w = d * q + m (Q4_0 to Q8_0); one of 256 has an fp16 d and dmin whose multiples are scales and
+minima of its groups of 16 or 32 numbers (Q2_K to Q6_K, IQ4_XS). Others, of less bits and of tables, go through gguf's
+own `quants.dequantize`, in fp32. Layout of blocks: ggml/src/ggml-common.h of llama.cpp.
 llama.cpp turns neighbouring channels where Hugging Face turns channel i with i + D/2: for Llama its converter permutes
 the rows of q and k, which is undone here.
 """
@@ -18,12 +20,22 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import Codes, check
+from formats.codes import BF16 as HELD_BF16
+from formats.codes import Codes, Layout, check_finite
 from formats.gguf_config import config_of
-from formats.gguf_file import MAGIC, GGUFFile, TensorInfo, rows_of
+from formats.gguf_file import MAGIC, GGUFFile, TensorInfo, rows_of, type_name, type_sizes
 from formats.gguf_tokenizer import write_tokenizer
+from formats.shards import Held
 
-F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30  # ggml's numbers
+F32, F16, BF16 = 0, 1, 30  # ggml's numbers
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23
+# What holds the numbers of a type exactly. Groups of 16 and 32; of the K types, steps for 256 numbers.
+LAYOUTS = {
+    Q4_0: Layout(4, 32), Q4_1: Layout(4, 32, minimum=True), Q5_0: Layout(8, 32), Q5_1: Layout(8, 32, minimum=True),
+    Q8_0: Layout(8, 32), Q2_K: Layout(4, 16, 16, True), Q3_K: Layout(4, 16, 16), Q4_K: Layout(4, 32, 8, True),
+    Q5_K: Layout(8, 32, 8, True), Q6_K: Layout(8, 16, 16), IQ4_NL: Layout(8, 32), IQ4_XS: Layout(8, 32, 8),
+}  # fmt: skip
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # ggml's kvalues_iq4nl
 NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
          "output.weight": "lm_head.weight"}  # fmt: skip
 PARTS = {
@@ -54,8 +66,21 @@ def gguf_tokenizer_files(path: str | Path | GGUFFile, folder: str | Path) -> Non
     write_tokenizer(_open(path), Path(folder))
 
 
+def gguf_layouts(path: str | Path | GGUFFile) -> Held:
+    """How the file's matrices are held, by Hugging Face's names, and a note on those that no codes hold exactly."""
+    file = _open(path)
+    n_layer = config_of(file)["num_hidden_layers"]
+    found = {t.name: LAYOUTS[t.type] for t in file.tensors.values() if t.type in LAYOUTS and len(t.shape) == 2}
+    if found:  # floats beside codes keep their two bytes where that is exact
+        found |= {t.name: HELD_BF16 for t in file.tensors.values() if t.type == BF16 and len(t.shape) == 2}
+    rest = {t.name: t.type for t in file.tensors.values() if t.type not in (F32, F16, BF16, *LAYOUTS)}
+    kinds = ", ".join(sorted({type_name(t) for t in rest.values()}))
+    note = f"{len(rest)} tensors are of {kinds}, which no codes of 4 or 8 bits hold exactly: held unpacked"
+    return {_hf_name(file, name, n_layer): layout for name, layout in found.items()}, note if rest else None
+
+
 def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Codes]]:
-    """(Hugging Face's name, tensor), one at a time: F32, F16, BF16 as they are, Q4_0 and Q8_0 as Codes, else fp32."""
+    """(Hugging Face's name, tensor), one at a time: F32, F16, BF16 as they are, codes as Codes, else fp32."""
     file = _open(path)
     config = config_of(file)
     for name in file.tensors:
@@ -94,21 +119,131 @@ def _tensor(file: GGUFFile, name: str) -> Tensor | Codes:
             .view({F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}[t.type])
             .view(t.shape)
         )
-    if t.type in (Q4_0, Q8_0) and len(t.shape) == 2:
+    if t.type in LAYOUTS and len(t.shape) == 2:
         return _codes(file, t)
     return _dequantized(file, t)
 
 
 def _codes(file: GGUFFile, t: TensorInfo) -> Codes:
-    """The blocks of Q8_0, 34 bytes, or of Q4_0, 18 bytes."""
+    """A matrix of one of LAYOUTS."""
     out, n = t.shape
-    blocks = torch.from_numpy(np.array(file.raw(t.name))).view(out, n // 32, -1)
-    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0].float()
-    q = blocks[..., 2:]
-    codes = q.contiguous().view(torch.int8) if t.type == Q8_0 else torch.cat((q & 15, q >> 4), -1)
-    codes = codes.reshape(out, n)
-    check(f"tensor {t.name} in {file.path}", codes, scale)
-    return Codes(codes, scale, None, 8 if t.type == Q8_0 else 4)
+    layout, size = LAYOUTS[t.type], type_sizes()[t.type][0]
+    blocks = torch.from_numpy(np.array(file.raw(t.name))).view(out, n // size, -1)
+    codes, scale, step, minimum, min_step = _UNPACK[t.type](blocks)
+    c = Codes(codes.reshape(out, n), scale.reshape(out, -1), None, layout.bits)
+    if step is not None:
+        c.step = step.reshape(out, -1)
+    if minimum is not None:
+        c.minimum, c.min_step = minimum.reshape(out, -1), None if min_step is None else min_step.reshape(out, -1)
+    for x in (c.step, c.min_step) if layout.steps else (c.scale, c.minimum):
+        if x is not None:
+            check_finite(f"tensor {t.name} in {file.path}", x)
+    return c
+
+
+# Blocks uint8 [out, blocks, bytes] -> codes, scale, step, minimum, min_step of each
+
+Unpacked = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _half(b: Tensor, at: int) -> Tensor:
+    """The fp16 number at a byte of each block: [out, blocks, 1]."""
+    return b[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(b: Tensor, at: int) -> Tensor:
+    """The 16 bytes at a byte of each block: low halves are numbers 0 to 15, high halves 16 to 31."""
+    q = b[..., at : at + 16]
+    return torch.cat((q & 15, q >> 4), -1)
+
+
+def _fifths(b: Tensor, at: int) -> Tensor:
+    """Bit j of the 4 bytes at a byte, at place 4: the highest bit of number j."""
+    return (b[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _q4_0(b: Tensor) -> Unpacked:
+    return _nibbles(b, 2), _half(b, 0), None, None, None
+
+
+def _q4_1(b: Tensor) -> Unpacked:
+    return _nibbles(b, 4), _half(b, 0), None, _half(b, 2), None
+
+
+def _q5_0(b: Tensor) -> Unpacked:
+    return (_nibbles(b, 6) | _fifths(b, 2)).view(torch.int8) - 16, _half(b, 0), None, None, None
+
+
+def _q5_1(b: Tensor) -> Unpacked:
+    return (_nibbles(b, 8) | _fifths(b, 4)).view(torch.int8), _half(b, 0), None, _half(b, 2), None
+
+
+def _q8_0(b: Tensor) -> Unpacked:
+    return b[..., 2:].contiguous().view(torch.int8), _half(b, 0), None, None, None
+
+
+def _pairs(q: Tensor, bits: int) -> Tensor:
+    """[..., n * 32] -> [..., n, 8 / bits, 32]: of 32 bytes the lowest bits are the first 32 numbers."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return q.unflatten(-1, (-1, 1, 32)) >> shifts & (1 << bits) - 1
+
+
+def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes; the first 8 hold the upper 2 of the last four."""
+    first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
+    scale = torch.cat((first & 63, rest & 15 | (first >> 6) << 4), -1)
+    minimum = torch.cat((second & 63, rest >> 4 | (second >> 6) << 4), -1)
+    return scale.view(torch.int8), minimum.view(torch.int8)
+
+
+def _q2_k(b: Tensor) -> Unpacked:
+    scale, minimum = (x.contiguous().view(torch.int8) for x in (b[..., :16] & 15, b[..., :16] >> 4))
+    return _pairs(b[..., 16:80], 2), scale, _half(b, 80), minimum, -_half(b, 82)
+
+
+def _q3_k(b: Tensor) -> Unpacked:
+    """Codes of 3 bits around 4, the highest in a mask of its own; scales of 6 bits around 32."""
+    high = b[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8, 32]
+    codes = _pairs(b[..., 32:96], 2).flatten(-3, -2) + (high << 2) + 4  # held around 8
+    low = torch.cat((b[..., 96:104] & 15, b[..., 96:104] >> 4), -1)
+    top = (b[..., None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(-2)
+    return codes, (low | top << 4).view(torch.int8) - 32, _half(b, 108), None, None
+
+
+def _q4_k(b: Tensor) -> Unpacked:
+    scale, minimum = _scales_and_minima(b)
+    return _pairs(b[..., 16:144], 4), scale, _half(b, 0), minimum, -_half(b, 2)
+
+
+def _q5_k(b: Tensor) -> Unpacked:
+    scale, minimum = _scales_and_minima(b)
+    high = b[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8, 32]
+    codes = _pairs(b[..., 48:176], 4).flatten(-3, -2) | high << 4
+    return codes.view(torch.int8), scale, _half(b, 0), minimum, -_half(b, 2)
+
+
+def _q6_k(b: Tensor) -> Unpacked:
+    """Codes around 32: of each half of 128 numbers, 64 bytes hold the lower 4 bits and 32 the upper 2."""
+    low = b[..., :128].unflatten(-1, (2, 1, 64)) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
+    codes = low.unflatten(-1, (2, 32)).flatten(-3, -2) | _pairs(b[..., 128:192], 2) << 4  # [..., 2, 4, 32]
+    return codes.view(torch.int8) - 32, b[..., 192:208].contiguous().view(torch.int8), _half(b, 208), None, None
+
+
+def _iq4_nl(b: Tensor) -> Unpacked:
+    return torch.tensor(IQ4_TABLE, dtype=torch.int8)[_nibbles(b, 2).long()], _half(b, 0), None, None, None
+
+
+def _iq4_xs(b: Tensor) -> Unpacked:
+    """Scales of 6 bits around 32: 4 bits in 4 bytes, the upper 2 in a word before."""
+    low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
+    high = (b[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
+    q = b[..., 8:136].unflatten(-1, (8, 16))
+    codes = torch.tensor(IQ4_TABLE, dtype=torch.int8)[torch.cat((q & 15, q >> 4), -1).long()]
+    return codes, (low | high << 4).view(torch.int8) - 32, _half(b, 0), None, None
+
+
+_UNPACK = {Q4_0: _q4_0, Q4_1: _q4_1, Q5_0: _q5_0, Q5_1: _q5_1, Q8_0: _q8_0, Q2_K: _q2_k, Q3_K: _q3_k, Q4_K: _q4_k,
+           Q5_K: _q5_k, Q6_K: _q6_k, IQ4_NL: _iq4_nl, IQ4_XS: _iq4_xs}  # fmt: skip
 
 
 def _dequantized(file: GGUFFile, t: TensorInfo) -> Tensor:

@@ -190,3 +190,10 @@ def type_sizes() -> dict[int, tuple[int, int]]:
     from gguf.constants import GGML_QUANT_SIZES  # imported where a GGUF file is read: it takes its time
 
     return {int(t): size for t, size in GGML_QUANT_SIZES.items()}
+
+
+def type_name(kind: int) -> str:
+    """As ggml calls it: Q4_K."""
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name

@@ -16,7 +16,7 @@ from torch import Tensor
 from errors import InputError, short
 from formats.codes import Codes, grouped, unpack
 from formats.settings import Settings
-from formats.shards import FLOATS, Shards, with_suffix
+from formats.shards import FLOATS, Held, Shards, held, with_suffix
 
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -53,6 +53,14 @@ class GPTQ:
                         raise InputError(f"{shards.where(name)} is not zero, and config.json says there is no bias")
                     continue
                 yield name, t
+
+    def layouts(self, shards: Shards) -> Held:
+        """How the weights are held, by the shapes of codes and scales."""
+        found = {}
+        for m in with_suffix(shards, ".qweight"):
+            inputs = shards.shape(f"{m}.qweight")[0] * 32 // self.bits
+            found[f"{m}.weight"] = (f"{m}.scales", self.bits, self.group or inputs)
+        return held(shards, found)
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""

@@ -12,13 +12,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import dtype_name
+from formats.codes import BF16, Layout, dtype_name, exact_in_fp16
+from kernels.linear import ROWS
 
+# What older versions of transformers saved, and computes anew: no parameters.
+BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", "attn.bias")
+POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
+Held = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_fetched(path: Path) -> None:
+    """InputError if a file is a git LFS pointer."""
+    try:
+        with open(path, "rb") as f:
+            pointer = f.read(len(POINTER)) == POINTER
+    except (OSError, ValueError):
+        return
+    if pointer:
+        raise InputError(f"{path} is a git LFS pointer, a few lines in place of the file: run `git lfs pull` in its "
+                         "folder, or download the file itself")  # fmt: skip
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; InputError if it cannot be read or is none."""
+    check_fetched(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -51,12 +69,15 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 class Shards:
-    """Names, shapes and tensors of a folder. InputError where a file is broken or a name is in two of them."""
+    """Names, shapes and tensors of a folder, without what is no parameter. InputError where a file is broken or a name
+    is in two of them. A base model's names, `layers.0...` (saved without its head), get the prefix of a whole one's.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files: dict[str, tuple[Path, Any]] = {}  # tensor name -> its file, and that file opened
+        self.files: dict[str, tuple[Path, Any, str]] = {}  # tensor name -> its file, that file opened, its name there
         for path in shard_files(folder):
+            check_fetched(path)
             try:
                 file = safe_open(path, framework="pt", device="cpu")
                 names = list(file.keys())
@@ -65,7 +86,10 @@ class Shards:
             for name in names:
                 if name in self.files:
                     raise InputError(f"tensor {name} is in {self.files[name][0].name} and in {path.name}: remove one")
-                self.files[name] = path, file
+                if not name.endswith(BUFFERS):
+                    self.files[name] = path, file, name
+        if any(n.startswith("layers.") for n in self.files) and not any(n.startswith("model.") for n in self.files):
+            self.files = {n if n.startswith("lm_head.") else f"model.{n}": f for n, f in self.files.items()}
 
     def broken(self, path: Path, e: Exception) -> InputError:
         return InputError(f"cannot read {path}: {e}; the file is truncated or is no safetensors file")
@@ -80,21 +104,53 @@ class Shards:
         """How messages name a tensor."""
         return f"tensor {name} in {self.files[name][0]}"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it; () if there is none."""
+        if name not in self.files:
+            return ()
+        _, file, stored = self.files[name]
+        return tuple(file.get_slice(stored).get_shape())
+
     def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
         """The tensor, which must be of one of `dtypes`, if there are any."""
         if name not in self.files:
             raise InputError(f"tensor {name} is missing from {self.folder}, {needed_by} needs it: download it again")
-        path, file = self.files[name]
+        path, file, stored = self.files[name]
         try:
-            t = file.get_tensor(name)
+            t = file.get_tensor(stored)
         except (SafetensorError, OSError) as e:
             raise self.broken(path, e) from None
         except (RuntimeError, ValueError, AttributeError, KeyError) as e:  # a dtype or a shape that torch cannot hold
             raise InputError(f"{self.where(name)} cannot be read as a tensor: {e}") from None
         if dtypes and t.dtype not in dtypes:
+            if dtypes == FLOATS and not needed_by:
+                raise InputError(f"{self.where(name)} is {dtype_name(t)}: quantized weights, and config.json has no "
+                                 "quantization_config that says how. Take the checkpoint in bf16 or fp16, or one of "
+                                 "GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
             expected = " or ".join(map(dtype_name, dtypes))
             raise InputError(f"{self.where(name)} is {dtype_name(t)}, expected {expected}: download it again")
         return t
+
+
+def held(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Held:
+    """How matrices are held as they are, and a note on those that packed weights do not hold exactly.
+
+    codes: a weight's name -> the name of its scales, the bits of a code, and the inputs that share a scale. Beside
+    codes, matrices in bf16 stay in 16 bits.
+    """
+    out: dict[str, Layout] = {}
+    for name, (scale, bits, group) in codes.items():
+        if group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
+            out[name] = Layout(bits, group)
+    if codes:
+        for name in shards:
+            if len(shards.shape(name)) == 2 and shards.files[name][1].get_slice(name).get_dtype() == "BF16":
+                out.setdefault(name, BF16)
+    odd = len(codes.keys() - out.keys())
+    return (
+        out,
+        f"{odd} tensors have scales or groups that packed weights do not hold exactly: held unpacked" if odd else None,
+    )
 
 
 def with_suffix(shards: Shards, suffix: str) -> list[str]:

@@ -1,9 +1,10 @@
 """Products with weights of few bits: y = x W^T + bias, W in bf16, or in codes of 8 or 4 bits.
 
-A group of inputs shares a scale: W = scale * (code - zero). Symmetric codes have no zeros: 8-bit ones are signed, 4-bit
-ones are around 8. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by side, [out /
-16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same
-inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
+A group of inputs shares a scale: W = scale * (code - zero), or scale * code + minimum. Symmetric codes have neither:
+8-bit ones are signed, 4-bit ones are around 8. Scales and minima are fp16, or integers of 8 bits that count steps, of
+which several groups share one. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by
+side, [out / 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has
+the same inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
 
 On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their
 products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies
@@ -13,13 +14,15 @@ tiles, where it multiplies bytes (VNNI), a prompt's rows are integers for codes,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
 from kernels.backend import on_cpu, tl, triton, use_native, use_triton
-from kernels.splits import multiprocessors
+from kernels.splits import multiprocessors, share_of
 from kernels.tiles import dot
 
 ROWS = 16  # of W side by side
@@ -27,6 +30,26 @@ MANY = 32  # rows of x from which a matrix product of unpacked rows is faster th
 MANY_BF16 = 8  # rows from which torch is faster with weights as they are in bf16, where the processor multiplies tiles
 TILE = 1 << 21  # numbers that are unpacked for one matrix product: 8 MB in fp32, which the caches hold
 WORD = 4  # bytes that a lane holds
+
+
+class Weight(NamedTuple):
+    """A packed weight [out, in]; out is padded to blocks of 16 rows.
+
+    packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`); scale [out / 16, groups, 16] fp16, int8 if there
+    are steps, None in bf16; step fp16 [out / 16, groups / s, 16]; zero, of 4-bit codes, uint8 [out / 16, groups, 8]
+    (`pack_zeros`); minimum and min_step like scale and step. A group has a multiple of 16 inputs.
+    """
+
+    packed: Tensor
+    scale: Tensor | None = None
+    step: Tensor | None = None
+    zero: Tensor | None = None
+    minimum: Tensor | None = None
+    min_step: Tensor | None = None
+
+    def blocks(self, index: slice | Tensor) -> Weight:
+        """Of some of the first dimension, blocks of 16 rows."""
+        return Weight(*(None if t is None else t[index] for t in self))  # type: ignore[arg-type]
 
 
 # ---- layouts ----
@@ -66,13 +89,34 @@ def separate(data: Tensor) -> Tensor:
     return data.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def dequantize(codes: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int) -> Tensor:
-    """codes [out, in], scale and zero [out, groups] -> fp32 [out, in]."""
+def dequantize(
+    codes: Tensor,
+    scale: Tensor | None,
+    step: Tensor | None,
+    zero: Tensor | None,
+    minimum: Tensor | None,
+    min_step: Tensor | None,
+    bits: int,
+) -> Tensor:
+    """codes [out, in]; scale, zero and minimum [out, groups]; steps [out, fewer groups] -> fp32 [out, in]."""
     if scale is None:
         return codes.float()
     grouped = codes.float().unflatten(1, (scale.shape[1], -1))
-    offset = zero.float()[..., None] if zero is not None else 8.0 if bits == 4 else 0.0
-    return ((grouped - offset) * scale.float()[..., None]).flatten(1)
+    offset = zero.float()[..., None] if zero is not None else 8.0 if bits == 4 and minimum is None else 0.0
+    weight = (grouped - offset) * in_steps(scale, step)[..., None]
+    return (weight if minimum is None else weight + in_steps(minimum, min_step)[..., None]).flatten(1)
+
+
+def in_steps(x: Tensor, step: Tensor | None) -> Tensor:
+    """Scales or minima [out, groups] in fp32."""
+    if step is None:
+        return x.float()
+    return (x.float().unflatten(1, (step.shape[1], -1)) * step.float()[..., None]).flatten(1)
+
+
+def sharing(x: Tensor | None, step: Tensor | None) -> int:
+    """Groups that share a step, of packed scales or minima [blocks, groups, 16]."""
+    return 1 if x is None or step is None else x.shape[1] // step.shape[1]
 
 
 # ---- the products ----
@@ -94,138 +138,278 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return F.linear(x, weight, bias)
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    """x [..., in] fp32 or bf16 -> [..., out] in its dtype; sums in fp32.
-
-    packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`), scale fp16 [out / 16, groups, 16] or None in bf16,
-    zero, of 4-bit codes, uint8 [out / 16, groups, 8] (`pack_zeros`) or None, bias fp32 [out]. A group has a
-    multiple of 16 inputs.
-    """
+def packed_linear(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
+    """x [..., in] fp32 or bf16, bias fp32 [out] -> [..., out] in its dtype; sums in fp32."""
     rows = x.flatten(0, -2)
     kernel = use_triton(x) or use_native(x, x.shape[-1])
     if len(rows) < MANY and not use_triton(x) and kernel:
-        y = native.linear(rows.contiguous(), packed, scale, zero, bias, bits)
-        return y.unflatten(0, x.shape[:-1])
-    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, packed, scale, zero, bias, bits)
+        return native.linear(rows.contiguous(), *w, bias, bits).unflatten(0, x.shape[:-1])
+    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, *w, bias, bits)
     return y.unflatten(0, x.shape[:-1])
 
 
+def separate_all(w: Weight, bits: int) -> Weight:
+    """What `dequantize` takes but for bits: codes and numbers of groups, a row after the other."""
+    zero = None if w.zero is None else unpack_zeros(w.zero)
+    rows = (None if t is None else t.transpose(1, 2).flatten(0, 1) for t in (*w[1:3], zero, *w[4:]))
+    return Weight(unpack_bits(separate(w.packed), bits), *rows)
+
+
 def _in_torch(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    codes = unpack_bits(separate(packed), bits)
-    zero = None if zero is None else unpack_zeros(zero)
-    scale, zero = (None if t is None else separate(t[..., None]) for t in (scale, zero))
-    weight = dequantize(codes, scale, zero, bits).to(x.dtype)
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
+    w = Weight(packed, scale, step, zero, minimum, min_step)
+    weight = dequantize(*separate_all(w, bits), bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def _in_cpp(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    x = x.detach().contiguous()  # codes are not trained: nothing flows back
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
+    x, w = x.detach().contiguous(), (packed, scale, step, zero, minimum, min_step)  # codes are not trained
     if native.has_many_rows(bits):
-        return native.many_rows(x, packed, scale, zero, bias, bits)
+        return native.many_rows(x, w, bias, bits)
     out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
     y = x.new_empty(len(x), out)
     for first in range(0, packed.shape[0], n):
-        rows = native.unpack_rows(x.dtype, packed, scale, zero, bits, first, min(n, packed.shape[0] - first))
+        rows = native.unpack_rows(x.dtype, w, bits, first, min(n, packed.shape[0] - first))
         torch.mm(x, rows, out=y[:, first * ROWS : (first + n) * ROWS])
     return y if bias is None else y.add_(bias)
 
 
 # ---- Triton ----
 
-FEW = 16  # rows of x that the kernel takes: a tensor core's. More of them, a prompt, multiply W as unpacked by torch
-INPUTS = 128  # of W in a tile
+UNPACKED = 256  # rows of x from which W is unpacked, once, for cuBLAS, instead of in registers by every tile of rows
+UNPACK_TILE = 1 << 24  # numbers of W that are unpacked at a time: 32 MB in bf16, which an H100's L2 holds
+SPLIT = 4  # tiles of a row of W at least that a program reads, where rows are split
+
+
+@triton.jit
+def _code(word, mask, j: tl.constexpr, BITS: tl.constexpr):
+    """Number j of int32 words, in fp32 and exactly; of 4 bits less 8. mask: the ones of a code.
+
+    A code stays where it is in its half of the word: as the mantissa of 2^(23 - at), of which bit `at` counts as 1. One
+    instruction puts the exponent around it and one subtracts it; a conversion takes a shift more, at a lower rate. The
+    mask is no constant: an instruction takes one, and ptxas would load a second one again for every code.
+    """
+    if BITS == 16:
+        return (word << 16 if j == 0 else word & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        HALF: tl.constexpr = 16 // BITS
+        AT: tl.constexpr = j % HALF * BITS
+        EXPONENT: tl.constexpr = (127 + 23 - AT) << 23
+        if BITS == 8:
+            word = word ^ -0x7F7F7F80  # 0x80808080: signed codes and 128
+        if j >= HALF:
+            word = word >> 16
+        return ((word & (mask << AT)) | EXPONENT).to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + 2 ** (BITS - 1))
+
+
+@triton.jit
+def _in_steps(x, step, group, base, lane, S: tl.constexpr, GROUPS, real):
+    """Scales or minima of groups [1, C, 1] of blocks [R, 1, 1] -> fp32 [R, C, 16]."""
+    value = tl.load(x + base * (GROUPS * 16) + (group * 16 + lane), mask=real, other=0).to(tl.float32)
+    if step is not None:
+        steps = step + base * (GROUPS // S * 16) + (group // S * 16 + lane)
+        value *= tl.load(steps, mask=real, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS: tl.constexpr, MS: tl.constexpr, GROUPS, real):
+    """What W = s * `_code` + offset has beside the scales s, with zeros or minima: fp32 of the shape of s."""
+    if minimum is not None:
+        offset = _in_steps(minimum, min_step, group, base, lane, MS, GROUPS, real)
+        if BITS == 4:
+            offset += 8 * s
+    else:
+        z = tl.load(zero + base * (GROUPS * 8) + (group * 8 + lane % 8), mask=real, other=0).to(tl.int32)
+        at = lane // 8 * 4
+        exponent = (127 + 23 - at) << 23
+        middle = exponent.to(tl.float32, bitcast=True) + 8
+        offset = (middle - ((z & (mask << at)) | exponent).to(tl.float32, bitcast=True)) * s
+    return offset
+
+
+@triton.jit
+def _number(word, mask, s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    q = _code(word, mask, j, BITS)
+    if s is not None:
+        q *= s
+    if offset is not None:
+        q += offset
+    return q.to(DTYPE)
+
+
+@triton.jit
+def _numbers(word, mask, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [R, C, 16] and their scales and offsets -> W [R * 16, C * 32 / BITS]; those of a word in one thread."""
+    R: tl.constexpr = word.shape[0]
+    C: tl.constexpr = word.shape[1]
+    if BITS == 16:
+        q = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 1, BITS, DTYPE))
+    elif BITS == 8:
+        q02 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 2, BITS, DTYPE))
+        q13 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 3, BITS, DTYPE))
+        q = tl.join(q02, q13)
+    else:
+        q04 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 4, BITS, DTYPE))
+        q15 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 5, BITS, DTYPE))
+        q26 = tl.join(_number(word, mask, s, offset, 2, BITS, DTYPE), _number(word, mask, s, offset, 6, BITS, DTYPE))
+        q37 = tl.join(_number(word, mask, s, offset, 3, BITS, DTYPE), _number(word, mask, s, offset, 7, BITS, DTYPE))
+        q = tl.join(tl.join(q04, q26), tl.join(q15, q37))
+    q = tl.permute(tl.reshape(q, [R, C, 16, 32 // BITS]), [0, 2, 1, 3])
+    return tl.reshape(q, [R * 16, C * (32 // BITS)])
 
 
 @triton.jit
 def _packed_linear(
-    x, packed, scale, zero, bias, y, x_row, y_row, M, blocks, IN,
-    BITS: tl.constexpr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, ONE: tl.constexpr,
+    x, packed, scale, step, zero, minimum, min_step, bias, y, mask, M, blocks, IN,
+    BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program multiplies R blocks of 16 rows of W, K inputs at a time: one row of x by sums, 16 by dot."""
+    """A program multiplies R blocks of 16 rows of W by ROWS_X rows of x: one by sums, 16 and more on tensor cores.
+
+    It takes C words of each row at a time, of its share of the inputs, and writes y [share, M, out]. S and MS: groups
+    that share a step of scales and of minima. One row: a thread adds up its words of four rows of W in fp32, scaled
+    once a word; threads' sums meet behind the loop.
+    """
     PER: tl.constexpr = 32 // BITS  # inputs in a word
-    GT: tl.constexpr = G if G < K else K  # inputs of a tile that share a scale
     block = tl.program_id(0) * R + tl.arange(0, R)
-    there = block < blocks
-    block = block.to(tl.int64)
-    lane, c, j, k = tl.arange(0, 16), tl.arange(0, K // PER), tl.arange(0, PER), tl.arange(0, K)
-    word = packed + block[:, None, None] * (IN // PER * 16) + c[None, :, None] * 16 + lane
-    group = block[:, None, None] * (IN // G)
-    m = tl.arange(0, 16)
-    alone = tl.zeros([R, 16], tl.float32)
-    together = tl.zeros([16, R * 16], tl.float32)
-    for first in range(0, IN, K):
-        w = tl.load(word + first // PER * 16, mask=there[:, None, None], other=0)  # [R, K / PER, 16]
-        w = w[:, :, None, :] >> (j * BITS)[None, None, :, None]
-        if BITS == 16:
-            q = (w << 16).to(tl.float32, bitcast=True)
+    m = tl.program_id(1) * ROWS_X + tl.arange(0, ROWS_X)
+    share = tl.program_id(2)
+    words = IN // PER
+    base = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None]  # beyond the end: the last block, not stored
+    lane = tl.arange(0, 16)[None, None, :]
+    total = tl.zeros([R, C, 16] if ROWS_X == 1 else [R * 16, ROWS_X], tl.float32)
+    begin, end = share_of(words, share, tl.num_programs(2), C)
+    for first in tl.range(begin, end, C, num_stages=STAGES):
+        c = (first + tl.arange(0, C))[None, :, None]
+        real = c < words
+        w = tl.load(packed + base * (words * 16) + (c * 16 + lane), mask=real, other=0)  # [R, C, 16]
+        s = None
+        offset = None
+        if scale is not None:
+            group = c * PER // G
+            s = _in_steps(scale, step, group, base, lane, S, IN // G, real)
+            if zero is not None or minimum is not None:
+                offset = _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS, MS, IN // G, real)
+        if ROWS_X == 1:
+            part = tl.zeros([R, C, 16], tl.float32)
+            inputs = tl.zeros([1, C, 1], tl.float32)
+            for j in tl.static_range(PER):
+                one = tl.load(x + c * PER + j, mask=real, other=0.0).to(tl.float32)
+                part += _code(w, mask, j, BITS) * one
+                inputs += one
+            total += part if s is None else part * s
+            if offset is not None:
+                total += offset * inputs
         else:
-            q = ((w & 15) if BITS == 4 else (w << 24) >> 24).to(tl.float32)
-        q = tl.reshape(q, [R, K, 16])
-        if BITS != 16:
-            at = group + ((first + tl.arange(0, K // GT) * GT) // G)[None, :, None]
-            s = tl.load(scale + at * 16 + lane, mask=there[:, None, None], other=0.0).to(tl.float32)[:, :, None, :]
-            q = tl.reshape(q, [R, K // GT, GT, 16])
-            if zero is not None:
-                z = tl.load(zero + at * 8 + lane % 8, mask=there[:, None, None], other=0).to(tl.int32)
-                q = q - ((z >> (lane // 8 * 4)) & 15).to(tl.float32)[:, :, None, :]
-            elif BITS == 4:
-                q = q - 8.0
-            q = tl.reshape(q * s, [R, K, 16])
-        if ONE:
-            row = tl.load(x + first + k).to(tl.float32)
-            alone += tl.sum(q * row[None, :, None], 1)
-        else:
-            rows = tl.load(x + m[:, None] * x_row + first + k, mask=m[:, None] < M, other=0.0)
-            q = tl.reshape(tl.permute(q, (1, 0, 2)), [K, R * 16])
-            together += dot(rows, q.to(rows.dtype))
-    out = tl.reshape(block[:, None] * 16 + lane, [R * 16])
-    real = out < blocks * 16
-    if ONE:
-        total = tl.reshape(alone, [R * 16])
-        if bias is not None:
-            total += tl.load(bias + out, mask=real, other=0.0)
-        tl.store(y + out, total.to(y.dtype.element_ty), mask=real)
-    else:
-        if bias is not None:
-            together += tl.load(bias + out, mask=real, other=0.0)[None, :]
-        tl.store(y + m[:, None] * y_row + out, together.to(y.dtype.element_ty), mask=(m[:, None] < M) & real)
+            k = first * PER + tl.arange(0, C * PER)
+            rows = tl.load(x + m[:, None] * IN + k, mask=(m[:, None] < M) & (k < IN), other=0.0)
+            total = dot(_numbers(w, mask, s, offset, BITS, rows.dtype), tl.trans(rows), total)
+    out = tl.reshape(block[:, None] * 16 + tl.arange(0, 16), [R * 16])
+    if ROWS_X == 1:
+        total = tl.reshape(tl.sum(total, 1), [R * 16, 1])
+    if bias is not None and share == 0:
+        total += tl.load(bias + out, mask=out < blocks * 16, other=0.0)[:, None]
+    to = y + (share * M + m).to(tl.int64)[None, :] * (blocks * 16) + out[:, None]
+    tl.store(to, total.to(y.dtype.element_ty), mask=(out < blocks * 16)[:, None] & (m < M)[None, :])
 
 
-def tile_of(n: int, group: int, blocks: int, device: torch.device) -> dict[str, int]:
-    """Blocks of 16 rows and inputs of a tile: fewer blocks where multiprocessors would be idle."""
-    K = next(k for k in (INPUTS, 64, 32, 16) if n % k == 0 and (group % k == 0 or k % group == 0))
-    R = next((r for r in (4, 2) if blocks >= 2 * r * multiprocessors(device)), 1)
-    return dict(R=R, K=K)
+@triton.jit
+def _unpack_rows(
+    packed, scale, step, zero, minimum, min_step, w, mask, IN,
+    BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A block's 16 rows, C words of each -> w [out, IN]."""
+    PER: tl.constexpr = 32 // BITS
+    block = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * C
+    words, c, lane = IN // PER, (first + tl.arange(0, C))[None, :, None], tl.arange(0, 16)[None, None, :]
+    real = c < words
+    word = tl.load(packed + block * (words * 16) + (c * 16 + lane), mask=real, other=0)
+    s = None
+    offset = None
+    if scale is not None:
+        group = c * PER // G
+        s = _in_steps(scale, step, group, block, lane, S, IN // G, real)
+        if zero is not None or minimum is not None:
+            offset = _offset(s, zero, minimum, min_step, group, block, lane, mask, BITS, MS, IN // G, real)
+    k = first * PER + tl.arange(0, C * PER)
+    to = w + (block * 16 + tl.arange(0, 16))[:, None] * IN + k
+    tl.store(to, _numbers(word, mask, s, offset, BITS, w.dtype.element_ty), mask=(k < IN)[None, :])
+
+
+def tile_of(M: int, bits: int, blocks: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Constants of the kernel: rows of x and blocks of W of a program, words of a row of W in a tile, stages, warps.
+
+    One row: a thread takes 16 bytes of a block. Three tiles are on their way while one is multiplied. Blocks of a
+    program share what is done for x; where there are few blocks, more warps read one. On tensor cores: 64 rows of x and
+    128 inputs, half of both in fp32 or for W in bf16, a quarter of the inputs for both: what spills no registers.
+    """
+    if M == 1:
+        R = next((r for r in (4, 2) if blocks >= 4 * r * multiprocessors(device)), 1)
+        return dict(R=R, C=64 if R == 1 else 32, ROWS_X=1, STAGES=4, num_warps=8 if R == 1 else 4)
+    fp32, bf16_weight = dtype == torch.float32, bits == 16
+    rows = min(32 if fp32 or bf16_weight else 64, max(16, triton.next_power_of_2(M)))
+    return dict(R=4, C=4 * bits >> fp32 + bf16_weight, ROWS_X=rows, STAGES=3, num_warps=4)
+
+
+def share_count(programs: int, tiles: int, device: torch.device) -> int:
+    """Shares of the inputs, so that there are two programs a multiprocessor, less a tenth: shares' sums are added by a
+    second launch, which costs more than that."""
+    return max(1, min(round(2 * multiprocessors(device) / programs), tiles // SPLIT))
+
+
+def _shapes(w: Weight, n: int, bits: int) -> dict[str, int]:
+    group = n if w.scale is None else n // w.scale.shape[1]
+    return dict(BITS=bits, G=group, S=sharing(w.scale, w.step), MS=sharing(w.minimum, w.min_step))
 
 
 def _in_triton(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    (M, n), blocks = x.shape, packed.shape[0]
-    if M > FEW:
-        return _in_torch(x, packed, scale, zero, bias, bits)
-    x, y = x.contiguous(), x.new_empty(M, blocks * ROWS)
-    group = n if scale is None else n // scale.shape[1]
-    tile = tile_of(n, group, blocks, x.device)
-    _packed_linear[(triton.cdiv(blocks, tile["R"]),)](
-        x, packed.view(torch.int32), scale, zero, bias, y, n, blocks * ROWS, M, blocks, n,
-        BITS=bits, G=group, **tile, ONE=M == 1, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return y
+    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
+) -> Tensor:  # fmt: skip
+    w = Weight(packed.view(torch.int32), scale, step, zero, minimum, min_step)
+    (M, n), blocks, x = x.shape, packed.shape[0], x.contiguous()
+    if M >= UNPACKED:
+        return _unpacked_product(x, w, bias, bits)
+    tile = tile_of(M, bits, blocks, x.dtype, x.device)
+    grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
+    shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
+    y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
+    _packed_linear[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
+    return y[0] if shares == 1 else y.sum(0).to(x.dtype)
+
+
+def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
+    """A prompt: UNPACK_TILE numbers of W at a time are unpacked for cuBLAS, in the dtype of x."""
+    n, blocks = x.shape[1], len(w.packed)
+    y = x.new_empty(len(x), blocks * ROWS)
+    some = min(blocks, max(1, UNPACK_TILE // (n * ROWS)))
+    rows = x.new_empty(some * ROWS, n)
+    for first in range(0, blocks, some):
+        part = w.blocks(slice(first, first + some))
+        count = len(part.packed)
+        _unpack_rows[(count, triton.cdiv(n, 128))](
+            *part, rows, 2**bits - 1, n, **_shapes(w, n, bits), C=4 * bits, num_warps=4
+        )
+        torch.mm(x, rows[: count * ROWS].T, out=y[:, first * ROWS : (first + count) * ROWS])
+    return y if bias is None else y.add_(bias)
 
 
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor")
+_lib.define(
+    "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? step, Tensor? zero, Tensor? minimum, "
+    "Tensor? min_step, Tensor? bias, int bits) -> Tensor"
+)
 _lib.impl("packed_linear", on_cpu(_in_triton, _in_cpp), "CPU")
 _lib.impl("packed_linear", _in_triton, "CUDA")
 torch.library.register_fake(
     "kv_fast::packed_linear",
-    lambda x, packed, scale, zero, bias, bits: x.new_empty(len(x), packed.shape[0] * ROWS),
+    lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * ROWS),
     lib=_lib,
 )

@@ -42,7 +42,7 @@ def prefill_attention_mass(
     if last is None:
         assert group == "sum", "the attention of all queries is summed over a group's heads"
         return _attention_and_mass(q, k, v, lengths, window)
-    return prefill_attention(q, k, v, window), last_mass(q, k, lengths, last, window, group)
+    return prefill_attention(q, k, v, window, lengths), last_mass(q, k, lengths, last, window, group)
 
 
 def _most(x: Tensor) -> int:

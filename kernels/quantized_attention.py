@@ -2,7 +2,7 @@
 
 Keys and values each lie in slots of few bits, slot = position. Beside them stand the first tokens and a ring of the
 newest, in the cache's dtype: a token is quantized when it leaves the ring, by itself or, where keys are quantized per
-channel, with the whole ring at once (KIVI). One pass reads what is packed and unpacks it in registers: at 2 bits and
+channel, with a block of others at once (KIVI). One pass reads what is packed and unpacks it in registers: at 2 bits and
 D = 128, 96 bytes a token and KV head (KIVI) where dense bf16 reads 512.
 """
 
@@ -31,8 +31,12 @@ class QuantizedTokens(NamedTuple):
     whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
     bits: int
     sinks: int
-    channels: bool = False  # 32 tokens of a channel share a scale, not channels of a token
+    block: int = 0  # so many tokens leave the ring together, and 32 of them share a channel's scale; 0: one by one
     clip: float = 1.0
+
+    @property
+    def channels(self) -> bool:
+        return self.block > 0
 
     @property
     def ring(self) -> int:
@@ -40,8 +44,8 @@ class QuantizedTokens(NamedTuple):
 
     def packed_until(self, pos: Tensor) -> Tensor:
         """The first position behind the packed ones while the token at pos [B] is attended to."""
-        if self.channels:  # the ring leaves as a whole, when it is full (KIVI)
-            return pos // self.ring * self.ring
+        if self.channels:  # the last token of a block is in it, or if the ring has room the token behind it
+            return (pos + 1 - (self.ring - self.block)) // self.block * self.block
         return (pos + 1 - self.ring).clamp(min=self.sinks)
 
 
@@ -79,20 +83,18 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
     """
     in_cpp = use_native(x, x.shape[2]) and x.dtype == tokens.whole.dtype
     (native.quantized_append if in_cpp else torch.ops.kv_fast.quantized_append)(
-        x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.channels, tokens.clip
+        x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.block, tokens.clip
     )
 
 
 def _append(
     x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None,
-    bits: int, sinks: int, channels: bool, clip: float,
+    bits: int, sinks: int, block: int, clip: float,
 ) -> None:  # fmt: skip
-    tokens = QuantizedTokens(data, params, whole, bits, sinks, channels, clip)
+    tokens = QuantizedTokens(data, params, whole, bits, sinks, block, clip)
     row, ring = torch.arange(len(pos), device=pos.device), tokens.ring
     slot = slot_of(pos, sinks, ring)
-    if channels:
-        _flush(tokens, pos)
-    else:
+    if not block:
         # Where nothing leaves, the slot's contents go to one that is never read: a sink's, or one of the last R, whose
         # tokens can never leave the ring.
         old, at = whole[row, :, slot], (pos - ring) % data.shape[2]
@@ -101,23 +103,27 @@ def _append(
         else:
             data[row, :, at], params[row, :, at] = quantize(old, bits, group=old.shape[2] // params.shape[3], clip=clip)
     whole[row, :, slot] = x
+    if block:
+        _flush(tokens, pos)
 
 
 def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
-    """Quantize the ring of rows whose next token, at pos [B], would overwrite its first."""
-    ring, params = tokens.ring, tokens.params
+    """Quantize a block of the rows in which one leaves the ring, the newest token at pos [B]."""
+    block, params = tokens.block, tokens.params
     assert params is not None
-    due = (pos % ring == 0) & (pos > 0)
+    end = pos + 1 - (tokens.ring - block)
+    due = (end % block == 0) & (end > 0)
     if pos.device.type == "cpu":
         rows = due.nonzero()[:, 0]
         if not len(rows):
             return
     else:  # no number may reach the host: all rows are quantized, and some written
         rows = torch.arange(len(pos), device=pos.device)
-    coded = quantize_channels(tokens.whole[rows], tokens.bits)
-    first, row = (pos[rows] - ring).clamp(min=0)[:, None], rows[:, None]
+    first, row = (end[rows] - block).clamp(min=0)[:, None], rows[:, None]
+    slot = slot_of(first + torch.arange(block, device=pos.device), tokens.sinks, tokens.ring)
+    coded = quantize_channels(gather_rows(tokens.whole[rows], slot[:, None]), tokens.bits)
     for part, new, each in ((tokens.data, coded[0], 1), (params, coded[1], GROUP)):
-        at = first // each + torch.arange(ring // each, device=pos.device)
+        at = first // each + torch.arange(block // each, device=pos.device)
         new = new.transpose(1, 2)  # advanced indices around slices put what is between behind
         there = due[rows].view(-1, 1, *[1] * (new.dim() - 2))
         part[row, :, at] = torch.where(there, new, part[row, :, at])
@@ -144,7 +150,8 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int) -> Tensor:
 def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor) -> Tensor:
     """Softmax attention of q [B, Hq, D] over positions 0..pos [B] -> [B, Hq, D]. Scale 1/sqrt(D).
 
-    Sinks and rings of keys and of values are of one size. Other slots may hold anything.
+    Sinks and rings of keys and of values are of one size, and no value is packed that has a whole key. Other slots may
+    hold anything.
     """
     kernel: Any = None
     if use_triton(q):
@@ -282,7 +289,7 @@ def launch(
 _lib = torch.library.Library("kv_fast", "FRAGMENT")
 _lib.define(
     "quantized_append(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, "
-    "int sinks, bool channels, float clip) -> ()"
+    "int sinks, int block, float clip) -> ()"
 )
 for _device in ("CPU", "CUDA"):
     _lib.impl("quantized_append", _append, _device)

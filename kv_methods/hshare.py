@@ -20,7 +20,8 @@ from kv_methods.double_sparsity import DoubleSparsity
 PRESETS = {
     "hshare-4k": dict(),  # SALS, Table 4: 16 + 432 + 64
     "hshare-half": dict(layers=0.5, heads=0.5),  # "1/2-1/2-1/2"
-    "hshare-128": dict(budget=128, sinks=8, recent=32),  # GSM8K and CoQA (published code: 8 + 88 + 32)
+    # GSM8K and CoQA (published code: 8 + 88 + 32, of layers and heads a half)
+    "hshare-128": dict(budget=128, sinks=8, recent=32, layers=0.5, heads=0.5),
 }
 
 

@@ -34,6 +34,9 @@ class Kivi(Quantized):
         k_bits: int | None = knob(None, "bits of keys; None: `bits` (published code: k_bits)")
         v_bits: int | None = knob(None, "bits of values; None: `bits` (published code: v_bits)")
         residual: int = knob(128, "newest tokens in the cache's dtype, R (published code: 128)", GROUP)
+        packed: Literal["after", "before"] = knob(
+            "after", "what is to leave does so after the step that completes it, or before that attends (Algorithm 1)"
+        )
 
         def __post_init__(self):
             check_bits("kivi", self.k_bits, self.v_bits)
@@ -43,8 +46,9 @@ class Kivi(Quantized):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         check_groups("kivi", shape.head_dim)
-        # keys leave the ring all at once when it is full, so that groups of tokens are whole; values one by one, so
-        # that the newest R are always there
-        ring = min(args.residual, -(-shape.max_seq_len // GROUP) * GROUP)  # no longer than the context
-        self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, ring, channels=True)
+        # keys leave the ring all at once when there are R, so that groups of tokens are whole; values one by one, so
+        # that the newest R are always there. After a step (published code): then it sees R keys, or R + 1 values
+        block = min(args.residual, -(-shape.max_seq_len // GROUP) * GROUP)  # no longer than the context
+        ring = block + (args.packed == "after")
+        self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, ring, block=block)
         self.values = QuantizedStore(shape, args.v_bits or args.bits, 0, ring)

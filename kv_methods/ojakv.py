@@ -115,7 +115,7 @@ class OjaKV(KVMethod):
         self.compress(q, k, v, lengths)
         exempt = self.exempt.mask(lengths, k.shape[2])[:, None, :, None]
         k, v = (torch.where(exempt, x, store.seen(x)) for store, x in ((self.keys, k), (self.values, v)))
-        return prefill_attention(q, k, v)
+        return prefill_attention(q, k, v, lengths=lengths)
 
     def compress(self, q, k, v, lengths):
         B, S, a = len(k), k.shape[2], self.args

@@ -4,8 +4,8 @@ The weights of a group's key projection are cut to rank r by an SVD whitened wit
 those of its values: what is cached is x W_down, before rotation, r numbers a group. With inputs x of second moment M,
 the whitened SVD of W keeps W V V^T, V the leading eigenvectors of W^T M W, the second moment of the keys less their
 bias: so the method needs no weights, it projects keys and values themselves. The prompt is attended to as it is stored.
-Coordinates may be quantized, turned by a Hadamard matrix before. At a rank of 70 % in 3 bits: 67 of 512 bytes and two
-scales a group.
+Coordinates may be quantized: each is divided by the square root of its singular value, with which the other factor is
+multiplied, and all are turned by a Hadamard matrix. At a rank of 70 % in 3 bits: 67 of 512 bytes, two scales a group.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PRESETS = {
     "palu-50-16bit": dict(rank=0.5),
 }
 MULTIPLE = 32  # ranks are rounded to multiples of it (published code)
+FLOOR = 1e-8  # of a group's largest eigenvalue: directions below it are noise, which no division may blow up
 
 
 class Projections(Statistic):
@@ -63,22 +64,29 @@ class Projections(Statistic):
 class Coordinates(Storage):
     """Keys, or values, of N groups of s KV heads: r numbers a token and group, slot = position."""
 
-    def __init__(self, shape: CacheShape, s: int, rank: int, bits: int, basis, bias):
-        """basis [N, s * D, r] and bias [N, s * D] of the calibration, or None: sizes only."""
+    def __init__(self, shape: CacheShape, s: int, rank: int, bits: int, balanced: bool, basis, eigenvalues, bias):
+        """basis [N, s * D, r], eigenvalues [N, r] and bias [N, s * D] of the calibration, or None: sizes only."""
         super().__init__(shape)
         N, width = shape.n_kv_head // s, s * shape.head_dim
+        down = up = basis  # x W_down = (keys less their bias) down, and times up^T they are keys again
         if basis is not None and bits < 16:  # the Hadamard matrix is folded into the weights
-            basis = basis @ hadamard_matrix(rank)
-        self.basis = self.constant("u", (N, width, rank), basis)  # in the dtype of the cache, as weights are
+            # eigenvalues are squares of singular values S: S^(-1/2) U^T y is cached, U S^(1/2) rebuilds
+            least = FLOOR * eigenvalues.amax(-1, keepdim=True)
+            root = eigenvalues.maximum(least).pow(0.25)[:, None] if balanced else 1
+            turn = hadamard_matrix(rank)
+            down, up = basis / root @ turn, basis * root @ turn
+        self.basis = self.constant("u", (N, width, rank), up)  # in the dtype of the cache, as weights are
+        two = balanced and bits < 16
+        self.down = self.constant("down", (N, width, rank), down) if two else self.basis
         self.bias = self.constant("bias", (N, width), bias, torch.float32)
         self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
-        self.fixed_bytes = N * width * (rank * shape.dtype.itemsize + 4)
+        self.fixed_bytes = N * width * ((1 + two) * rank * shape.dtype.itemsize + 4)
 
     def put(self, x, at):
         """Tokens [B, Hkv, n, D] before rotation to slots `at`, an index of [B, N, T]."""
         N, width, _ = self.basis.shape
         x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
-        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.basis.float()).to(x.dtype))
+        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
 
     def restored(self, B: int, n: int):
         """The first n tokens in the clear, fp32 [B, Hkv, n, D]."""
@@ -100,6 +108,10 @@ class Palu(KVMethod):
         rank: float = knob(0.7, "coordinates of a group, share of its channels (Palu-30 %: 0.7, Palu-50 %: 0.5)", 0, 1)
         group: int = knob(4, "KV heads that share coordinates (G-LRD: 4; M-LRD: 1; J-LRD: all)", 1)
         bits: Literal[2, 3, 4, 8, 16] = knob(16, "bits of coordinates (Palu: 3 and 2 beside 16)")
+        factors: Literal["balanced", "orthonormal"] = knob(
+            "balanced",
+            "below 16 bits: both carry the square root of the singular values (published code), or neither does (ours)",
+        )
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -112,24 +124,26 @@ class Palu(KVMethod):
         if args.bits < 16 and self.rank % MULTIPLE:
             raise InputError(f"palu: a rank of {self.rank} cannot be packed in {args.bits} bits: use bits=16")
         self.keys, self.values = (
-            Coordinates(shape, s, self.rank, args.bits, *self._calibrated(part, s)) for part in "kv"
+            Coordinates(shape, s, self.rank, args.bits, args.factors == "balanced", *self._calibrated(part, s))
+            for part in "kv"
         )
 
     def _calibrated(self, part, s):
         if not self.calib:
-            return None, None
+            return None, None, None
         H, get = self.shape.n_kv_head, lambda name: self.calib.get(self.layer, f"palu.{part}_{name}")
         groups = [list(range(i, i + s)) for i in range(0, H, s)]
         given = get("eigenvalues"), get("basis")
-        bases = [given[1] if s == H else principal_of_heads(*given, heads, H)[1] for heads in groups]
-        return torch.stack([u[:, : self.rank] for u in bases]).float(), get("bias").reshape(len(groups), -1)
+        parts = [given if s == H else principal_of_heads(*given, heads, H) for heads in groups]
+        values, basis = (torch.stack([part[i][..., : self.rank] for part in parts]).float() for i in (0, 1))
+        return basis, values, get("bias").reshape(len(groups), -1)
 
     # ---- the prompt: the weights are cut, so that its own attention sees what is stored ----
 
     def prefill(self, q, k, v, lengths):
         self.compress(q, k, v, lengths)
         k, v = (x.restored(len(q), q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
-        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v)
+        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v, lengths=lengths)
 
     def compress(self, q, k, v, lengths):
         at = (slice(len(k)), slice(None), slice(k.shape[2]))

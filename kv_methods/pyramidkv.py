@@ -1,12 +1,15 @@
 """PyramidKV: SnapKV with budgets that fall from layer to layer, since attention narrows towards the last one.
 
 Beside the observation window, the first layer keeps about twice the mean budget, the last one 1 / beta of it, and those
-between an arithmetic sequence; all layers together hold what SnapKV would.
+between an arithmetic sequence; all layers together hold what SnapKV would. A prompt of less than twice what is kept of
+it beside the window is too short for that: all layers keep as much as SnapKV.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from cache.base import knob
 from cache.budget import budget_tokens
@@ -32,5 +35,6 @@ class PyramidKV(SnapKV):
         k = budget_tokens(a.budget, length) - window
         # no layer gets more than there is, and what it leaves is for the others (published code)
         first = ((length - window) / k.clamp(min=1)).clamp(1, 2 - 1 / a.beta)
+        first = torch.where(length < 2 * k, 1.0, first)  # too short for a pyramid: layers are alike (published code)
         share = first - 2 * (first - 1) * self.layer / last if last else first
         return (window + (k.clamp(min=0) * share).round().long()).minimum(length)

@@ -21,7 +21,7 @@ from cache.budget import budget_cap, budget_tokens
 from cache.routing import Routed
 from cache.spec import inner_method
 from cache.statistic import REPEATS, RepeatedTokens
-from errors import InputError
+from errors import InputError, warn_once
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
 from kernels.ring import held
@@ -133,6 +133,9 @@ class Razor(Routed):
         self.sinks = min(args.sinks, T)
         self.ring = max(1, min(T - self.sinks, max(args.window, args.whole, budget_cap(float(args.share), T))))
         if self.n_own:
+            if self.ring >= T - self.sinks and shape.device.type != "meta":
+                warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.whole)} tokens, "
+                          "its sinks and window (window=): no bytes are saved")  # fmt: skip
             for x in ("k", "v"):
                 self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:

@@ -1,11 +1,13 @@
-"""Write a checkpoint with its weights in few bits, as a folder of its own that loads without the original.
+"""Write a checkpoint with its weights in few bits, or in none fewer, as a folder that loads without the original.
 
     python scripts/quantize.py models/tiny /tmp/tiny-int4                    # 4 bits in groups of 32, the head in 8
     python scripts/quantize.py Llama-3.2-1B.gguf OUT --weights int8:128      # from any checkpoint that is read
+    python scripts/quantize.py Llama-3.2-1B.gguf OUT --weights bf16          # a plain folder, for other tools
 
 The folder is in compressed-tensors' format: pack-quantized (4 bits, with zero points) or int-quantized (8 bits), scales
-in fp16. Tensors are quantized one at a time; what is not a linear layer is kept in bf16. A calibration is not copied:
-it was measured on other weights. Make one by python calibrate.py --checkpoint OUT.
+in fp16. Tensors are quantized one at a time; what is not a linear layer is kept in bf16. With bf16 or fp32 it is a
+plain Hugging Face folder with what the codes of IN stand for. A calibration is not copied: --calibration names that of
+IN, which fits this model in other bits, or python calibrate.py --checkpoint OUT makes one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from weights import DENSE, WeightFormat, quantize  # noqa: E402
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMAT = {4: "pack-quantized", 8: "int-quantized"}
+PLAIN = {16: torch.bfloat16, DENSE: torch.float32}
 
 
 def words(codes: Tensor) -> Tensor:
@@ -62,6 +65,10 @@ def scheme(bits: int, group: int | None, targets: list[str]) -> dict[str, Any]:
 
 def config_of(config: dict[str, Any], how: WeightFormat, head: str) -> dict[str, Any]:
     """The config.json of the new folder."""
+    config = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
+    config["torch_dtype"] = str(PLAIN.get(how.bits, torch.bfloat16)).removeprefix("torch.")
+    if how.bits in PLAIN:
+        return config
     groups = {"group_0": scheme(how.bits, how.group, ["re:.*_proj$"])}
     if how.head_bits in FORMAT:
         groups["group_1"] = scheme(how.head_bits, how.group, [head])
@@ -69,11 +76,13 @@ def config_of(config: dict[str, Any], how: WeightFormat, head: str) -> dict[str,
     said = dict(quant_method="compressed-tensors", quantization_status="compressed", config_groups=groups,
                 ignore=[] if how.head_bits in FORMAT else [head],
                 format=kinds.pop() if len(kinds) == 1 else "mixed-precision")  # fmt: skip
-    return {k: v for k, v in config.items() if k != "quantization_config"} | dict(quantization_config=said)
+    return config | dict(quantization_config=said)
 
 
 def bits_of(name: str, args: ModelArgs, how: WeightFormat) -> int:
     """Of a tensor; 16: it is kept."""
+    if how.bits in PLAIN:
+        return 16
     if name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
         return how.head_bits
     return how.bits if name.endswith(tuple(f".{p}.weight" for p in PROJECTIONS)) else 16
@@ -84,13 +93,15 @@ def main() -> None:
     a = p.add_argument
     a("source", metavar="IN", help="Hugging Face folder or GGUF file")
     a("out", metavar="OUT", help="a folder that is not there yet")
-    a("--weights", default="int4", metavar="W", help="int4 or int8, with a group or without: int4:64, int8:channel")
+    a("--weights", default="int4", metavar="W",
+      help="int4 or int8, with a group or without: int4:64, int8:channel; bf16 or fp32: a plain folder")  # fmt: skip
     a("--head", metavar="W", help="bf16, int8 or int4 of the output head (default: int8)")
     a("--json", action="store_true", help="print one JSON object")
     opt = p.parse_args()
     how, out = WeightFormat.parse(opt.weights, opt.head), Path(opt.out)
-    if how is None or how.bits not in FORMAT or how.bits == DENSE:
-        raise InputError(f"--weights {opt.weights}: give int4 or int8")
+    assert how is not None  # there is a default
+    if how.bits in PLAIN and opt.head:
+        raise InputError(f"--head {opt.head} is for --weights int4 and int8: --weights {opt.weights} is of all tensors")
     if out.exists():
         raise InputError(f"{out} is there already: give the name of a new folder")
     if not out.parent.is_dir():
@@ -107,7 +118,9 @@ def main() -> None:
             raise InputError(f"tensor {name} in {opt.source} holds NaN or infinity: download it again")
         bits = bits_of(name, args, how)
         if bits == 16:
-            tensors[name] = dense.to(torch.bfloat16)
+            tensors[name] = dense.to(PLAIN.get(how.bits, torch.bfloat16))
+            if not tensors[name].isfinite().all():
+                raise InputError(f"tensor {name} in {opt.source} holds numbers that bf16 does not: use --weights fp32")
         else:
             c = quantize(dense, bits, how.group_of(dense.shape[1], bits))
             tensors |= module(name.removesuffix(".weight"), c)

@@ -83,8 +83,8 @@ def sentencepiece_vocab(writer, folder):
 
 
 def write_gguf(path, config, tensors, kind=Q.F32, vocab=None, **keys):
-    """config: of Hugging Face; tensors: name -> fp32; kind: of matrices; vocab(writer); keys: more metadata, a None
-    leaves out."""
+    """config: of Hugging Face; tensors: name -> fp32, or a block format's bytes uint8; kind: of matrices, of all or by
+    name; vocab(writer); keys: more metadata, a None leaves out."""
     arch = config["model_type"]
     w = gguf.GGUFWriter(path, arch)
     n_head, n_kv_head = config["num_attention_heads"], config["num_key_value_heads"]
@@ -111,7 +111,12 @@ def write_gguf(path, config, tensors, kind=Q.F32, vocab=None, **keys):
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
         w.add_tensor("rope_freqs.weight", llama3_divisors(config["rope_theta"], D, rope))
+    kinds = kind if isinstance(kind, dict) else {}
     for name, t in tensors.items():
+        kind = kinds.get(name, kind if not kinds else Q.F32)
+        if t.dtype == torch.uint8:
+            w.add_tensor(gguf_name(name), t.numpy(), raw_dtype=kind)
+            continue
         data = t.float().numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             data = permute(data, n_head if "q_proj" in name else n_kv_head)

@@ -165,11 +165,14 @@ class PyramidKVRow(SnapKVRow):
         super().__init__(q, k, v, **knobs)
 
     def held(self, length):
-        """As the published code has it: sizes beside the window, the first layers' no larger than what there is."""
+        """As the published code has it, in its order: a prompt within the capacity is kept; one below twice the
+        capacity less the window keeps the capacity in every layer; of others sizes fall, from at most what there is."""
         window, capacity = self.recent(length), tokens(self.budget, length)
         if capacity >= length:
             return length
         rest = max(0, capacity - window)
+        if length < 2 * rest:
+            return capacity
         low = rest / self.beta
         high = 2 * rest - low
         if high > length - window:

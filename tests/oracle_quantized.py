@@ -38,21 +38,29 @@ def hadamard(n: int) -> np.ndarray:
     return np.array([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]) / np.sqrt(n)
 
 
-def kivi(q, k, v, *, k_bits: int, v_bits: int, residual: int) -> np.ndarray:
+def kivi(q, k, v, *, k_bits: int, v_bits: int, residual: int, packed: str) -> np.ndarray:
     """The newest query q [g, D] of one KV head over all of its tokens k, v [n, D], rotated -> [g, D].
 
-    When the newest token comes, all whole blocks of `residual` keys before it have been quantized, 32 tokens of a
-    channel together; of values all but the newest `residual`, 32 channels of a token together.
+    Read as two lists of whole tokens that are walked through from the first token on: a token joins both; when there
+    are `residual` keys, all are quantized, 32 tokens of a channel together; when there are more values than that, the
+    oldest is, 32 channels together. Published code attends, then does so ("after"); Algorithm 1 does so, then attends.
     """
     n, D = k.shape
-    keys, values = k.copy(), v.copy()
-    packed = (n - 1) // residual * residual if k_bits < 16 else 0
-    for first in range(0, packed, 32):
-        for c in range(D):
-            keys[first : first + 32, c] = through_bits(k[first : first + 32, c], k_bits)
-    for t in range(n - residual):
-        for c in range(0, D, 32):
-            values[t, c : c + 32] = through_bits(v[t, c : c + 32], v_bits)
+    keys, values, whole_keys, whole_values = k.copy(), v.copy(), [], []
+    for t in range(n):
+        whole_keys.append(t)
+        whole_values.append(t)
+        if packed == "after" and t == n - 1:
+            break  # this token attends first
+        if len(whole_keys) == residual:
+            for i, c in np.ndindex(residual // 32, D):
+                at = whole_keys[32 * i : 32 * i + 32]
+                keys[at, c] = through_bits(k[at, c], k_bits)
+            whole_keys = []
+        if len(whole_values) > residual:
+            old = whole_values.pop(0)
+            for c in range(0, D, 32):
+                values[old, c : c + 32] = through_bits(v[old, c : c + 32], v_bits)
     return np.array([attention(x, list(keys), list(values)) for x in q])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -23,12 +24,14 @@ from sampled import sampled
 
 import cache.statistic as S
 import calibrate as C
-from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint
+from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, of_model
 from cache.spec import all_statistics
 from checkpoint import load_checkpoint, save_checkpoint_tensors
+from corpus import shuffled
 from errors import InputError, run_cli
 from kv_methods.razor import HeadScores
 from model import ModelArgs, random_transformer
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"
@@ -202,10 +205,10 @@ def random_tokens(model, n=N_RANDOM):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("block", [5, 256])
+@pytest.mark.parametrize("block", [1, 1 << 21])  # 16 queries at a time, or all
 def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
     """Sec. 3.3: mass on earlier copies of the token, and right after them, over the second copy and those after it."""
-    monkeypatch.setattr(S, "QUERY_BLOCK", block)
+    monkeypatch.setattr(S, "ATTENTION_BLOCK", block)
     model, calib, _ = small(*shape)
     tokens, echo, after = random_tokens(model)
     n = N_RANDOM
@@ -225,8 +228,6 @@ def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
 
 def test_random_tokens_are_pieces_of_text():
     """No special tokens, no bytes that stand for what has no piece, and nothing that only pads the vocabulary."""
-    from tokenizer import load_tokenizer
-
     tk = load_tokenizer(TINY)
     ids = tk.text_ids
     assert len(ids) == 2048 - 3 - 256 and not set(ids) & ({0, 1, 2} | set(range(4, 260))) and 3 in ids  # a line's end
@@ -302,7 +303,7 @@ def calibrated(tmp_path_factory):
     model = small(2, 2, 16)[0]
     save_file(save_checkpoint_tensors(model, torch.float32), folder / "model.safetensors")
     calib = small(2, 2, 16)[1]
-    meta = dict(version=VERSION, fingerprint=fingerprint(folder))
+    meta = dict(version=VERSION, model=of_model(model.args), fingerprint=fingerprint(folder))
     Calibration(calib.tensors, 2, meta).save(folder / FILE)
     return folder
 
@@ -396,9 +397,8 @@ BAD = {  # what happened to the folder -> what the error says
         f"{BASIS} is F8_E4M3",
     ),
     "complex numbers": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS].to(torch.complex64)})), "is C64"),
-    "another fingerprint": (lambda f: rewrite(f, fingerprint="0" * 64), "another checkpoint"),
-    "other weights beside it": (other_weights, "another checkpoint"),
-    "another config beside it": (other_config, "another checkpoint"),
+    "another model": (lambda f: rewrite(f, model="0" * 64), "another model"),
+    "another config beside it": (other_config, "another model"),
 }
 
 
@@ -413,6 +413,31 @@ def test_a_bad_file_is_one_error_that_says_what_to_run(what, folder):
     assert says in text and str(folder) in text and f"python calibrate.py --checkpoint {folder}" in text, text
     with pytest.raises(InputError):  # and so it reaches the user
         model.setup_cache("0:double_sparsity,1:sals,value_bits=16", 1, 32)
+
+
+def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
+    """A calibration fits every quantization of a model; that these are other bits of it, the user has to know."""
+    other_weights(folder)
+    model = load_checkpoint(folder)
+    model.setup_cache("sals,value_bits=16", 1, 64)
+    err = capsys.readouterr().err
+    assert err.startswith(f"warning: {folder / FILE} was measured on other weights") and err.count("\n") == 1
+    assert "--calibration" in err
+    model.use_calibration(folder / FILE)
+    model.setup_cache("sals,value_bits=16", 1, 64)
+    assert not capsys.readouterr().err
+    named = (folder / FILE).rename(folder / "calibration-of-the-other.safetensors")
+    with pytest.raises(InputError, match="has none.*--calibration"):
+        Calibration.load(folder, model.args)
+    assert Calibration.load(folder, model.args, named).path == named
+    load_checkpoint(folder)  # what is named so is not taken for weights
+    with pytest.raises(InputError, match="no such file"):
+        model.use_calibration(folder / "calibration-2.safetensors")
+    other_config(folder)
+    with pytest.raises(InputError, match=f"another model than {folder}.*--calibration {named}"):
+        load_checkpoint(folder).use_calibration(named)
+    with pytest.raises(InputError, match="random weights"):
+        small(2, 2, 16)[0].use_calibration(named)
 
 
 @pytest.mark.parametrize("n", sampled((40, 150), (40,)))
@@ -642,12 +667,11 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     how = meta["statistics"]
     assert code == 0 and list(how) == ["channels", "oja", "palu", "pca", "razor", "sals"]
     assert all(how[name]["tokens"] == 128 and how[name]["samples"] == 2 for name in ("channels", "oja", "sals"))
+    assert meta["model"] == of_model(load_checkpoint(checkpoint).args)
     assert how["razor"] == dict(random_tokens=16, dtype="fp32")
     assert {f.name for f in checkpoint.iterdir()} == before | {FILE}
     model = load_checkpoint(checkpoint)
     got = Calibration.load(checkpoint, model.args)
-    from tokenizer import load_tokenizer
-
     ids = np.array(load_tokenizer(checkpoint).encode(text.read_text(encoding="utf-8"), bos=True))
     vocabulary = load_tokenizer(checkpoint).text_ids
     want = C.calibrate(model, [torch.from_numpy(w) for w in C.draw(ids, 2, 64, 0)], 16, vocabulary=vocabulary)
@@ -763,6 +787,40 @@ def test_bad_flags_are_one_line_and_exit_code_2(name, checkpoint, text, capsys, 
     assert not (checkpoint / FILE).exists()
 
 
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self):
+        self.tk, self.seen = load_tokenizer(TINY), 0
+
+    def encode(self, text, bos):
+        self.seen += len(text)
+        return self.tk.encode(text, bos=bos)
+
+
+def test_default_text_reads_and_tokenizes_little():
+    """Code and prose by turns, the same every time, none of it held out for evaluations."""
+    tk = Counting()
+    rows = C.default_text(tk, 4, 200, 0)
+    assert rows.shape == (4, 200) and tk.seen < 16 * rows.size
+    assert np.array_equal(rows, C.default_text(tk, 4, 200, 0)) and not np.array_equal(
+        rows, C.default_text(tk, 4, 200, 1)
+    )
+    code, prose = ([tk.tk.decode(row.tolist()) for row in rows[i::2]] for i in (0, 1))
+    assert all(text.count("self") + text.count("import") + text.count("def ") for text in code)
+    assert not any("import " in text and "def " in text for text in prose)
+    for kind in ("code", "prose"):
+        some = list(itertools.islice(shuffled(kind, 3), 40))
+        assert all(d.kind == kind and not d.held_out for d in some) and len({d.name for d in some}) > 5
+        assert [d.name for d in itertools.islice(shuffled(kind, 4), 40)] != [d.name for d in some]
+
+
+def test_a_machine_without_sources_says_so(monkeypatch):
+    monkeypatch.setattr(C, "shuffled", lambda kind, seed: iter(()))
+    with pytest.raises(InputError, match="give --data"):
+        C.default_text(Counting(), 1, 20, 0)
+
+
 def test_text_that_is_too_short_or_not_utf8(checkpoint, tmp_path, capsys, monkeypatch):
     for data, says in ((b"too short", "--seq-len"), (b"", "--seq-len"), (b"caf\xe9" * 200, "UTF-8")):
         (tmp_path / "t.txt").write_bytes(data)
@@ -786,35 +844,64 @@ def clean(tmp_path_factory, text):
 
 
 INTERRUPT = """
-real, seen = C.Sums.add, []
+real, seen = C.Sums.{what}, []
 def counted(*a):
-    real(*a)
+    {before}
+    out = real(*a)
     seen.append(1)
+    {behind}
+    return out
+def stop():
     if len(seen) == {after}:
         os.kill(os.getpid(), signal.{number})
-C.Sums.add = counted
+C.Sums.{what} = counted
 """
 
 
-@pytest.mark.parametrize("number", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean, number, capsys, monkeypatch):
+def interrupt(after, number="SIGINT", what="put"):
+    """Behind a number of layers: while they are added to the sums, or before they are measured."""
+    here = dict(before="pass", behind="stop()") if what == "put" else dict(before="stop()", behind="pass")
+    return INTERRUPT.format(after=after, number=number, what=what, **here)
+
+
+# six layers a sequence; the fifth "sequence" of four is the random tokens
+@pytest.mark.parametrize(
+    ("after", "what", "number"),
+    [(15, "put", "SIGINT"), (27, "measure", "SIGINT"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (15, "measure", "SIGTERM"), (24, "put", "SIGINT"), (27, "put", "SIGTERM"), (30, "put", "SIGINT"),
+        (1, "put", "SIGINT")))])  # fmt: skip
+def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean, after, what, number, capsys,
+                                                        monkeypatch):  # fmt: skip
     want = clean(4)
-    code, _, err = ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=2, number=number)))
-    assert code == 130 and "Traceback" not in err
-    assert (checkpoint / C.PARTIAL).exists() and not (checkpoint / FILE).exists()
-    done, add = [], C.Sums.add
-    monkeypatch.setattr(C.Sums, "add", lambda *a: (add(*a), done.append(1)))
+    code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(after, number, what)))
+    last = err.strip().splitlines()[-1]
+    assert code == 130 and "Traceback" not in err and last.startswith("interrupted: "), err
+    assert "the same command goes on" in last and not (checkpoint / FILE).exists()
+    text_file, random_file = (C.partial(checkpoint / FILE, name) for name in ("text", "random"))
+    assert text_file.exists() and random_file.exists() == (after > 24)
+    if after == 15:
+        assert f"2 of 4 sequences and 3 layers of the next are kept in {text_file}" in last
+    if after == 27:
+        assert f"the pass over text is done and kept; random tokens: 3 layers of it are kept in {random_file}" in last
+    load_checkpoint(checkpoint)  # what is kept is not taken for weights
+    done, put = [], C.Sums.put
+    monkeypatch.setattr(C.Sums, "put", lambda *a: (put(*a), done.append(1)))
     assert here(capsys, monkeypatch, flags(checkpoint, text, 4))[0] == 0
-    assert len(done) == 3, "it did not continue where it was: 2 of text, 1 of repeated tokens"
+    assert len(done) == 30 - after, "it did not continue where it was"
     assert (checkpoint / FILE).read_bytes() == want
-    assert not (checkpoint / C.PARTIAL).exists() and not list(checkpoint.glob("*.tmp"))
+    assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp"))
+
+
+def test_interrupted_before_anything_is_done(checkpoint, text):
+    code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(0, what="measure")))
+    assert code == 130 and "nothing of the pass over text is done yet" in err and not list(checkpoint.glob("*partial*"))
 
 
 @pytest.mark.slow
-def test_interrupted_at_every_sequence_gives_the_same_file(checkpoint, text, clean):
+def test_interrupted_again_and_again_gives_the_same_file(checkpoint, text, clean):
     want = clean(4)
-    for _ in range(3):  # one sequence each time
-        assert ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=1, number="SIGINT")))[0] == 130
+    for _ in range(4):  # seven layers each time
+        assert ended(process(flags(checkpoint, text, 4), interrupt(7)))[0] == 130
     assert ended(process(flags(checkpoint, text, 4)))[0] == 0
     assert (checkpoint / FILE).read_bytes() == want
 
@@ -822,7 +909,7 @@ def test_interrupted_at_every_sequence_gives_the_same_file(checkpoint, text, cle
 @pytest.mark.slow
 def test_another_command_does_not_continue_from_the_partial_file(checkpoint, text, clean):
     want = clean(3)
-    assert ended(process(flags(checkpoint, text, 4), INTERRUPT.format(after=2, number="SIGINT")))[0] == 130
+    assert ended(process(flags(checkpoint, text, 4), interrupt(9)))[0] == 130
     assert ended(process(flags(checkpoint, text, 3)))[0] == 0
     assert (checkpoint / FILE).read_bytes() == want
 
@@ -830,7 +917,7 @@ def test_another_command_does_not_continue_from_the_partial_file(checkpoint, tex
 @pytest.mark.slow
 def test_an_edited_statistic_does_not_continue_from_the_partial_file(own, checkpoint, text):
     own()
-    argv, stopped = [*flags(checkpoint, text, 3), "--method", "toy"], INTERRUPT.format(after=2, number="SIGINT")
+    argv, stopped = [*flags(checkpoint, text, 3), "--method", "toy"], interrupt(9)
     assert ended(process(argv, stopped))[0] == 130
     own(TOY.replace("abs()", "square()"))
     assert ended(process(argv))[0] == 0
@@ -843,29 +930,38 @@ def test_an_edited_statistic_does_not_continue_from_the_partial_file(own, checkp
 @pytest.mark.slow
 def test_a_spoilt_partial_file_is_ignored(checkpoint, text, clean):
     want = clean(3)
-    assert ended(process(flags(checkpoint, text, 3), INTERRUPT.format(after=2, number="SIGINT")))[0] == 130
-    partial = checkpoint / C.PARTIAL
-    partial.write_bytes(partial.read_bytes()[:-1000])
+    assert ended(process(flags(checkpoint, text, 3), interrupt(9)))[0] == 130
+    kept = C.partial(checkpoint / FILE, "text")
+    kept.write_bytes(kept.read_bytes()[:-1000])
     assert ended(process(flags(checkpoint, text, 3)))[0] == 0
     assert (checkpoint / FILE).read_bytes() == want
 
 
 def test_a_partial_file_with_a_tensor_missing_leaves_nothing_in_the_sums(tmp_path):
     """What cannot be continued starts from zero: not from the half that could be read."""
-    settings, path = dict(a=1), tmp_path / "partial"
-    full = C.Sums(statistics())
-    full.add(C.layer_tokens(small(2, 2, 16)[0])(torch.arange(7)[None]))
-    C.save_partial(path, settings, full, 3)
-    again = C.Sums(statistics())
-    assert C.load_partial(path, settings, again) == 3 and again.tokens == 7
-    assert again.sums.keys() == full.sums.keys() and all(torch.equal(again.sums[k], t) for k, t in full.sums.items())
+    model, path = small(2, 2, 16)[0], tmp_path / "partial"
+
+    def new(**settings):
+        return C.Pass("text", torch.arange(14).view(2, 7), statistics(), path, settings)
+
+    whole = new(a=1)
+    whole.run(model)
+    again = new(a=1)
+    again.load()
+    assert (again.done, again.layer, again.sums.tokens) == (2, 0, 14)
+    assert again.sums.sums.keys() == whole.sums.sums.keys()
+    assert all(torch.equal(again.sums.sums[k], t) for k, t in whole.sums.sums.items())
+    other = new(a=2)
+    other.load()
+    assert not other.done and not other.sums.sums
     with safe_open(path, framework="pt") as f:
         meta = f.metadata()
     tensors = load_file(path)
     tensors.pop("layers.1.whiten.moments")
     save_file(tensors, path, metadata=meta)
-    empty = C.Sums(statistics())
-    assert C.load_partial(path, settings, empty) == 0 and empty.tokens == 0 and not empty.sums
+    empty = new(a=1)
+    empty.load()
+    assert not empty.done and empty.sums.tokens == 0 and not empty.sums.sums
 
 
 # where SIGKILL strikes: before, in the middle of and after each of the writes
@@ -874,7 +970,7 @@ import cache.calibration as K
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 C.SAVE_EVERY = {every}
-real_save, real_replace, calls = C.save_file, os.replace, []
+real_save, real_replace, calls = K.save_file, os.replace, []
 def save(tensors, path, metadata=None):
     calls.append(1)
     at = len(calls) == {write}
@@ -890,24 +986,27 @@ def replace(a, b):
     real_replace(a, b)
     if len(calls) == {write} and {where!r} == "renamed":
         die()
-C.save_file = K.save_file = save
+K.save_file = save
 os.replace = replace
 """
 
 
+RESULT = 33  # of the writes: one after each of 30 layers and of two passes come before it
+
+
 @pytest.mark.parametrize(
     ("write", "where"),
-    [(5, "middle"), *(pytest.param(w, at, marks=pytest.mark.slow) for w in (1, 2, 5)
-                      for at in ("before", "middle", "written", "renamed") if (w, at) != (5, "middle"))],
+    [(RESULT, "middle"), *(pytest.param(w, at, marks=pytest.mark.slow) for w in (1, 20, RESULT)
+                           for at in ("before", "middle", "written", "renamed") if (w, at) != (RESULT, "middle"))],
 )  # fmt: skip
 def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(checkpoint, text, clean, write, where):
-    """A partial file after each of four sequences, then the result; an old calibration is there."""
+    """A partial file after each layer, then the result; an old calibration is there."""
     new, old = clean(4), b"the file of before"
     (checkpoint / FILE).write_bytes(old)
     p = process(flags(checkpoint, text, 4), KILL.format(every=-1, write=write, where=where))
     assert ended(p)[0] == -signal.SIGKILL
-    assert (checkpoint / FILE).read_bytes() == (new if (write, where) == (5, "renamed") else old)
-    if (write, where) == (5, "middle"):
+    assert (checkpoint / FILE).read_bytes() == (new if (write, where) == (RESULT, "renamed") else old)
+    if (write, where) == (RESULT, "middle"):
         return  # that the command can be given again is for the slow tests
     assert ended(process(flags(checkpoint, text, 4)))[0] == 0
     assert (checkpoint / FILE).read_bytes() == new

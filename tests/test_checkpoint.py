@@ -34,6 +34,7 @@ CONFIG = dict(
     tie_word_embeddings=False,
     torch_dtype="float32",
 )
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 538090408\n"
 EMBED, K_PROJ = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"
 PARAMETERS = {  # as published; tied weights once
     "llama-2-7b": 6_738_415_616,
@@ -106,6 +107,22 @@ def test_good_folder_loads(folder):
         assert torch.equal(p, expected.get_parameter(name))
     (folder / "model.safetensors.index.json").unlink()  # shards without an index: every *.safetensors is read
     assert torch.equal(load_checkpoint(folder).output.weight, expected.output.weight)
+
+
+def test_names_without_prefix_and_buffers_of_older_versions(folder):
+    """A base model has `layers.0...` where a whole one has `model.layers.0...`; buffers are no parameters."""
+    expected = load_checkpoint(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("model."): t for name, t in weights.items()}
+    buffers = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias", "bias")
+    weights |= {f"layers.1.self_attn.{name}": torch.ones(3) for name in buffers}
+    save_file(weights, folder / "model.safetensors")
+    got = load_checkpoint(folder)
+    assert all(torch.equal(p, expected.get_parameter(name)) for name, p in got.named_parameters())
+    weights.pop("lm_head.weight")  # with embeddings that are the head, there is none
+    change_config(folder, tie_word_embeddings=True)
+    save_file(weights, folder / "model.safetensors")
+    assert torch.equal(load_checkpoint(folder).output.weight, expected.tok_embeddings.weight)
 
 
 def truncate(folder, file, keep):
@@ -197,7 +214,24 @@ BROKEN = {  # what is done to the folder -> what the message must name
         r"unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "bias missing": (lambda f: change_config(f, attention_bias=True), r"_proj\.bias is missing"),
-    "head missing": (weights(lambda w: w.pop("lm_head.weight")), r"lm_head\.weight is missing"),
+    "head missing": (
+        weights(lambda w: w.pop("lm_head.weight")),
+        r"lm_head\.weight is missing.*base model without its output head.*AutoModelForCausalLM",
+    ),
+    "head and another missing": (
+        weights(lambda w: (w.pop("lm_head.weight"), w.pop(K_PROJ))),
+        r"\(2 missing in all",
+    ),
+    "some names without a prefix": (
+        weights(lambda w: w.update({K_PROJ.removeprefix("model."): w.pop(K_PROJ)})),
+        "unexpected tensor " + K_PROJ.removeprefix("model."),
+    ),
+    "an LFS pointer": (lambda f: (f / "model.safetensors").write_text(POINTER), r"git LFS pointer.*git lfs pull"),
+    "an LFS pointer in place of a shard": (
+        lambda f: (shard(f), (f / "model-00002-of-00002.safetensors").write_text(POINTER)),
+        r"00002\.safetensors is a git LFS pointer",
+    ),
+    "an LFS pointer in place of the config": (write("config.json", POINTER), r"config\.json is a git LFS pointer"),
     "tied but another head": (lambda f: change_config(f, tie_word_embeddings=True), r"lm_head\.weight"),
     "wrong shape": (
         weights(lambda w: w.update({K_PROJ: torch.ones(16, 31)})),
@@ -206,7 +240,10 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "wrong rank": (weights(lambda w: w.update({K_PROJ: torch.ones(16 * 32)})), rf"{K_PROJ} .* shape \[512\]"),
     "transposed": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].T.contiguous()})), rf"{K_PROJ} .* shape \[32, 16\]"),
     "vocabulary of another size": (lambda f: change_config(f, vocab_size=65), r"shape \[64, 32\], expected \[65, 32\]"),
-    "integer weights": (weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})), K_PROJ),
+    "integer weights": (
+        weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})),
+        K_PROJ + " .* is int8: quantized weights",
+    ),
     "shard missing": (remove_shard, r"index\.json names 'model-00002-of-00002\.safetensors"),
     "shard truncated": (truncate_shard, r"cannot read .*model-00002-of-00002\.safetensors"),
     "no weight_map": (sharded(lambda i: i.pop("weight_map")), r"index\.json has no weight_map"),
@@ -234,7 +271,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "a number of no int64": (lambda f: change_config(f, hidden_size=2**70), r"hidden_size is 1180591620717411303424"),
     "float8 weights": (
         weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.float8_e4m3fn)})),
-        K_PROJ + " .* is float8",
+        K_PROJ + r" .* is float8_e4m3fn: quantized weights, .* no quantization_config .* bf16 or fp16",
     ),
     "NaN in weights": (weights(lambda w: w[K_PROJ][3].fill_(torch.nan)), K_PROJ + r" in .* holds NaN or infinity"),
     "infinity in weights": (weights(lambda w: w[EMBED][3, :1].fill_(torch.inf)), EMBED + r" in .* holds NaN or inf"),
@@ -275,9 +312,20 @@ def test_missing_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="file is no GGUF file"):
         load_checkpoint(tmp_path / "file")
+    (tmp_path / "m.gguf").write_text(POINTER)
+    with pytest.raises(InputError, match="m.gguf is a git LFS pointer"):
+        load_checkpoint(tmp_path / "m.gguf")
 
 
 # ---- config.json ----
+
+
+def test_how_yarn_was_trained_changes_nothing():
+    scaling = dict(YARN, factor=2.0)
+    want = args_from_hf(CONFIG | dict(rope_scaling=scaling))
+    assert args_from_hf(CONFIG | dict(rope_scaling=scaling | dict(finetuned=True))) == want
+    assert args_from_hf(CONFIG | dict(rope_scaling=scaling | dict(finetuned=False))) == want
+
 
 YARN = dict(rope_type="yarn", original_max_position_embeddings=64)
 UNSUPPORTED = {  # changes of the config -> what the message must name
@@ -298,6 +346,22 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
         "'llama3' needs a factor",
     ),
     "factor missing, yarn": (dict(rope_scaling=dict(type="yarn")), "'yarn' needs a factor"),
+    "low frequencies above high ones": (
+        dict(
+            rope_scaling=dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=4.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+        "low_freq_factor 4 is not below its high_freq_factor 1",
+    ),
+    "low frequencies and high ones alike": (
+        dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=4.0)),
+        "low_freq_factor 4 is not below its high_freq_factor 4",
+    ),
     "factor null": (dict(rope_scaling=dict(type="linear", factor=None)), "'linear' needs a factor"),
     "factor text": (dict(rope_scaling=dict(type="linear", factor="8")), "factor"),
     "factor 0": (dict(rope_scaling=dict(type="linear", factor=0)), "factor"),

@@ -172,6 +172,8 @@ BROKEN = {
     "takes_the_wrong_dtype": ("self.seen[:B])", "self.seen[:B].float())", "lossless", "give stop as torch.int64"),
     "cannot_warm_up": ("B = len(pos)", "B = len(pos)\n        assert self.seen.min() > 1, 'empty'", "reset",
                        "before any prompt (warm-up)"),
+    "sums_over_padding": ("    def reset", PREFILL.format("k") + "        return y + 1e-6 * v.mean()\n\n    def reset",
+                          "deep", "sum over no padding"),
     "gives_nan": ("B = len(pos)", "B = len(pos)\n        q = q / (pos != 9)[:, None, None]", "ragged", "NaN, first in"),
     "shares_a_buffer": ("shape.kv), self.buffer(\"v\", shape.kv)", "shape.kv), self.register_buffer(\"v\", self.k[:])",
                         "nbytes", "share memory"),

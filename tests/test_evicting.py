@@ -188,6 +188,16 @@ def test_pyramidkv_holds_what_snapkv_holds(budget, beta):
             assert set(layers) == {n}
 
 
+def test_pyramidkv_has_no_pyramid_below_twice_its_budget():
+    """Published code, 32 layers, 2048 tokens of which 8 are the window: up to 2 * 2040 - 1 all layers keep as much."""
+    args = ModelArgs(n_head=1, n_kv_head=1, head_dim=32, n_layer=32)
+    cls = method_class("pyramidkv")
+    for at, pyramid in ((0, 3986), (31, 110)):
+        method = cls(cls.Args(), args.cache_shape(at, 1, 9000, torch.float32, "meta"), at, args.rotary(1, 1, "meta"))
+        held = method.held(torch.tensor([2047, 2048, 2500, 4079, 4080, 9000])).tolist()
+        assert held == [2047, 2048, 2048, 2048, pyramid, pyramid]
+
+
 def test_what_snapkv_decodes_stays():
     """And needs slots: where none are left the run ends, it does not forget."""
     for new, T in ((None, 400), (20, 400)):

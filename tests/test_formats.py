@@ -27,11 +27,13 @@ from watch import Hang, within
 from checkpoint import args_from_hf
 from errors import InputError
 from formats import Codes, gguf_config, gguf_tensors, gguf_tokenizer_files, is_gguf, open_checkpoint
-from formats.codes import grouped
+from formats.codes import Layout, grouped
+from formats.gguf import gguf_layouts
 from formats.gguf_file import GGUFFile
 from formats.gguf_tokenizer import PRE
 from runtime import TINY
 from tokenizer import load_tokenizer, pretokenize
+from weights import PackedLinear
 
 CONFIG = dict(
     model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -61,13 +63,10 @@ def test_codes_are_scale_times_code_minus_zero(bits, group, symmetric):
     u, z, s, w = random_codes(32, 16, group, bits, symmetric)
     u, z, s = (torch.from_numpy(t.T.copy()) for t in (u.astype(np.uint8), z.astype(np.uint8), s))
     c = grouped("here", u, s, z, bits)
-    if bits == 8 and not symmetric:
-        assert torch.equal(c, w)
-        return
     assert (c.bits, c.group, c.shape, c.scale.dtype) == (bits, group, (16, 32), torch.float32)
     assert c.codes.dtype == (torch.uint8 if bits == 4 else torch.int8)
-    assert (c.zero is None) == symmetric
-    assert same_bits(c.dequantize(), w)
+    assert (c.zero is None) == (symmetric or bits == 8) and (c.minimum is None) == (symmetric or bits == 4)
+    assert (torch.equal if bits == 8 else same_bits)(c.dequantize(), w)  # a zero of 8 bits may have another sign
     assert torch.equal(c.dequantize(torch.bfloat16), w.bfloat16())
     rows = torch.tensor([3, 1])
     assert torch.equal(c.rows(rows).dequantize(), w[rows])
@@ -160,6 +159,19 @@ def test_every_type_is_dequantized_as_gguf_does(kind, tmp_path):
     ((name, t),) = gguf_tensors(tmp_path / "a.gguf")
     assert name == "model.embed_tokens.weight"
     assert same_bits(dense(t), torch.from_numpy(gguf.quants.dequantize(data, kind)))
+    held, note = gguf_layouts(tmp_path / "a.gguf")
+    if isinstance(t, Codes):
+        assert held == {name: t.layout} and note is None
+        layer = PackedLinear(256, 64, False, t.layout)
+        layer.put(0, t)
+        assert same_bits(layer.dense(0, 64), dense(t))
+        nbytes = sum(b.nbytes for b in layer.buffers())
+        bits = 8 * size / block  # Q2_K, Q3_K and IQ4 are held in more, so that they are exact
+        assert nbytes <= data.nbytes * (
+            1.03 if kind.name in ("Q4_0", "Q4_1", "Q4_K", "Q8_0") else 1.6 if bits >= 5 else 2
+        )
+    else:
+        assert not held and (note is None or f"of {kind.name}," in note)
 
 
 def written(w):
@@ -373,10 +385,8 @@ def test_gptq(bits, group, sym, version, tmp_path):
     assert read.keys() == {f"{NAME}.weight", "lm_head.weight"}
     assert torch.equal(read["lm_head.weight"], plain)
     t = read[f"{NAME}.weight"]
-    assert same_bits(dense(t), w)
-    assert isinstance(t, Codes) == (sym or bits == 4)
-    if isinstance(t, Codes):
-        assert (t.bits, t.group, t.zero is None) == (bits, size, sym)
+    assert torch.equal(dense(t), w) and reader.layouts() == ({f"{NAME}.weight": Layout(bits, size)}, None)
+    assert (t.bits, t.group, t.zero is None, t.minimum is None) == (bits, size, sym or bits == 8, sym or bits == 4)
 
 
 @pytest.mark.parametrize("group", [32, 128, -1])
@@ -390,8 +400,10 @@ def test_awq(group, version, tmp_path):
     module = pack_awq(codes, zeros, scales)
     said = dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version=version)
     folder = write_folder(tmp_path / "a", CONFIG, said, {NAME: module})
-    ((name, t),) = open_checkpoint(folder).tensors()
+    reader = open_checkpoint(folder)
+    ((name, t),) = reader.tensors()
     assert name == f"{NAME}.weight" and (t.bits, t.group) == (4, size)
+    assert reader.layouts() == ({name: Layout(4, size)}, None)
     assert same_bits(t.dequantize(), w)
     theirs = AutoAWQConverter.from_autoawq_config(said | dict(version="gemm", group_size=size)).process(
         {f"{NAME}.{k}": v.clone() for k, v in module.items()}
@@ -466,16 +478,16 @@ def test_gptq_broken(what, tmp_path):
 # ---- compressed-tensors ----
 
 TOKENS8 = dict(num_bits=8, dynamic=True, strategy="token")
-SCHEMES = {  # weights, activations, what comes of it
+SCHEMES = {  # weights, activations, what comes of it; a group of 0: with scales in fp32 it is unpacked
     "int4 group": (dict(num_bits=4, strategy="group", group_size=32), None, (4, 32)),
     "int4 group asymmetric": (dict(num_bits=4, strategy="group", group_size=16, symmetric=False), None, (4, 16)),
     "int4 channel": (dict(num_bits=4, strategy="channel"), None, (4, None)),
     "int8 channel": (dict(num_bits=8, strategy="channel"), None, (8, None)),
     "int8 group": (dict(num_bits=8, strategy="group", group_size=32), None, (8, 32)),
-    "int8 channel asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), None, None),
+    "int8 channel asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), None, (8, 0)),
     "w8a8": (dict(num_bits=8, strategy="channel"), TOKENS8, (8, None)),
     "w8a8 tensor": (dict(num_bits=8, strategy="tensor"), TOKENS8, (8, None)),
-    "w8a8 asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), TOKENS8, None),
+    "w8a8 asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), TOKENS8, (8, 0)),
     "w4a8": (dict(num_bits=4, strategy="channel"), TOKENS8, (8, None)),
     "fp8 tensor": (dict(num_bits=8, type="float", strategy="tensor"), TOKENS8 | dict(type="float"), None),
     "fp8 channel": (dict(num_bits=8, type="float", strategy="channel"), TOKENS8 | dict(type="float"), None),
@@ -529,9 +541,11 @@ def test_compressed_tensors(what, dtype, tmp_path):
         ours = t.dequantize(dtype) if isinstance(t, Codes) else t.to(dtype)
         assert torch.equal(ours, theirs[name]), name
         if "_proj" in name:
-            assert isinstance(t, Codes) == (expected is not None)
-            if expected:
+            assert isinstance(t, Codes) == (expected is not None and (dtype != torch.float32 or expected != (8, 0)))
+            if isinstance(t, Codes):
                 assert (t.bits, t.group) == (expected[0], expected[1] or t.shape[1])
+                exact = t.group % 16 == 0 and torch.equal(t.scale.half().float(), t.scale)
+                assert reader.layouts()[0].get(name) == (Layout(t.bits, t.group) if exact else None)
 
 
 CT = dict(

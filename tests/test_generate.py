@@ -259,6 +259,15 @@ def test_logits_that_are_not_finite_end_the_text_with_a_line(value, whole, capsy
     code, out, err = run(capsys, *ARGV)
     assert code == 2 and out == tk.decode(tokens[:3]) + "\n"
     assert err.startswith("error: logits are NaN or infinite at step 3:") and err.count("\n") == 1
+    assert "--method full" in err and "--dtype" not in err  # it is fp32
+
+
+@pytest.mark.parametrize("flags, tried", [("--dtype fp16", "--dtype"), ("--kv-dtype fp16", "--kv-dtype"),
+                                          ("--dtype fp16 --kv-dtype fp32", "--dtype")])  # fmt: skip
+def test_what_to_try_fits_the_dtype_that_overflowed(flags, tried, capsys, monkeypatch):
+    spoil_logits(monkeypatch, 1, float("inf"))
+    code, _, err = run(capsys, *ARGV, *flags.split())
+    assert code == 2 and err.endswith(f"fp16 holds no number above 65504; try {tried} bf16 or fp32\n"), err
 
 
 def test_json_of_a_run_that_ended_early_holds_what_there_is(whole, capsys, monkeypatch):

@@ -140,6 +140,9 @@ def test_presets_and_wrong_knobs():
     a = make_args(cls, presets()["hshare-4k"][1])
     assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (16, 432, 64)
     assert (a.layers, a.heads, a.steps) == (0.75, 0.75, 2)
+    a = make_args(cls, presets()["hshare-128"][1])  # published configuration of GSM8K and CoQA
+    assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (8, 88, 32)
+    assert (a.layers, a.heads, a.steps) == (0.5, 0.5, 2)
     for knobs in (dict(steps=0), dict(layers=1.5), dict(heads=-0.1), dict(budget=70), dict(budget="p0.9")):
         with pytest.raises(InputError):
             make_args(cls, knobs)

@@ -213,6 +213,20 @@ def test_prefill_attention_is_the_loop(window, block, monkeypatch):
     assert np.abs(prefill_attention(q, k, v, window).double().numpy() - want).max() < 1e-5
 
 
+@pytest.mark.parametrize("window", (None, 40))
+def test_a_prompt_in_a_batch_has_the_numbers_that_it_has_alone(window):
+    """To the bit, whatever stands behind it: else quantizing layers make another text of it."""
+    lengths = torch.tensor([61, 333, 7, 100])
+    q, k, v = rand(0, 4, 4, 333, 32), rand(1, 4, 2, 333, 32), rand(2, 4, 2, 333, 32)
+    want = causal_attention(*(x.double().numpy() for x in (q, k, v)), window)
+    for b, n in enumerate(lengths.tolist()):
+        for x in (q, k, v):
+            x[b, :, n:] = torch.nan
+        alone = prefill_attention(*(x[b : b + 1, :, :n] for x in (q, k, v)), window)
+        assert np.abs(alone[0].double().numpy() - want[b, :, :n]).max() < 1e-5
+        assert torch.equal(prefill_attention(q, k, v, window, lengths)[b, :, :n], alone[0])
+
+
 class Largest(TorchDispatchMode):
     """Notes the most bytes of memory that any operation gives back."""
 

@@ -484,10 +484,10 @@ def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
     assert not ours[0].latents[0][B:].any() and not ours[1].values[0][B:].any(), "a row that is not of the batch"
 
 
-QUANTIZED = dict(  # bits, tokens of a channel share scales, channels that do, sinks, ring, clip
-    whole=(16, False, 32, 3, 5, 1.0), bytes=(8, False, 96, 0, 1, 0.95), three=(3, False, 32, 2, 7, 1.0),
-    head=(4, False, 96, 3, 40, 0.95), two=(2, False, 48, 0, 5, 1.0), keys=(2, True, 0, 0, 32, 1.0),
-    more_keys=(4, True, 0, 0, 64, 1.0), odd_keys=(3, True, 0, 0, 32, 1.0),
+QUANTIZED = dict(  # bits, tokens that leave together and share scales, else channels that do, sinks, ring, clip
+    whole=(16, 0, 32, 3, 5, 1.0), bytes=(8, 0, 96, 0, 1, 0.95), three=(3, 0, 32, 2, 7, 1.0),
+    head=(4, 0, 96, 3, 40, 0.95), two=(2, 0, 48, 0, 5, 1.0), keys=(2, 32, 0, 0, 33, 1.0),
+    more_keys=(4, 64, 0, 0, 64, 1.0), odd_keys=(3, 32, 0, 0, 32, 1.0),
 )  # fmt: skip
 
 
@@ -495,7 +495,7 @@ QUANTIZED = dict(  # bits, tokens of a channel share scales, channels that do, s
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
     """As the torch version, to the bit but for codes on a rounding border: rows at positions of their own."""
-    bits, channels, group, sinks, ring, clip = QUANTIZED[case]
+    bits, block, group, sinks, ring, clip = QUANTIZED[case]
     gen, B, H, T, D = generator(bits), 2, 2, 160, 96
 
     def empty():
@@ -503,8 +503,8 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
         if bits == 16:
             return QuantizedTokens(torch.zeros(B + 1, H, T, D, dtype=dtype), None, whole, bits, sinks)
         data = torch.zeros(B + 1, H, T, D * bits // 8, dtype=torch.uint8)
-        params = torch.zeros(B + 1, H, *((T // 32, D) if channels else (T, D // group)), 2, dtype=torch.float16)
-        return QuantizedTokens(data, params, whole, bits, sinks, channels, clip)
+        params = torch.zeros(B + 1, H, *((T // 32, D) if block else (T, D // group)), 2, dtype=torch.float16)
+        return QuantizedTokens(data, params, whole, bits, sinks, block, clip)
 
     ours, theirs = empty(), empty()
     start = torch.tensor([0, 3])
@@ -1375,6 +1375,6 @@ def test_other_instruction_sets(march, level, fresh, monkeypatch):
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 4)
         label_is_float64(W, 1, 1, W, 300, 0, None, False, 2)
     for bits, rows in product((16, 8, 4), (1, 2, 3, 7, 20, 40)):
-        check_product(rows, rows, 37, 192, bits, 192 if bits == 16 else 64, bits == 8, True, torch.float32, "")
+        check_product(rows, rows, 37, 192, bits, 192 if bits == 16 else 64, "zeros", True, torch.float32, "")
     for kind in ("normal", "few values", "infinities", "zeros of both signs"):
         budget_is_brute_force(0, 1, 2, 4500, kind, 300, False, [300], 2, 3, [4499])

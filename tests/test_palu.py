@@ -28,6 +28,8 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths, steps, the rank that follows
     "fewer-heads": (dict(rank=0.5), (4, 2, 32), (7,), 3, 32),
     "3-bits": (dict(rank=0.5, bits=3), (1, 4, 32), (2, 15), 4, 64),
     "4-bits": (dict(rank=0.5, bits=4, group=2), (2, 2, 64), (8,), 3, 64),
+    "2-bits-of-two-groups": (dict(rank=0.5, bits=2, group=2), (1, 4, 64), (8,), 3, 64),
+    "3-bits-orthonormal": (dict(rank=0.5, bits=3, factors="orthonormal"), (1, 4, 32), (2, 15), 4, 64),
 }
 
 
@@ -45,6 +47,16 @@ def cut(w: np.ndarray, m: np.ndarray, rank: int) -> np.ndarray:
     half = np.linalg.cholesky(m).T
     u, s, vt = np.linalg.svd(half @ w, full_matrices=False)
     return np.linalg.solve(half, u[:, :rank] * s[:rank]) @ vt[:rank]
+
+
+def factors(w: np.ndarray, m: np.ndarray, rank: int, balanced: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The same as two factors: published code gives each the square root of S; else the first has all of it. A vector's
+    sign, which an SVD leaves open, makes its largest channel positive."""
+    half = np.linalg.cholesky(m).T
+    u, s, vt = np.linalg.svd(half @ w, full_matrices=False)
+    sign = np.array([np.sign(row[np.abs(row).argmax()]) for row in vt])
+    first, second = (np.sqrt(s), np.sqrt(s)) if balanced else (s, np.ones_like(s))
+    return (np.linalg.solve(half, u * first) * sign)[:, :rank], (vt * (second * sign)[:, None])[:rank]
 
 
 def setting(knobs, shape, lengths, steps, seed=0):
@@ -69,26 +81,25 @@ def setting(knobs, shape, lengths, steps, seed=0):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_model_with_its_weights_cut(case):
-    """Prompt and steps. Quantized, the coordinates are those in the calibration's basis: SVDs differ in signs."""
+    """Prompt and steps. Quantized, what is rounded is x times the first factor of the weights, turned."""
     knobs, (g, h, d), lengths, steps, rank = CASES[case]
     method, x, q, weights, biases, m, calib = setting(knobs, (g, h, d), lengths, steps)
     assert method.rank == rank
     bits, s = knobs.get("bits", 16), min(knobs.get("group", 4), h)
     full = [(x @ w + b).view(*x.shape[:2], h, d).transpose(1, 2).float() for w, b in zip(weights, biases, strict=True)]
     seen = []
-    for part, w, b in zip("kv", weights, biases, strict=True):
+    for w, b in zip(weights, biases, strict=True):
         out = np.zeros((*x.shape[:2], h * d))
         for i in range(0, h * d, s * d):
             at = slice(i, i + s * d)
             if bits == 16:
                 out[..., at] = x.numpy() @ cut(w[:, at].numpy(), m.numpy(), rank) + b[at].numpy()
                 continue
-            less = x.numpy() @ w[:, at].numpy()
-            basis = getattr(method, {"k": "keys", "v": "values"}[part]).basis[i // (s * d)].double().numpy()
-            want = x.numpy() @ cut(w[:, at].numpy(), m.numpy(), rank)
-            assert np.abs(less @ basis @ basis.T - want).max() < 1e-3
+            down, up = factors(w[:, at].numpy(), m.numpy(), rank, knobs.get("factors") != "orthonormal")
+            assert np.abs(down @ up - cut(w[:, at].numpy(), m.numpy(), rank)).max() < 1e-9
             for row, t in np.ndindex(*x.shape[:2]):
-                out[row, t, at] = basis @ through_bits(less[row, t] @ basis, bits) + b[at].numpy()
+                coded = through_bits(x[row, t].numpy() @ down @ hadamard(rank), bits)
+                out[row, t, at] = coded @ hadamard(rank).T @ up + b[at].numpy()
         seen.append(out.reshape(*x.shape[:2], h, d).transpose(0, 2, 1, 3))
     T = x.shape[1]
     Q, K = (np.stack([rotate(y[:, :, i], i) for i in range(T)], 2) for y in (q.double().numpy(), seen[0]))
@@ -110,10 +121,16 @@ def test_it_is_the_model_with_its_weights_cut(case):
 
 
 def test_coordinates_are_turned_before_they_are_quantized():
-    method = setting(dict(rank=0.5, bits=3), (1, 4, 32), (4,), 1)[0]
-    whole = setting(dict(rank=0.5), (1, 4, 32), (4,), 1)[0]
-    want = whole.keys.basis[0].double().numpy() @ hadamard(64)
-    assert np.abs(method.keys.basis[0].double().numpy() - want).max() < 1e-5
+    """By factors of which one divides by what the other multiplies with; whole ones need a single basis."""
+    whole, alike, method = (
+        setting(dict(rank=0.5) | more, (1, 4, 32), (4,), 1)[0].keys
+        for more in ({}, dict(bits=3, factors="orthonormal"), dict(bits=3))
+    )
+    u, one, down, up = (x[0].double().numpy() for x in (whole.basis, alike.basis, method.down, method.basis))
+    assert np.abs(one - u @ hadamard(64)).max() < 1e-5 and whole.down is whole.basis and alike.down is alike.basis
+    assert np.abs(down.T @ up - np.eye(64)).max() < 1e-4 and np.abs(down @ up.T - u @ u.T).max() < 1e-4
+    root = np.linalg.norm(u.T @ up, axis=1)
+    assert (np.diff(root) < 0).all() and root[0] > 1.5 * root[-1]
 
 
 def test_some_heads_alone():

@@ -24,6 +24,7 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths, steps
     "kivi-4": ("kivi", dict(bits=4, residual=64), (4, 1, 64), (5, 100), 34),
     "kivi-3-grouped-by-3": ("kivi", dict(bits=3, residual=32), (3, 2, 64), (20, 63), 10),
     "kivi-8-keys-alone": ("kivi", dict(k_bits=8, v_bits=16, residual=32), (1, 1, 128), (70,), 4),
+    "kivi-before": ("kivi", dict(residual=32, packed="before"), (2, 2, 32), (1, 31, 32, 33, 63), 40),
     "kivi-values-alone": ("kivi", dict(k_bits=16, v_bits=4, residual=32), (2, 1, 96), (40,), 4),
     "hadamard-4": ("hadamard", dict(recent=8), (2, 2, 32), (1, 7, 8, 9, 40), 20),
     "hadamard-2-sinks": ("hadamard", dict(bits=2, recent=1, sinks=4), (4, 1, 64), (2, 30), 8),
@@ -61,7 +62,7 @@ def compare(name, knobs, shape, lengths, steps, seed=0):
     a = method.args
     told = dict(k_bits=a.k_bits or a.bits, v_bits=a.v_bits or a.bits)
     if name == "kivi":
-        oracle, told = kivi, told | dict(residual=a.residual)
+        oracle, told = kivi, told | dict(residual=a.residual, packed=a.packed)
     else:
         oracle, told = quarot, told | dict(group=a.group or d, clip=a.clip, recent=a.recent, sinks=a.sinks)
     Q, K = (np.stack([rotate(x[:, :, i].double().numpy(), i) for i in range(T)], 2) for x in (q, k))
@@ -159,28 +160,28 @@ def test_a_ring_is_no_longer_than_the_context(name):
         for t in range(30, 40):
             y.append(method.decode(q[:, :, t], k[:, :, t], v[:, :, t], torch.tensor([t])))
         got.append(torch.stack(y))
-        assert method.keys.whole.shape[2] == min(128, -(-T // 32) * 32 if name == "kivi" else T)
+        assert method.keys.whole.shape[2] == (min(128, -(-T // 32) * 32) + 1 if name == "kivi" else min(128, T))
     assert torch.equal(*got)
 
 
 # ---- the operator: C++ and Triton against torch ----
 
-OPERATOR = [  # k_bits, v_bits, channels, sinks, ring, (g, h, d)
-    (2, 2, True, 0, 32, (4, 1, 64)),
-    (4, 4, False, 3, 5, (2, 2, 32)),
-    (3, 2, False, 0, 1, (1, 1, 128)),
-    (8, 3, True, 0, 64, (3, 1, 96)),
-    (16, 16, False, 2, 7, (2, 1, 64)),
+OPERATOR = [  # k_bits, v_bits, block, sinks, ring, (g, h, d)
+    (2, 2, 32, 0, 33, (4, 1, 64)),
+    (4, 4, 0, 3, 5, (2, 2, 32)),
+    (3, 2, 0, 0, 1, (1, 1, 128)),
+    (8, 3, 64, 0, 64, (3, 1, 96)),
+    (16, 16, 0, 2, 7, (2, 1, 64)),
 ]
 
 
-def filled(k_bits, v_bits, channels, sinks, ring, shape, dtype=torch.float32, lengths=(2, 40, 75)):
+def filled(k_bits, v_bits, block, sinks, ring, shape, dtype=torch.float32, lengths=(2, 40, 75)):
     """Keys and values after prompts and some appended tokens; NaN where nothing was written."""
     g, h, d = shape
     B, T = len(lengths), 96
     q, k, v = (x.to(dtype) for x in numbers(2, g, h, d, B, T))
     stores = []
-    for bits, per, x in ((k_bits, channels and k_bits < 16, k), (v_bits, False, v)):
+    for bits, per, x in ((k_bits, block if k_bits < 16 else 0, k), (v_bits, 0, v)):
         data = torch.full((B, h, T, d), torch.nan, dtype=dtype)
         params = None
         if bits < 16:

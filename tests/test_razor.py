@@ -13,6 +13,7 @@ from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
 from sampled import sampled
 from test_contract import prompt, run, tiny
 
+import errors
 from cache.calibration import Calibration, RandomCalibration
 from cache.spec import make_args, resolve
 from errors import InputError
@@ -373,6 +374,21 @@ def test_memory_is_saved_not_masked():
              for T in (1000, 2000, 4000)]  # fmt: skip
     # each head may need a few bytes to say how long it is
     assert sizes[2] - sizes[0] <= 64 * 4 and sizes[0] < 4 * 2 * 64 * 4 * 50
+
+
+def test_a_window_that_drops_nothing_is_said_once(capsys):
+    """The defaults save nothing below 4004 tokens; a run with them ends as `full` does, in time and bytes."""
+    errors.warn_once.cache_clear()
+    model = tiny()
+    for _ in range(2):  # as an evaluation of several lengths does
+        model.setup_cache("razor", 1, 512)
+    model.setup_cache("0:full,1-:razor", 1, 300)
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert err.startswith("warning: razor drops nothing of texts up to 4004 tokens") and "window=" in err
+    model.setup_cache("razor", 1, 512, window=128)
+    model.setup_cache("razor", 1, 512, induction=1.0)  # nothing is to be dropped: all heads are protected
+    assert not capsys.readouterr().err
 
 
 def test_wrong_knobs_are_input_errors():

@@ -30,12 +30,13 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "score-rank-all": (dict(rank=0.25, score_rank=1.0, budget=10, sinks=0, recent=3), (2, 2, 32), (3, 25)),
     "budget-over-context": (dict(budget=500, sinks=16, recent=64), (2, 1, 32), (12, 60)),
     "only-forced": (dict(budget=7, sinks=4, recent=3), (2, 1, 32), (2, 22)),
+    "only-recent": (dict(budget=6, sinks=0, recent=6), (2, 1, 32), (2, 22)),  # an empty list beside the ring
     "a-quarter-of-the-rest": (dict(budget=0.25, budget_of="rest", sinks=0, recent=6), (2, 1, 32), (1, 6, 7, 40)),
     "ten-of-the-rest": (dict(budget=10, budget_of="rest", sinks=3, recent=4), (1, 2, 32), (5, 12, 30)),
     "one-recent": (dict(budget=6, sinks=0, recent=1), (2, 1, 64), (1, 18)),
 }
 OFTEN = ("eighth-2-bits", "grouped-by-3", "grouped-by-8", "softmax-fraction", "8-bits", "16-bits", "only-forced",
-         "ten-of-the-rest")  # fmt: skip
+         "only-recent", "ten-of-the-rest")  # fmt: skip
 FULL = [
     (dict(rank=rank, value_bits=bits, budget=budget, sinks=sinks, recent=recent, score=score), (g, h, d), (1, 33, 70))
     for i, (budget, sinks, recent) in enumerate([(24, 4, 16), (0.125, 2, 8), (0.3, 16, 33), (100, 16, 64), (9, 0, 1)])

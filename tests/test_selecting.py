@@ -16,7 +16,7 @@ from test_contract import prompt, run, same, teacher, tiny
 from cache import checks, step_checks
 from cache.budget import TopP
 from cache.calibration import Calibration
-from cache.spec import make_args, method_class, presets
+from cache.spec import layer_methods, make_args, method_class, presets
 from errors import InputError
 from model import ModelArgs
 
@@ -219,6 +219,22 @@ def test_bytes_and_reads():
     assert read["quest"] == token * (T // 16 + 1024)
     assert read["sparq"] == token * 129 + 8 * (T * 32 * 2 + 4 * D)
     assert read["loki"] == 8 * (T - T // 4) * 32 * 2 + token * T // 4 + 2 * 8 * D * D
+
+
+def test_shares_are_rounded_up():
+    """Loki's published code takes int(0.25 * 10) = 2 of 10 tokens; here one more, as in every method that selects."""
+    wanted = method_class("loki").Args().selection().at(torch.tensor([4, 10, 11, 12, 13]))
+    assert wanted.tolist() == [1, 3, 3, 3, 4]
+
+
+def test_a_budget_of_p_leaves_layers_dense_as_the_method_does():
+    """Twilight's published code leaves out 0 and 1 for every selector."""
+
+    def dense(spec):
+        return [i for i, (cls, _) in enumerate(layer_methods(spec, 32)) if cls.__name__ == "Full"]
+
+    assert dense("loki,budget=p0.95") == [] and dense("quest,budget=p0.95") == [0, 1]
+    assert dense("loki,budget=p0.95,skip_layers=0,1") == [0, 1]
 
 
 def test_presets_are_the_rows_of_the_papers():

@@ -26,6 +26,7 @@ from scripts.report.kernel_report import (
     kernel_files,
     launched,
     load_widths,
+    longest_loop,
     occupancy,
     problem,
 )
@@ -218,6 +219,21 @@ def test_load_widths_are_read_from_ptx():
     ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r7 ];
     """
     assert load_widths(ptx) == {16: 2, 8: 1, 1: 1}
+
+
+def test_the_longest_loop_is_read_from_sass():
+    sass = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;   /* 0x00000a0000017a02 */
+        /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   FFMA R0, R1, R2, R0 ;
+        /*0030*/               @P1 BRA 0x20 ;
+        /*0040*/                   FFMA R0, R1, R2, R0 ;
+        /*0050*/               @P0 BRA 0x10 ;
+        /*0060*/                   EXIT ;
+        /*0070*/                   BRA 0x70;
+    """
+    assert longest_loop(sass) == dict(FFMA=2, BRA=2, LDG=1)
+    assert longest_loop("/*0000*/ EXIT ;") == {}
 
 
 # ---- the static account ----

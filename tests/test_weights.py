@@ -9,10 +9,11 @@ import sys
 from itertools import pairwise, product
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
-from formats_files import pack_gptq, random_codes, sentencepiece_vocab, write_folder, write_gguf
+from formats_files import model_tensors, pack_gptq, random_codes, sentencepiece_vocab, write_folder, write_gguf
 from gguf import GGMLQuantizationType as Q
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,35 +30,59 @@ from kernels import native
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
-from weights import Codes, Linear, PackedLinear, WeightFormat, first_outputs, quantize
+from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
 
 
-def codes(gen, out, n, bits, group, symmetric):
+FORMS = ("symmetric", "zeros", "minima", "steps", "steps and minima")
+
+
+def codes(gen, out, n, bits, group, form):
+    """Random ones of a form; 8-bit codes have minima in steps of a group each where 4-bit ones have zeros."""
     low, high = (-127, 128) if bits == 8 else (0, 16)
     c = torch.randint(low, high, (out, n), generator=gen, dtype=torch.int8 if bits == 8 else torch.uint8)
-    scale = (torch.rand(out, n // group, generator=gen) * 0.02 + 1e-3).half()
-    zero = None if symmetric else torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8)
-    return Codes(c, scale, zero, bits)
+    groups = n // group
+    halves = lambda k: (torch.rand(out, k, generator=gen) * 0.02 + 1e-3).half()  # noqa: E731
+    bytes_ = lambda: torch.randint(-128, 128, (out, groups), generator=gen, dtype=torch.int8)  # noqa: E731
+    shared = 2 if groups % 2 == 0 else 1
+    got = Codes(c, halves(groups), None, bits)
+    if form == "zeros" and bits == 4:
+        got.zero = torch.randint(0, 16, (out, groups), generator=gen, dtype=torch.uint8)
+    if form.startswith("steps"):
+        got.scale, got.step = bytes_() | 1, halves(groups // shared) / 64
+    if form == "minima":
+        got.minimum = -halves(groups)
+    elif form == "steps and minima":
+        got.minimum, got.min_step = bytes_(), halves(groups // shared) / -64
+    elif form == "zeros" and bits == 8:
+        got.minimum, got.min_step = bytes_(), -got.scale
+    return got
 
 
 def by_hand(c: Codes) -> np.ndarray:
-    """w = scale * (code - zero) in float64."""
+    """w = scale * (code - zero), or scale * code + minimum, in float64."""
+
+    def wide(x, step):  # [out, groups] -> [out, in]
+        x = x.double().numpy() if step is None else x.double().numpy() * np.repeat(
+            step.double().numpy(), x.shape[1] // step.shape[1], 1)  # fmt: skip
+        return np.repeat(x, c.group, 1)
+
+    if c.minimum is not None:
+        return wide(c.scale, c.step) * c.codes.numpy().astype(int) + wide(c.minimum, c.min_step)
     zero = np.full(c.scale.shape, 8 if c.bits == 4 else 0) if c.zero is None else c.zero.numpy().astype(int)
-    scale, zero = (np.repeat(x, c.group, 1) for x in (c.scale.double().numpy(), zero))
-    return scale * (c.codes.numpy().astype(int) - zero)
+    return wide(c.scale, c.step) * (c.codes.numpy().astype(int) - np.repeat(zero, c.group, 1))
 
 
-def check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend, monkeypatch=None):
+def check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend, monkeypatch=None):
     gen = torch.Generator().manual_seed(seed)
-    layer = PackedLinear(n, out, bias, bits, group)
+    c = None if bits == 16 else codes(gen, out, n, bits, group, form)
+    layer = PackedLinear(n, out, bias, c.layout if c else Layout(16))
     if bits == 16:
         w = torch.randn(out, n, generator=gen)
         layer.put(0, w)
         w = w.bfloat16().double().numpy()
     else:
-        c = codes(gen, out, n, bits, group, symmetric)
         layer.put(0, c)
         w = by_hand(c)
     b = torch.randn(out, generator=gen)
@@ -81,17 +106,17 @@ def check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backe
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_products_are_float64s(backend, data):
-    """Any number of rows of x, groups of 32, 64, 128 or a whole row, 8 and 4 bits, symmetric or not, and bf16."""
+    """Any number of rows of x, groups of 16 to 128 or a whole row, 8 and 4 bits of every form, and bf16."""
     d = lambda *args: data.draw(st.sampled_from(args))  # noqa: E731
-    group = d(32, 64, 128)
-    n = group * d(1, 2, 3, 5)
+    group = d(16, 32, 64, 128)
+    n = group * d(1, 2, 3, 4, 5)
     bits, dtype = d(16, 8, 4), d(torch.float32, torch.bfloat16)
     rows, out = data.draw(st.integers(1, 45)), data.draw(st.integers(1, 70))
     with pytest.MonkeyPatch.context() as m:
         m.setenv("KV_FAST_BACKEND", backend)
-        group, symmetric = n if bits == 16 else d(group, n), bits == 8 or d(True, False)
+        group, form = n if bits == 16 else d(group, n), d(*FORMS)
         seed, bias = data.draw(st.integers(0, 99)), d(True, False)
-        check_product(seed, rows, out, n, bits, group, symmetric, bias, dtype, backend)
+        check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend)
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,7 +124,7 @@ def test_products_are_float64s(backend, data):
 def test_threads_share_a_product(bits, rows, out, threads):
     """What one takes from another's share is there once: the bits of one thread, however many rows each has."""
     gen = torch.Generator().manual_seed(out)
-    layer = Linear(64, out, bias=False) if bits == 32 else PackedLinear(64, out, False, bits, 32)
+    layer = Linear(64, out, bias=False) if bits == 32 else PackedLinear(64, out, False, Layout(bits, 32))
     layer.weight.data.normal_(generator=gen) if bits == 32 else layer.put(0, torch.randn(out, 64, generator=gen))
     x, before = torch.randn(rows, 64, generator=gen), torch.get_num_threads()
     try:
@@ -138,7 +163,7 @@ def test_products_with_weights_as_they_are(data):
 def test_codes_with_rows_of_a_wide_range(bits):
     """Zeros, a number that dwarfs its group, tiny and huge ones, NaN and infinity: a row harms no other."""
     gen = torch.Generator().manual_seed(bits)
-    layer, c = PackedLinear(256, 40, False, bits, 64), codes(gen, 40, 256, bits, 64, bits == 8)
+    layer, c = PackedLinear(256, 40, False, Layout(bits, 64)), codes(gen, 40, 256, bits, 64, "zeros")
     layer.put(0, c)
     w = torch.from_numpy(by_hand(c))
     x = torch.randn(9, 256, generator=gen)
@@ -166,11 +191,12 @@ def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
     """More rows than are multiplied in registers, more of W than one tile."""
     monkeypatch.setattr(native, "has_many_rows", lambda bits, has=native.has_many_rows: own and has(bits))
     monkeypatch.setattr(K, "TILE", 256 * 96)
-    check_product(0, 70, 1000, 256, 4, 64, False, False, torch.float32, "")
+    check_product(0, 70, 1000, 256, 4, 64, "zeros", False, torch.float32, "")
+    check_product(0, 70, 1000, 256, 4, 32, "steps and minima", False, torch.float32, "")
     if own and not native.has_tiles() and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return  # rows of x in 16 bits
     gen = torch.Generator().manual_seed(0)
-    layer, c = PackedLinear(256, 1000, False, 4, 64), codes(gen, 1000, 256, 4, 64, False)
+    layer, c = PackedLinear(256, 1000, False, Layout(4, 64)), codes(gen, 1000, 256, 4, 64, "zeros")
     layer.put(0, c)
     x = torch.randn(70, 256, generator=gen)
     want = x.double() @ torch.from_numpy(by_hand(c)).T
@@ -183,26 +209,30 @@ def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
 def test_long_prompts(bits, dtype):
     """More rows than W is unpacked for at once, inputs that are no whole chunks, an odd number of blocks."""
     n, rows, out = 592, 1060, 150
-    check_product(0, rows, out, n, bits, n if bits == 16 else 16, bits == 8, True, dtype, "")
+    for form in FORMS[:1] if bits == 16 else ("zeros", "steps and minima"):
+        check_product(0, rows, out, n, bits, n if bits == 16 else 16, form, True, dtype, "")
 
 
 @pytest.mark.parametrize(
-    "bits, group, symmetric",
-    [(8, 32, "yyy"), (8, 96, "yyy"), (4, 32, "nnn"), (4, 32, "yyy"), (4, 32, "yny"), (4, 96, "yyn")],
-)
-def test_what_is_put_is_there(bits, group, symmetric):
+    "bits, group, forms",
+    [(8, 32, "sss"), (8, 32, "szs"), (8, 96, "ssz"), (4, 32, "zzz"), (4, 32, "sss"), (4, 32, "szs"), (4, 96, "ssz"),
+     (4, 32, "mmm"), (8, 16, "mmm"), (8, 16, "ttt"), (4, 16, "bbb"), (8, 32, "bbb")],
+)  # fmt: skip
+def test_what_is_put_is_there(bits, group, forms):
     """Parts of a fused layer, the last of them ending within a block of 16 rows; zeros are held if a part has some."""
     gen = torch.Generator().manual_seed(1)
-    layer = PackedLinear(96, 16 + 48 + 5, False, bits, group)
-    parts = [codes(gen, n, 96, bits, group, y == "y") for n, y in zip((16, 48, 5), symmetric, strict=True)]
+    said = dict(s="symmetric", z="zeros", m="minima", t="steps", b="steps and minima")
+    parts = [codes(gen, n, 96, bits, group, said[f]) for n, f in zip((16, 48, 5), forms, strict=True)]
+    layer = PackedLinear(96, 16 + 48 + 5, False, parts[0].layout)
     for first, c in zip((0, 16, 64), parts, strict=True):
         layer.put(first, c)
     for first, c in zip((0, 16, 64), parts, strict=True):
         got = layer.rows(first, len(c.codes))
-        assert torch.equal(got.codes, c.codes) and torch.equal(got.scale, c.scale) and got.bits == bits
-        assert c.zero is None or torch.equal(got.zero, c.zero)
-        assert np.array_equal(by_hand(got), by_hand(c))
-    assert (layer.zero is not None) == ("n" in symmetric)
+        for name in ("codes", "scale", "step", "zero", "minimum", "min_step", "bits"):
+            want = getattr(c, name)
+            assert want is None or (torch.equal(getattr(got, name), want) if name != "bits" else got.bits == want), name
+        assert layer.takes(c) and np.array_equal(by_hand(got), by_hand(c))
+    assert (layer.zero is not None) == (bits == 4 and "z" in forms)
     x = torch.randn(3, 96, generator=gen)
     assert torch.equal(first_outputs(layer, x, 48), layer(x)[:, :48])
     with pytest.raises(InputError, match="blocks of 16 rows"):
@@ -240,7 +270,7 @@ def pair(kind, head=None, dtype=torch.float32, seed=0, **more):
         for p in dense.parameters():
             if p.dim() == 2:
                 p *= 3
-    packed = empty_transformer(args, "cpu", dtype, WeightFormat.parse(kind, head))
+    packed = empty_transformer(args, "cpu", dtype, WeightFormat.parse(kind, head).choose)
     theirs = tensors_of(dense)
     assert theirs.keys() == tensors_of(packed).keys()
     for name, to in tensors_of(packed).items():
@@ -425,7 +455,7 @@ def test_a_gguf_says_what_its_folder_says(as_gguf):
     want, got = ([(c.text, c.tokens) for c in llm.generate(prompts, max_new_tokens=24)] for llm in llms)
     assert got == want and len(got[0][1]) == 24
     llms[1].use("sals")
-    with pytest.raises(InputError, match=r"no place.*Hugging Face folder"):
+    with pytest.raises(InputError, match=r"calibrate.py --checkpoint"):
         llms[1].generate("import os", max_new_tokens=2)
 
 
@@ -446,8 +476,118 @@ def test_codes_of_a_gguf_are_held_as_they_are(as_gguf, kind, bits):
     assert (got - want).abs().max() < 0.02 * want.abs().max()
 
 
+WIDE = dict(model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, vocab_size=90, max_position_embeddings=128, rms_norm_eps=1e-5,
+            rope_theta=1e4, torch_dtype="float32", tie_word_embeddings=False)  # fmt: skip
+# Of two layers' q, k, v, o, gate, up, down: what quantizers mix, and more than they do.
+MIXED = (
+    [Q.Q4_K, Q.Q4_K, Q.Q6_K, Q.Q5_K, Q.Q3_K, Q.Q3_K, Q.Q2_K],
+    [Q.Q4_0, Q.Q8_0, Q.Q4_1, Q.Q5_0, Q.F16, Q.Q5_1, Q.IQ4_XS],
+)
+
+
+def mixed_gguf(path, tied=False, kinds=MIXED, ends=(Q.Q6_K, Q.F16)):
+    """A model of matrices of many types -> path, and Hugging Face's names with the weights, by the gguf package."""
+    config, rng = WIDE | dict(tie_word_embeddings=tied), np.random.default_rng(0)
+    names = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    types = {
+        f"model.layers.{i}.{n}.weight": k for i, layer in enumerate(kinds) for n, k in zip(names, layer, strict=True)
+    }
+    types |= {"model.embed_tokens.weight": ends[0], "lm_head.weight": ends[1]}
+    tensors, want = model_tensors(config), {}
+    for name, t in tensors.items():
+        kind = types.get(name, Q.F32)
+        want[name] = t
+        if t.dim() == 2:
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            if kind in (Q.F16, Q.BF16):
+                data = gguf.quants.quantize(t.numpy() * 0.05, kind)
+            else:  # random bytes; a block's fp16 numbers are small
+                data = rng.integers(0, 256, (len(t), t.shape[1] // block, size), dtype=np.uint8)
+                for at in SMALL[kind]:
+                    data[..., at + 1] = data[..., at + 1] % 8 + 8 + data[..., at + 1] // 128 * 128
+                data = data.reshape(len(t), -1)
+            tensors[name] = torch.from_numpy(data.view(np.uint8))
+            w = torch.from_numpy(gguf.quants.dequantize(data, kind))
+            heads = dict(q_proj=4, k_proj=2).get(name.split(".")[-2])
+            want[name] = w.view(heads, 32, 2, -1).transpose(1, 2).reshape(w.shape) if heads else w
+    write_gguf(path, config, tensors, types)
+    return path, want
+
+
+# Where a block has fp16 numbers
+SMALL = {Q.Q4_0: [0], Q.Q4_1: [0, 2], Q.Q5_0: [0], Q.Q5_1: [0, 2], Q.Q8_0: [0], Q.Q2_K: [80, 82], Q.Q3_K: [108],
+         Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_NL: [0], Q.IQ4_XS: [0], Q.IQ2_S: [0]}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mixed_gguf_is_held_as_it_is(tied, tmp_path, capsys):
+    """Every matrix in the bits of its own type, parts of a fused one apart; nothing is rounded again, or it is said."""
+    path, want = mixed_gguf(tmp_path / "mixed.gguf", tied)
+    model = load_checkpoint(path)
+    assert capsys.readouterr().err == ""
+    held = save_checkpoint_tensors(model, torch.float32)
+    assert held.keys() == want.keys()
+    for name, w in want.items():
+        assert torch.equal(held[name], w.float()), name
+    first, second = model.layers[0], model.layers[1]
+    assert [part.layout for part in first.attention.wqkv.parts] == [Layout(4, 32, 8, True), Layout(8, 16, 16)]
+    assert first.feed_forward.w13.layout == Layout(4, 16, 16) and len(second.attention.wqkv.parts) == 3
+    assert [type(part) for part in second.feed_forward.w13.parts] == [Linear, PackedLinear]
+    dense, ids = load_checkpoint(path, how=WeightFormat.parse("fp32")), torch.randint(0, 90, (2, 40))
+    assert not any(isinstance(m, PackedLinear) for m in dense.modules())
+    got, exact = model(ids), dense(ids)
+    assert (got - exact).abs().max() < 2e-4 * exact.abs().max()
+    x = torch.randn(3, 256)
+    for block in model.layers:
+        assert torch.equal(first_outputs(block.attention.wqkv, x, 256), block.attention.wqkv(x)[:, :256])
+    model.setup_cache("full", 2, 64)
+    step = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
+    pos = torch.tensor([40, 17])
+    model.prefill(ids, pos)
+    with torch.inference_mode():
+        assert (step(ids[:, 0], pos) - model.decode(ids[:, 0], pos)).abs().max() < 1e-4 * exact.abs().max()
+    load_checkpoint(path, how=WeightFormat.parse("int4"))
+    assert re.search(r"note: 13 tensors of .*mixed.gguf are quantized already", capsys.readouterr().err)
+
+
+def test_parts_held_in_different_ways_are_one_layer():
+    """Outputs, biases and the first outputs alone, of a part that ends within a block of 16 rows, too."""
+    gen = torch.Generator().manual_seed(0)
+    parts, sizes = [], (32, 20, 5)
+    for n, layout in zip(sizes, (Layout(4, 32, None, True), Layout(8, 32), None), strict=True):
+        part = Linear(64, n) if layout is None else PackedLinear(64, n, True, layout)
+        if layout is None:
+            torch.nn.init.normal_(part.weight, generator=gen)
+        else:
+            part.put(0, codes(gen, n, 64, layout.bits, 32, "minima" if layout.minimum else "symmetric"))
+            part.bias.copy_(torch.randn(part.bias.shape, generator=gen))
+        parts.append(part)
+    layer, x = Joined(parts), torch.randn(3, 64, generator=gen)
+    weight = torch.cat(
+        [p.weight if isinstance(p, Linear) else p.dense(0, n) for p, n in zip(parts, sizes, strict=True)]
+    )
+    with torch.no_grad():
+        want = x.double() @ weight.double().T + layer.bias.double()
+        assert layer.bias.shape == (57,) and (layer(x) - want).abs().max() < 2e-4 * want.abs().max()
+        for n in (32, 48, 52, 57):
+            assert torch.equal(first_outputs(layer, x, n), layer(x)[:, :n])
+    assert Joined([Linear(64, 3, bias=False)]).bias is None
+
+
+def test_types_that_no_codes_hold_are_unpacked_and_said(tmp_path, capsys):
+    path, want = mixed_gguf(
+        tmp_path / "a.gguf", kinds=([Q.Q8_0] * 4 + [Q.IQ2_S] * 3, [Q.BF16] * 7), ends=(Q.BF16, Q.F16)
+    )
+    model = load_checkpoint(path)
+    assert re.search(r"note: .*a.gguf: 3 tensors are of IQ2_S, which .* held unpacked", capsys.readouterr().err)
+    held = save_checkpoint_tensors(model, torch.float32)
+    assert all(torch.equal(held[name], w.float()) for name, w in want.items())
+    assert model.layers[1].attention.wqkv.layout == Layout(16) and isinstance(model.layers[0].feed_forward.w2, Linear)
+
+
 def test_gptq_runs_in_its_own_groups(tmp_path):
-    """4 bits in groups of 32 with zeros; the head, which is not quantized, in bf16."""
+    """4 bits in groups of 32 with zeros."""
     dense = save_checkpoint_tensors(random_transformer(args_from_hf(CONFIG), "cpu", torch.float32), torch.float32)
     tensors, want = {}, {}
     for i, (name, w) in enumerate(dense.items()):
@@ -462,7 +602,8 @@ def test_gptq_runs_in_its_own_groups(tmp_path):
     want = {n: t.dequantize() if isinstance(t, Codes) else t.float() for n, t in file.items()}
     held = save_checkpoint_tensors(model, torch.float32)
     for name, w in want.items():
-        assert torch.equal(held[name], w.bfloat16().float() if "embed" in name or "lm_head" in name else w), name
+        assert torch.equal(held[name], w), name
+    assert isinstance(model.output, Linear)  # the head, which is not quantized, as it is
     exact = save_checkpoint_tensors(load_checkpoint(folder, how=WeightFormat.parse("fp32")), torch.float32)
     assert all(torch.equal(exact[name], w) for name, w in want.items())
 
@@ -517,7 +658,6 @@ def test_what_quantize_refuses_is_one_line(folder, tmp_path):
         ((folder, folder), "is there already"),
         ((folder, tmp_path / "a" / "b"), "is no folder"),
         ((tmp_path / "none", tmp_path / "out"), "not found"),
-        ((folder, tmp_path / "out", "--weights", "bf16"), "give int4 or int8"),
         ((folder, tmp_path / "out", "--weights", "int4:128"), "no groups of 128"),
     ):
         with pytest.raises(InputError, match=says):

@@ -22,7 +22,7 @@ template <int BITS, int M> void fetch_ahead(const uint8_t* p) {
 
 typedef const int64_t* Blocks;  // some blocks of 16 rows of W, of which a span of inputs is multiplied in turns
 
-// `count` blocks times M rows of x [M][in] -> y[count][M]; sums [M][groups] of x, if there are zeros
+// `count` blocks times M rows of x [M][in] -> y[count][M]; sums [M][groups] of x, if there are zeros or minima
 template <int BITS, int M>
 void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const float* sums, vf (*y)[M][VECTORS]) {
     const int64_t groups = w.in / w.group, span = BITS == 16 ? SPAN : w.group;
@@ -45,13 +45,17 @@ void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const fl
             for (int v = 0; v < VECTORS; v++) {
                 for (int m = 0; m < M; m++) for (int a = 1; a < A; a++) part[m][v][0] += part[m][v][a];
                 if constexpr (BITS != 16) {
-                    const int64_t row = (blocks[k] * groups + g) * SIDE;
-                    const vf scale = halves(w.scale + row + v * L);
+                    const int64_t row = blocks[k] * groups + g;
+                    const vf scale = w.scale.read(row, v);
                     if (w.zero) {
-                        const vf zero = __builtin_convertvector(zeros_at(w.zero + row / 2, v), vf);
+                        const vf zero = __builtin_convertvector(zeros_at(w.zero + row * SIDE / 2, v), vf);
                         for (int m = 0; m < M; m++) part[m][v][0] -= zero * sums[m * groups + g];
                     }
                     for (int m = 0; m < M; m++) part[m][v][0] *= scale;
+                    if (w.minimum) {
+                        const vf minimum = w.minimum.read(row, v);
+                        for (int m = 0; m < M; m++) part[m][v][0] += minimum * sums[m * groups + g];
+                    }
                 }
                 for (int m = 0; m < M; m++) y[k][m][v] = from ? y[k][m][v] + part[m][v][0] : part[m][v][0];
             }
@@ -270,8 +274,8 @@ struct Integers {  // of M rows of x
     typedef int64_t Pairs __attribute__((vector_size(L * 4)));
 };
 
-// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span
-template <int BITS, int M, int COUNT, int UNITS, bool ONCE>
+// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span. PLAIN: scales are fp16, no minima
+template <int BITS, int M, int COUNT, int UNITS, bool ONCE, bool PLAIN>
 __attribute__((noinline))  // or its registers do not suffice
 void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
     const int64_t groups = w.in / w.group, spans = x.spans;
@@ -280,9 +284,11 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
     const float* step = &x.step[first * spans];
     constexpr int ZERO = Products<BITS, M>::ZERO;
     const uint8_t *codes[COUNT], *zero[COUNT] = {};
-    const uint16_t* scale[COUNT];
+    const uint8_t* scale[COUNT];
+    const int64_t size = PLAIN || !w.scale.step ? 2 : 1;  // bytes of a scale
     for (int k = 0; k < COUNT; k++) {
-        codes[k] = w.codes + blocks[k] * w.in * BITS * 2, scale[k] = w.scale + blocks[k] * groups * SIDE;
+        codes[k] = w.codes + blocks[k] * w.in * BITS * 2;
+        scale[k] = (const uint8_t*)w.scale.at + blocks[k] * groups * SIDE * size;
         if (w.zero) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
         for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
     }
@@ -292,14 +298,14 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
             for (int k = 0; k < COUNT; k++) {
                 asm volatile("" ::: "memory");  // one block after the other: registers do not suffice for two
                 const uint8_t* p = codes[k] + i * BITS * 2;
-                __builtin_prefetch(scale[k] + (g + 8) * SIDE);
+                __builtin_prefetch(scale[k] + (g + 8) * SIDE * size);
                 if (zero[k]) __builtin_prefetch(zero[k] + (g + 16) * SIDE / 2);
                 Products<BITS, M> products;
                 for (int m = 0; m < M; m++)
                     for (int v = 0; v < VECTORS; v++) {
                         const int32_t less = minus_sum[m * spans];
                         if (BITS == 4 && zero[k]) products.begin(v, m, zeros_at(zero[k] + g * SIDE / 2, v) * less);
-                        else products.begin(v, m, vi{} + ZERO * less);
+                        else if (PLAIN || BITS == 8 || !w.minimum) products.begin(v, m, vi{} + ZERO * less);
                     }
                 const int32_t* from = lanes;
                 for (int64_t j = 0; j < span; j += UNITS * UNIT, p += UNITS * BITS * 16, from += UNITS * 4 * M) {
@@ -307,18 +313,26 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
                     products.template add<UNITS>(p, from);
                 }
                 for (int v = 0; v < VECTORS; v++) {
-                    const vf per = halves(scale[k] + g * SIDE + v * L);
+                    const int64_t row = blocks[k] * groups + g;
+                    const vf per = PLAIN ? halves((const uint16_t*)scale[k] + g * SIDE + v * L) : w.scale.read(row, v);
                     for (int m = 0; m < M; m++)
                         y[k][m][v] += __builtin_convertvector(products.total(v, m), vf) * (per * step[m * spans]);
+                    if (PLAIN || !w.minimum) continue;
+                    const vf minimum = w.minimum.read(row, v);
+                    for (int m = 0; m < M; m++) y[k][m][v] -= minimum * (minus_sum[m * spans] * step[m * spans]);
                 }
             }
 }
 
 template <int BITS, int M, int COUNT>
 void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
-    if (x.span % 32) few_by_integers<BITS, M, COUNT, 2, false>(w, blocks, x, first, y);
-    else if (w.group > 32) few_by_integers<BITS, M, COUNT, 4, false>(w, blocks, x, first, y);
-    else few_by_integers<BITS, M, COUNT, 4, true>(w, blocks, x, first, y);
+    const auto by_units = [&](auto plain) {
+        if (x.span % 32) few_by_integers<BITS, M, COUNT, 2, false, plain>(w, blocks, x, first, y);
+        else if (w.group > 32) few_by_integers<BITS, M, COUNT, 4, false, plain>(w, blocks, x, first, y);
+        else few_by_integers<BITS, M, COUNT, 4, true, plain>(w, blocks, x, first, y);
+    };
+    if (w.plain()) by_units(std::true_type{});
+    else by_units(std::false_type{});
 }
 
 template <int BITS, class T>
@@ -357,7 +371,8 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
         for (int64_t i = 0; i < M * w.in; i += L) store(wide.data() + i, load(x + i));
         rows = wide.data();
     }
-    if (w.zero) {
+    const bool summed = w.zero || w.minimum;
+    if (summed) {
         sums.resize(M * groups);
         for (int64_t g = 0; g < M * groups; g++) {
             vf s = {};
@@ -375,7 +390,7 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
                 if (M > FEW) unpack_chunk<BITS>(w, *own, 0, w.in, unpacked.data());
                 by_rows<L / 2>(M, [&](auto m, int64_t first) {
                     vf part[Shares::STREAMS][m][VECTORS];
-                    const float *at = rows + first * w.in, *total = sums.data() + (w.zero ? first * groups : 0);
+                    const float *at = rows + first * w.in, *total = sums.data() + (summed ? first * groups : 0);
                     if (M > FEW) many<m>(unpacked.data(), w.in, at, part[0]);
                     else if constexpr (m <= FEW) few<BITS, m>(w, own, count, at, total, part);
                     put_all<m>(y, first, blocks, own, at_once, part, bias);
@@ -410,16 +425,12 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
 
 }  // namespace
 
-extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, const uint8_t* codes, const uint16_t* scale,
-                           const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t blocks,
-                           int64_t group, int64_t threads) {
-    Weight w{codes, scale, zero, in, group};
-    FLOAT_OR_BF16(BY_BITS((linear<BITS>(w, (const T*)x, bias, (T*)y, M, blocks, threads))))
+extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, WEIGHT_ARGUMENTS, const float* bias, void* y, int64_t M,
+                           int64_t in, int64_t blocks, int64_t group, int64_t shared, int64_t min_shared, int64_t threads) {
+    FLOAT_OR_BF16(BY_BITS((linear<BITS>(WEIGHT, (const T*)x, bias, (T*)y, M, blocks, threads))))
 }
 
-extern "C" void kvf_unpack_rows(int64_t is_bf16, int64_t bits, const uint8_t* codes, const uint16_t* scale,
-                                const uint8_t* zero, void* y, int64_t in, int64_t group, int64_t first, int64_t blocks,
-                                int64_t threads) {
-    Weight w{codes, scale, zero, in, group};
-    FLOAT_OR_BF16(BY_BITS((unpack_rows<BITS>(w, (T*)y, first, blocks, threads))))
+extern "C" void kvf_unpack_rows(int64_t is_bf16, int64_t bits, WEIGHT_ARGUMENTS, void* y, int64_t in, int64_t group,
+                                int64_t shared, int64_t min_shared, int64_t first, int64_t blocks, int64_t threads) {
+    FLOAT_OR_BF16(BY_BITS((unpack_rows<BITS>(WEIGHT, (T*)y, first, blocks, threads))))
 }

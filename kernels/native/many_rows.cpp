@@ -40,16 +40,17 @@ void unpack_panel(const Weight& w, int64_t first, int64_t count, int64_t room, i
         int64_t i = 0;
         if (b < count) for (; i < chunk; ) {
             const int64_t g = (from + i) / w.group, end = std::min(chunk, (g + 1) * w.group - from);
-            const int64_t lane = ((first + b) * groups + g) * L;
-            vf scale = vf{} + 1.0f, zero = {};
+            const int64_t row = (first + b) * groups + g;
+            vf scale = vf{} + 1.0f, zero = {}, minimum = {};
             if constexpr (BITS != 16) {
-                scale = halves(w.scale + lane);
-                if (w.zero) zero = __builtin_convertvector(zeros_at(w.zero + lane / 2, 0), vf);
+                scale = w.scale.read(row, 0);
+                if (w.zero) zero = __builtin_convertvector(zeros_at(w.zero + row * SIDE / 2, 0), vf);
+                if (w.minimum) minimum = w.minimum.read(row, 0);
             }
             for (; i < end; i += UNIT) {
                 vf q[UNIT];
                 Unit<BITS>::read(w.codes + ((first + b) * w.in + from + i) * BITS * 2, table, q);
-                if (BITS != 16) for (int j = 0; j < UNIT; j++) q[j] = (q[j] - zero) * scale;
+                if (BITS != 16) for (int j = 0; j < UNIT; j++) q[j] = (q[j] - zero) * scale + minimum;
                 for (int j = 0; j < UNIT; j += 2)
                     split<PARTS>(q[j], q[j + 1], at + (i + j) * TILE, rest + (i + j) * TILE);
             }
@@ -331,11 +332,10 @@ extern "C" int64_t kvf_has_many_rows([[maybe_unused]] int64_t bits) {
 #endif
 }
 
-extern "C" void kvf_many_rows(int64_t is_bf16, int64_t bits, const void* x, const uint8_t* codes, const uint16_t* scale,
-                              const uint8_t* zero, const float* bias, void* y, int64_t M, int64_t in, int64_t blocks,
-                              int64_t group, int64_t threads) {
+extern "C" void kvf_many_rows(int64_t is_bf16, int64_t bits, const void* x, WEIGHT_ARGUMENTS, const float* bias, void* y,
+                              int64_t M, int64_t in, int64_t blocks, int64_t group, int64_t shared, int64_t min_shared,
+                              int64_t threads) {
 #if defined(BY_VECTORS) || (defined(__AMX_BF16__) && defined(__AVX512BF16__))
-    Weight w{codes, scale, zero, in, group};
-    FLOAT_OR_BF16(BY_BITS((many_rows<BITS>(w, (const T*)x, bias, (T*)y, M, blocks, threads))))
+    FLOAT_OR_BF16(BY_BITS((many_rows<BITS>(WEIGHT, (const T*)x, bias, (T*)y, M, blocks, threads))))
 #endif
 }

@@ -18,7 +18,13 @@ template <class X> void expect(ScalarType type, const X& x, const char* name) {
                     torch::headeronly::toString(some(x)->scalar_type()));
 }
 
-template <class T, class X> T* data(const X& x) { return some(x) ? (T*)some(x)->data_ptr() : nullptr; }
+// torch's pointer of a tensor without elements is null, too: here null is a tensor that was not given, and nothing else
+alignas(64) char no_elements[64];
+template <class T, class X> T* data(const X& x) {
+    if (!some(x)) return nullptr;
+    void* at = some(x)->data_ptr();
+    return (T*)(at ? at : no_elements);
+}
 template <class X> int64_t* ints(const X& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
 template <class X> float* floats(const X& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
 template <class X> uint16_t* halves(const X& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
@@ -231,25 +237,38 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
     Tensor y = like(x, {M, out});
     int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
-    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr, y.data_ptr(), M, n, out,
+    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out,
                      threads());
     return y;
 }
 
 constexpr int64_t FROM_TILES = 8;  // rows from which tiles of bf16 weights are faster than vectors
 
-Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe zero, Maybe bias, int64_t bits) {
-    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0);
-    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(scale) && lies_whole(zero) && lies_whole(bias),
+// Of numbers a group in fp16, or int8 that counts steps in fp16: how many groups share a step
+int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(step), name, " must be contiguous");
+    expect(ScalarType::Half, step, name), expect(step ? ScalarType::Char : ScalarType::Half, x, name);
+    const int64_t n = step ? x->size(1) / step->size(1) : 1;
+    STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name, ": 1, 2, 4, 8 ... groups share a step");
+    return n;
+}
+
+Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step, Maybe bias,
+                     int64_t bits) {
+    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
+    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(zero) && lies_whole(bias),
                     "x and the packed weight must be contiguous");
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()), "a zero is of 4-bit codes, and has 4 bits");
+    STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero), "a group has one minimum, or a zero");
+    const int64_t shared = sharing(scale, step, "scale"), min_shared = sharing(minimum, min_step, "minimum");
     Tensor y = like(x, {M, blocks * SIDE});
     bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
     (tiles ? kvf_many_rows : kvf_linear)(
-        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), halves(scale, "scale"), bytes(zero, "zero"),
-        floats(bias, "bias"), y.data_ptr(), M, n, blocks, scale ? n / scale->size(1) : n, threads());
+        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), data<uint8_t>(scale), data<uint16_t>(step), bytes(zero, "zero"),
+        data<uint8_t>(minimum), data<uint16_t>(min_step), floats(bias, "bias"), y.data_ptr(), M, n, blocks, n / groups,
+        shared, min_shared, threads());
     return y;
 }
 
@@ -317,10 +336,11 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     else is_bf16({&q, &v});
     make_whole(idx, count, pos);
     const int64_t *at = ints(pos, "pos"), *list = ints(idx, "idx"), *many = ints(count, "count");
+    STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
-    int64_t K = list ? idx->size(1) : T - R;
+    int64_t K = idx ? idx->size(1) : T - R;
     for (int64_t b = 0; b < B; b++)
-        stored[b] = std::max<int64_t>(0, std::min(K, list ? many[b] : at[b] + 1 - R));
+        stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
     if (B)
         kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), basis.data_ptr(), ring_k.data_ptr(),
@@ -333,12 +353,12 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
 }
 
 void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, int64_t bits, int64_t sinks,
-                      bool channels, double clip) {
+                      int64_t block, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
     STD_TORCH_CHECK(D % WHOLE == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     make_whole(x, pos);
-    int64_t is_half = is_bf16({&x, &kept}), group = params && !channels ? D / params->size(3) : D;
+    int64_t is_half = is_bf16({&x, &kept}), group = params && !block ? D / params->size(3) : D;
     if (bits < 16) bytes(data, "data");
     else is_bf16({&x, &data});
     const int64_t* at = ints(pos, "pos");
@@ -346,11 +366,11 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
     auto run = [&](auto zero) {
         typedef decltype(zero) T;
         int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8, each = params ? params->numel() / params->size(0) / H : 0;
-#pragma omp parallel for num_threads(threads()) if (channels)
+#pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++)
             append_quantized<T>((const T*)x.data_ptr() + i * D, at[i / H], (T*)kept.data_ptr() + i * (sinks + ring) * D,
                                 (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits, sinks,
-                                ring, channels, (float)clip, D, group, slots);
+                                ring, block, (float)clip, D, group, slots);
     };
     if (is_half) run(bf16{});
     else run(0.0f);

@@ -18,12 +18,14 @@ from kernels.native import build
 VECTOR = 16  # floats: rows are read in whole vectors
 RANKS = 32  # coordinates that bases are multiplied with at a time
 DTYPES = (torch.float32, torch.bfloat16)
+_NO_ELEMENTS = ctypes.create_string_buffer(64)
 
 
 def call(name: str, *args: Tensor | int | None) -> None:
     """Call a function of the library with pointers to the data of tensors, and int64; and the number of threads."""
-    given = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else None if x is None else ctypes.c_int64(x)
-             for x in (*args, torch.get_num_threads())]  # fmt: skip
+    # the pointer of a tensor without elements is null, which means that there is no tensor
+    given = [ctypes.c_void_p(x.data_ptr() or ctypes.addressof(_NO_ELEMENTS)) if isinstance(x, Tensor)
+             else None if x is None else ctypes.c_int64(x) for x in (*args, torch.get_num_threads())]  # fmt: skip
     getattr(build.library(), name)(*given)
 
 
@@ -98,7 +100,7 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "quantized_append": (
         "(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, int sinks, "
-        "bool channels, float clip) -> ()",
+        "int block, float clip) -> ()",
         lambda *args: None,
     ),
     "quantized_attention": (
@@ -121,7 +123,8 @@ _SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda q, *rest: q.new_empty(q.shape),
     ),
     "linear": (
-        "(Tensor x, Tensor packed, Tensor? scale, Tensor? zero, Tensor? bias, int bits) -> Tensor",
+        "(Tensor x, Tensor packed, Tensor? scale, Tensor? step, Tensor? zero, Tensor? minimum, Tensor? min_step, "
+        "Tensor? bias, int bits) -> Tensor",
         lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * VECTOR),
     ),
 }
@@ -238,24 +241,23 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.kv_fast_cpp.dense_linear(x, weight, bias)
 
 
-def linear(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
-    """Few rows of x; see kernels/linear.py."""
-    return torch.ops.kv_fast_cpp.linear(x, packed, scale, zero, bias, bits)
+def linear(x: Tensor, *args: Any) -> Tensor:
+    """Few rows of x; see `packed_linear` of kernels/linear.py, which gives the parts of a Weight, bias and bits."""
+    return torch.ops.kv_fast_cpp.linear(x, *args)
 
 
 # ---- through ctypes ----
 
 
-def unpack_rows(
-    dtype: torch.dtype, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int, first: int, blocks: int
-) -> Tensor:
+Packed = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # a Weight's parts
+
+
+def unpack_rows(dtype: torch.dtype, w: Packed, bits: int, first: int, blocks: int) -> Tensor:
     """Blocks of 16 rows of W from `first` on -> [in, blocks * 16] of fp32 or bf16."""
-    n = packed[0].numel() // VECTOR * 8 // bits
-    group = _check_weight(n, packed, scale, zero, bits)
+    n = w[0][0].numel() // VECTOR * 8 // bits
+    sizes = _check_weight(n, w, bits)
     y = torch.empty(n, blocks * VECTOR, dtype=dtype)
-    call("kvf_unpack_rows", is_bf16(y), bits, packed, scale, zero, y, n, group, first, blocks)
+    call("kvf_unpack_rows", is_bf16(y), bits, *w, y, n, *sizes, first, blocks)
     return y
 
 
@@ -281,27 +283,32 @@ def has_many_rows(bits: int) -> bool:
     return bool(build.library().kvf_has_many_rows(bits))
 
 
-def many_rows(
-    x: Tensor, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bias: Tensor | None, bits: int
-) -> Tensor:
+def many_rows(x: Tensor, w: Packed, bias: Tensor | None, bits: int) -> Tensor:
     """x [M, in], a prompt, where the processor has a way of its own (`has_many_rows`); see kernels/linear.py."""
-    (M, n), blocks = x.shape, len(packed)
-    group = _check_weight(n, packed, scale, zero, bits)
+    (M, n), blocks = x.shape, len(w[0])
+    sizes = _check_weight(n, w, bits)
     expect(torch.float32, bias)
     assert x.is_contiguous()
     y = x.new_empty(M, blocks * VECTOR)
-    call("kvf_many_rows", is_bf16(x), bits, x, packed, scale, zero, bias, y, M, n, blocks, group)
+    call("kvf_many_rows", is_bf16(x), bits, x, *w, bias, y, M, n, blocks, *sizes)
     return y
 
 
-def _check_weight(n: int, packed: Tensor, scale: Tensor | None, zero: Tensor | None, bits: int) -> int:
-    """Inputs that share a scale."""
+def _check_weight(n: int, w: Packed, bits: int) -> tuple[int, int, int]:
+    """Inputs that share a scale, groups that share a step, and a step of minima."""
+    packed, scale, step, zero, minimum, min_step = w
     expect(torch.uint8, packed, zero)
-    expect(torch.float16, scale)
-    assert all(t is None or t.is_contiguous() for t in (packed, scale, zero))
+    for x, of in ((scale, step), (minimum, min_step)):
+        expect(torch.float16, of)
+        expect(torch.float16 if of is None else torch.int8, x)
+    assert all(t is None or t.is_contiguous() for t in w)
     assert packed[0].numel() * 8 == n * VECTOR * bits, f"{packed.shape} is no weight of {n} inputs in {bits} bits"
     assert zero is None or (scale is not None and zero.numel() * 2 == scale.numel()), "a zero has 4 bits"
-    return n if scale is None else n // scale.shape[1]
+    assert minimum is None or (scale is not None and minimum.shape == scale.shape), "a group has one minimum"
+    pairs = ((scale, step), (minimum, min_step))
+    shared, min_shared = (1 if a is None or b is None else a.shape[1] // b.shape[1] for a, b in pairs)
+    assert not shared & (shared - 1) and not min_shared & (min_shared - 1), "1, 2, 4, 8 ... groups share a step"
+    return (n if scale is None else n // scale.shape[1]), shared, min_shared
 
 
 def oja_sequential(basis: Tensor, x: Tensor) -> Tensor:

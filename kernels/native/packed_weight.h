@@ -1,7 +1,8 @@
 // Weights packed in bf16 or in 8 or 4 bits, and what unpacks them in registers.
 //
 // 16 rows of W lie side by side, a block, so that a vector has the same inputs of L outputs, and needs no sum over its lanes: a
-// block is one vector or two beside each other. A group of inputs shares a scale, and a zero if the codes are not symmetric.
+// block is one vector or two beside each other. A group of inputs shares a scale, and a zero or a minimum if the codes are not
+// symmetric.
 #pragma once
 #include "vectors.h"
 
@@ -46,11 +47,31 @@ template <> struct Unit<4> {  // lanes of eight inputs
     }
 };
 
+vf signed_at(const int8_t* p) {  // L bytes with a sign
+    return __builtin_convertvector((vi)(bytes_at((const uint8_t*)p) << 24) >> 24, vf);
+}
+
+// A number a group of inputs for each row: fp16, or 8 bits that count steps in fp16 which some groups share
+struct PerGroup {
+    const void* at;        // [blocks][groups][16]
+    const uint16_t* step;  // [blocks][groups / 2^shift][16], or none
+    int shift;
+
+    explicit operator bool() const { return at; }
+    vf read(int64_t g, int v) const {  // of group g, counted over blocks, and vector v of a block
+        if (!step) return halves((const uint16_t*)at + g * SIDE + v * L);
+        return signed_at((const int8_t*)at + g * SIDE + v * L) * halves(step + (g >> shift) * SIDE + v * L);
+    }
+};
+
 struct Weight {
-    const uint8_t* codes;   // [blocks of 16 rows][inputs], laid out as Unit reads them
-    const uint16_t* scale;  // fp16 [blocks][groups][16]; none in bf16
-    const uint8_t* zero;    // [blocks][groups][8] of 4-bit codes, a byte those of two rows 8 apart; or none
+    const uint8_t* codes;  // [blocks of 16 rows][inputs], laid out as Unit reads them
+    PerGroup scale;        // none in bf16
+    const uint8_t* zero;   // [blocks][groups][8] of 4-bit codes, a byte those of two rows 8 apart; or none
+    PerGroup minimum;      // w = scale * code + minimum; or none
     int64_t in, group;
+
+    bool plain() const { return !scale.step && !minimum; }
 };
 
 // Outputs of vector v of a block, of a row of y [M][blocks][16]
@@ -70,7 +91,7 @@ vi zeros_at(const uint8_t* p, int v) {  // of vector v of a block
 
 template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
     vf t = LANES;
-    return w.zero ? t : t - 8.0f;
+    return w.zero || w.minimum ? t : t - 8.0f;
 }
 
 // Inputs from.. of a block -> fp32 [inputs][16]
@@ -78,24 +99,30 @@ template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t fr
     const vf table = table_of<BITS>(w);
     for (int64_t i = from; i < from + chunk;) {
         const int64_t g = i / w.group, end = std::min(from + chunk, (g + 1) * w.group);
-        vf scale[VECTORS] = {}, zero[VECTORS] = {};
+        vf scale[VECTORS] = {}, zero[VECTORS] = {}, minimum[VECTORS] = {};
         if constexpr (BITS != 16)
             for (int v = 0; v < VECTORS; v++) {
-                const int64_t row = (block * (w.in / w.group) + g) * SIDE;
-                scale[v] = halves(w.scale + row + v * L);
-                if (w.zero) zero[v] = __builtin_convertvector(zeros_at(w.zero + row / 2, v), vf);
+                const int64_t row = block * (w.in / w.group) + g;
+                scale[v] = w.scale.read(row, v);
+                if (w.zero) zero[v] = __builtin_convertvector(zeros_at(w.zero + row * SIDE / 2, v), vf);
+                if (w.minimum) minimum[v] = w.minimum.read(row, v);
             }
         for (; i < end; i += UNIT, to += UNIT * SIDE)
             for (int v = 0; v < VECTORS; v++) {
                 vf q[UNIT];
                 Unit<BITS>::read(w.codes + (block * w.in + i) * BITS * 2 + v * L * 4, table, q);
                 for (int j = 0; j < UNIT; j++)
-                    store(to + j * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v]);
+                    store(to + j * SIDE + v * L, BITS == 16 ? q[j] : (q[j] - zero[v]) * scale[v] + minimum[v]);
             }
     }
 }
 
 }  // namespace
+
+// The parts of a weight as C gets them
+#define WEIGHT_ARGUMENTS \
+    const uint8_t *codes, const void *scale, const uint16_t *step, const uint8_t *zero, const void *minimum, const uint16_t *min_step
+#define WEIGHT Weight{codes, {scale, step, __builtin_ctzll(shared)}, zero, {minimum, min_step, __builtin_ctzll(min_shared)}, in, group}
 
 #define BY_BITS(CALL) \
     if (bits == 16) { constexpr int BITS = 16; CALL; } else if (bits == 8) { constexpr int BITS = 8; CALL; } \

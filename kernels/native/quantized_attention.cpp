@@ -167,21 +167,26 @@ template <class T> struct Quantized {
 };
 
 // A token of one head joins the ring, x [D] at pos; what leaves it is packed: the token whose place it takes, or, where
-// tokens share scales, the whole ring when it is full.
+// tokens share scales, a block of tokens of which the last, or if the ring has room for one more the one behind it, is x.
 template <class T>
 void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* params, int64_t bits, int64_t sinks,
-                      int64_t ring, bool channels, float clip, int64_t D, int64_t group, int64_t slots) {
-    T* slot = whole + (pos < sinks ? pos : sinks + (pos - sinks) % ring) * D;
+                      int64_t ring, int64_t block, float clip, int64_t D, int64_t group, int64_t slots) {
+    auto slot_of = [&](int64_t t) { return whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
+    T* slot = slot_of(pos);
     int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+    int64_t end = pos + 1 - (ring - block), n = block ? block : 1;  // of the block that leaves, if one does
     // where nothing leaves, the slot's contents go to one that is never read
-    int64_t first = channels ? pos - ring : ((pos - ring) % slots + slots) % slots, n = channels ? ring : 1;
+    int64_t first = block ? end - block : ((pos - ring) % slots + slots) % slots;
+    if (block) std::copy_n(x, D, slot);
     if (bits == 16) std::copy_n(slot, D, (T*)(data + first * row_bytes));
-    else if (!channels || (pos > 0 && pos % ring == 0)) {
+    else if (!block || (end > 0 && end % block == 0)) {
         std::vector<float> numbers(n * D);
         std::vector<uint8_t> codes(n * D);
-        const T* from = channels ? whole + sinks * D : slot;
-        for (int64_t i = 0; i < n * D; i += L) store(&numbers[i], load(from + i));
-        if (channels)
+        for (int64_t i = 0; i < n; i++) {
+            const T* from = block ? slot_of(first + i) : slot;
+            for (int64_t d = 0; d < D; d += L) store(&numbers[i * D + d], load(from + d));
+        }
+        if (block)
             for (int64_t i = 0; i < n; i += GROUP)
                 for (int64_t d = 0; d < D; d++)
                     codes_of(&numbers[i * D + d], GROUP, D, bits, clip, &codes[i * D + d],
@@ -191,7 +196,7 @@ void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* p
                 codes_of(&numbers[d], group, 1, bits, clip, &codes[d], params + (first * D + d) / group * 2);
         for (int64_t i = 0; i < n; i++) pack_codes(&codes[i * D], D, bits, (uint8_t*)data + (first + i) * row_bytes);
     }
-    std::copy_n(x, D, slot);
+    if (!block) std::copy_n(x, D, slot);
 }
 
 }  // namespace

@@ -44,16 +44,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf  # noqa: E402
+from checkpoint import read_args  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.shards import read_object as read_json  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
-from runtime import TINY, add_precision, pick_device, set_threads  # noqa: E402
+from runtime import TINY, add_calibration, add_precision, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
 from scripts.bench.peer_runs import Run, Work  # noqa: E402
 from scripts.bench.peers import check_peer, peer_runs  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
     SPECS_BY_LAYER,
+    check_folder,
     check_run,
     earlier,
     expand,
@@ -80,7 +80,8 @@ PEERS = {
 
 def weight_bytes(model: Transformer) -> int:
     """What a step reads of the weights: all but the rows of an untied embedding that no token asks for."""
-    unread = {id(model.tok_embeddings.weight)} if not model.args.tie_embeddings else set()
+    rows = model.tok_embeddings
+    unread = set() if model.args.tie_embeddings else {id(t) for t in (*rows.parameters(), *rows.buffers())}
     tensors = [*model.parameters(), *(b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers())]
     return sum(t.nbytes for t in tensors if id(t) not in unread)
 
@@ -188,7 +189,7 @@ def line(row: dict[str, Any]) -> str:
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY))
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--random-init", metavar="NAME", help="random weights of a known model, or of a config.json, instead")
     a("--method", nargs="+", default=["full"], help=SPECS_BY_LAYER)
     a("--batch", nargs="+", type=int, default=[1, 8])
@@ -212,6 +213,7 @@ def parse_args() -> argparse.Namespace:
     )
     a("--device")
     add_precision(p)
+    add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--time-limit", type=float, metavar="S", help="start no further run after S seconds")
     a("--resume", action="store_true", help="keep the runs that --out has and measure the missing ones")
@@ -228,6 +230,8 @@ def parse_args() -> argparse.Namespace:
     WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
+    if "transformers" in opt.peer and not opt.random_init:
+        check_folder(opt.checkpoint, "--peer transformers")
     if opt.peer and opt.prefill:
         raise InputError("--prefill compares methods with full: drop --peer")
     if opt.synthetic and opt.prefill:
@@ -252,7 +256,7 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
 
 def model_shapes(opt: argparse.Namespace) -> ModelArgs:
     """Before any weight is loaded. InputError if there is no such model or checkpoint."""
-    return shapes(opt.random_init) if opt.random_init else args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+    return shapes(opt.random_init) if opt.random_init else read_args(opt.checkpoint)
 
 
 def main() -> None:

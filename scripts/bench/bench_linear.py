@@ -33,7 +33,7 @@ from runtime import check_out, set_threads  # noqa: E402
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
 from scripts.shared.timing import Call, Clock, ceilings, reason, summary  # noqa: E402
-from weights import Linear, PackedLinear  # noqa: E402
+from weights import Layout, Linear, PackedLinear  # noqa: E402
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -56,9 +56,9 @@ def ours(n: int, out: int, bits: int, gen: torch.Generator) -> tuple[Any, int]:
         layer.weight.data.normal_(generator=gen)
         few = lambda x: native.dense_linear(x, layer.weight, None)  # noqa: E731
     else:
-        layer = PackedLinear(n, out, False, bits, GROUP)
+        layer = PackedLinear(n, out, False, Layout(bits, GROUP))
         layer.fill_random(0.02, gen)
-        few = lambda x: native.linear(x, layer.packed, layer.scale, layer.zero, None, bits)  # noqa: E731
+        few = lambda x: native.linear(x, *layer.weight, None, bits)  # noqa: E731
     size = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
     here = use_native(torch.zeros(1), n)
     return (lambda x: few(x) if here and len(x) < MANY else layer(x)), size

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from checkpoint import tensors_of
 from errors import InputError
-from formats.gguf import NAMES, PARTS
+from formats.gguf import LAYOUTS, NAMES, PARTS
+from formats.gguf_file import GGUFFile, type_name
 from model import ModelArgs, Transformer
 from scripts.bench.peer_runs import Run, Work
 from weights import PackedLinear
@@ -46,9 +47,20 @@ OURS = {v: k for k, v in NAMES.items()}, {v: k for k, v in PARTS.items()}  # Hug
 
 
 def kind_of(model: Transformer) -> str:
-    """The ggml type of a model's weights."""
+    """The ggml type of a model's weights: of its own file, or of one that is written."""
     linear = model.layers[0].feed_forward.w2
+    if file := own_file(model):
+        return type_name(file.tensors["blk.0.ffn_down.weight"].type)
     return BITS[linear.bits if isinstance(linear, PackedLinear) else linear.weight.itemsize * 8]
+
+
+def own_file(model: Transformer) -> GGUFFile | None:
+    """The GGUF file whose weights the model holds as they are."""
+    if model.folder is None or not model.folder.is_file():
+        return None
+    file, linear = GGUFFile(model.folder), model.layers[0].feed_forward.w2
+    layout = LAYOUTS.get(file.tensors["blk.0.ffn_down.weight"].type)
+    return file if isinstance(linear, PackedLinear) and linear.layout == layout else None
 
 
 def gguf_name(name: str) -> str:
@@ -140,9 +152,13 @@ class LlamaCpp(Run):
         if w.batch != 1:
             raise InputError("llama-bench decodes one sequence: use --batch 1")
         self.folder = tempfile.TemporaryDirectory(prefix="kv-fast-")
-        self.file = Path(self.folder.name) / "model.gguf"
-        with torch.inference_mode():
-            write_gguf(w.model, self.file)
+        self.said = Path(self.folder.name) / "stderr"
+        if own := own_file(w.model):
+            self.file = own.path
+        else:
+            self.file = Path(self.folder.name) / "model.gguf"
+            with torch.inference_mode():
+                write_gguf(w.model, self.file)
         self.info = dict(gguf_bytes=self.file.stat().st_size)
         # measurements of one depth share what filled the cache; in a process group of its own, which the kernel ends
         # if it is stopped when we are killed
@@ -168,7 +184,7 @@ class LlamaCpp(Run):
         kv = "f32" if self.work.kv_dtype == torch.float32 else short
         command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "jsonl", "-fa", fa,
                    "-ctk", kv, "-ctv", kv, "-ngl", "99" if cuda else "0", *what]  # fmt: skip
-        with open(self.file.with_suffix(".stderr"), "w") as said:
+        with open(self.said, "w") as said:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0)
 
     def _next(self) -> float:
@@ -183,7 +199,7 @@ class LlamaCpp(Run):
         assert program.stdout is not None
         line = program.stdout.readline()
         if not line:
-            said = self.file.with_suffix(".stderr").read_text().strip().splitlines()
+            said = self.said.read_text().strip().splitlines()
             raise RuntimeError(f"llama-bench ended: {said[-1] if said else f'without a word, {program.wait()}'}")
         row = json.loads(line)
         self.info |= dict(build=row["build_commit"], processor=row["cpu_info"],

@@ -13,7 +13,8 @@ heads     induction and echo scores, and the KV heads they protect (RazorAttenti
 signs     entropy of key signs, and tokens found by sign codes (Self-Indexing KVCache, eq. 5-8)
 
 The text is the held-out split of corpus.py, as much code as prose. Bases, channels and head scores come from
-the checkpoint's calibration.safetensors; without one they are made in memory from a little text of the training split.
+the checkpoint's calibration, or --calibration; without one they are made in memory from a little text of the training
+split.
 A model of wide keys needs more tokens (--samples x --seq-len) than channels (KV heads x head_dim) for its spectra.
 """
 
@@ -31,20 +32,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.calibration import FILE, Calibration  # noqa: E402
+from cache.calibration import Calibration, beside  # noqa: E402
 from cache.spec import all_statistics  # noqa: E402
 from calibrate import calibrate, draw  # noqa: E402
-from checkpoint import load_checkpoint  # noqa: E402
+from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
 from corpus import collect  # noqa: E402
+from engine import read_tokenizer  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
+from formats import open_checkpoint  # noqa: E402
 from kernels.rope import apply_rope  # noqa: E402
 from model import Transformer  # noqa: E402
-from runtime import DTYPES, TINY, add_weights, pick_device, set_threads  # noqa: E402
+from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads  # noqa: E402
 from scripts.eval.analyses import ANALYSES  # noqa: E402
 from scripts.eval.analyses.axes import integer_axis  # noqa: E402
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
 from scripts.shared.results import check_out, record, save_figure, write_json  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
 from weights import WeightFormat  # noqa: E402
 
 MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
@@ -123,24 +125,26 @@ def windows(tk: Any, docs: list, kinds: tuple[str, ...], samples: int, seq_len: 
 
 
 def prepare(
-    model: Transformer, checkpoint: Path, names: list[str], samples: int, seq_len: int
+    model: Transformer, tk: Any, names: list[str], samples: int, seq_len: int
 ) -> tuple[Calibration | None, dict[str, Tensor], str | None]:
     """The calibration where an analysis asks for one, the text by kind [samples, seq_len], and what calibrated."""
-    tk, held_out = load_tokenizer(checkpoint), [d for d in collect(only_held_out=True) if d.held_out]
+    held_out = [d for d in collect(only_held_out=True) if d.held_out]
     text = {kind: windows(tk, held_out, (kind,), samples, seq_len) for kind in ("code", "prose")}
     methods = sorted({m for n in names for m in ANALYSES[n].reads})
-    in_file = (checkpoint / FILE).is_file()
+    own = beside(model.folder) if model.folder else None
+    known = model.calibration is not None or (own is not None and own.is_file())
     train = []
-    if "shift" in names or (methods and not in_file):  # the standard library is enough here, and read in seconds
+    if "shift" in names or (methods and not known):  # the standard library is enough here, and read in seconds
         train = [d for d in collect(packages=()) if not d.held_out]
     if "shift" in names:
         text["calibration"] = windows(tk, train, ("prose",), 2 * samples, seq_len)
     if not methods:
         return None, text, None
-    if in_file:
-        return Calibration.load(checkpoint, model.args).require(all_statistics(methods)), text, FILE
+    if known:
+        calib = model.find_calibration().require(all_statistics(methods))
+        return calib, text, calib.path.name if calib.path else None
     rows = windows(tk, train, ("code", "prose"), 4 * samples, seq_len)
-    print(f"{checkpoint} has no {FILE}: one is made in memory from {rows.numel()} tokens", file=sys.stderr)
+    print(f"{own} is not there: a calibration is made in memory from {rows.numel()} tokens", file=sys.stderr)
     random_tokens = min(RANDOM_TOKENS, model.args.context // 4)
     calib = calibrate(model, list(rows), random_tokens, all_statistics(methods), True, tk.text_ids)
     return calib, text, f"in memory, {rows.numel()} tokens"
@@ -149,7 +153,7 @@ def prepare(
 def main(argv: list[str] | None = None) -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), help="Hugging Face folder")
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="default: all of them")
     a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose")
     a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 1024 or the model's context if shorter")
@@ -158,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
     add_weights(p)
+    add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--json", action="store_true", help="print the result object instead of tables")
     opt = p.parse_args(argv)
@@ -170,19 +175,21 @@ def main(argv: list[str] | None = None) -> None:
     check_out(opt.plots and Path(opt.plots) / "analysis.png", "--plots")
     if opt.plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
-    checkpoint, device = Path(opt.checkpoint), pick_device(opt.device)
-    model = load_checkpoint(checkpoint, device, DTYPES[opt.dtype], kind)
+    reader, device = open_checkpoint(opt.checkpoint), pick_device(opt.device)
+    args = args_from_hf(reader.config)
     # a sliding window would hide tokens that every measure here takes for visible
-    longest = min([model.args.context, *(w for w in model.args.windows if w)])
+    longest = min([args.context, *(w for w in args.windows if w)])
     seq_len = opt.seq_len or min(1024, longest)
     for flag, value, low, high in (("--samples", opt.samples, 1, 1 << 20), ("--seq-len", seq_len, MIN_LENGTH, longest)):
         if not low <= value <= high:
             raise InputError(f"{flag} {value} is out of range: this model takes {low} to {high}")
-    calib, text, source = prepare(model, checkpoint, names, opt.samples, seq_len)
+    model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+    model.use_calibration(opt.calibration)
+    calib, text, source = prepare(model, read_tokenizer(reader), names, opt.samples, seq_len)
     found = go_through(model, text, calib, names)
     weights = {} if kind is None else dict(weights=opt.weights, head=opt.head)
     layers = {n: dict(what=ANALYSES[n].what, layers=rounded(found[n])) for n in names}
-    data = record(device, checkpoint=checkpoint.name, **weights, samples=opt.samples, seq_len=seq_len,
+    data = record(device, checkpoint=Path(opt.checkpoint).name, **weights, samples=opt.samples, seq_len=seq_len,
                   calibration=source, analyses=layers)  # fmt: skip
     if opt.out:
         write_json(opt.out, data)

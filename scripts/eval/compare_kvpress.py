@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, check_range, run_cli  # noqa: E402
 from runtime import TINY, set_threads  # noqa: E402
 from scripts.eval.evaluation import Evaluation  # noqa: E402
+from scripts.shared.options import check_folder  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress
@@ -234,6 +235,7 @@ def main() -> None:
         version = metadata.version("kvpress")
     except metadata.PackageNotFoundError:
         raise InputError("kvpress is not installed: pip install kvpress, in an environment of its own") from None
+    check_folder(opt.checkpoint, "kvpress")
     check_range("--samples", opt.samples, 1, 10**6)
     check_range("--seq-len", opt.seq_len, 256, 2**31 - 1)
     if not (opt.seq_len * opt.keep > 1.1 * WINDOW and opt.keep < 1):

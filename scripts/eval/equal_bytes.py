@@ -171,7 +171,7 @@ def settings(sizes: Sizes, opt: argparse.Namespace, T: int) -> tuple[list[dict],
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY))
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--method", nargs="+", default=[], help=f"some of {', '.join(sorted({*HELD, *READ}))}; default: all")
     a("--kv", default="1/2,1/4,1/8,1/16", help="bytes held, shares of full's; none: an empty text")
     a("--read", default="1/4,1/8,1/16", help="bytes that a step reads")

@@ -26,9 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf  # noqa: E402
+from checkpoint import read_args  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.shards import read_object as read_json  # noqa: E402
 from runtime import TINY, pick_device, set_threads  # noqa: E402
 from scripts.eval.evaluation import NEEDLES, Evaluation, evaluate, parse_flags  # noqa: E402
 from scripts.shared.options import (  # noqa: E402
@@ -47,7 +46,7 @@ from weights import WeightFormat  # noqa: E402
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY))
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--method", nargs="+", default=["full"], help=f"{SPECS_BY_LAYER}; `all`: every method and preset")
     a("--method-arg", action="append", default=[], metavar="K=V", help="a knob, given to every method that has it")
     a("--lengths", default="512,1024,2048,4096")
@@ -62,7 +61,7 @@ def parse_args() -> argparse.Namespace:
         raise InputError(f"unknown task {sorted(unknown)[0]!r}: use {', '.join(known)}")
     if min(opt.samples, opt.text_samples, opt.batch_size) < 1 or opt.decoded < 2:
         raise InputError("--samples, --text-samples and --batch-size must be at least 1, --decoded at least 2")
-    args = args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+    args = read_args(opt.checkpoint)
     if min(opt.lengths) < 32:
         raise InputError(f"--lengths {min(opt.lengths)} is below 32: there is no room for a task")
     check_out(opt.out)

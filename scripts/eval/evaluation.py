@@ -22,13 +22,13 @@ from cache import evicting
 from cache.base import KVMethod
 from checkpoint import load_checkpoint
 from corpus import collect
-from engine import pad
+from engine import pad, read_tokenizer
 from errors import InputError
+from formats import open_checkpoint
 from kernels.dense_attention import prefill_attention
 from model import Transformer
-from runtime import TINY, add_precision
+from runtime import TINY, add_calibration, add_precision
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER, Tasks
-from tokenizer import load_tokenizer
 
 NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
                ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip
@@ -48,7 +48,7 @@ class Shared(KVMethod):
         with once(evicting, "prefill_attention_mass"), once(evicting, "last_mass"):
             for m in self.members:
                 m.fill(q, k, q_rot, k_rot, v, lengths)
-        return prefill_attention(q_rot, k_rot, v, self.shape.window)
+        return prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def once(module: ModuleType, name: str) -> Iterator[None]:
 @functools.cache
 def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
     """Tokens of the texts that training never saw, by kind."""
-    tk, docs = load_tokenizer(checkpoint), [d for d in collect(only_held_out=True) if d.held_out]
+    tk, docs = read_tokenizer(open_checkpoint(checkpoint)), [d for d in collect(only_held_out=True) if d.held_out]
     return {
         kind: np.array([i for d in docs if d.kind == kind for i in tk.encode(d.text, bos=True)])
         for kind in ("code", "prose")
@@ -83,7 +83,7 @@ class Evaluation:
     def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int,
                  model: Transformer | None = None):  # fmt: skip
         self.model = model or load_checkpoint(checkpoint, device)
-        self.tk = load_tokenizer(checkpoint)
+        self.tk = read_tokenizer(open_checkpoint(checkpoint))
         self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
         self.texts = held_out(checkpoint)
         self.words = json.loads(WORDS.read_text())["held_out"]
@@ -280,6 +280,7 @@ def parse_flags(p: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--device")
     add_precision(p)
+    add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
     a("--out", help=f"result file, e.g. results/{name}.json; written after every batch")

@@ -23,10 +23,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from cache.spec import layer_methods  # noqa: E402
-from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
+from checkpoint import load_checkpoint, read_args  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.shards import read_object as read_json  # noqa: E402
-from runtime import TINY, pick_device, set_threads  # noqa: E402
+from runtime import TINY, add_calibration, pick_device, set_threads  # noqa: E402
 from scripts.eval.evaluation import Evaluation  # noqa: E402
 from scripts.shared.options import expand  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
@@ -36,7 +35,7 @@ from weights import WeightFormat  # noqa: E402
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY))
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a(
         "--weights",
         nargs="+",
@@ -51,13 +50,14 @@ def parse_args() -> argparse.Namespace:
     a("--batch-size", type=int, default=10)
     a("--seed", type=int, default=1)
     a("--device")
+    add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--out", help="result file, e.g. results/weights.json; written after every kind of weights")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
     if min(opt.samples, opt.texts, opt.batch_size) < 1 or opt.new < 2:
         raise InputError("--samples, --texts and --batch-size must be at least 1, --new at least 2")
-    args = args_from_hf(read_json(Path(opt.checkpoint) / "config.json"))
+    args = read_args(opt.checkpoint)
     if not 64 <= opt.length <= args.max_seq_len:
         raise InputError(f"--length {opt.length} is not between 64 and the {args.max_seq_len} tokens of this model")
     for weights in opt.weights:
@@ -118,6 +118,7 @@ def main() -> None:
     want = None
     for weights in opt.weights:
         model = load_checkpoint(opt.checkpoint, device, torch.float32, WeightFormat.parse(weights))
+        model.use_calibration(opt.calibration)
         ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, False, opt.seed, model)
         logits = logits_of(ev, opt.length)
         want = logits if want is None else want

@@ -64,7 +64,8 @@ def compile_kernel(
     is vectorized.
 
     -> registers a thread; spills, bytes a thread keeps in local memory; shared, bytes a program; warps; programs a
-    multiprocessor can hold and what limits them; loads, bytes a thread reads at once -> how many global loads.
+    multiprocessor can hold and what limits them; loads, bytes a thread reads at once -> how many global loads; loop,
+    instruction -> how many in the longest loop's body.
     """
     if not isinstance(fn, triton.JITFunction):
         raise InputError(f"{fn.__name__} is interpreted: unset TRITON_INTERPRET before triton is imported")
@@ -92,8 +93,11 @@ def needs(compiled: Any, cc: int) -> dict[str, Any]:
         f.flush()
         # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
         # system keeps is in SHARED, while the kernel's own is given at launch
-        tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", f.name]
-        usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage, sass = (
+            subprocess.run([tool, what, f.name], capture_output=True, text=True, check=True).stdout
+            for what in ("--dump-resource-usage", "--dump-sass")
+        )
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     meta = compiled.metadata
     return dict(
@@ -103,6 +107,7 @@ def needs(compiled: Any, cc: int) -> dict[str, Any]:
         warps=meta.num_warps,
         **occupancy(used["REG"], meta.shared, meta.num_warps, cc),
         loads=load_widths(compiled.asm["ptx"]),
+        loop=longest_loop(sass),
     )
 
 
@@ -126,6 +131,18 @@ def load_widths(ptx: str) -> dict[int, int]:
     for vector, bits in re.findall(r"\bld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx):
         widths[int(vector or 1) * int(bits) // 8] += 1
     return dict(sorted(widths.items(), reverse=True))
+
+
+def longest_loop(sass: str) -> dict[str, int]:
+    """Instruction without its modifiers -> how many stand between the branch that goes farthest back and its target."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);", sass)
+    code = [(int(at, 16), name, rest) for at, name, rest in lines]
+    jumps = [(at, int(m[1], 16)) for at, name, rest in code if name == "BRA" and (m := re.search(r"0x(\w+)", rest))]
+    back = [(to, at) for at, to in jumps if to < at]
+    if not back:
+        return {}
+    first, last = max(back, key=lambda loop: loop[1] - loop[0])
+    return dict(Counter(name for at, name, _ in code if first <= at <= last).most_common())
 
 
 def launched(source: str) -> set[str]:

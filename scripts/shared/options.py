@@ -15,6 +15,7 @@ import torch
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
+from formats import open_checkpoint
 from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer, random_transformer
 from runtime import pick_dtype
@@ -49,12 +50,13 @@ def takes(spec: str, knob: str) -> bool:
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
-    """The checkpoint, or --random-init where a script has it, in the precision asked for."""
+    """The checkpoint, or --random-init where a script has it, in the precision asked for, with its --calibration."""
     dtype, how = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
     if name := getattr(opt, "random_init", None):
         model = random_transformer(shapes(name), device, dtype, how=how)
     else:
         model = load_checkpoint(opt.checkpoint, device, dtype, how)
+    model.use_calibration(getattr(opt, "calibration", None))
     model.kv_dtype = pick_dtype(opt.kv_dtype, device) if opt.kv_dtype else None
     return model
 
@@ -69,6 +71,13 @@ def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     if opt.weights:
         out |= dict(weights=opt.weights, head=opt.head or "as weights, at least int8")
     return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})
+
+
+def check_folder(checkpoint: str, who: str) -> None:
+    """InputError if a library that reads folders alone is given a GGUF file."""
+    if (path := open_checkpoint(checkpoint).path).is_file():
+        raise InputError(f"{who} needs a Hugging Face folder, {path} is a GGUF file: write one by python "
+                         f"scripts/quantize.py {path} OUT --weights fp32, and give --checkpoint OUT")  # fmt: skip
 
 
 @functools.cache
