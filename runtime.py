@@ -164,7 +164,7 @@ def require_memory(need: int, device: torch.device, what: str, advice: str) -> N
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process; 0 on Windows, which is not asked."""
+    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process (0 on Windows: not known)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -228,8 +228,8 @@ def test_what_cannot_be_measured_is_a_row(cli, config, monkeypatch):
         raise InputError("the dense cache needs 900 GiB")
 
     monkeypatch.setattr(layer, "require_memory", no_memory)
-    argv = ("--model", config, "--device", "cpu", "--dtype", "fp32", "--no-compile", "--rounds", 2, "--length", 16, "--json")
-    status, out, _ = cli(bench_attention, *argv, "--method", "full", "streaming")
+    argv = ("--model", config, "--device", "cpu", "--dtype", "fp32", "--no-compile", "--rounds", 2, "--length", 16)
+    status, out, _ = cli(bench_attention, *argv, "--json", "--method", "full", "streaming")
     assert "every row is an error" in status
     rows = json.loads(out)["rows"]
     assert [r["error"] for r in rows] == ["the dense cache needs 900 GiB"] * 2
@@ -724,7 +724,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 19
+    assert len(scripts) == 20
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]

@@ -104,14 +104,16 @@ def intact(path: Path, key: str) -> bool:
 
 @contextlib.contextmanager
 def workshop(folder: Path) -> Iterator[str]:
-    """A folder to build in, below one that a process has for itself: others wait. What killed builds left is removed."""
+    """A new folder in `folder`, to build in. One process at a time has one; what killed builds left is removed."""
     import fcntl  # not on Windows
 
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, by the system if need be
-        for left in folder.glob("tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # a name of its own: a killed build's compiler may still run
+        with contextlib.suppress(OSError):  # not every file system has locks: then each process builds for itself
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, by the system if need be
+            for left in folder.glob("tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+        # under a new name: the compiler of a killed build may still be writing to the old one
+        with tempfile.TemporaryDirectory(dir=folder) as own:
             yield own
 
 

@@ -54,7 +54,16 @@ from scripts.shared.options import SPECS, check_run, earlier, expand, shapes  # 
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
 from scripts.shared.timing import (  # noqa: E402
-    Call, Clock, ceilings, end, flush_bytes, reason, recover, settled, spread, summary,
+    Call,
+    Clock,
+    ceilings,
+    end,
+    flush_bytes,
+    reason,
+    recover,
+    settled,
+    spread,
+    summary,
 )  # fmt: skip
 
 SPARE = 16  # slots beyond the filled ones

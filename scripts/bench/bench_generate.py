@@ -294,7 +294,8 @@ def run_all(
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
         here = (r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r))
-        known = {r["run"] for r in here if r.get("lost") or len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
+        timed = ((r, len(r.get("seconds_per_step", r.get("prefill_s", ())))) for r in here)
+        known = {r["run"] for r, n in timed if r.get("lost") or n >= opt.rounds}
         # what the run that this one resumes has measured is left out
         todo += [(work, group) for group in groups(work, opt) if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)

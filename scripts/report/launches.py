@@ -2,11 +2,12 @@
 
     python scripts/report/launches.py
     python scripts/report/launches.py --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
+    python scripts/report/launches.py --bind
 
 A prompt, a step and the maintenance behind it run on tensors without numbers, and each launch is noted as the launcher
-sees it: dtypes, what is None, sizes of 1, alignment. Then each goes through `kernel.run(..., warmup=True)` for every card:
-what cannot be launched, spills registers or asks for more shared memory than there is is told, and the script exits
-with 1. kernel_report.py compiles the same kernels from lists; this says which of their forms are launched, and by whom.
+sees it: dtypes, what is None, sizes of 1, alignment. Then each goes through `kernel.run(..., warmup=True)` for every
+card: what cannot be launched, spills registers or asks for more shared memory than there is is told, and the script
+exits with 1. kernel_report.py compiles kernels from lists; this says which of their forms are launched, and by whom.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from tqdm import tqdm  # noqa: E402
+from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import KernelInterface, MockTensor  # noqa: E402
@@ -39,12 +41,13 @@ from cache import lowrank  # noqa: E402
 from cache.calibration import RandomCalibration  # noqa: E402
 from cache.evicting import Evicting  # noqa: E402
 from errors import InputError, run_cli  # noqa: E402
-from kernels import offload, splits  # noqa: E402
+from kernels import observed_attention, offload, splits  # noqa: E402
 from kv_methods import double_sparsity_offload  # noqa: E402
 from kv_methods.razor import Razor  # noqa: E402
-from model import ModelArgs, Transformer  # noqa: E402
+from model import ModelArgs, empty_transformer  # noqa: E402
 from scripts.report.kernel_report import MODELS, aligned, needs, problem  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from weights import WeightFormat  # noqa: E402
 
 METHODS = (
     "full", "streaming", "double_sparsity", "double_sparsity,label_bits=2", "double_sparsity,label_bits=16",
@@ -53,19 +56,22 @@ METHODS = (
     "razor-none", "quest", "sparq", "loki", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4", "hadamard",
     "hadamard-3", "palu-30", "palu-50", "hshare", "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
-SIZES = ("8x32768", "1x32768", "8x4096", "1x1000")  # rows x slots, of which the last NEW are for a reply
+# with `full`, as what is cached makes no difference to them
+WEIGHTS = ("bf16", "int8", "int4")
+# rows x slots, of which the last NEW are for a reply: each way of selecting (kernels/select.py) is taken
+SIZES = ("8x32768", "1x32768", "8x12288", "1x1000")
 NEW, LAYERS = 64, 2
 
 
 class Launches:
-    """Distinct launches: what the launcher specializes on -> arguments, and who makes them."""
+    """Distinct launches: what the launcher specializes on -> arguments, who makes them, and how often."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, dict[str, Any]] = {}
-        self.by: tuple[Any, ...] = ()
+        self.by: tuple[Any, ...] = ()  # model, method, rows, slots
 
     def note(self, kernel: Any, grid: tuple[int, ...], args: Any, kwargs: Any) -> None:
-        def told(x: Any) -> Any:
+        def noted(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
             return ("tensor", str(x.dtype).removeprefix("torch."), x.storage_offset() * x.element_size() % 16)
@@ -76,14 +82,16 @@ class Launches:
 
         names = kernel.arg_names
         constant = {p.name for p in kernel.params if p.is_constexpr}
-        named = dict(zip(names, map(told, args), strict=False)) | {n: x for n, x in kwargs.items() if n in names}
+        given = dict(zip(names, args, strict=False)) | {n: x for n, x in kwargs.items() if n in names}
+        named = {n: noted(x) for n, x in given.items()}
         options = {n: x for n, x in kwargs.items() if n not in names}
         if not all(0 < n <= most for n, most in zip(grid, (2**31 - 1, 65535, 65535), strict=False)):
             raise InputError(f"{kernel.fn.__name__}: a grid of {grid}")
         form = tuple((n, x if n in constant else key(x)) for n, x in named.items())
         at = (kernel.__module__, kernel.fn.__name__, form, tuple(options.items()))
-        empty = dict(file=at[0].rpartition(".")[2], kernel=at[1], args=named, options=options, by=[])
+        empty = dict(file=at[0].rpartition(".")[2], kernel=at[1], args=named, options=options, launches=0, by=[])
         entry = self.seen.setdefault(at, empty)
+        entry["launches"] += 1
         if self.by not in entry["by"]:
             entry["by"].append(self.by)
 
@@ -124,6 +132,13 @@ def recording() -> Iterator[Launches]:
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:  # torch.tensor is not faked on `meta`
         return new(*args, **kwargs).to(device) if device else new(*args, **kwargs)
 
+    real = really(RandomCalibration.get)
+
+    def statistic(calib: RandomCalibration, layer: int, name: str) -> torch.Tensor:
+        # eigenvalues and rankings decide about shapes and are real; a random basis of 4096 channels takes seconds
+        whole = not name.endswith(("basis", "moments"))
+        return real(calib, layer, name) if whole else torch.empty(calib.layouts[name].shape)
+
     patches = [
         (KernelInterface, "__getitem__", lambda k, grid: lambda *a, **kw: launches.note(k, grid, a, kw)),
         (torch.cuda, "get_device_properties", lambda device: card),
@@ -134,10 +149,12 @@ def recording() -> Iterator[Launches]:
         (offload, "_arrival", lambda *at: SimpleNamespace(record=lambda stream: None)),
         (torch.Tensor, "data_ptr", lambda self: 0),
         (double_sparsity_offload, "host_buffer", lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device)),
-        # what a calibration says decides about shapes: it is real
-        *((o, n, really(getattr(o, n))) for o, n in (
-            (RandomCalibration, "get"), (RandomCalibration, "stack"), (lowrank, "rank_of"), (Evicting, "most_held"))),
+        (RandomCalibration, "get", statistic),
+        *((o, n, really(getattr(o, n))) for o, n in ((lowrank, "rank_of"), (Evicting, "most_held"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
+        # h2o's prompt: hundreds of thousands of torch's products, and no kernel
+        (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (
+            torch.empty_like(q), torch.empty(k.shape[:3], dtype=torch.float32, device=k.device))),
         # on `meta`, a cache is asked for its size alone, and has no angles
         (ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, launches.by[-1], device)),
         (torch, "tensor", tensor),
@@ -153,17 +170,13 @@ def recording() -> Iterator[Launches]:
     splits.multiprocessors.cache_clear()
 
 
-def converse(launches: Launches, model: str, method: str, batch: int, length: int) -> None:
+def converse(launches: Launches, model: str, method: str, weights: str | None, batch: int, length: int) -> None:
     """A prompt of all slots but NEW, a step and its maintenance."""
     args = ModelArgs.from_name(model)
     args.n_layer, args.max_seq_len = LAYERS, max(args.max_seq_len, length)
-    launches.by = (model, method, batch, length)
-    decoder = Transformer(args).eval()
-    for module in decoder.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                p = torch.empty(p.shape, dtype=torch.bfloat16, device="meta")
-                module._parameters[name] = torch.nn.Parameter(p, requires_grad=False)
+    launches.by = (model, f"{method}, {weights} weights" if weights else method, batch, length)
+    packed = WeightFormat.parse(weights)
+    decoder = really(empty_transformer)(args, "meta", torch.bfloat16, packed.choose if packed else None).eval()
     decoder.setup_cache(method, batch, length, NEW)
     lengths = torch.full((batch,), length - NEW, device="meta")
     logits = decoder.prefill(torch.zeros(batch, length - NEW, dtype=torch.int64, device="meta"), lengths)
@@ -171,8 +184,9 @@ def converse(launches: Launches, model: str, method: str, batch: int, length: in
     decoder.maintain(NEW)
 
 
-def recorded(models: list[str], methods: list[str], sizes: list[str]) -> list[dict[str, Any]]:
-    work = [(m, k, *map(int, size.split("x"))) for m in models for size in sizes for k in methods]
+def recorded(models: list[str], methods: list[str], weights: list[str], sizes: list[str]) -> list[dict[str, Any]]:
+    caches = [*((m, None) for m in methods), *(("full", w) for w in weights)]
+    work = [(m, *c, *map(int, size.split("x"))) for m in models for size in sizes for c in caches]
     with recording() as launches:
         for each in tqdm(work, disable=None, unit="run"):
             converse(launches, *each)
@@ -188,8 +202,11 @@ class Card:
     get_current_device = get_current_stream = staticmethod(lambda *device: 0)
 
 
-def launch(entry: dict[str, Any], cc: int) -> dict[str, Any]:
-    """Through the launcher, up to the machine code -> what kernel_report.py says of a kernel, or its error."""
+def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]:
+    """Through the launcher, up to the machine code -> what kernel_report.py says of a kernel, or its error.
+
+    bind: no further than the launcher, nothing is compiled.
+    """
 
     def given(x: Any) -> Any:
         if not isinstance(x, tuple):
@@ -199,13 +216,28 @@ def launch(entry: dict[str, Any], cc: int) -> dict[str, Any]:
         return tensor
 
     kernel = getattr(importlib.import_module(f"kernels.{entry['file']}"), entry["kernel"])
-    with mock.patch.object(driver, "_active", Card(cc)):
-        kernel.device_caches.clear()  # of another card
+    kernel.device_caches.clear()  # of another card
+    with (
+        mock.patch.object(driver, "_active", Card(cc)),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", (lambda **_: True) if bind else None),
+    ):
         try:
             args = {n: given(x) for n, x in entry["args"].items()}
-            return needs(kernel.run(grid=(1,), warmup=True, **args, **entry["options"]), cc)
+            compiled = kernel.run(grid=(1,), warmup=True, **args, **entry["options"])
+            return {} if compiled is None else needs(compiled, cc)
         except Exception as e:  # whatever the launcher or the compiler throws, the others are still to be seen
             return dict(error=f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
+
+
+def counts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a kernel: its distinct launches, how often they are made, and by which methods."""
+    out: dict[tuple[str, str], dict[str, Any]] = {}
+    for e in entries:
+        row = out.setdefault((e["file"], e["kernel"]), dict(file=e["file"], kernel=e["kernel"], forms=0, launches=0))
+        row["forms"] += 1
+        row["launches"] += e["launches"]
+        row["methods"] = sorted({*row.get("methods", ()), *(method for _, method, _, _ in e["by"])})
+    return [out[at] for at in sorted(out)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,38 +245,45 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--cc", default="80,89,90,100", help="compute capabilities, 90 = H100 (default: %(default)s)")
     p.add_argument("--models", nargs="*", default=list(MODELS), help="whose shapes (default: %(default)s)")
     p.add_argument("--methods", nargs="*", default=list(METHODS), help="methods and presets, with knobs")
+    p.add_argument("--weights", nargs="*", default=list(WEIGHTS), help="packed weights, with the method full")
     p.add_argument("--sizes", nargs="*", default=list(SIZES), metavar="BxT", help="rows x slots (default: %(default)s)")
-    p.add_argument("--one", action="store_true", help="of each kernel one launch alone is compiled")
+    p.add_argument("--bind", action="store_true", help="no further than the launcher: nothing is compiled")
+    p.add_argument("--one", action="store_true", help="of each kernel one launch alone")
     p.add_argument("--out", help="write as JSON")
-    p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
+    p.add_argument("--json", action="store_true", help="print the launches as JSON, nothing else")
     a = p.parse_args(argv)
     check_out(a.out)
-    entries = recorded(a.models, a.methods, a.sizes)
+    entries = recorded(a.models, a.methods, a.weights, a.sizes)
+    kernels = counts(entries)
     if a.one:
         entries = list({(e["file"], e["kernel"]): e for e in reversed(entries)}.values())
-    rows: list[dict[str, Any]] = []
+    cards = [int(cc) for cc in a.cc.split(",")]
+    problems: list[str] = []
 
     def write(complete: bool) -> None:
         if a.out:
-            write_json(a.out, record("cpu", rows=rows, launches=len(entries), complete=complete))
+            write_json(a.out, record("cpu", kernels=kernels, launches=entries, complete=complete))
 
-    for cc in map(int, a.cc.split(",")):  # a card at a time: what is cut short is whole cards
-        for entry in tqdm(entries, disable=None, unit=f"kernel of {cc}"):
-            row = entry | dict(cc=cc) | launch(entry, cc)
-            rows.append(row | dict(problem=problem(row)))
-            if len(rows) % 20 == 0:
+    for cc in cards:  # a card at a time: what is cut short is whole cards
+        for i, entry in enumerate(tqdm(entries, disable=None, unit=f"launch for cc {cc}")):
+            row = launch(entry, cc, a.bind)
+            wrong = row.get("error") if a.bind else problem(row)
+            kept = {k: row[k] for k in ("registers", "spills", "shared", "warps", "programs") if k in row}
+            entry.setdefault("cards", {})[cc] = kept | (dict(problem=wrong) if wrong else {})
+            if wrong:
+                problems.append(f"{entry['file']}: {entry['kernel']} (cc {cc}, {entry['by'][0]}): {wrong}")
+            if i % 50 == 49:
                 write(False)
     write(True)
     if a.json:
-        print(json.dumps(rows))
+        print(json.dumps(entries))
     else:
-        head = ("kernel", "cc", "registers", "spills", "shared", "programs")
-        lines = [(*(str(r.get(c, r["problem"])) for c in head), str(len(r["by"]))) for r in rows]
-        print(aligned([(*head, "runs"), *lines]))
-    for r in rows:
-        if r["problem"]:
-            print(f"{r['kernel']} (cc {r['cc']}, {r['by'][0]}): {r['problem']}", file=sys.stderr)
-    return any(r["problem"] for r in rows)
+        head = ("file", "kernel", "forms", "launches")
+        print(aligned([(*head, "methods"), *((*(str(r[c]) for c in head), str(len(r["methods"]))) for r in kernels)]))
+        print(f"{len(entries)} launches for {len(cards)} cards: {len(problems)} problems")
+    for line in problems:
+        print(line, file=sys.stderr)
+    return bool(problems)
 
 
 if __name__ == "__main__":
