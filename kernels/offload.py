@@ -16,6 +16,8 @@ would fetch no faster, and take issue slots and registers from the compute strea
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import weakref
 
 import torch
@@ -208,30 +210,27 @@ PORTABLE, MAPPED = 1, 2  # cudaHostRegister: for all devices, in their address s
 
 
 class _Mapped:
-    """Bytes of the host, described to torch as memory of the device; torch keeps this object while it is in use.
+    """Pinned bytes of the host, described to torch as memory of the device; torch keeps this object while in use.
 
-    Their pages are locked and mapped so long, and no more than these: torch's own allocator of pinned memory takes the
-    next power of two of each buffer, which no memory check has counted.
+    Pages of their own, as many as it takes: torch's allocator of pinned memory takes the next power of two of each
+    buffer, which no memory check has counted.
     """
 
-    def __init__(self, host: Tensor, device: torch.device):
-        self.host = host
-        if host.numel():
-            cuda = torch.cuda.cudart()
-            with torch.cuda.device(device):
-                torch.cuda.check_error(int(cuda.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE | MAPPED)))
-            weakref.finalize(self, cuda.cudaHostUnregister, host.data_ptr())
-        self.__cuda_array_interface__ = dict(
-            shape=(host.numel(),), typestr="|u1", data=(host.data_ptr(), False), version=3
-        )
+    def __init__(self, nbytes: int, device: torch.device):
+        self.host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # zeros
+        at, cuda = self.host.data_ptr(), torch.cuda.cudart()
+        with torch.cuda.device(device):
+            torch.cuda.check_error(cuda.cudaHostRegister(at, nbytes, PORTABLE | MAPPED))
+        weakref.finalize(self, cuda.cudaHostUnregister, at)  # before the pages go
+        self.__cuda_array_interface__ = dict(shape=(nbytes,), typestr="|u1", data=(at, False), version=3)
 
 
 def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in the memory of the host that kernels of `device` can read and write: a tensor of that device."""
     if device.type != "cuda":
         return native.in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
-    host = torch.zeros(size, dtype=dtype, device="cpu").view(-1).view(torch.uint8)
-    return torch.as_tensor(_Mapped(host, device), device=device).view(dtype).view(size)
+    pinned = _Mapped(math.prod(size) * dtype.itemsize, device)
+    return torch.as_tensor(pinned, device=device).view(dtype).view(size)
 
 
 # ---- how good a prediction was ----
