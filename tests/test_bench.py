@@ -901,6 +901,34 @@ def test_a_method_that_costs_the_device_is_not_tried_again(cli, config, tmp_path
     }
 
 
+def test_a_run_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):
+    """End to end, where runs take turns: the others of its group are measured when the run is resumed."""
+    tried, out = [], tmp_path / "generate.json"
+
+    def opened(run, real=our_runs.Ours.open):
+        tried.append(run.method)
+        if run.method == "random":
+            raise RuntimeError("an illegal memory access")
+        real(run)
+
+    def recover(device, lost=lambda: None):  # as torch.cuda.synchronize tells
+        if tried[-1:] == ["random"]:
+            lost()
+            raise SystemExit("error: the device is lost")
+
+    monkeypatch.setattr(our_runs.Ours, "open", opened)
+    monkeypatch.setattr(bench_generate, "recover", recover)
+    argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
+            "--length", 16, "--method", "full", "random", "streaming", "--resume", "--out", out)  # fmt: skip
+    assert cli(bench_generate, *argv)[0] not in (0, None)
+    assert [r["method"] for r in json.loads(out.read_text())["rows"] if r.get("lost")] == ["random"]
+    tried.clear()
+    status, _, err = cli(bench_generate, *argv)
+    assert status == 0 and "random" not in tried, err
+    rows = {r["method"]: r for r in json.loads(out.read_text())["rows"]}
+    assert rows["random"]["lost"] and all(rows[m]["tokens_per_s"] > 0 for m in ("full", "streaming"))
+
+
 def test_a_device_that_is_lost_ends_a_run_after_its_row(monkeypatch):
     def lost():
         raise RuntimeError("an illegal memory access")

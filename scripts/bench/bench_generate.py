@@ -293,11 +293,12 @@ def run_all(
     todo: list[tuple[Work, list[Run]]] = []
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
-        here = (r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r))
-        timed = ((r, len(r.get("seconds_per_step", r.get("prefill_s", ())))) for r in here)
-        known = {r["run"] for r, n in timed if r.get("lost") or n >= opt.rounds}
-        # what the run that this one resumes has measured is left out
-        todo += [(work, group) for group in groups(work, opt) if not {run.name for run in group} <= known]
+        here = [r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r)]
+        known = {r["run"] for r in here if len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
+        lost = {r["run"] for r in here if r.get("lost")}
+        # what the run that this one resumes has measured is left out, and what has cost it the device
+        rest = ([run for run in group if run.name not in lost] for group in groups(work, opt))
+        todo += [(work, group) for group in rest if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)
     progress.plan |= dict(prepare=runs, round=runs * (opt.warm_up + opt.rounds))
     for work, group in todo:
