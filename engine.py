@@ -421,7 +421,7 @@ class LLM:
         calibration: str | Path | None = None,
         **knobs: Any,
     ):
-        where = device if isinstance(device, torch.device) else pick_device(device)
+        where = pick_device(None if device is None else str(device))
         kind = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, where)
         how = WeightFormat.parse(weights, head)
         self.compile = where.type == "cuda" if compile is None else compile

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 from pathlib import Path
 
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from errors import InputError, check_range
 
@@ -29,15 +33,26 @@ def pick_device(name: str | None) -> torch.device:
         raise InputError(f"--device {name} is not supported: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
+    use_device(device)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """What names no device, as kernels, events and pinned memory do, is of this one from now on."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a GPU computes in bf16; torch counts those that emulate it, too."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """The dtype of that name; None: bf16 on a GPU that has it, else fp32."""
     if name is None:
-        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if bf16 else torch.float32
-    if name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16 if device.type == "cuda" and has_bf16(device) else torch.float32
+    if name == "bf16" and device.type == "cuda" and not has_bf16(device):
         raise InputError("--dtype bf16 is not supported by this GPU: use --dtype fp16 or fp32")
     return DTYPES[name]
 
@@ -142,6 +157,8 @@ def available_memory(device: torch.device) -> int:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # no Linux: what the machine has bounds what is free
+        if not hasattr(os, "sysconf"):  # Windows, which does not say so much here: nothing is refused
+            return 2**62
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -152,10 +169,10 @@ def require_memory(need: int, device: torch.device, what: str, advice: str) -> N
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process."""
+    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process (0 on Windows: not known)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ---- what a report names ----

@@ -148,7 +148,7 @@ class Evicting(KVMethod):
     def attend(self, q, idx, count, pos):
         filled = self.filled[: len(q)]
         if self.observe is None:
-            return decode_attention(q, self.k, self.v, torch.zeros_like(filled), filled)
+            return decode_attention(q, self.k, self.v, None, filled)
         y, weights = observed_attention(q, self.k, self.v, filled)
         self.observe(weights)
         return y

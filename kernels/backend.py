@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from errors import InputError
@@ -38,6 +39,7 @@ try:
 except ImportError:
     triton = tl = _Absent()  # type: ignore[assignment]
 
+HIP = torch.version.hip is not None  # AMD's cards know neither TF32 nor a limit to registers
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -297,11 +297,11 @@ def split_attention(
 # ---- the operator ----
 
 _lib = torch.library.Library("kv_fast", "DEF")
-_lib.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop) -> Tensor")
+_lib.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor stop) -> Tensor")
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """One query per row over slots start <= t < stop of its row.
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
+    """One query per row over slots start <= t < stop of its row; start None: from the first one, and no zeros are read.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, D]. Scale 1/sqrt(D).
     """
@@ -310,11 +310,11 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
     return torch.ops.kv_fast.decode_attention(q, k, v, start, stop)
 
 
-def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """Reads filled slots only: rows that agree on them in one call, others row by row."""
     B, Hq, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
-    spans = list(zip(start.tolist(), stop.tolist(), strict=True))
+    spans = list(zip([0] * B if start is None else start.tolist(), stop.tolist(), strict=True))
     if len(set(spans)) == 1:
         lo, hi = spans[0]
         return F.scaled_dot_product_attention(grouped, k[:B, :, lo:hi], v[:B, :, lo:hi]).reshape(B, Hq, D)
@@ -325,14 +325,16 @@ def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: 
     return torch.cat(rows).reshape(B, Hq, D)
 
 
-def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """On a GPU no length may reach the host: every slot is read and masked."""
     t = torch.arange(k.shape[2], device=q.device)
-    mask = (t >= start[:, None]) & (t < stop[:, None])
+    mask = t < stop[:, None]
+    if start is not None:
+        mask &= t >= start[:, None]
     return masked_attention(q, k[: len(q)], v[: len(q)], mask[:, None])
 
 
-def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     if use_triton(q):
         return split_attention(q, k, v, stop, start)
     return (_decode_attention_masked if q.is_cuda else _decode_attention_cpu)(q, k, v, start, stop)

@@ -16,6 +16,9 @@ would fetch no faster, and take issue slots and registers from the compute strea
 from __future__ import annotations
 
 import functools
+import math
+import mmap
+import weakref
 
 import torch
 from torch import Tensor
@@ -156,7 +159,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def _arrival(device: torch.device, address: int) -> torch.cuda.Event:
-    """The event of a copy into the buffer at `address`: the two halves of a double buffer are in flight at once."""
+    """The event of a copy into the buffer at `address`: the two halves of a double buffer are in flight at once.
+
+    It becomes one of the device of the stream that it is first recorded on."""
     return torch.cuda.Event()
 
 
@@ -201,23 +206,31 @@ torch.library.register_fake("kv_fast::await_rows", lambda asked, out_k, out_v: N
 # ---- host memory ----
 
 
-class _Mapped:
-    """Pinned host memory, described to torch as memory of the device; torch keeps this object while it is in use."""
+PORTABLE, MAPPED = 1, 2  # cudaHostRegister: for all devices, in their address space
 
-    def __init__(self, host: Tensor):
-        self.host = host
-        self.__cuda_array_interface__ = dict(
-            shape=(host.numel(),), typestr="|u1", data=(host.data_ptr(), False), version=3
-        )
+
+class _Mapped:
+    """Pinned bytes of the host, described to torch as memory of the device; torch keeps this object while in use.
+
+    Pages of their own, as many as it takes: torch's allocator of pinned memory takes the next power of two of each
+    buffer, which no memory check has counted.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.host = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # zeros
+        at, cuda = self.host.data_ptr(), torch.cuda.cudart()
+        with torch.cuda.device(device):
+            torch.cuda.check_error(cuda.cudaHostRegister(at, nbytes, PORTABLE | MAPPED))
+        weakref.finalize(self, cuda.cudaHostUnregister, at)  # before the pages go
+        self.__cuda_array_interface__ = dict(shape=(nbytes,), typestr="|u1", data=(at, False), version=3)
 
 
 def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in the memory of the host that kernels of `device` can read and write: a tensor of that device."""
     if device.type != "cuda":
         return native.in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
-    # torch's pinned allocator takes the next power of two of each buffer
-    pinned = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True).view(-1).view(torch.uint8)
-    return torch.as_tensor(_Mapped(pinned), device=device).view(dtype).view(size)
+    pinned = _Mapped(math.prod(size) * dtype.itemsize, device)
+    return torch.as_tensor(pinned, device=device).view(dtype).view(size)
 
 
 # ---- how good a prediction was ----

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import HIP, tl, triton, use_native, use_triton
 from kernels.bisection import (
     HIGH,
     LOW,
@@ -38,7 +38,9 @@ KEYS = 16  # keys a thread of such a program
 ALONE = 16384  # slots of a row that one program reads, by tiles
 CHUNK = 8192  # about as many slots has each of the chunks of a longer row
 TILE, WARPS = 1024, 8  # keys at a time: four a thread, 16 bytes
-ALONE_REGISTERS = 80  # a thread; by itself the assembler takes 64 on cc 89 and spills, for more programs than are there
+# registers a thread of such a program by the candidates that it holds: by itself the assembler takes 64 on cc 89 and
+# spills, for more programs than are there
+ALONE_REGISTERS = {4096: 88, 8192: 255}
 WORDS = 256  # of 32 flags, written at a time: one a thread
 SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
 SLACK = 16  # keys of the sample that the floor may lie lower
@@ -361,7 +363,7 @@ def select(
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, *strides, H, T, width, k, sinks, recent, size,
-            **reading | taking, num_warps=WARPS, maxnreg=ALONE_REGISTERS,
+            **reading | taking, num_warps=WARPS, **limit(taking["LISTED"]),
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)
@@ -389,6 +391,11 @@ def _chunks(T: int, alone: int, chunk: int, tile: int) -> tuple[int, int]:
 
 def _sample(T: int) -> int:
     return SAMPLE if T < LONG else 4 * SAMPLE
+
+
+def limit(listed: int) -> dict[str, int]:
+    """Of registers, for one program that holds so many candidates. AMD's compiler takes none."""
+    return {} if HIP else dict(maxnreg=next(n for most, n in ALONE_REGISTERS.items() if listed <= most))
 
 
 def _listed(T: int, k: int) -> int:

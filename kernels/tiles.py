@@ -5,11 +5,12 @@ Functions of Triton alone; how many tiles a launch takes, and where they go, is 
 
 from __future__ import annotations
 
-from kernels.backend import INTERPRETED, tl, triton
+from kernels.backend import HIP, INTERPRETED, tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_PRECISION = tl.constexpr("ieee" if HIP else "tf32x3")
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def dot(a, b, acc=None):
     """a @ b + acc on tensor cores, to fp32; fp32 operands as three TF32 products, which keep fp32's precision."""
     if _INTERPRETED:  # the interpreter would multiply the bit patterns of bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="tf32x3")
+    return tl.dot(a, b, acc, input_precision=_PRECISION)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ class Full(Dense):
     supports_window = True
 
     def first(self, pos):
-        """The first position that the token at pos [B] sees."""
-        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else torch.zeros_like(pos)
+        """The first position that the token at pos [B] sees; None: the first of all."""
+        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
 
     def attend(self, q, idx, count, pos):
         return decode_attention(q, self.k, self.v, self.first(pos), pos + 1)
@@ -23,7 +23,9 @@ class Full(Dense):
     def attended(self, q, idx, count, pos):
         B, H, T, _ = self.k[: len(q)].shape
         t = torch.arange(T, device=q.device)
-        seen = (t >= self.first(pos)[:, None]) & (t <= pos[:, None])
+        seen, first = t <= pos[:, None], self.first(pos)
+        if first is not None:
+            seen &= t >= first[:, None]
         return Attended(torch.where(seen, t, -2)[:, None].expand(B, H, T), q, self.k[:B], self.v[:B])
 
     def card_nbytes(self):

@@ -64,7 +64,7 @@ class Streaming(KVMethod):
 
     def attend(self, q, idx, count, pos):
         q, k, filled = self._as_they_meet(q, pos)
-        return decode_attention(q, k, self.v, torch.zeros_like(pos), filled)
+        return decode_attention(q, k, self.v, None, filled)
 
     def _as_they_meet(self, q, pos):
         """q and all keys rotated for each other, and how many slots are filled [B]: they fill in order."""

@@ -5,6 +5,7 @@ tests/conftest.py has the interpreted kernels of every test watched; here are th
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import product
 
@@ -14,6 +15,7 @@ from sampled import sampled
 from test_contract import METHODS
 
 from kernels.backend import tl, triton
+from scripts.report import addresses
 from scripts.report.addresses import BLOCKS, edges
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="natively, nothing is watched")
@@ -48,5 +50,24 @@ OFTEN = [("sals", "chunks"), ("double_sparsity_offload", "chunks")]
 @pytest.mark.parametrize("name, blocks", sampled(product(METHODS, BLOCKS), OFTEN))
 def test_edges(name, blocks, monkeypatch):
     monkeypatch.setenv("KV_FAST_BACKEND", "triton")
-    if sum(edges(name, blocks).addresses.values()) == 0:
+    seen = edges(name, blocks)
+    if not seen.launches:
         pytest.skip("no kernels of its own")
+    assert all(seen.stores[kernel] and seen.addresses[kernel] for kernel in seen.launches), seen.stores
+
+
+def test_the_report(cli, monkeypatch):
+    """A row a method and way of selecting; what is read beside a tensor has its reason, and the script fails."""
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+
+    def failing(name, blocks, real=addresses.edges):
+        if name == "tova":
+            raise AssertionError("_join: 3 of the addresses that it loads")
+        return real(name, blocks)
+
+    monkeypatch.setattr(addresses, "edges", failing)
+    status, out, err = cli(addresses, "--methods", "full", "tova", "--blocks", "whole", "--json")
+    full, tova = json.loads(out)
+    assert status == 1 and err.endswith("tova, whole: _join: 3 of the addresses that it loads\n")
+    assert full["kernels"] == ["_combine_shares", "_split_attention"] and full["loads"] > full["launches"] > 0
+    assert tova == dict(method="tova", blocks="whole", problem="_join: 3 of the addresses that it loads")

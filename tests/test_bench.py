@@ -228,7 +228,10 @@ def test_what_cannot_be_measured_is_a_row(cli, config, monkeypatch):
         raise InputError("the dense cache needs 900 GiB")
 
     monkeypatch.setattr(layer, "require_memory", no_memory)
-    rows = attention(cli, config, "--method", "full", "streaming", "--length", 16)["rows"]
+    argv = ("--model", config, "--device", "cpu", "--dtype", "fp32", "--no-compile", "--rounds", 2, "--length", 16)
+    status, out, _ = cli(bench_attention, *argv, "--json", "--method", "full", "streaming")
+    assert "every row is an error" in status
+    rows = json.loads(out)["rows"]
     assert [r["error"] for r in rows] == ["the dense cache needs 900 GiB"] * 2
 
 
@@ -721,7 +724,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 19
+    assert len(scripts) == 21
     texts = helps([str(f) for f in scripts])
     for script in scripts:
         text = texts[str(script)]
@@ -866,3 +869,84 @@ def test_what_rounding_the_weights_costs(cli, tmp_path, few_texts):
 def test_weights_quality_refuses(argv, cli):
     status, out, err = cli(weights_quality, *argv)
     assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_method_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):
+    """Its row says so, the rows before it stay, and what resumes the run goes on behind it."""
+    tried, out = [], tmp_path / "attention.json"
+
+    def build(text, *args, real=bench_attention.build):
+        tried.append(text)
+        if text == "random":
+            raise RuntimeError("an illegal memory access")
+        return real(text, *args)
+
+    def recover(device, lost=lambda: None):  # as torch.cuda.synchronize tells
+        if tried[-1:] == ["random"]:
+            lost()
+            raise SystemExit("error: the device is lost")
+
+    monkeypatch.setattr(bench_attention, "build", build)
+    monkeypatch.setattr(bench_attention, "recover", recover)
+    argv = ("--model", config, "--device", "cpu", "--no-compile", "--rounds", 2, "--length", 16, "--no-stages",
+            "--method", "full", "random", "streaming", "--resume", "--out", out)  # fmt: skip
+    assert cli(bench_attention, *argv)[0] not in (0, None)
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["method"] for r in rows if r.get("lost")] == ["random"]
+    monkeypatch.setattr(bench_attention, "recover", lambda device, lost=None: None)
+    tried.clear()
+    assert cli(bench_attention, *argv)[0] == 0
+    assert "random" not in tried and {"full", "random", "streaming"} == {
+        r["method"] for r in json.loads(out.read_text())["rows"]
+    }
+
+
+def test_a_run_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):
+    """End to end, where runs take turns: the others of its group are measured when the run is resumed."""
+    tried, out = [], tmp_path / "generate.json"
+
+    def opened(run, real=our_runs.Ours.open):
+        tried.append(run.method)
+        if run.method == "random":
+            raise RuntimeError("an illegal memory access")
+        real(run)
+
+    def recover(device, lost=lambda: None):  # as torch.cuda.synchronize tells
+        if tried[-1:] == ["random"]:
+            lost()
+            raise SystemExit("error: the device is lost")
+
+    monkeypatch.setattr(our_runs.Ours, "open", opened)
+    monkeypatch.setattr(bench_generate, "recover", recover)
+    argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
+            "--length", 16, "--method", "full", "random", "streaming", "--resume", "--out", out)  # fmt: skip
+    assert cli(bench_generate, *argv)[0] not in (0, None)
+    assert [r["method"] for r in json.loads(out.read_text())["rows"] if r.get("lost")] == ["random"]
+    tried.clear()
+    status, _, err = cli(bench_generate, *argv)
+    assert status == 0 and "random" not in tried, err
+    rows = {r["method"]: r for r in json.loads(out.read_text())["rows"]}
+    assert rows["random"]["lost"] and all(rows[m]["tokens_per_s"] > 0 for m in ("full", "streaming"))
+
+
+def test_a_device_that_is_lost_ends_a_run_after_its_row(monkeypatch):
+    def lost():
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    row = dict(error="x")
+    with pytest.raises(SystemExit, match="the device is lost"):
+        timing.recover(torch.device("cuda"), lambda: row.update(lost=True))
+    assert row["lost"] and timing.settled(row) and not timing.settled(dict(error="x"))
+
+
+def test_a_run_in_which_nothing_is_measured_fails(cli, config, monkeypatch):
+    """gpu_suite.sh takes a step's exit status for what it is worth."""
+
+    def fails(*args):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(bench_attention, "build", fails)
+    argv = ("--model", config, "--device", "cpu", "--no-compile", "--rounds", 1, "--length", 16, "--no-stages")
+    status, _, err = cli(bench_attention, *argv, "--method", "full")
+    assert status not in (0, None) and "nothing could be measured" in str(status) + err

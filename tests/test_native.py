@@ -10,10 +10,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -1167,7 +1169,7 @@ print(build.available(), build._available.cache_info().currsize)
 
 
 def process(**env):
-    env = {x: y for x, y in os.environ.items() if x not in ("KV_FAST_BACKEND", "CXX")} | env
+    env = {x: y for x, y in os.environ.items() if x != "KV_FAST_BACKEND"} | env
     return subprocess.Popen([sys.executable, "-c", SAY], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE)  # fmt: skip
 
@@ -1219,7 +1221,7 @@ def works():
 
 
 def libraries(tmp_path):
-    return sorted(x.name for x in (tmp_path / "cache").glob("kv_fast/*"))
+    return sorted(x.name for x in (tmp_path / "cache").glob("kv_fast/*") if x.name != "lock")
 
 
 @pytest.mark.parametrize("fails", ("always", "at the source", "by a file that is no library"))
@@ -1294,18 +1296,52 @@ def test_two_at_once_leave_one_complete_file(copier, tmp_path, fresh):
     got = []
     each = [threading.Thread(target=lambda: got.append(build.library.__wrapped__())) for _ in range(2)]
     [x.start() for x in each], [x.join() for x in each]
-    assert len(got) == 2 and all(hasattr(x, "kvf_select") for x in got) and copier() == 2
+    assert len(got) == 2 and all(hasattr(x, "kvf_select") for x in got) and copier() == 1
     (name,) = libraries(tmp_path)
     assert (tmp_path / "cache" / "kv_fast" / name).read_bytes().startswith(fresh.read_bytes())
 
 
-@pytest.mark.slow
-def test_two_processes_compile_at_once(tmp_path):
-    children = [process(XDG_CACHE_HOME=str(tmp_path / "cache")) for _ in range(2)]
+def at_once(n):
+    """How often `compiling ..., once` is said by n processes that start together."""
+    children, said = [process() for _ in range(n)], 0
     for child in children:
         out, err = child.communicate()
         assert child.returncode == 0 and out.split() == ["True", "1"] and "note" not in err, err
+        said += err.count("compiling kernels/native")
+    return said
+
+
+def test_two_processes_compile_once(copier, tmp_path):
+    assert at_once(2) == 1 == copier() and at_once(1) == 0
     assert len(libraries(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_compile_the_sources_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    assert at_once(2) == 1 and len(libraries(tmp_path)) == 1
+
+
+def test_what_a_killed_build_left_is_removed(copier, tmp_path, monkeypatch):
+    """It may end at any time, by a signal that cannot be caught, and no later build waits for it."""
+    begun = tmp_path / "begun"
+    never = f'case "$*" in *-dM*) ;; *) echo $$ > {begun}; exec sleep 600;; esac'
+    with monkeypatch.context() as m:
+        m.setenv("CXX", script(tmp_path / "never", never))
+        child = process()
+    while not (begun.exists() and begun.read_text().strip()):
+        assert child.poll() is None, child.communicate()[1]
+        time.sleep(0.05)
+    (left,) = libraries(tmp_path)
+    assert left.startswith("tmp")
+    child.kill()
+    os.kill(int(begun.read_text()), signal.SIGKILL)  # its compiler
+    child.communicate()
+    assert libraries(tmp_path) == [left]
+    assert works() and copier() == 1
+    (name,) = libraries(tmp_path)
+    assert name.startswith("native-")
 
 
 @pytest.mark.slow

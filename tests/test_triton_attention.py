@@ -401,6 +401,17 @@ def test_registered(triton_backend, which):
     torch.library.opcheck(getattr(torch.ops.kv_fast, which), (q, k, v, *args[which]), test_utils=checks)
 
 
+@pytest.mark.parametrize("which", ["triton", "torch", ""])
+def test_without_a_start(which, monkeypatch):
+    """None is the first slot of every row: to the bit what zeros give, by every version."""
+    monkeypatch.setenv("KV_FAST_BACKEND", which)
+    q, k, v, start, stop = problem(0, [(0, 70), (0, 4), (0, 33)], 80, 2, 32, torch.float32)
+    assert not start.any()
+    assert torch.equal(decode_attention(q, k, v, None, stop), decode_attention(q, k, v, start, stop))
+    masked = _decode_attention_masked
+    assert torch.equal(masked(q, k, v, None, stop), masked(q, k, v, start, stop))
+
+
 def test_one_graph(triton_backend):
     """The operators trace with fixed shapes; lengths that change later change no graph."""
     q, k, v, start, stop = problem(0, [(0, 9), (0, 4)], 9, 2, 32, torch.float32)

@@ -10,6 +10,7 @@ ends with its own key and hash (`seal`). Any other is made again, in a folder of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -20,6 +21,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -100,6 +102,21 @@ def intact(path: Path, key: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def workshop(folder: Path) -> Iterator[str]:
+    """A new folder in `folder`, to build in. One process at a time has one; what killed builds left is removed."""
+    import fcntl  # not on Windows
+
+    with open(folder / "lock", "w") as lock:
+        with contextlib.suppress(OSError):  # not every file system has locks: then each process builds for itself
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, by the system if need be
+            for left in folder.glob("tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+        # under a new name: the compiler of a killed build may still be writing to the old one
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            yield own
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The sources, compiled unless that was done before. OSError, with the reason in one line, if it cannot be.
@@ -116,15 +133,16 @@ def library() -> ctypes.CDLL:
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")
     if not intact(path, key):
-        print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # complete, or not there
-            made, built = f"{folder}/native.o", f"{folder}/native.so"
-            run(cxx, *FLAGS, f"-I{TORCH / 'include'}", "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
-            run(cxx, *LINKING, made, omp, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", built)
-            with open(built, "ab") as f:
-                f.write(seal(key, Path(built).read_bytes()))
-            os.chmod(built, 0o700)
-            os.replace(built, path)
+        with workshop(path.parent) as folder:
+            if not intact(path, key):  # another process may have made it meanwhile
+                print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
+                made, built = f"{folder}/native.o", f"{folder}/native.so"
+                run(cxx, *FLAGS, f"-I{TORCH / 'include'}", "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
+                run(cxx, *LINKING, made, omp, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", built)
+                with open(built, "ab") as f:
+                    f.write(seal(key, Path(built).read_bytes()))
+                os.chmod(built, 0o700)
+                os.replace(built, path)  # complete, or not there
     lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # compiled steps call its operators (ops.py)
     lib.kvf_register()
     return lib

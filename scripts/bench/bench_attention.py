@@ -53,7 +53,18 @@ from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, p
 from scripts.shared.options import SPECS, check_run, earlier, expand, shapes  # noqa: E402
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
-from scripts.shared.timing import Call, Clock, ceilings, flush_bytes, reason, recover, spread, summary  # noqa: E402
+from scripts.shared.timing import (  # noqa: E402
+    Call,
+    Clock,
+    ceilings,
+    end,
+    flush_bytes,
+    reason,
+    recover,
+    settled,
+    spread,
+    summary,
+)  # fmt: skip
 
 SPARE = 16  # slots beyond the filled ones
 MEMORY = 0.8  # share of the free memory that the caches of methods timed together may take
@@ -154,11 +165,13 @@ def prepare(size: Size, text: str) -> tuple[Row, dict[tuple[str, str], Call]]:
 
 @torch.inference_mode()
 def measure(
-    size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Progress
-) -> tuple[list[Row], bool]:
+    size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Progress,
+    enter: Callable[[list[Row]], None],
+) -> tuple[list[Row], bool]:  # fmt: skip
     """Methods and all dense attentions in turns -> a row each, and whether Ctrl-C ended it.
 
-    late(): whether to prepare no more of them. What is left out, or has seen no round, has no row.
+    late(): whether to prepare no more of them. What is left out, or has seen no round, has no row. enter: takes
+    the row of a method that costs the device.
     """
     n, interrupted = size.opt.rounds, False
     rows: dict[str, Row] = {}
@@ -174,7 +187,8 @@ def measure(
                 rows[text] = row
             except Exception as e:  # recorded in the row: the grid goes on
                 rows[text] = dict(error=reason(e))
-                recover(size.clock.device)
+                fatal = size.where | dict(method=text, lost=True) | rows[text]
+                recover(size.clock.device, lambda fatal=fatal: enter([fatal]))  # type: ignore[misc]
     except KeyboardInterrupt:
         interrupted = True
     timed = [text for text, row in rows.items() if "error" not in row]
@@ -292,7 +306,7 @@ def main() -> None:
     old: dict[str, list[Any]] = {}
     if opt.resume:
         old = earlier(opt.out, record(device, **known), ("device", "commit", *known), ("rows", "dense"))
-        old["rows"] = [r for r in old.get("rows", []) if "error" not in r]
+        old["rows"] = [r for r in old.get("rows", []) if settled(r)]
     done = {(r["model"], r["batch"], r["length"], r["method"]) for r in old.get("rows", [])}
     grid = [(m, b, n, [t for t in opt.method if (m, b, n, t) not in done])
             for m in opt.model for b, n in opt.size if not opt.ceilings]  # fmt: skip
@@ -319,6 +333,11 @@ def main() -> None:
                 for row in rows:
                     progress.write(line(row))
 
+        def enter_lost(rows: list[Row]) -> None:
+            for row in rows:
+                row |= dict(lost=True) if "error" in row else {}
+            enter([])
+
         enter([])
         for name, batch, length, todo in grid:
             if late():
@@ -331,14 +350,14 @@ def main() -> None:
             if opt.once:
                 for text in todo:
                     progress.now("prepare", f"{size}: {text}")
-                    enter([size.where | dict(method=text) | attempt(size, text)])
+                    attempt(size, text, enter)
                 continue
             for group in size.groups(todo):
-                rows, interrupted = measure(size, group, limits["bandwidth"], late, progress)
+                rows, interrupted = measure(size, group, limits["bandwidth"], late, progress, enter)
                 data["dense"] = [r for r in data["dense"] if any(r[k] != v for k, v in size.where.items())]
                 data["dense"] += [size.where | r for r in size.tried]
                 enter(rows)
-                recover(device)
+                recover(device, lambda rows=rows: enter_lost(rows))  # type: ignore[misc]
                 if interrupted:
                     raise KeyboardInterrupt
     if opt.json:
@@ -348,15 +367,17 @@ def main() -> None:
               f"matmul {data['matmul_flops'] / 1e12:.2f} TFLOP/s in {data['matmul_dtype']}")  # fmt: skip
     if opt.once and any("error" in r or not r["finite"] for r in data["rows"]):
         raise SystemExit(1)
+    end(data["rows"])
 
 
-def attempt(size: Size, text: str) -> Row:
+def attempt(size: Size, text: str, enter: Callable[[list[Row]], None]) -> None:
+    row = size.where | dict(method=text)
     try:
-        return run_once(size, text)
+        row |= run_once(size, text)
     except Exception as e:  # recorded in the row: the grid goes on
-        return dict(error=reason(e))
-    finally:
-        recover(size.clock.device)
+        row |= dict(error=reason(e))
+    recover(size.clock.device, lambda: enter([row | dict(error="it costs the device") | row | dict(lost=True)]))
+    enter([row])
 
 
 if __name__ == "__main__":

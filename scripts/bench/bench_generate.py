@@ -63,7 +63,7 @@ from scripts.shared.options import (  # noqa: E402
 )
 from scripts.shared.progress import Progress  # noqa: E402
 from scripts.shared.results import record, write_json  # noqa: E402
-from scripts.shared.timing import ceilings, reason, recover, spread  # noqa: E402
+from scripts.shared.timing import ceilings, end, reason, recover, settled, spread  # noqa: E402
 from weights import PackedLinear, WeightFormat  # noqa: E402
 
 # what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
@@ -105,6 +105,7 @@ def rounds(
         except Exception as e:  # out of memory, or a peer that is missing or fails: the others go on
             out[run.name] = dict(error=reason(e))
             progress.drop("round", left)
+            recover(run.work.device, lambda: out[run.name].update(lost=True))
         return {}
 
     try:
@@ -131,8 +132,7 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
         if isinstance(run, Ours):
             row |= dict(method=run.method, mode=run.mode)
         row |= run.info
-        if "error" in t:
-            row["error"] = t["error"]
+        row |= {key: t[key] for key in ("error", "lost") if key in t}
         if "step" in t:
             step = statistics.median(t["step"])
             row |= dict(
@@ -283,6 +283,7 @@ def main() -> None:
         write_json(opt.out, data)
     if opt.json:
         print(json.dumps(data))
+    end(data["rows"])
 
 
 def run_all(
@@ -292,10 +293,12 @@ def run_all(
     todo: list[tuple[Work, list[Run]]] = []
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
-        here = (r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and "error" not in r)
+        here = [r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r)]
         known = {r["run"] for r in here if len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
-        # what the run that this one resumes has measured is left out
-        todo += [(work, group) for group in groups(work, opt) if not {run.name for run in group} <= known]
+        lost = {r["run"] for r in here if r.get("lost")}
+        # what the run that this one resumes has measured is left out, and what has cost it the device
+        rest = ([run for run in group if run.name not in lost] for group in groups(work, opt))
+        todo += [(work, group) for group in rest if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)
     progress.plan |= dict(prepare=runs, round=runs * (opt.warm_up + opt.rounds))
     for work, group in todo:

@@ -1,24 +1,40 @@
 """Watches Triton's interpreter: every address that is loaded or stored lies in a tensor of the launch.
 
+    python scripts/report/addresses.py
+    python scripts/report/addresses.py --methods sals loki --out results/addresses.json
+
 A GPU reads beside a tensor and says nothing, and so does the interpreter, as long as the memory is the process's own.
 Here every masked-in address is held to the storages of the tensors that the kernel was launched with: in every
-interpreted test (tests/conftest.py), and in `edges`, where lengths are least alike.
+interpreted test (tests/conftest.py), and in `edges`, where lengths are least alike: for each method and way of
+selecting, the script tells how much was checked. It ends with 1 and the kernel where an address lies outside.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+if __name__ == "__main__":  # read when triton is imported
+    os.environ |= dict(TRITON_INTERPRET="1", KV_FAST_BACKEND="triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
-from cache.harness import prompt, run, tiny
-from cache.spec import method_class
-from kernels import select
+from cache.harness import prompt, run, tiny  # noqa: E402
+from cache.spec import method_class, method_files  # noqa: E402
+from errors import run_cli  # noqa: E402
+from kernels import select  # noqa: E402
+from scripts.report.kernel_report import aligned  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
 
 # how the rows of a selection are read: whole, by one program that lists candidates, by one a chunk
 BLOCKS: dict[str, dict[str, int]] = dict(
@@ -29,15 +45,16 @@ BLOCKS: dict[str, dict[str, int]] = dict(
 
 
 class Addresses:
-    """What was checked, a kernel: `loads` and `stores` (calls), `addresses` (masked in)."""
+    """What was checked, a kernel: `launches`, `loads` and `stores` (calls of a program), `addresses` (masked in)."""
 
     def __init__(self) -> None:
         self.kernel = ""
         self.ranges: list[tuple[int, int]] = []  # first byte and end of each storage of the launch
-        self.loads, self.stores, self.addresses = Counter[str](), Counter[str](), Counter[str]()
+        self.launches, self.loads, self.stores, self.addresses = (Counter[str]() for _ in range(4))
 
     def launch(self, kernel: str, args: list[Any]) -> None:
         self.kernel = kernel
+        self.launches[kernel] += 1
         storages = [x.untyped_storage() for x in args if hasattr(x, "untyped_storage")]
         self.ranges = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
 
@@ -109,3 +126,39 @@ def edges(name: str, blocks: str = "whole") -> Addresses:
         select.select = whole
     assert logits.isfinite().all(), name
     return seen
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--methods", nargs="*", default=sorted(method_files()), help="default: all")
+    p.add_argument("--blocks", nargs="*", default=list(BLOCKS), choices=BLOCKS, help="ways of selecting (default: all)")
+    p.add_argument("--out", help="write as JSON")
+    p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
+    a = p.parse_args(argv)
+    check_out(a.out)
+    torch.manual_seed(0)
+    rows, problems, total = [], 0, ("launches", "loads", "stores", "addresses")
+    for name, blocks in tqdm([(m, b) for m in a.methods for b in a.blocks], disable=None, unit="run"):
+        row = dict(method=name, blocks=blocks)
+        try:
+            seen = edges(name, blocks)
+        except Exception as e:  # the interpreter's, around ours
+            problems += 1
+            print(f"{name}, {blocks}: {e}", file=sys.stderr)
+            rows.append(row | dict(problem=str(e)))
+            continue
+        rows.append(row | {what: getattr(seen, what).total() for what in total} | dict(kernels=sorted(seen.launches)))
+    if a.out:
+        write_json(a.out, record("cpu", rows=rows))
+    if a.json:
+        print(json.dumps(rows))
+    else:
+        head = ("method", "blocks", "kernels", *total)
+        cells = [[r["method"], r["blocks"], str(len(r.get("kernels", ()))), *(f"{r.get(c, 0):,}" for c in total)]
+                 for r in rows]  # fmt: skip
+        print(aligned([head, *map(tuple, cells)]))
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    run_cli(main)

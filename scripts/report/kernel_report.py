@@ -84,16 +84,16 @@ def compile_kernel(
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(compiled.asm["cubin"])
-        f.flush()
-        # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
-        # system keeps is in SHARED, while the kernel's own is given at launch
-        tool = triton.knobs.nvidia.cuobjdump.path
-        usage, sass = (
-            subprocess.run([tool, what, f.name], capture_output=True, text=True, check=True).stdout
-            for what in ("--dump-resource-usage", "--dump-sass")
-        )
+    return needs(compiled, cc) | dict(
+        loads=load_widths(compiled.asm["ptx"]), loop=longest_loop(_dumped(compiled, "--dump-sass"))
+    )
+
+
+def needs(compiled: Any, cc: int) -> dict[str, Any]:
+    """registers, spills, shared, warps, programs and limit of a compiled kernel: see `compile_kernel`."""
+    # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
+    # system keeps is in SHARED, while the kernel's own is given at launch
+    usage = _dumped(compiled, "--dump-resource-usage")
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     meta = compiled.metadata
     return dict(
@@ -102,9 +102,16 @@ def compile_kernel(
         shared=meta.shared,
         warps=meta.num_warps,
         **occupancy(used["REG"], meta.shared, meta.num_warps, cc),
-        loads=load_widths(compiled.asm["ptx"]),
-        loop=longest_loop(sass),
     )
+
+
+def _dumped(compiled: Any, what: str) -> str:
+    """What cuobjdump says of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.asm["cubin"])
+        f.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, what, f.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def occupancy(registers: int, shared: int, warps: int, cc: int) -> dict[str, Any]:

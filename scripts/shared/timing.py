@@ -152,18 +152,31 @@ def ceilings(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> dict[
 # ---- what may fail is recorded, not raised ----
 
 
+def settled(row: dict[str, Any]) -> bool:
+    """Whether a row need not be tried again: it was measured, or has cost the device."""
+    return "error" not in row or bool(row.get("lost"))
+
+
+def end(rows: list[dict[str, Any]]) -> None:
+    """SystemExit(1) if there are rows and all of them are errors."""
+    if rows and all("error" in r for r in rows):
+        raise SystemExit("error: nothing could be measured: every row is an error")
+
+
 def reason(e: BaseException) -> str:
     """Why something was not measured, in one line."""
     text = " ".join(str(e).split())[:300]
     return text if isinstance(e, InputError) else f"{type(e).__name__}: {text}"
 
 
-def recover(device: torch.device) -> None:
-    """Free what a row left behind. A device that does not answer any more ends the run: all rows are written."""
+def recover(device: torch.device, lost: Callable[[], object] = lambda: None) -> None:
+    """Free what a row left behind. A device that does not answer any more ends the run, after a last call of lost():
+    it enters the rows at fault, with lost=True, so that a run that resumes this one does not try them again."""
     if device.type == "cuda":
         gc.collect()
         try:
             torch.cuda.synchronize()
         except RuntimeError as e:
+            lost()
             raise SystemExit(f"error: the device is lost: {reason(e)}") from None
         torch.cuda.empty_cache()

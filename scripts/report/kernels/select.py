@@ -4,8 +4,8 @@ from typing import Any
 
 from kernels.select import (
     ALONE,
-    ALONE_REGISTERS,
     CHUNK,
+    LISTED,
     ROW,
     SLACK,
     TILE,
@@ -18,6 +18,7 @@ from kernels.select import (
     _select_row,
     _take_chunk,
     _warps,
+    limit,
 )
 from scripts.report.kernels import Aot
 
@@ -46,6 +47,7 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
         for name, fn, sizes in (
             ("select of 4K", _select_row, dict(ROW=ROW)),
             ("select of 16K", _select_alone, reading(ALONE) | taking(ALONE)),
+            ("select of 16K, half of it", _select_alone, reading(ALONE) | dict(TILE=TILE, LISTED=LISTED)),
             ("list of 32K", _list_chunk, reading(32768)),
             ("take of 32K", _take_chunk, taking(32768) | dict(BLOCK_S=4)),
             ("take of 128K", _take_chunk, taking(131072) | dict(BLOCK_S=131072 // CHUNK)),
@@ -54,8 +56,8 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
             signature = types | where | dict.fromkeys((*sizes, *absent), "constexpr")
             signature = {a: signature[a] for a in fn.arg_names}
             warps = dict(num_warps=_warps(sizes["ROW"]) if fn is _select_row else WARPS)
-            limit = dict(maxnreg=ALONE_REGISTERS) if fn is _select_alone else {}
-            out.append((name + by, fn, signature, sizes | absent, options | warps | limit))
+            registers = limit(sizes["LISTED"]) if fn is _select_alone else {}
+            out.append((name + by, fn, signature, sizes | absent, options | warps | registers))
     return out
 
 

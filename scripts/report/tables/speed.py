@@ -138,3 +138,42 @@ def kernels() -> str:
         "</details>",
         source(path.name, data),
     ])  # fmt: skip
+
+
+def launches() -> str:
+    """results/launches.json, addresses.json: what has gone through Triton's launcher, and what was held to tensors."""
+    out = []
+    if (path := RESULTS / "launches.json").exists():
+        data = json.loads(path.read_text())
+        cards = [card for e in data["launches"] for card in e["cards"].items()]
+        bad, compiled = (sum(what in c for _, c in cards) for what in ("problem", "registers"))
+        names = ", ".join(f"{int(cc) / 10:g}" for cc in sorted({cc for cc, _ in cards}, key=int))
+        rows = [
+            [f"{r['file']}: {r['kernel']}", str(r["forms"]), str(r["launches"]), str(len(r["methods"]))]
+            for r in data["kernels"]
+        ]
+        out += [
+            f"{len(data['launches'])} forms of launches, through Triton's launcher for compute capabilities {names}: "
+            f"{compiled} of {len(cards)} were compiled, {bad} have a problem.",
+            "<details><summary>Every kernel</summary>",
+            table(["kernel", "forms", "launches", "methods"], rows),
+            "</details>",
+            source(path.name, data),
+        ]
+    if (path := RESULTS / "addresses.json").exists():
+        data = json.loads(path.read_text())
+        counted = ("launches", "loads", "stores", "addresses")
+        rows = [
+            [f"`{r['method']}`", r["blocks"], r.get("problem", str(len(r.get("kernels", ())))),
+             *(f"{r.get(c, 0):,}" for c in counted)]
+            for r in data["rows"] if r.get("launches") or "problem" in r
+        ]  # fmt: skip
+        out += [
+            f"{sum(r.get('addresses', 0) for r in data['rows']):,} addresses of interpreted kernels lie in a tensor of "
+            f"their launch; {sum('problem' in r for r in data['rows'])} methods read or wrote beside one.",
+            "<details><summary>Every method, by how its tokens are selected</summary>",
+            table(["method", "selection", "kernels", *counted], rows),
+            "</details>",
+            source(path.name, data),
+        ]
+    return "\n\n".join(out) or "Not recorded yet."
