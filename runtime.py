@@ -18,6 +18,7 @@ from errors import InputError, check_range
 
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
+POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -111,6 +112,18 @@ def read_text(file: str | Path) -> str:
         raise InputError(f"{file} is not UTF-8: {e.reason} at byte {e.start}; convert it first") from None
     except OSError as e:
         raise InputError(f"cannot read {file}: {e.strerror}") from None
+
+
+def check_fetched(path: Path) -> None:
+    """InputError if a file is a git LFS pointer."""
+    try:
+        with open(path, "rb") as f:
+            pointer = f.read(len(POINTER)) == POINTER
+    except (OSError, ValueError):
+        return
+    if pointer:
+        raise InputError(f"{path} is a git LFS pointer, a few lines in place of the file: run `git lfs pull` in its "
+                         "folder, or download the file itself")  # fmt: skip
 
 
 def own_folders() -> list[Path]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
 from errors import InputError
-from runtime import temporary
+from runtime import check_fetched, temporary
 
 FILE, VERSION = "calibration.safetensors", 3
 # of a model's sizes and numerics: what keys do not depend on, or a GGUF file does not tell
@@ -194,6 +194,10 @@ class Calibration:
                 raise InputError(f"--calibration {file}: there is no such file; to make it, {again}")
             raise InputError(f"this method needs a calibration and {checkpoint} has none; {again}, or name that of the "
                              "same model in other bits with --calibration")  # fmt: skip
+        try:
+            check_fetched(path)
+        except InputError as e:
+            raise InputError(f"{e}, or {again}") from None
         try:
             with safe_open(path, framework="pt") as f:
                 meta = json.loads((f.metadata() or {}).get("calibration", "{}"))

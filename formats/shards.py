@@ -14,24 +14,12 @@ from torch import Tensor
 from errors import InputError
 from formats.codes import BF16, Layout, dtype_name, exact_in_fp16
 from kernels.linear import ROWS
+from runtime import check_fetched
 
 # What older versions of transformers saved, and computes anew: no parameters.
-BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", "attn.bias")
-POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias", "attn.bias")
 Held = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_fetched(path: Path) -> None:
-    """InputError if a file is a git LFS pointer."""
-    try:
-        with open(path, "rb") as f:
-            pointer = f.read(len(POINTER)) == POINTER
-    except (OSError, ValueError):
-        return
-    if pointer:
-        raise InputError(f"{path} is a git LFS pointer, a few lines in place of the file: run `git lfs pull` in its "
-                         "folder, or download the file itself")  # fmt: skip
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -124,9 +112,9 @@ class Shards:
             raise InputError(f"{self.where(name)} cannot be read as a tensor: {e}") from None
         if dtypes and t.dtype not in dtypes:
             if dtypes == FLOATS and not needed_by:
-                raise InputError(f"{self.where(name)} is {dtype_name(t)}: quantized weights, and config.json has no "
-                                 "quantization_config that says how. Take the checkpoint in bf16 or fp16, or one of "
-                                 "GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
+                raise InputError(f"{self.where(name)} is {dtype_name(t)}: quantized weights, without scales beside "
+                                 "them, or config.json has no quantization_config that says how. Take the checkpoint "
+                                 "in bf16 or fp16, or one of GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
             expected = " or ".join(map(dtype_name, dtypes))
             raise InputError(f"{self.where(name)} is {dtype_name(t)}, expected {expected}: download it again")
         return t

@@ -374,6 +374,10 @@ BAD = {  # what happened to the folder -> what the error says
     "a byte short": (lambda f: bytes_of(f, lambda b: b[:-1]), "cannot read"),
     "a header of a few bytes": (lambda f: bytes_of(f, lambda b: b[:12]), "cannot read"),
     "noise": (lambda f: bytes_of(f, lambda b: bytes(range(256)) * 40), "cannot read"),
+    "an LFS pointer": (
+        lambda f: bytes_of(f, lambda b: b"version https://git-lfs.github.com/spec/v1\n"),
+        "git LFS pointer",
+    ),
     "NaN": (lambda f: rewrite(f, set_entry(BASIS, math.nan)), f"{BASIS} holds NaN"),
     "infinity": (lambda f: rewrite(f, set_entry("layers.0.razor.echo", math.inf)), "layers.0.razor.echo holds NaN"),
     "a wrong shape": (lambda f: rewrite(f, cut(BASIS)), f"{BASIS} is of shape"),

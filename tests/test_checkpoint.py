@@ -115,7 +115,7 @@ def test_names_without_prefix_and_buffers_of_older_versions(folder):
     weights = load_file(folder / "model.safetensors")
     weights = {name.removeprefix("model."): t for name, t in weights.items()}
     buffers = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias", "bias")
-    weights |= {f"layers.1.self_attn.{name}": torch.ones(3) for name in buffers}
+    weights |= {f"layers.1.self_attn.{name}": torch.ones(3) for name in buffers} | {buffers[0]: torch.ones(3)}
     save_file(weights, folder / "model.safetensors")
     got = load_checkpoint(folder)
     assert all(torch.equal(p, expected.get_parameter(name)) for name, p in got.named_parameters())
