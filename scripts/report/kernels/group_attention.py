@@ -32,8 +32,8 @@ def aot(n_head: int, n_kv_head: int, head_dim: int) -> list[Aot]:
     G, R, options = n_head // n_kv_head, _rank(SHARED * head_dim), dict(num_warps=NUM_WARPS, num_stages=NUM_STAGES)
     out: list[Aot] = []
     for bits, dtype in ((16, "bf16"), (3, "bf16"), (4, "bf16"), (2, "bf16"), (8, "bf16"), (16, "fp32"), (3, "fp32")):
-        absent = (("third",) if bits != 3 else ()) + (("pairs",) if bits == 16 else ())
-        stored = dict(x=INTEGERS.get(bits, f"*{dtype}"), third="*u8", pairs="*i32")
+        absent = (("third",) if bits != 3 else ()) + (("params",) if bits == 16 else ())
+        stored = dict(x=INTEGERS.get(bits, f"*{dtype}"), third="*u8")
         for part, fn in (("k", _group_logits), ("v", _group_values)):
             types = dict.fromkeys(fn.arg_names, "i32")
             types |= {part: stored["x"], f"{part}_third": "*u8", f"{part}_params": "*i32"} | dict(pos="*i64")
