@@ -30,7 +30,8 @@ from torch import Tensor
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from kernels.native import in_huge_pages
-from kernels.rope import Rope, apply_rope
+from kernels.rope import Rope
+from kernels.rotate_append import rotate_token
 
 
 @dataclass(frozen=True)
@@ -208,14 +209,18 @@ class KVMethod(Storage):
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """q [B, Hq, D], k and v [B, Hkv, D] before rotation, pos [B] where the token stands -> [B, Hq, D]."""
-        if not self.pre_rope:
-            cos, sin = (t[:, None] for t in self.rope.at(pos))
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        self.append(k, v, pos)
+        q = self.rotate_append(q, k, v, pos)
         idx, count = self.select(q, pos)
         if self.trace is not None:
             self.trace.step(self, self.attended(q, idx, count, pos), pos)
         return self.attend(q, idx, count, pos)
+
+    def rotate_append(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Rotate q and k, unless `pre_rope`, and `append` -> q as `select` and `attend` get it."""
+        if not self.pre_rope:
+            q, k = rotate_token(self.rope, q, k, pos)
+        self.append(k, v, pos)
+        return q
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store one token per row, in place; a slot need not equal the position."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.base import KVMethod
+from kernels.rotate_append import rotate_append
 
 
 class Dense(KVMethod):
@@ -19,6 +20,11 @@ class Dense(KVMethod):
     def compress(self, q, k, v, lengths):
         B, _, S, _ = k.shape
         self.k[:B, :, :S], self.v[:B, :, :S] = k, v
+
+    def rotate_append(self, q, k, v, pos):
+        if self.pre_rope or type(self).append is not Dense.append:  # a subclass wants the rotated key, too
+            return super().rotate_append(q, k, v, pos)
+        return rotate_append(self.rope, q, k, v, pos, self.k, self.v)
 
     def append(self, k, v, pos):
         row = torch.arange(len(pos), device=pos.device)

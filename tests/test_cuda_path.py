@@ -92,6 +92,12 @@ STEP = (
     | {f"sals-{size}-{n}": {"append_token", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
 )
 # the presets of the last line have a budget larger than the context here
+# one launch rotates q and k and stores k and v; where a method's own `append` does that, it rotates alone
+APPENDED, UNROTATED = {"full", "oracle", "random"}, {"sals", "palu", "ojakv"}
+for _name in STEP:
+    _method = _name.partition(",")[0].partition("-")[0]
+    if _method not in UNROTATED:
+        STEP[_name] |= {"rotate_append" if _method in APPENDED else "rotate_token"}
 PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
@@ -140,7 +146,7 @@ class Operators(TorchDispatchMode):
 
         def check(*args, **kwargs):
             options = kwargs.keys() - parameters
-            assert options <= {"num_warps", "num_stages"}, f"{name}: {options}"
+            assert options <= {"num_warps", "num_stages", "enable_fp_fusion"}, f"{name}: {options}"
             given = inspect.signature(kernel.fn).bind(*args, **{k: x for k, x in kwargs.items() if k not in options})
             for argument, x in given.arguments.items():
                 on_device = isinstance(x, torch.Tensor) and x.device.type == DEVICE

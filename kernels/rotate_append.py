@@ -1,0 +1,123 @@
+"""One token per row: its query and key rotated, and key and value put where the cache has them, in one launch.
+
+In torch this is a dozen operations on a few kilobytes, of which a compiler leaves several launches: angles by position,
+two rotations, and K and V into their slots. The torch version stays open to the compiler, which on a CPU fuses it.
+
+The kernel multiplies and adds in separate roundings, as torch does: both versions give the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import tl, triton, use_triton
+from kernels.rope import Rope, apply_rope
+
+_lib = torch.library.Library("kv_fast", "FRAGMENT")
+_lib.define("rotate_token(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor pos) -> (Tensor, Tensor)")
+_lib.define(
+    "rotate_append(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor pos, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache) -> Tensor"
+)
+
+
+def rotate_token(rope: Rope, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64."""
+    if use_triton(q):
+        return torch.ops.kv_fast.rotate_token(q, k, rope.cos, rope.sin, pos)
+    cos, sin = (t[:, None] for t in rope.at(pos))
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+
+def rotate_append(
+    rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """`rotate_token` -> q; in place, k rotated and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
+    if use_triton(q):
+        return torch.ops.kv_fast.rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
+    q, k = rotate_token(rope, q, k, pos)
+    row = torch.arange(len(pos), device=pos.device)
+    k_cache[row, :, pos], v_cache[row, :, pos] = k, v
+    return q
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _rotate(x, x_head, to, to_head, a, b, head, real, D: tl.constexpr, c):
+    """Heads [N, 1] of x to those of `to`, rotated by cosines a and sines b, [C] fp32, of channels c [C]."""
+    x1 = tl.load(x + head * x_head + c, mask=real, other=0.0).to(tl.float32)
+    x2 = tl.load(x + head * x_head + D // 2 + c, mask=real, other=0.0).to(tl.float32)
+    tl.store(to + head * to_head + c, (x1 * a - x2 * b).to(to.dtype.element_ty), mask=real)
+    tl.store(to + head * to_head + D // 2 + c, (x2 * a + x1 * b).to(to.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _rotate_append(
+    q, k, v, cos, sin, pos, q_out, k_out, v_out,
+    q_row, q_head, k_row, k_head, v_row, v_head, table_row, k_out_row, k_out_head, k_out_slot,
+    v_out_row, v_out_head, v_out_slot, H,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Program: one KV head of a row and its G query heads. v None: k_out has no slots."""
+    group = tl.program_id(0).to(tl.int64)
+    b, h = group // H, group % H
+    at = tl.load(pos + b)
+    c, g = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_G)[:, None]
+    inside = c < D // 2
+    cosine = tl.load(cos + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
+    sine = tl.load(sin + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
+    _rotate(
+        q + b * q_row + h * G * q_head, q_head, q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c
+    )
+    k_out += b * k_out_row + h * k_out_head
+    if v is not None:
+        k_out += at * k_out_slot
+        d = tl.arange(0, BLOCK_D)
+        value = tl.load(v + b * v_row + h * v_head + d, mask=d < D, other=0.0)
+        tl.store(v_out + b * v_out_row + h * v_out_head + at * v_out_slot + d, value, mask=d < D)
+    _rotate(k + b * k_row + h * k_head, 0, k_out, 0, cosine, sine, 0, inside, D, c)
+
+
+def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Constants and launch options for G query heads a KV head. Fused multiply-adds would round another way."""
+    tile = dict(BLOCK_G=triton.next_power_of_2(G), BLOCK_D=triton.next_power_of_2(D))
+    warps = min(4, max(1, tile["BLOCK_G"] * tile["BLOCK_D"] // 512))
+    return dict(G=G, D=D) | tile, dict(num_warps=warps, enable_fp_fusion=False)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, pos: Tensor, k_out: Tensor, v_out: Tensor | None
+) -> Tensor:
+    """-> q rotated; k_out and v_out [.., H, T, D] are caches, or k_out is [B, H, D] and v and v_out None."""
+    (B, Hq, D), H = q.shape, k.shape[1]
+    given = [x for x in (q, k, v, k_out, v_out) if x is not None]
+    assert all(x.stride(-1) == 1 for x in given), "channels must be contiguous"
+    assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
+    q_out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    constants, options = _config(Hq // H, D)
+    of_v, out_v = ((0, 0), (0, 0, 0)) if v is None or v_out is None else (v.stride()[:2], v_out.stride()[:3])
+    out_k = (*k_out.stride()[:2], 0) if v is None else k_out.stride()[:3]
+    _rotate_append[(B * H,)](
+        q, k, v, cos, sin, pos.contiguous(), q_out, k_out, v_out, *q.stride()[:2], *k.stride()[:2], *of_v,
+        0 if len(cos) == 1 else cos.stride(0), *out_k, *out_v, H, **constants, **options,
+    )  # fmt: skip
+    return q_out
+
+
+def _token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    return _launch(q, k, None, cos, sin, pos, k_out, None), k_out
+
+
+def _new(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+for _device in ("CPU", "CUDA"):
+    _lib.impl("rotate_token", _token, _device)
+    _lib.impl("rotate_append", lambda *args: _launch(*args), _device)
+torch.library.register_fake("kv_fast::rotate_token", lambda q, k, *rest: (_new(q), _new(k)), lib=_lib)
+torch.library.register_fake("kv_fast::rotate_append", lambda q, *rest: _new(q), lib=_lib)
