@@ -4,6 +4,7 @@
     python calibrate.py --checkpoint m.gguf                       # writes m.calibration.safetensors beside it
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
     python calibrate.py --checkpoint CKPT --method sals mine      # what these need; what the file has of others is kept
+    python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors      # half of it
     python calibrate.py --checkpoint CKPT --calibration F         # another place, for a folder that cannot be written
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
 
@@ -284,6 +285,7 @@ def parse_args() -> Any:
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
     add_weights(p)
+    a("--bases", choices=("fp32", "fp16"), default="fp32", help="dtype of the file's bases: fp16 halves it")
     a("--json", action="store_true", help="print the file's metadata as JSON")
     return p.parse_args()
 
@@ -298,7 +300,7 @@ def main() -> None:
         if opt.method or opt.data:
             raise InputError("--import-channels measures nothing: drop --method and --data")
         check_place(out, source)
-        save(out, source, args, *imported(Path(opt.import_channels), args), json_only=opt.json)
+        save(out, source, args, *imported(Path(opt.import_channels), args), opt.bases, opt.json)
         return
     seq_len = opt.seq_len or min(2048, args.context)
     samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
@@ -341,7 +343,7 @@ def main() -> None:
             kept = str(e) or f"{p.name}: the pass is kept in {p.path}; the same command goes on from there"
             raise KeyboardInterrupt(whole + kept) from None
         whole += f"the pass over {p.name} is done and kept; "
-    save(out, source, args, tensors, how, json_only=opt.json)
+    save(out, source, args, tensors, how, opt.bases, opt.json)
     for left in (path for p in passes for path in (p.path, temporary(p.path))):
         left.unlink(missing_ok=True)
 
@@ -371,11 +373,12 @@ def check_place(out: Path, source: Path) -> None:
 
 
 def save(
-    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], json_only: bool
-) -> None:
-    """The file with what is new in it, and a line about it."""
+    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], bases: str,
+    json_only: bool,
+) -> None:  # fmt: skip
+    """The file with what is new in it, all its bases in this dtype, and a line about it."""
     calibration = merged(out, source, args, tensors, how)
-    calibration.save(out)
+    calibration.save(out, DTYPES[bases])
     print(json.dumps(calibration.meta) if json_only else
           f"{out}: {out.stat().st_size / 2**20:.1f} MiB, new: {', '.join(how)}")  # fmt: skip
 

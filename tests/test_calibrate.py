@@ -701,6 +701,24 @@ def published(args, seed=0):
             }  # fmt: skip
 
 
+def test_bases_in_16_bits(checkpoint, text, capsys, monkeypatch):
+    """Half of the file, for the methods that are named; what is no basis is as it was."""
+    argv, files = [*flags(checkpoint, text), "--method", "sals", "loki", "razor"], {}
+    for bases in ("fp32", "fp16"):
+        files[bases] = checkpoint / f"calibration-{bases}.safetensors"
+        more = ["--bases", bases, "--calibration", str(files[bases])]
+        assert here(capsys, monkeypatch, argv + more)[0] == 0
+    model = load_checkpoint(checkpoint)
+    needed = all_statistics(["sals", "loki", "razor"])
+    full, half = (Calibration.load(checkpoint, model.args, f).require(needed).tensors for f in files.values())
+    assert files["fp16"].stat().st_size < 0.52 * files["fp32"].stat().st_size
+    assert full.keys() == half.keys() and {k.split(".")[2] for k in full} == {"sals", "pca", "razor"}
+    for key, t in full.items():
+        assert torch.equal(t, half[key]) or (key.endswith("basis") and (t - half[key]).abs().max() < 2**-12), key
+    stored = load_file(files["fp16"])
+    assert all((t.dtype == torch.float16) == key.endswith("basis") for key, t in stored.items())
+
+
 def test_published_channel_lists_are_imported(checkpoint, text, capsys, monkeypatch):
     assert here(capsys, monkeypatch, [*flags(checkpoint, text), "--method", "razor", "double_sparsity"])[0] == 0
     args = load_checkpoint(checkpoint).args
