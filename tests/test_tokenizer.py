@@ -615,6 +615,15 @@ def test_stream_prints_whole_characters(pair, text):
     assert stream.flush() == ""
 
 
+def test_the_library_is_asked_once_for_a_piece(pair, monkeypatch):
+    """Asked for every token, it takes most of the time of decoding."""
+    ours, _ = pair
+    ids = set(ours.encode("\n".join(CORPUS)))
+    pieces = [ours.piece(id) for id in ids]
+    monkeypatch.setattr(ours, "engine", None)
+    assert [ours.piece(id) for id in ids] == pieces
+
+
 def test_stream_flushes_half_a_character(tmp_path):
     ours = load_json(tmp_path, llama3())
     half = ours.encode("\U0010ffff", bos=False)[:-1]

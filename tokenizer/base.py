@@ -90,8 +90,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text. Special tokens and ids that the vocabulary does not have give nothing; invalid UTF-8 U+FFFD."""
-        stream = self.stream()
-        return "".join(map(stream.put, map(int, ids))) + stream.flush()
+        stream, rest, text = self.stream(), map(int, ids), ""
+        while stream.at_start and (id := next(rest, None)) is not None:
+            text += stream.put(id)
+        return text + stream.utf8.decode(b"".join(map(self.piece, rest)), final=True)
 
     def stream(self) -> Stream:
         return Stream(self)

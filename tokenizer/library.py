@@ -53,6 +53,7 @@ class LibraryTokenizer(Tokenizer):
             ids = (engine.token_to_id(f"<0x{b:02X}>") for b in range(256))
             self.fallback = frozenset(id for id in ids if id is not None)
         super().__init__(where, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
+        self.piece = functools.cache(self.piece)  # type: ignore[method-assign]  # the library takes microseconds
         # Text that comes before a piece, so that it is decoded as in the middle of a text.
         self.before = self.encode_text("a", False)[-1:]
         self.n_before = len(engine.decode(self.before))
