@@ -222,8 +222,7 @@ class Pass:
         write_tensors(self.path, tensors, {"partial": json.dumps(dict(settings=self.settings) | here)})
 
     def run(self, model: Transformer) -> Sums:
-        """All of it. KeyboardInterrupt, when the partial file is written, with a line that says what is kept."""
-        self.load(model.device)
+        """What is left of it. KeyboardInterrupt, when the partial file is written."""
         n, N = model.args.n_layer, len(self.sequences)
         saved = time.time()
         with Signals() as signals, tqdm(total=N * n, initial=self.done * n + self.layer, desc=self.name,
@@ -251,18 +250,17 @@ class Pass:
                 if self.done or self.layer:
                     self.save()
                 bar.close()
-                raise KeyboardInterrupt(self.kept()) from None
+                raise
         return self.sums
 
     def kept(self) -> str:
-        """What is done, and how to go on."""
+        """What is done."""
         N = len(self.sequences)
         if not self.done and not self.layer:
-            return f"nothing of the pass over {self.name} is done yet; give the same command again"
-        part = f"{self.done} of {N} sequences" if N > 1 else "the pass" if self.done else ""
+            return f"{self.name}: nothing is done yet"
+        part = f"{self.done} of {N} sequences" if N > 1 else "all" if self.done else ""
         layers = f"{self.layer} layers of {'the next' if N > 1 else 'it'}" if self.layer else ""
-        return (f"{self.name}: {' and '.join(filter(None, (part, layers)))} are kept in {self.path}; the same command "
-                "goes on from there")  # fmt: skip
+        return f"{self.name}: {' and '.join(filter(None, (part, layers)))} kept in {self.path}"
 
 
 # ---- the command ----
@@ -333,17 +331,17 @@ def main() -> None:
         said = same | dict(data=digest(repeated.numpy()))
         passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
         how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
-    model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
-    tensors: dict[str, Tensor] = {}
-    whole = ""  # of what is done
-    for p in passes:
-        try:
+    try:
+        for p in passes:
+            p.load(device)
+        model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+        tensors: dict[str, Tensor] = {}
+        for p in passes:
             tensors |= p.run(model).finish(args.n_layer)
-        except KeyboardInterrupt as e:
-            kept = str(e) or f"{p.name}: the pass is kept in {p.path}; the same command goes on from there"
-            raise KeyboardInterrupt(whole + kept) from None
-        whole += f"the pass over {p.name} is done and kept; "
-    save(out, source, args, tensors, how, opt.bases, opt.json)
+        save(out, source, args, tensors, how, opt.bases, opt.json)
+    except KeyboardInterrupt:
+        kept = "; ".join(p.kept() for p in passes)
+        raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     for left in (path for p in passes for path in (p.path, temporary(p.path))):
         left.unlink(missing_ok=True)
 

@@ -72,8 +72,7 @@ class Sums:
         for s in self.statistics:
             if not self.tokens:
                 raise InputError(f"{s} is measured on text, and there is none")
-            # what RepeatedTokens measure is of all copies but the first
-            count = self.tokens - (self.tokens // REPEATS if isinstance(s, RepeatedTokens) else 0)
+            count = self.tokens // REPEATS if isinstance(s, RepeatedTokens) else self.tokens  # queries, or tokens
             for i in range(n_layer):
                 pre = f"layers.{i}.{s.name}."
                 mean = {k.removeprefix(pre): t.cpu() / count for k, t in self.sums.items() if k.startswith(pre)}
