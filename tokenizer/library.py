@@ -121,8 +121,7 @@ def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
     try:
         engine = Engine.from_str(text)
     except Exception as e:  # the library's own has no kind
-        reason = " ".join(str(e).split())
-        raise folder.error("tokenizer.json", f"not read by tokenizers ({reason}); download it again") from None
+        raise folder.error("tokenizer.json", f"not read by tokenizers ({e}); download it again") from None
     return _of_folder(folder, engine)
 
 
