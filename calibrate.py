@@ -331,6 +331,8 @@ def main() -> None:
         said = same | dict(data=digest(repeated.numpy()))
         passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
         how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
+    for p in passes:
+        args.check_ids(p.sequences.flatten().tolist())
     model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
     tensors: dict[str, Tensor] = {}
     whole = ""  # of what is done

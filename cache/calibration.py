@@ -211,6 +211,8 @@ class Calibration:
             raise InputError(f"cannot read {path}: {e}; {again}") from None
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None
+        if file is not None and not meta:
+            raise InputError(f"--calibration {file} is no calibration: name one, or run: {command(checkpoint)}")
         if version != VERSION:
             raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
         for key, t in tensors.items():

@@ -434,6 +434,10 @@ def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
     with pytest.raises(InputError, match="has none.*--calibration"):
         Calibration.load(folder, model.args)
     assert Calibration.load(folder, model.args, named).path == named
+    with pytest.raises(
+        InputError, match=rf"--calibration \S*model.safetensors is no calibration.*--checkpoint {folder}$"
+    ):
+        Calibration.load(folder, model.args, folder / "model.safetensors")
     load_checkpoint(folder)  # what is named so is not taken for weights
     with pytest.raises(InputError, match="no such file"):
         model.use_calibration(folder / "calibration-2.safetensors")
@@ -646,6 +650,16 @@ def flags(checkpoint, text, samples=2):
 
 def here(capsys, monkeypatch, argv):
     return command_here("calibrate.py", argv, capsys, monkeypatch)
+
+
+def test_text_with_tokens_that_the_model_does_not_embed(checkpoint, capsys, monkeypatch):
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"2048": dict(content="<more>", special=True)}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "text.txt").write_text("<more> word" * 100)
+    code, _, err = here(capsys, monkeypatch, flags(checkpoint, checkpoint / "text.txt"))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("error: the text has token 2048, the model embeds 2048")
 
 
 def process(argv, driver=None, **kw):

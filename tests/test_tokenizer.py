@@ -259,6 +259,29 @@ def test_stop_ids_are_a_union(tmp_path):
     assert ours.eos_ids == {5, 7, 9, tok.token_to_id("<|im_end|>")}
 
 
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_keep_their_ids(where, tmp_path):
+    """Where ids are left out before them; the library alone numbers them without gaps."""
+    tok = llama3(bos=False)
+    spec, n = json.loads(tok.to_str()), tok.get_vocab_size()
+    if where == "tokenizer.json":
+        for i, token in enumerate(spec["added_tokens"][2:]):
+            token["id"] = n + 7 * i
+        want = {t["content"]: t["id"] for t in spec["added_tokens"]}
+        ours = load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
+    else:
+        want = {"<far>": n + 5, "<near>": n + 2}
+        flags = dict(special=True, normalized=False)
+        decoder = {str(id): dict(content=token, **flags) for token, id in want.items()}
+        value = want if where == "added_tokens.json" else {"added_tokens_decoder": decoder}
+        ours = load_json(tmp_path, tok, **{where: value})
+    assert ours.encode("a".join(want)) == [i for id in want.values() for i in (id, tok.token_to_id("a"))][:-1]
+    assert ours.vocab_size == max(want.values()) + 1 and ours.piece(n + 1) == b""
+    assert ours.encode("naïve café") == tok.encode("naïve café").ids
+    with pytest.raises(InputError, match="added token '<far>' has id 99999999, but .*: download"):
+        load_json(tmp_path / "b", tok, added_tokens={"<far>": 99999999})
+
+
 def test_files_with_a_byte_order_mark(tmp_path):
     """As an editor on Windows leaves them."""
     tok = llama3(bos=False)
@@ -752,6 +775,18 @@ def test_no_chat_template(pair, tmp_path):
     for ours in (pair[0], load_tokenizer(vocab_of(llama3(), tmp_path / "a.gguf", "llama-bpe"))):
         with pytest.raises(InputError, match="no chat template.*without --chat"):
             ours.encode_chat([USER])
+
+
+def test_a_template_without_the_system_message_says_so(tmp_path, capsys):
+    says = "<|im_start|>{{ messages[-1].content }}"
+    ours = load_json(tmp_path, llama3(bos=False), tokenizer_config={"chat_template": says})
+    shows = load_json(tmp_path / "b", llama3(bos=False), tokenizer_config={"chat_template": CHATML})
+    chat = [{"role": "system", "content": " Be brief. "}, USER]
+    shows.encode_chat(chat), ours.encode_chat([USER])
+    assert not capsys.readouterr().err
+    ours.encode_chat(chat)
+    err = capsys.readouterr().err
+    assert err == f"warning: {tmp_path}: the chat template does not show the system message as it is, or at all\n"
 
 
 def test_template_variables(tmp_path):
