@@ -72,8 +72,7 @@ class Sums:
         for s in self.statistics:
             if not self.tokens:
                 raise InputError(f"{s} is measured on text, and there is none")
-            # what RepeatedTokens measure is of all copies but the first
-            count = self.tokens - (self.tokens // REPEATS if isinstance(s, RepeatedTokens) else 0)
+            count = self.tokens // REPEATS if isinstance(s, RepeatedTokens) else self.tokens  # queries, or tokens
             for i in range(n_layer):
                 pre = f"layers.{i}.{s.name}."
                 mean = {k.removeprefix(pre): t.cpu() / count for k, t in self.sums.items() if k.startswith(pre)}
@@ -217,6 +216,8 @@ class Calibration:
             raise InputError(f"cannot read {path}: {e}; {again}") from None
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None
+        if file is not None and not meta:
+            raise InputError(f"--calibration {file} is no calibration: name one, or run: {command(checkpoint)}")
         if version != VERSION:
             raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
         for key, t in tensors.items():
