@@ -223,6 +223,8 @@ class Session:
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> None:
         """Right-pad the prompts, run them, and draw the first new token of each row."""
+        for prompt in prompts:
+            self.model.args.check_ids(prompt)
         tokens, self.pos = pad(prompts, self.device)
         self.decoded = 0
         torch.manual_seed(self.sampling.seed)
@@ -240,6 +242,7 @@ class Session:
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> None:
         """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
+        self.model.args.check_ids(tokens)
         for t in tokens:
             self.advance(torch.full_like(self.pos, t))
 
