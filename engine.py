@@ -7,6 +7,8 @@ print(LLM("models/tiny", method="self_index").generate("import os", max_new_toke
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -199,14 +201,22 @@ def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 class Session:
-    """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow."""
+    """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow.
+
+    A cache has one owner: the session that has prefilled it last. InputError if another one asks for a step.
+    """
 
     def __init__(self, model: Transformer, step: Step, sampling: Sampling):
         self.model, self.step, self.sampling = model, step, sampling
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
         self.decoded = 0  # steps since the prompt, what `maintain` counts
+        self.compile_s = 0.0
         self.pos = self.next = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def owns_cache(self) -> bool:
+        return getattr(self.model.cache, "owner", None) is self
 
     @torch.inference_mode()
     def warm_up(self, batch: int) -> float:
@@ -224,13 +234,16 @@ class Session:
     def prefill(self, prompts: list[list[int]]) -> None:
         """Right-pad the prompts, run them, and draw the first new token of each row."""
         tokens, self.pos = pad(prompts, self.device)
-        self.decoded = 0
+        self.decoded, self.model.cache.owner = 0, self
         torch.manual_seed(self.sampling.seed)
         self.next = draw_finite(self.sampling, self.model.prefill(tokens, self.pos))
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
         """One decode step with these tokens; `next` is what follows them."""
+        if not self.owns_cache:
+            raise InputError("another call has taken the KV cache of this text: finish a stream before the next call, "
+                             "or make a second LLM")  # fmt: skip
         # a clone: under CUDA graphs the output's memory is reused by the next replay
         self.next = self.step(tokens, self.pos).clone()
         self.pos = self.pos + 1
@@ -389,6 +402,17 @@ def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: i
 # ---- for a user ----
 
 
+def locked(call: Callable[..., Any]) -> Any:
+    """A method of an LLM or of what has one, which other threads wait for."""
+
+    @functools.wraps(call)
+    def wait(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self, "llm", self).lock:
+            return call(self, *args, **kwargs)
+
+    return wait
+
+
 class LLM:
     """A model, its tokenizer and a KV-cache method.
 
@@ -402,6 +426,9 @@ class LLM:
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
     torch.compile the decode step, by default on a GPU.
+
+    All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
+    InputError; a conversation prefills again what it has said.
     """
 
     def __init__(
@@ -437,14 +464,17 @@ class LLM:
             )
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
+        self.lock = threading.RLock()
         self.use(method, **knobs)
 
+    @locked
     def use(self, method: str, /, **knobs: Any) -> LLM:
         """Another method from here on. InputError if it or a knob is unknown or out of range."""
         layer_methods(method, self.model.args.n_layer, knobs)
         self.method, self.knobs = method, knobs
         self._steps: dict[Any, Step] = {}  # sampling -> step on the cache that is set up
         self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
+        self.model.cache = None  # whoever owned it loses it
         return self
 
     @property
@@ -461,9 +491,12 @@ class LLM:
             self.model.setup(self.method, *size, self.knobs)
             self._ready = (self.model.cache, size)
         key = dataclasses.astuple(sampling)
-        if key not in self._steps:
-            self._steps[key] = make_step(self.model, sampling, self.compile)
-        return Session(self.model, self._steps[key], sampling)
+        if key in self._steps:
+            return Session(self.model, self._steps[key], sampling)
+        self._steps[key] = make_step(self.model, sampling, self.compile)
+        session = Session(self.model, self._steps[key], sampling)
+        session.compile_s = session.warm_up(batch) if self.compile else 0.0
+        return session
 
     def encode(
         self,
@@ -507,6 +540,7 @@ class LLM:
                              "(--interactive), or give no chat template")  # fmt: skip
         return self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question
 
+    @locked
     def generate(
         self,
         prompts: str | Sequence[str | list[int]],
@@ -537,7 +571,6 @@ class LLM:
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
             session = self.session(len(batch), max_seq_len, len(asked) + max_new_tokens, sampling)
-            compile_s = session.warm_up(len(batch)) if self.compile else 0.0
             streams = [self.tokenizer.stream() for _ in batch]
 
             def show(row: int, token: int, first: int = first, streams: list = streams) -> None:
@@ -555,7 +588,7 @@ class LLM:
                 if not out:
                     raise
                 result.interrupted = True
-            result.compile_s, result.kv_bytes = compile_s, self.model.kv_bytes()
+            result.compile_s, result.kv_bytes = session.compile_s, self.model.kv_bytes()
             result.kv_bytes_full = self.model.kv_bytes_full(len(batch), max_seq_len)
             for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
                 if on_text:
@@ -579,9 +612,13 @@ class LLM:
         """The completion of one prompt, piece by piece."""
         ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
         size = check_length(self.model, [ids], max_new_tokens)
-        session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
-        session.prefill([ids])
-        for step, (token,) in enumerate(session.tokens(max_new_tokens)):
+        with self.lock:
+            session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
+            session.prefill([ids])
+        tokens = session.tokens(max_new_tokens)
+        for step in range(max_new_tokens):
+            with self.lock:
+                (token,) = next(tokens)
             if token in self.stop_ids:
                 break
             check_drawn(token, step, self.model)
@@ -610,13 +647,20 @@ class Conversation:
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
     ):
-        self.llm, self.chat, self.chat_args = llm, chat, chat_args or {}
+        self.llm, self.sampling, self.chat, self.chat_args = llm, sampling, chat, chat_args or {}
         self.opening = llm.open_chat(chat, system, chat_args)
         self.size = min(llm.model.args.context, CONVERSATION)
-        self.session = llm.session(1, self.size, None, sampling)
-        self.session.lag = 0  # the next turn continues exactly where this one stopped
-        self.compile_s = self.session.warm_up(1) if llm.compile else 0.0
+        self.compile_s = 0.0
         self.forget()
+        self._open()
+
+    @locked
+    def _open(self) -> Session:
+        """An empty cache, which is this conversation's until another call takes it."""
+        self.session = self.llm.session(1, self.size, None, self.sampling)
+        self.session.lag = 0  # the next turn continues exactly where this one stopped
+        self.compile_s += self.session.compile_s
+        return self.session
 
     def forget(self) -> None:
         """Start over."""
@@ -624,6 +668,7 @@ class Conversation:
         self.held: list[int] = []  # tokens in the cache
         self.stale = False  # or not there any more: a turn that failed has overwritten them
 
+    @locked
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
         """One turn. InputError, and the conversation is as before, if the context has no room or a step fails."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
@@ -632,10 +677,13 @@ class Conversation:
             ids = tk.encode_chat(messages, **self.chat_args)
         else:
             ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
-        if self.stale or ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole
+        # another call has the cache, or the template rewrote an earlier turn: start over from the whole
+        if self.stale or not session.owns_cache or ids[: len(held)] != held:
             held = []
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
+        if not held:
+            session = self._open()
         result = Result([[]], [len(ids) - len(held)], compile_s=self.compile_s)
         self.compile_s = 0.0
         synchronize(session.device)
@@ -643,7 +691,6 @@ class Conversation:
         if held:
             session.feed(ids[len(held) :])
         else:
-            llm.model.reset_cache()
             session.prefill([ids])
         synchronize(session.device)
         result.prefill_s = time.perf_counter() - start
