@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ LAG = 2  # decode steps in flight before a token is read on the host: the device
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
 
-Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B], pos [B] -> the next tokens [B]
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, pos and keys of the noise, each [B] -> next tokens [B]
 
 
 # ---- sampling ----
@@ -59,8 +60,8 @@ class Sampling:
             raise InputError(f"--top-p {self.top_p} is outside (0, 1]")
         check_range("--seed", self.seed, 0, 2**63 - 1)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> tokens [B]; no synchronization."""
+    def draw(self, logits: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
+        """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B]; no synchronization."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
@@ -73,7 +74,38 @@ class Sampling:
             kept = sorted_probs.cumsum(-1) - sorted_probs < max(self.top_p, 1e-30)
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
         # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
-        return (probs / torch.empty_like(probs).exponential_(1.0)).argmax(-1)
+        return (probs / exponential_noise(keys, pos, probs.shape[-1])).argmax(-1)
+
+
+def noise_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Of each row, by the seed, its prompt, and how many equal prompts come before it: equal prompts get different
+    texts, and each prompt what it gets alone, whatever stands beside it and however many rows run at a time."""
+    before: Counter[tuple[int, ...]] = Counter()
+    keys = []
+    for prompt in map(tuple, prompts):
+        digest = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "big") >> 1)  # 63 bits: an int64
+        before[prompt] += 1
+    return keys
+
+
+WORD = 2**32 - 1
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """A hash of 32 bits in int64 (lowbias32, Wellons 2018). The second factor is less by 2^32: no product overflows."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & WORD
+    x = (x ^ (x >> 15)) * (0x846CA68B - 2**32) & WORD
+    return x ^ (x >> 16)
+
+
+def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
+    """Exp(1) fp32 [B, n], a function of keys [B], pos [B] and the column: it needs no generator."""
+    low = mix_bits((keys & WORD) ^ mix_bits(pos))
+    high = mix_bits((keys >> 32) ^ low)
+    bits = mix_bits(mix_bits(torch.arange(n, device=keys.device) ^ low[:, None]) ^ high[:, None])
+    # fp32 rounds the largest up to 1, whose exponential would be infinite
+    return -torch.log1p(-((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
 
 
 # ---- the decode loop ----
@@ -87,9 +119,9 @@ class Ended(InputError):
         self.completions = completions
 
 
-def draw_finite(sampling: Sampling, logits: Tensor) -> Tensor:
-    """logits [B, V] -> tokens [B]; NO_TOKEN where one is NaN or infinite, which the sum then is, too."""
-    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits), NO_TOKEN)
+def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
+    """`Sampling.draw`, but NO_TOKEN where one of a row's logits is NaN or infinite, which the sum then is, too."""
+    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, keys), NO_TOKEN)
 
 
 def check_drawn(token: int, step: int, model: Transformer) -> None:
@@ -107,9 +139,9 @@ def check_drawn(token: int, step: int, model: Transformer) -> None:
 def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
 
-    def step(tokens: Tensor, pos: Tensor) -> Tensor:
+    def step(tokens: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
         # steps in flight may follow a NO_TOKEN before it is read
-        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos))
+        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos), pos, keys)
 
     if not compile:
         return step
@@ -140,7 +172,7 @@ class CompiledStep:
         self.by_name = torch_compiled(step, backend=self._compile)
         self.key: Any = None  # what the tensors were found for
         self.tensors: list[Tensor] = []
-        self.places = (0, 0)  # of tokens and positions among them
+        self.places: list[int | None] = []  # of the arguments among them; None: the graph does not read it
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch import _inductor as inductor  # takes seconds, which an eager step need not
@@ -155,17 +187,19 @@ class CompiledStep:
 
         return call
 
-    def __call__(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        key = tokens.shape, pos.shape, torch.get_num_threads()
+    def __call__(self, *args: Tensor) -> Tensor:
+        key = *(x.shape for x in args), torch.get_num_threads()
         if self.key == key:
             tensors = self.tensors.copy()
-            tensors[self.places[0]], tensors[self.places[1]] = tokens, pos
+            for place, x in zip(self.places, args, strict=True):
+                if place is not None:
+                    tensors[place] = x
             return self.compiled(*tensors)[0]
         self.key, self.tensors = None, []
-        out = self.by_name(tokens, pos)
+        out = self.by_name(*args)
         at = {id(x): i for i, x in enumerate(self.tensors)}
-        if tokens is not pos and {id(tokens), id(pos)} <= at.keys():
-            self.key, self.places = key, (at[id(tokens)], at[id(pos)])
+        if self.tensors and len(set(map(id, args))) == len(args):
+            self.key, self.places = key, [at.get(id(x)) for x in args]
         return out
 
 
@@ -188,7 +222,7 @@ def arguments_alone(guards: Sequence[Any]) -> list[bool]:
     The rest, over 1000, took 0.4 ms a step. They ask whether model and cache are what was compiled: they are, since
     every step is compiled for its own, and the contract of a method is that one graph serves all steps.
     """
-    return [g.name in ("", "tokens", "pos") for g in guards]
+    return [g.name in ("", "tokens", "pos", "keys") for g in guards]
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -212,7 +246,7 @@ class Session:
         self.lag = LAG if self.device.type == "cuda" else 0
         self.decoded = 0  # steps since the prompt, what `maintain` counts
         self.compile_s = 0.0
-        self.pos = self.next = torch.empty(0, dtype=torch.int64)
+        self.pos = self.next = self.keys = torch.empty(0, dtype=torch.int64)
 
     @property
     def owns_cache(self) -> bool:
@@ -222,21 +256,27 @@ class Session:
     def warm_up(self, batch: int) -> float:
         """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
         start = time.perf_counter()
-        # two tensors: the code for one that is both would be compiled again at the first real step
-        tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
+        # each its own tensor: the code for one that is two would be compiled again at the first real step
+        args = [torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(3)]
         for _ in range(3):
-            self.step(tokens, pos)
+            self.step(*args)
         synchronize(self.device)
         self.model.reset_cache()
         return time.perf_counter() - start
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Right-pad the prompts, run them, and draw the first new token of each row."""
-        tokens, self.pos = pad(prompts, self.device)
+    def prefill(self, prompts: list[list[int]], keys: list[int] | None = None) -> None:
+        """Right-pad the prompts, run them, and draw the first new token of each row; keys: by default of these rows."""
+        tokens, lengths = pad(prompts, self.device)
+        self.model.cache.owner = None  # also if what follows fails
+        noise = torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device)
+        logits = self.model.prefill(tokens, lengths)
+        self.begin(draw_finite(self.sampling, logits, lengths - 1, noise), lengths, noise)
+
+    def begin(self, tokens: Tensor, pos: Tensor, keys: Tensor | None = None) -> None:
+        """From a cache that holds pos [B] tokens a row: `tokens` [B] are the next ones. The cache is this session's."""
+        self.next, self.pos, self.keys = tokens, pos, torch.zeros_like(pos) if keys is None else keys
         self.decoded, self.model.cache.owner = 0, self
-        torch.manual_seed(self.sampling.seed)
-        self.next = draw_finite(self.sampling, self.model.prefill(tokens, self.pos))
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
@@ -245,7 +285,7 @@ class Session:
             raise InputError("another call has taken the KV cache of this text: finish a stream before the next call, "
                              "or make a second LLM")  # fmt: skip
         # a clone: under CUDA graphs the output's memory is reused by the next replay
-        self.next = self.step(tokens, self.pos).clone()
+        self.next = self.step(tokens, self.pos, self.keys).clone()
         self.pos = self.pos + 1
         self.decoded += 1
         self.model.maintain(self.decoded)
@@ -341,6 +381,7 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     result: Result | None = None,
     question: Sequence[int] = (),
+    keys: list[int] | None = None,
 ) -> Result:
     """Prefill `prompts`, feed each row the `question`, decode until every row has met a stop id or has max_new_tokens.
 
@@ -350,7 +391,7 @@ def generate(
     result = result or empty_result(prompts)
     synchronize(session.device)
     start = time.perf_counter()
-    session.prefill(prompts)
+    session.prefill(prompts, keys)
     session.feed(question)
     synchronize(session.device)
     result.prefill_s = time.perf_counter() - start
@@ -486,6 +527,7 @@ class LLM:
         size = (batch, max_seq_len, max_new_tokens)
         if self.model.cache is not None and self._ready == (self.model.cache, size):
             self.model.reset_cache()
+            self.model.cache.owner = None
         else:
             self._steps = {}
             self.model.setup(self.method, *size, self.knobs)
@@ -566,6 +608,7 @@ class LLM:
         if not rows:
             raise InputError("no prompt was given")
         sampling, out = sampling or Sampling(), list[Completion]()
+        keys = noise_keys(sampling.seed, rows)
         max_seq_len = check_length(self.model, [row + asked for row in rows], max_new_tokens)
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
@@ -579,7 +622,7 @@ class LLM:
 
             result, error = empty_result(batch, asked), None
             try:
-                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked)
+                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked, keys[first : first + step])
             except InputError as e:
                 if not out and not any(result.tokens):
                     raise
@@ -666,6 +709,7 @@ class Conversation:
         """Start over."""
         self.messages: list[dict[str, str]] = self.opening
         self.held: list[int] = []  # tokens in the cache
+        self.keys: list[int] = []  # of the noise, by the first turn
         self.stale = False  # or not there any more: a turn that failed has overwritten them
 
     @locked
@@ -691,7 +735,8 @@ class Conversation:
         if held:
             session.feed(ids[len(held) :])
         else:
-            session.prefill([ids])
+            self.keys = self.keys or noise_keys(session.sampling.seed, [ids])
+            session.prefill([ids], self.keys)
         synchronize(session.device)
         result.prefill_s = time.perf_counter() - start
         stream = tk.stream()

@@ -31,7 +31,7 @@ def test_two_streams_at_once(llm):
     assert ["".join(llm.stream(t, 10)) for t in TEXTS] == want  # one after the other
 
 
-@pytest.mark.parametrize("take", ["generate", "say", "use"])
+@pytest.mark.parametrize("take", ["generate", "say", "use", "conversation"])
 def test_a_call_in_the_middle_of_a_stream(llm, take):
     stream = llm.stream(TEXTS[0], 10)
     next(stream)
@@ -39,8 +39,10 @@ def test_a_call_in_the_middle_of_a_stream(llm, take):
         llm.generate(TEXTS[1], 10)
     elif take == "say":
         llm.conversation().say(TEXTS[1], 3)
-    else:
+    elif take == "use":
         llm.use(llm.method)
+    else:  # opened alone
+        llm.conversation()
     with pytest.raises(InputError, match=TAKEN):
         "".join(stream)
 
