@@ -35,6 +35,7 @@ from weights import WeightFormat
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
+STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, pos and keys of the noise, each [B] -> next tokens [B]
 
@@ -427,17 +428,10 @@ def continue_rows(
         result.steps += session.decoded - before
 
 
-def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """The slots needed; InputError if the model's context has fewer."""
-    if max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
-    longest, context = max(map(len, prompts)), model.args.context
-    if longest >= context:
-        raise InputError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
-    if longest + max_new_tokens > context:
-        raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed the model's context "
-                         f"of {context}: use --max-new-tokens {context - longest} or less")  # fmt: skip
-    return longest + max_new_tokens
+def round_up(n: int) -> int:
+    """Tokens that are allocated for n in a compiled step: multiples of 256, from 1024 on two sizes an octave."""
+    unit = max(256, 2 ** ((n - 1).bit_length() - 2))
+    return -(-n // unit) * unit
 
 
 # ---- for a user ----
@@ -466,7 +460,8 @@ class LLM:
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
-    torch.compile the decode step, by default on a GPU.
+    torch.compile the decode step, by default on a GPU; the cache then has room for more tokens than asked for, so that
+    other lengths need no other step. max_seq_len: room for so many tokens of prompt and answer in every call.
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.
@@ -487,6 +482,7 @@ class LLM:
         head: str | None = None,
         kv_dtype: str | torch.dtype | None = None,
         calibration: str | Path | None = None,
+        max_seq_len: int | None = None,
         **knobs: Any,
     ):
         where = pick_device(None if device is None else str(device))
@@ -505,6 +501,9 @@ class LLM:
             )
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
+        if max_seq_len is not None:
+            check_range("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
+        self.max_seq_len = max_seq_len
         self.lock = threading.RLock()
         self.use(method, **knobs)
 
@@ -513,7 +512,7 @@ class LLM:
         """Another method from here on. InputError if it or a knob is unknown or out of range."""
         layer_methods(method, self.model.args.n_layer, knobs)
         self.method, self.knobs = method, knobs
-        self._steps: dict[Any, Step] = {}  # sampling -> step on the cache that is set up
+        self._steps: dict[Any, Step] = {}  # on the cache that is set up: sampling, but for the seed -> step
         self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
         self.model.cache = None  # whoever owned it loses it
         return self
@@ -532,13 +531,32 @@ class LLM:
             self._steps = {}
             self.model.setup(self.method, *size, self.knobs)
             self._ready = (self.model.cache, size)
-        key = dataclasses.astuple(sampling)
-        if key in self._steps:
-            return Session(self.model, self._steps[key], sampling)
-        self._steps[key] = make_step(self.model, sampling, self.compile)
-        session = Session(self.model, self._steps[key], sampling)
-        session.compile_s = session.warm_up(batch) if self.compile else 0.0
+        key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
+        step = self._steps.pop(key, None)
+        session = Session(self.model, step or make_step(self.model, sampling, self.compile), sampling)
+        self._steps[key] = session.step  # as the newest
+        if len(self._steps) > STEPS:
+            del self._steps[next(iter(self._steps))]
+        if step is None and self.compile:
+            session.compile_s = session.warm_up(batch)
         return session
+
+    def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
+        """max_seq_len and max_new_tokens of a cache for so many tokens. InputError if there is no room for them."""
+        if max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
+        longest, most = prompt + question, self.max_seq_len or self.model.args.context
+        limit = ("--max-seq-len" if self.max_seq_len else "the model's context") + f" of {most}"
+        if longest >= most:
+            raise InputError(f"the prompt of {longest} tokens exceeds {limit}: shorten the prompt")
+        if longest + max_new_tokens > most:
+            raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed {limit}: "
+                             f"use --max-new-tokens {most - longest} or less")  # fmt: skip
+        new = question + max_new_tokens
+        if not self.compile and not self.max_seq_len:
+            return prompt + new, new
+        prompt, new = round_up(prompt), round_up(new)
+        return (prompt + new, new) if prompt + new <= most and not self.max_seq_len else (most, None)
 
     def encode(
         self,
@@ -609,11 +627,11 @@ class LLM:
             raise InputError("no prompt was given")
         sampling, out = sampling or Sampling(), list[Completion]()
         keys = noise_keys(sampling.seed, rows)
-        max_seq_len = check_length(self.model, [row + asked for row in rows], max_new_tokens)
+        size = self.capacity(max(map(len, rows)), max_new_tokens, len(asked))
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
-            session = self.session(len(batch), max_seq_len, len(asked) + max_new_tokens, sampling)
+            session = self.session(len(batch), *size, sampling)
             streams = [self.tokenizer.stream() for _ in batch]
 
             def show(row: int, token: int, first: int = first, streams: list = streams) -> None:
@@ -632,7 +650,7 @@ class LLM:
                     raise
                 result.interrupted = True
             result.compile_s, result.kv_bytes = session.compile_s, self.model.kv_bytes()
-            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), max_seq_len)
+            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), size[0])
             for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
                 if on_text:
                     on_text(first + row, stream.flush())
@@ -654,9 +672,9 @@ class LLM:
     ) -> Iterator[str]:
         """The completion of one prompt, piece by piece."""
         ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
-        size = check_length(self.model, [ids], max_new_tokens)
+        size = self.capacity(len(ids), max_new_tokens)
         with self.lock:
-            session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
+            session, stream = self.session(1, *size, sampling), self.tokenizer.stream()
             session.prefill([ids])
         tokens = session.tokens(max_new_tokens)
         for step in range(max_new_tokens):
@@ -692,7 +710,7 @@ class Conversation:
     ):
         self.llm, self.sampling, self.chat, self.chat_args = llm, sampling, chat, chat_args or {}
         self.opening = llm.open_chat(chat, system, chat_args)
-        self.size = min(llm.model.args.context, CONVERSATION)
+        self.size = llm.max_seq_len or min(llm.model.args.context, CONVERSATION)
         self.compile_s = 0.0
         self.forget()
         self._open()

@@ -326,6 +326,37 @@ def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_input
         assert len(compiled_inputs) == 1, turn
 
 
+def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
+    """It is compiled for a capacity, which is rounded up, and a way of sampling; what is kept of it is bounded."""
+    llm = E.LLM(TINY, compile=True)
+    for n, new, seed in ((10, 5, 0), (200, 100, 1), (256, 256, 2)):
+        llm.generate([[5] * n], new, E.Sampling(0.8, seed=seed))
+        assert len(compiled_inputs) == 1
+    llm.generate([[5] * 257], 5, E.Sampling(0.8))
+    assert len(compiled_inputs) == 2
+    for i in range(6):
+        llm.generate([[5] * 300], 2, E.Sampling(0.8 + i / 10))
+    assert len(compiled_inputs) == 7 and len(llm._steps) == E.STEPS
+
+
+def test_max_seq_len_is_one_cache_for_all_lengths():
+    llm = E.LLM(TINY, max_seq_len=80)
+    first = llm.generate([[5] * 10], 5)[0]
+    cache = llm.model.cache
+    assert llm.generate([[5] * 60], 20) and llm.model.cache is cache
+    assert "".join(llm.stream([5] * 10, 5)) == first.text and llm.conversation().size == 80
+    with pytest.raises(InputError, match="61 prompt tokens and --max-new-tokens 20 exceed --max-seq-len of 80"):
+        llm.generate([[5] * 61], 20)
+    with pytest.raises(InputError, match="--max-seq-len 5000 is above 4096"):
+        E.LLM(TINY, max_seq_len=5000)
+
+
+def test_capacities_are_rounded_up_by_at_most_half():
+    sizes = [E.round_up(n) for n in range(257, 40_000)]
+    assert all(n <= size <= 1.5 * n + 255 for n, size in enumerate(sizes, 257)) and len(set(sizes)) == 14
+    assert sizes == [E.round_up(n) for n in sizes]
+
+
 # ---- the command line ----
 
 
