@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
-from errors import InputError, check_range
+from errors import InputError, check_count, check_range
 from formats import open_checkpoint
 from kernels import native
 from model import ModelArgs, Transformer, random_transformer
@@ -56,10 +56,10 @@ class Sampling:
         if self.temperature != 0:  # logits over less than the least would be infinite
             check_range("--temperature", self.temperature, 1e-4, 1e4, "use 0 for greedy decoding, or 0.1 to 2")
         if self.top_k is not None:
-            check_range("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"--top-p {self.top_p} is outside (0, 1]")
-        check_range("--seed", self.seed, 0, 2**63 - 1)
+            check_count("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
+        if self.top_p is not None:
+            check_range("--top-p", self.top_p, 0, 1, "leave it out to keep every token")
+        check_count("--seed", self.seed, 0, 2**63 - 1)
 
     def draw(self, logits: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
         """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B]; no synchronization."""
@@ -502,7 +502,7 @@ class LLM:
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
         if max_seq_len is not None:
-            check_range("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
+            check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
         self.max_seq_len = max_seq_len
         self.lock = threading.RLock()
         self.use(method, **knobs)
@@ -543,8 +543,7 @@ class LLM:
 
     def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
         """max_seq_len and max_new_tokens of a cache for so many tokens. InputError if there is no room for them."""
-        if max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
+        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         longest, most = prompt + question, self.max_seq_len or self.model.args.context
         limit = ("--max-seq-len" if self.max_seq_len else "the model's context") + f" of {most}"
         if longest >= most:
@@ -577,10 +576,19 @@ class LLM:
                 prompt = self.tokenizer.encode_chat(said, **(chat_args or {}))
             else:
                 prompt = self.tokenizer.encode(prompt, bos=True)
-        assert isinstance(prompt, list)
-        if not prompt:
+        if not (ids := self._check_ids(prompt)):
             raise InputError("a prompt has no tokens: give some text")
-        return prompt
+        return ids
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        """InputError unless these are ids of this model's tokens."""
+        if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+            what = f"{type(ids).__name__} of {type(ids[0]).__name__}" if isinstance(ids, list) else type(ids).__name__
+            raise InputError(f"a prompt is a {what}: give text or a list of token ids, of a tensor its tolist()")
+        size = self.model.args.vocab_size
+        if (bad := next((i for i in ids if not 0 <= i < size), None)) is not None:
+            raise InputError(f"there is no token {bad}: give ids from 0 to {size - 1}, those of this model")
+        return list(ids)
 
     def open_chat(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> list[dict[str, str]]:
         """The messages before the first of a user. InputError if there is something for a chat template, and none."""
@@ -598,7 +606,7 @@ class LLM:
         if chat:
             raise InputError("a chat template ends the prompt's turn: ask in a second turn of a conversation "
                              "(--interactive), or give no chat template")  # fmt: skip
-        return self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question
+        return self._check_ids(self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question)
 
     @locked
     def generate(
@@ -622,9 +630,16 @@ class LLM:
         new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
         asked = self._encode_question(question, chat)
-        rows = [self.encode(p, chat, system, chat_args) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, list | tuple) or prompts and all(type(p) is int for p in prompts):
+            raise InputError(f"the prompts are a {type(prompts).__name__}: give a list, of texts or of lists of token "
+                             "ids, as [[1, 2, 3]]")  # fmt: skip
+        rows = [self.encode(p, chat, system, chat_args) for p in prompts]
         if not rows:
-            raise InputError("no prompt was given")
+            raise InputError("no prompt was given: give a text, or a list of them")
+        if batch_size is not None:
+            check_count("--batch-size", batch_size, 1, 1_000_000)
         sampling, out = sampling or Sampling(), list[Completion]()
         keys = noise_keys(sampling.seed, rows)
         size = self.capacity(max(map(len, rows)), max_new_tokens, len(asked))
@@ -734,6 +749,9 @@ class Conversation:
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
         """One turn. InputError, and the conversation is as before, if the context has no room or a step fails."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
+        if not isinstance(text, str):
+            raise InputError(f"a turn is a {type(text).__name__}: give text")
+        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         messages, held = [*self.messages, {"role": "user", "content": text}], self.held
         if self.chat:
             ids = tk.encode_chat(messages, **self.chat_args)

@@ -20,7 +20,7 @@ import torch
 
 from cache.spec import describe
 from engine import LLM, Completion, Ended, Sampling
-from errors import InputError, Parser, check_range, run_cli
+from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
     add_calibration,
@@ -226,9 +226,9 @@ def main(argv: list[str] | None = None) -> int:
     if opt.list_methods:
         print(describe())
         return 0
-    check_range("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
+    check_count("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
     if opt.batch_size is not None:
-        check_range("--batch-size", opt.batch_size, 1, 1_000_000)
+        check_count("--batch-size", opt.batch_size, 1, 1_000_000)
     if opt.checkpoint and opt.random_init:
         raise InputError("give --checkpoint or --random-init, not both")
     if opt.interactive and (
