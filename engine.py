@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
-from errors import InputError, check_count, check_range
+from errors import InputError, check_count, check_range, short
 from formats import open_checkpoint
 from kernels import native
 from model import ModelArgs, Transformer, random_transformer
@@ -37,7 +37,8 @@ NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is r
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
 STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
 
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, pos and keys of the noise, each [B] -> next tokens [B]
+# tokens and pos [B], then what Sampling.draw takes beside logits and pos -> the next tokens [B]
+Step = Callable[..., Tensor]
 
 
 # ---- sampling ----
@@ -45,12 +46,19 @@ Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, pos and keys of the
 
 @dataclass
 class Sampling:
-    """temperature 0 is greedy; top_k and top_p cut the distribution before drawing; seed makes a run repeatable."""
+    """How a token is drawn, as by Hugging Face's generate: the penalty first, the rest in the order of the fields.
+
+    temperature: 0 is greedy. top_k, top_p, min_p: draw from the k likeliest; from the fewest that have probability p
+    together; from those at least p times as likely as the likeliest. seed: makes a run repeatable.
+    repetition_penalty: positive logits of tokens in prompt or text are divided by it, negative ones multiplied.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature != 0:  # logits over less than the least would be infinite
@@ -59,12 +67,24 @@ class Sampling:
             check_count("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
         if self.top_p is not None:
             check_range("--top-p", self.top_p, 0, 1, "leave it out to keep every token")
+        if self.min_p is not None:
+            check_range("--min-p", self.min_p, 0, 1, "leave it out to keep every token")
+        check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
         check_count("--seed", self.seed, 0, 2**63 - 1)
 
-    def draw(self, logits: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
-        """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B]; no synchronization."""
+    def draw(self, logits: Tensor, pos: Tensor, keys: Tensor, seen: Tensor | None = None) -> Tensor:
+        """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys`, seen [B, V] bool -> tokens [B]; no
+        synchronization. seen: what is in prompt and text, None without a penalty."""
+        if seen is not None:
+            logits, penalty = logits.float(), self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.temperature == 0:
             return logits.argmax(-1)
+        # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
+        return (self.probs(logits) / exponential_noise(keys, pos, logits.shape[-1])).argmax(-1)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits [B, V] -> the distribution that is drawn from, fp32 [B, V], not normalized."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
@@ -74,8 +94,9 @@ class Sampling:
             # the token that crosses top_p is kept; far below 1e-30, fp32 has only 0, and would keep none
             kept = sorted_probs.cumsum(-1) - sorted_probs < max(self.top_p, 1e-30)
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
-        # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
-        return (probs / exponential_noise(keys, pos, probs.shape[-1])).argmax(-1)
+        if self.min_p is not None:
+            probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0, probs)
+        return probs
 
 
 def noise_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -120,29 +141,17 @@ class Ended(InputError):
         self.completions = completions
 
 
-def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
+def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
     """`Sampling.draw`, but NO_TOKEN where one of a row's logits is NaN or infinite, which the sum then is, too."""
-    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, keys), NO_TOKEN)
-
-
-def check_drawn(token: int, step: int, model: Transformer) -> None:
-    """InputError if a row's logits were not finite, with what to try. step: tokens decoded before."""
-    if token == NO_TOKEN:
-        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
-        fp16 = [flag for flag, dtype in flags.items() if dtype == torch.float16]
-        if fp16:
-            why = f"fp16 holds no number above 65504; try {fp16[0]} bf16 or fp32"
-        else:
-            why = "the method's knobs are exceeded, or the weights are damaged; try --method full"
-        raise InputError(f"logits are NaN or infinite at step {step}: {why}")
+    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, *given), NO_TOKEN)
 
 
 def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
 
-    def step(tokens: Tensor, pos: Tensor, keys: Tensor) -> Tensor:
+    def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         # steps in flight may follow a NO_TOKEN before it is read
-        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos), pos, keys)
+        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos), pos, *given)
 
     if not compile:
         return step
@@ -223,7 +232,7 @@ def arguments_alone(guards: Sequence[Any]) -> list[bool]:
     The rest, over 1000, took 0.4 ms a step. They ask whether model and cache are what was compiled: they are, since
     every step is compiled for its own, and the contract of a method is that one graph serves all steps.
     """
-    return [g.name in ("", "tokens", "pos", "keys") for g in guards]
+    return [g.name in ("", "tokens", "pos") or g.name.startswith("given") for g in guards]
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -245,9 +254,11 @@ class Session:
         self.model, self.step, self.sampling = model, step, sampling
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
+        self.done: list[bool] = []  # by row, in `rows`
         self.decoded = 0  # steps since the prompt, what `maintain` counts
         self.compile_s = 0.0
-        self.pos = self.next = self.keys = torch.empty(0, dtype=torch.int64)
+        self.pos = self.next = torch.empty(0, dtype=torch.int64)
+        self.given: list[Tensor] = []  # what Sampling.draw takes beside logits and pos
 
     @property
     def owns_cache(self) -> bool:
@@ -258,9 +269,10 @@ class Session:
         """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
         start = time.perf_counter()
         # each its own tensor: the code for one that is two would be compiled again at the first real step
-        args = [torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(3)]
+        tokens, pos, keys = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(3))
+        given = self._given(keys, [[]] * batch)
         for _ in range(3):
-            self.step(*args)
+            self.step(tokens, pos, *given)
         synchronize(self.device)
         self.model.reset_cache()
         return time.perf_counter() - start
@@ -270,13 +282,21 @@ class Session:
         """Right-pad the prompts, run them, and draw the first new token of each row; keys: by default of these rows."""
         tokens, lengths = pad(prompts, self.device)
         self.model.cache.owner = None  # also if what follows fails
-        noise = torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device)
+        given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
         logits = self.model.prefill(tokens, lengths)
-        self.begin(draw_finite(self.sampling, logits, lengths - 1, noise), lengths, noise)
+        self.begin(draw_finite(self.sampling, logits, lengths - 1, *given), lengths, *given)
 
-    def begin(self, tokens: Tensor, pos: Tensor, keys: Tensor | None = None) -> None:
+    def _given(self, keys: Tensor, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        if self.sampling.repetition_penalty == 1:
+            return [keys]
+        seen = torch.zeros(len(prompts), self.model.args.vocab_size, dtype=torch.bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[list(prompt)] = True
+        return [keys, seen.to(self.device)]
+
+    def begin(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> None:
         """From a cache that holds pos [B] tokens a row: `tokens` [B] are the next ones. The cache is this session's."""
-        self.next, self.pos, self.keys = tokens, pos, torch.zeros_like(pos) if keys is None else keys
+        self.next, self.pos, self.given = tokens, pos, list(given) or [torch.zeros_like(pos)]
         self.decoded, self.model.cache.owner = 0, self
 
     @torch.inference_mode()
@@ -285,8 +305,10 @@ class Session:
         if not self.owns_cache:
             raise InputError("another call has taken the KV cache of this text: finish a stream before the next call, "
                              "or make a second LLM")  # fmt: skip
+        if len(self.given) > 1:
+            self.given[1].scatter_(1, tokens.clamp(min=0)[:, None], True)
         # a clone: under CUDA graphs the output's memory is reused by the next replay
-        self.next = self.step(tokens, self.pos, self.keys).clone()
+        self.next = self.step(tokens, self.pos, *self.given).clone()
         self.pos = self.pos + 1
         self.decoded += 1
         self.model.maintain(self.decoded)
@@ -296,6 +318,28 @@ class Session:
         """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
         for t in tokens:
             self.advance(torch.full_like(self.pos, t))
+
+    def rows(self, n: int, stop_ids: frozenset[int] = frozenset()) -> Iterator[list[int | None]]:
+        """Yield up to n times the next token of every row, None for a row that is done: it met a stop id, or whoever
+        reads this set `done`. Ends when all are. InputError if a row's logits are not finite."""
+        self.done = [False] * len(self.next)
+        for step, drawn in enumerate(self.tokens(n)):
+            self.done = [done or token in stop_ids for done, token in zip(self.done, drawn, strict=True)]
+            kept = [None if done else token for done, token in zip(self.done, drawn, strict=True)]
+            if NO_TOKEN in kept:
+                raise InputError(f"logits are NaN or infinite at step {step}: {self._not_finite()}")
+            if not all(self.done):
+                yield kept
+            if all(self.done):
+                return
+
+    def _not_finite(self) -> str:
+        model = self.model
+        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
+        for flag, dtype in flags.items():
+            if dtype == torch.float16:
+                return f"fp16 holds no number above 65504; try {flag} bf16 or fp32"
+        return "the method's knobs are exceeded, or the weights are damaged; try --method full"
 
     def tokens(self, n: int) -> Iterator[list[int]]:
         """Yield n times the next token of every row.
@@ -379,15 +423,16 @@ def generate(
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: frozenset[int] = frozenset(),
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], Any] | None = None,
     result: Result | None = None,
     question: Sequence[int] = (),
     keys: list[int] | None = None,
 ) -> Result:
     """Prefill `prompts`, feed each row the `question`, decode until every row has met a stop id or has max_new_tokens.
 
-    on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is. InputError if logits
-    are not finite, or a method cannot go on; `result`, an `empty_result`, then holds what came before.
+    on_token(row, id) is called for every token kept, and ends the row if it returns True. Ctrl-C ends early and keeps
+    what there is. InputError if logits are not finite, or a method cannot go on; `result`, an `empty_result`, then
+    holds what came before.
     """
     result = result or empty_result(prompts)
     synchronize(session.device)
@@ -405,21 +450,16 @@ def continue_rows(
     result: Result,
     max_new_tokens: int,
     stop_ids: frozenset[int],
-    on_token: Callable[[int, int], None] | None,
+    on_token: Callable[[int, int], Any] | None,
 ) -> None:
     """The decode loop: from `session.next` on, until all rows stop."""
-    done, before, start = [False] * len(result.tokens), session.decoded, time.perf_counter()
+    before, start = session.decoded, time.perf_counter()
     try:
-        for step, ids in enumerate(session.tokens(max_new_tokens)):
-            for row, token in enumerate(ids):
-                done[row] = done[row] or token in stop_ids
-                if not done[row]:
-                    check_drawn(token, step, session.model)
+        for tokens in session.rows(max_new_tokens, stop_ids):
+            for row, token in enumerate(tokens):
+                if token is not None:
                     result.tokens[row].append(token)
-                    if on_token:
-                        on_token(row, token)
-            if all(done):
-                break
+                    session.done[row] = on_token is not None and on_token(row, token) is True
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
@@ -435,6 +475,43 @@ def round_up(n: int) -> int:
 
 
 # ---- for a user ----
+
+
+class Text:
+    """The text of a row as its tokens come, up to the first stop string: what may be the beginning of one waits."""
+
+    def __init__(self, stream: Any, stop: Sequence[str]):
+        self.stream, self.stop = stream, stop
+        self.text = self.waiting = ""
+        self.stopped = False
+
+    def put(self, token: int) -> str:
+        """The text that this token makes certain; `stopped` if there is no more."""
+        return self._show(self.stream.put(token))
+
+    def flush(self) -> str:
+        return self._show(self.stream.flush(), last=True)
+
+    def _show(self, piece: str, last: bool = False) -> str:
+        if self.stopped:
+            return ""
+        self.waiting += piece
+        # by its end: the same however the text is cut into pieces
+        found = [(i + len(s), i) for s in self.stop if (i := self.waiting.find(s)) >= 0]
+        self.stopped = bool(found)
+        begun = [n for s in self.stop for n in range(1, len(s)) if self.waiting.endswith(s[:n])]
+        end = min(found)[1] if found else len(self.waiting) - (0 if last else max(begun, default=0))
+        shown, self.waiting = self.waiting[:end], self.waiting[end:]
+        self.text += shown
+        return shown
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """InputError unless this is a text or several."""
+    given = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, list | tuple) or not all(isinstance(s, str) and s for s in given):
+        raise InputError(f"--stop is {short(stop)}: give a text, or a list of texts, that are not empty")
+    return tuple(given)
 
 
 def locked(call: Callable[..., Any]) -> Any:
@@ -620,12 +697,14 @@ class LLM:
         chat_args: dict[str, Any] | None = None,
         question: str | list[int] | None = None,
         batch_size: int | None = None,
+        stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
 
         chat, system, chat_args: as in `encode`.
         question: more text behind every prompt, which comes through decode: the method compresses without knowing it.
+        stop: strings that end a text, which does not show them; their tokens are in `tokens`.
         on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
         new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
@@ -641,17 +720,19 @@ class LLM:
         if batch_size is not None:
             check_count("--batch-size", batch_size, 1, 1_000_000)
         sampling, out = sampling or Sampling(), list[Completion]()
-        keys = noise_keys(sampling.seed, rows)
+        keys, stop = noise_keys(sampling.seed, rows), stop_strings(stop)
         size = self.capacity(max(map(len, rows)), max_new_tokens, len(asked))
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
             session = self.session(len(batch), *size, sampling)
-            streams = [self.tokenizer.stream() for _ in batch]
+            texts = [Text(self.tokenizer.stream(), stop) for _ in batch]
 
-            def show(row: int, token: int, first: int = first, streams: list = streams) -> None:
+            def show(row: int, token: int, first: int = first, texts: list[Text] = texts) -> bool:
+                piece = texts[row].put(token)
                 if on_text:
-                    on_text(first + row, streams[row].put(token))
+                    on_text(first + row, piece)
+                return texts[row].stopped
 
             result, error = empty_result(batch, asked), None
             try:
@@ -666,10 +747,11 @@ class LLM:
                 result.interrupted = True
             result.compile_s, result.kv_bytes = session.compile_s, self.model.kv_bytes()
             result.kv_bytes_full = self.model.kv_bytes_full(len(batch), size[0])
-            for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
+            for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
+                piece = text.flush()
                 if on_text:
-                    on_text(first + row, stream.flush())
-                out.append(Completion(self.tokenizer.decode(ids), ids, result.prompt_tokens[row], result))
+                    on_text(first + row, piece)
+                out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
             if error:
                 raise Ended(str(error), out)
             if result.interrupted:
@@ -684,22 +766,22 @@ class LLM:
         chat: bool = False,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
         """The completion of one prompt, piece by piece."""
         ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
-        size = self.capacity(len(ids), max_new_tokens)
+        size, text = self.capacity(len(ids), max_new_tokens), Text(self.tokenizer.stream(), stop_strings(stop))
         with self.lock:
-            session, stream = self.session(1, *size, sampling), self.tokenizer.stream()
+            session = self.session(1, *size, sampling)
             session.prefill([ids])
-        tokens = session.tokens(max_new_tokens)
-        for step in range(max_new_tokens):
+        rows = session.rows(max_new_tokens, self.stop_ids)
+        while not text.stopped:
             with self.lock:
-                (token,) = next(tokens)
-            if token in self.stop_ids:
+                row = next(rows, None)
+            if row is None or row[0] is None:
                 break
-            check_drawn(token, step, self.model)
-            yield stream.put(token)
-        yield stream.flush()
+            yield text.put(row[0])
+        yield text.flush()
 
     def conversation(
         self,
@@ -707,9 +789,10 @@ class LLM:
         chat: bool = False,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Conversation:
-        """Turns that continue one cache; chat, system, chat_args: as in `encode`."""
-        return Conversation(self, sampling or Sampling(), chat, system, chat_args)
+        """Turns that continue one cache; chat, system, chat_args: as in `encode`, stop: as in `generate`."""
+        return Conversation(self, sampling or Sampling(), chat, system, chat_args, stop)
 
 
 class Conversation:
@@ -722,7 +805,9 @@ class Conversation:
         chat: bool,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ):
+        self.stop = stop_strings(stop)
         self.llm, self.sampling, self.chat, self.chat_args = llm, sampling, chat, chat_args or {}
         self.opening = llm.open_chat(chat, system, chat_args)
         self.size = llm.max_seq_len or min(llm.model.args.context, CONVERSATION)
@@ -775,15 +860,21 @@ class Conversation:
             session.prefill([ids], self.keys)
         synchronize(session.device)
         result.prefill_s = time.perf_counter() - start
-        stream = tk.stream()
-        show = None if on_text is None else lambda row, token: on_text(stream.put(token))
+        answer = Text(tk.stream(), self.stop)
+
+        def show(row: int, token: int) -> bool:
+            piece = answer.put(token)
+            if on_text is not None:
+                on_text(piece)
+            return answer.stopped
+
         continue_rows(session, result, min(max_new_tokens, self.size - len(ids)), llm.stop_ids, show)
+        piece = answer.flush()
         if on_text is not None:
-            on_text(stream.flush())
+            on_text(piece)
         self.held = ids + result.tokens[0]
         # the last token, drawn but not fed if max_new_tokens ended the turn
         session.feed(self.held[int(session.pos[0]) :])
-        answer, self.stale = tk.decode(result.tokens[0]), False
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
-        return Completion(answer, result.tokens[0], result.prompt_tokens[0], result)
+        return Completion(answer.text, result.tokens[0], result.prompt_tokens[0], result)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cache.spec import describe
-from engine import LLM, Completion, Ended, Sampling
+from engine import LLM, Completion, Ended, Sampling, stop_strings
 from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
@@ -61,7 +61,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     a("--top-k", type=int, metavar="K")
     a("--top-p", type=float, metavar="P")
+    a("--min-p", type=float, metavar="P", help="only tokens at least P times as likely as the likeliest")
+    a(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that were there are less likely",
+    )
     a("--seed", type=int, default=0)
+    a("--stop", nargs="+", metavar="TEXT", default=[], help="strings that end a text, which does not show them")
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     add_precision(p)
@@ -184,7 +193,13 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
     try:
         with profiled(opt.profile):
             report.completions += llm.generate(
-                prompts, opt.max_new_tokens, sampling, question=opt.question, batch_size=opt.batch_size, on_text=show
+                prompts,
+                opt.max_new_tokens,
+                sampling,
+                question=opt.question,
+                batch_size=opt.batch_size,
+                stop=opt.stop,
+                on_text=show,
             )
     except Ended as e:
         report.completions += e.completions
@@ -198,7 +213,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """A turn a line from standard input, until it ends."""
-    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt)), sys.stdin.isatty()
+    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt), opt.stop), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
         print(f"a turn a line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
@@ -240,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     if opt.question and opt.chat:
         raise InputError("--chat ends the prompt's turn before --question: ask in a second turn, with --interactive")
     check_out(opt.profile, "--profile")
-    sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
+    sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
+    stop_strings(opt.stop)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
               random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
               kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len)  # fmt: skip

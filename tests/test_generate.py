@@ -425,6 +425,14 @@ def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
     assert code == 0 and len(first) == len(second) == 5
 
 
+def test_stop_strings_and_a_penalty_from_the_command_line(capsys):
+    argv = ["--prompt", "import os\n", "--max-new-tokens", "24", "--json", "--repetition-penalty", "1.3"]
+    free = json.loads(run(capsys, *argv)[1])["text"][0]
+    stop = [free[5:8], "not there"]
+    assert json.loads(run(capsys, *argv, "--stop", *stop)[1])["text"][0] == free[: free.find(stop[0])]
+    assert free == E.LLM().generate("import os\n", 24, E.Sampling(repetition_penalty=1.3))[0].text
+
+
 def test_interactive_reset_starts_over(capsys, monkeypatch):
     argv = ["--interactive", "--max-new-tokens", "4", "--json", "--method", "self_index"]
     stdin = b"import os\nmore\n/reset\nimport os\n"
@@ -495,6 +503,10 @@ BAD = {
     ),
     "top-p nan": (["--prompt", "a", "--top-p", "nan"], "--top-p nan"),
     "top-k of no tensor": (["--prompt", "a", "--top-k", "1" + "0" * 23], "--top-k 100000000000000000000000 is above"),
+    "min-p": (["--prompt", "a", "--min-p", "2"], "--min-p 2.0 is above 1"),
+    "repetition penalty": (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 is below"),
+    "stop string": (["--prompt", "a", "--stop", ""], "--stop is ['']: give a text"),
+    "max-seq-len": (["--prompt", "a", "--max-seq-len", "1"], "--max-seq-len 1 is below 2"),
     "negative seed": (["--prompt", "a", "--seed", "-1"], "--seed -1 is below 0"),
     "seed of no generator": (["--prompt", "a", "--seed", "1" + "0" * 23], "--seed 100000000000000000000000 is above"),
     "new tokens of no list": (["--prompt", "a", "--max-new-tokens", "9" * 23], "--max-new-tokens"),

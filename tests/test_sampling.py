@@ -5,6 +5,7 @@ import torch
 
 import engine as E
 from engine import LLM, Sampling
+from errors import InputError
 
 PROMPTS = ["import os\n", "def f(x):", "import os\n", "import os\n"]
 WARM = Sampling(temperature=1.0, seed=5)
@@ -95,3 +96,110 @@ def test_sampled_frequencies_follow_the_cut_distribution():
 def test_the_least_that_is_allowed_is_greedy(least):
     logits = torch.tensor([[1.0, 3.0, 2.0], [1e4, 0.0, 1e30]])
     assert draw(Sampling(**least), logits).tolist() == [1, 2]
+
+
+CUTS = [dict(top_k=5), dict(top_p=0.7), dict(min_p=0.2), dict(min_p=0.0), dict(min_p=1.0), dict(top_k=20, top_p=0.9),
+        dict(temperature=0.6, top_k=30, top_p=0.8, min_p=0.1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_distribution_is_hugging_faces(cut):
+    from transformers.generation import logits_process as hf
+
+    logits = torch.randn(8, 200, generator=torch.Generator().manual_seed(0)) * 3
+    kinds = dict(temperature=hf.TemperatureLogitsWarper, top_k=hf.TopKLogitsWarper, top_p=hf.TopPLogitsWarper,
+                 min_p=hf.MinPLogitsWarper)  # fmt: skip
+    scores = logits
+    for name, kind in kinds.items():  # in the order of its generate
+        scores = kind(cut[name])(None, scores) if name in cut else scores
+    probs = Sampling(**{"temperature": 1.0} | cut).probs(logits)
+    torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), scores.softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_with_a_penalty_are_those_of_hugging_faces_processor(llm, temperature):
+    """Teacher-forced: the prompt and all that was said before count, in every row for itself, compiled, too."""
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    prompts = [llm.encode(p) for p in ("import os\nimport sys\n", "def f(x):\n    return")]
+    sampling = Sampling(temperature, repetition_penalty=1.3, seed=2)
+    got = [c.tokens for c in llm.generate(prompts, 12, sampling)]
+    for prompt, tokens, key in zip(prompts, got, E.noise_keys(2, prompts), strict=True):
+        ids = torch.tensor([prompt + tokens])
+        with torch.inference_mode():
+            logits = llm.model(ids)
+        for i, token in enumerate(tokens, len(prompt)):
+            scores = RepetitionPenaltyLogitsProcessor(1.3)(ids[:, :i], logits[:, i - 1])
+            assert Sampling(temperature).draw(scores, torch.tensor([i - 1]), torch.tensor([key])) == token
+    if temperature == 0:
+        assert got != [c.tokens for c in llm.generate(prompts, 12)]
+    assert [c.tokens for c in LLM(compile=True).generate(prompts, 12, sampling)] == got
+
+
+def test_a_penalty_counts_the_question_and_earlier_turns(llm):
+    penalty = Sampling(repetition_penalty=1.3)
+    whole = llm.generate([llm.encode("import os") + llm._encode_question(" as x", False)], 6, penalty)[0].tokens
+    assert llm.generate("import os", 6, penalty, question=" as x")[0].tokens == whole
+    talk = llm.conversation(penalty)
+    first = talk.say("import os", 4).tokens
+    ids = llm.encode("import os") + first + llm._encode_question("\ndef f", False)
+    assert talk.say("def f", 4).tokens == llm.generate([ids], 4, penalty)[0].tokens
+
+
+# ---- stop strings ----
+
+
+def test_a_stop_string_ends_each_row_and_is_not_shown(llm):
+    prompts = ["import os\n", "def f(x):\n    return", "class A:"]
+    free = [c.text for c in llm.generate(prompts, 24)]
+    stop = [free[0][7:10], free[1][3:5]]
+    shown: dict[int, str] = {}
+    got = llm.generate(prompts, 24, stop=stop, on_text=lambda r, piece: shown.update({r: shown.get(r, "") + piece}))
+    for row, (c, whole) in enumerate(zip(got, free, strict=True)):
+        ends = [whole.find(s) for s in stop if s in whole]
+        assert c.text == shown[row] == whole[: min(ends, default=None)]
+        assert any(s in llm.tokenizer.decode(c.tokens) for s in stop) == bool(ends)  # no token was drawn beyond
+        assert not ends or not any(s in llm.tokenizer.decode(c.tokens[:-1]) for s in stop)
+    assert "".join(llm.stream(prompts[0], 24, stop=stop)) == got[0].text
+    assert llm.generate(prompts[0], 24, stop=stop[0])[0].text == free[0][: free[0].find(stop[0])]
+
+
+def test_what_may_become_a_stop_string_waits():
+    class Pieces:
+        def put(self, token):
+            return token
+
+        def flush(self):
+            return ""
+
+    def pieces(stop, *said):
+        text = E.Text(Pieces(), stop)
+        return [*map(text.put, said), text.flush()]
+
+    assert pieces(["END"], "a", "E", "N", "x", "EN", "D", "b") == ["a", "", "", "ENx", "", "", "", ""]
+    assert pieces(["END"], "aEN") == ["a", "EN"]
+    assert pieces(["bc", "abcd"], "xabcd") == ["xa", ""]  # the first that is whole
+    assert pieces(["aab"], "aa", "a", "b") == ["", "a", "", ""]
+
+
+def test_a_conversation_goes_on_after_a_stop_string(llm):
+    free = llm.conversation().say("import os", 12).text
+    talk = llm.conversation(stop=free[4:6])
+    assert talk.say("import os", 12).text == free[: free.find(free[4:6])]
+    held = list(talk.held)
+    ids = held + llm.tokenizer.encode("\ndef f", bos=False)
+    assert talk.say("def f", 4).tokens[:1] == llm.generate([ids], 1)[0].tokens
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], None, 3, [3]], ids=str)
+def test_bad_stop_strings(llm, stop):
+    with pytest.raises(InputError, match="--stop is .*: give a text, or a list of texts, that are not empty"):
+        llm.generate("a", 3, stop=stop)
+
+
+@pytest.mark.parametrize("bad", [dict(min_p=1.5), dict(min_p=-0.1), dict(repetition_penalty=0.0),
+                                 dict(repetition_penalty=float("nan")), dict(min_p="x")], ids=str)  # fmt: skip
+def test_bad_values(bad):
+    (name,) = bad
+    with pytest.raises(InputError, match=f"--{name.replace('_', '-')} "):
+        Sampling(**bad)

@@ -72,7 +72,7 @@ class Ours(Run):
         if self.mode in ("eager", "compiled"):
             self.step = make_step(model, sampling, self.mode == "compiled")
         else:
-            self.step = lambda tokens, pos, keys: model.decode(tokens, pos).argmax(-1)
+            self.step = lambda tokens, pos, *_: model.decode(tokens, pos).argmax(-1)
             if self.mode == "captured":
                 options = compiler_options(w.device, graphs=False)
                 self.step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
