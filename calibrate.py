@@ -4,6 +4,7 @@
     python calibrate.py --checkpoint m.gguf                       # writes m.calibration.safetensors beside it
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
     python calibrate.py --checkpoint CKPT --method sals mine      # what these need; what the file has of others is kept
+    python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors      # half of it
     python calibrate.py --checkpoint CKPT --calibration F         # another place, for a folder that cannot be written
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
 
@@ -56,7 +57,8 @@ from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text
 from tokenizer import load_tokenizer
 from weights import WeightFormat
 
-SAMPLES, RANDOM = 20, 2500  # sequences of text, random tokens (RazorAttention, Sec. 3.3)
+SAMPLES = 12  # sequences of text (ours: docs/design.md says what more of them change)
+RANDOM = 2500  # random tokens (RazorAttention, Sec. 3.3)
 QUICK_SAMPLES, QUICK_RANDOM = 4, 256
 SAVE_EVERY = 60  # seconds
 
@@ -221,8 +223,7 @@ class Pass:
         write_tensors(self.path, tensors, {"partial": json.dumps(dict(settings=self.settings) | here)})
 
     def run(self, model: Transformer) -> Sums:
-        """All of it. KeyboardInterrupt, when the partial file is written, with a line that says what is kept."""
-        self.load(model.device)
+        """What is left of it. KeyboardInterrupt, when the partial file is written."""
         n, N = model.args.n_layer, len(self.sequences)
         saved = time.time()
         with Signals() as signals, tqdm(total=N * n, initial=self.done * n + self.layer, desc=self.name,
@@ -250,18 +251,17 @@ class Pass:
                 if self.done or self.layer:
                     self.save()
                 bar.close()
-                raise KeyboardInterrupt(self.kept()) from None
+                raise
         return self.sums
 
     def kept(self) -> str:
-        """What is done, and how to go on."""
+        """What is done."""
         N = len(self.sequences)
         if not self.done and not self.layer:
-            return f"nothing of the pass over {self.name} is done yet; give the same command again"
-        part = f"{self.done} of {N} sequences" if N > 1 else "the pass" if self.done else ""
+            return f"{self.name}: nothing is done yet"
+        part = f"{self.done} of {N} sequences" if N > 1 else "all" if self.done else ""
         layers = f"{self.layer} layers of {'the next' if N > 1 else 'it'}" if self.layer else ""
-        return (f"{self.name}: {' and '.join(filter(None, (part, layers)))} are kept in {self.path}; the same command "
-                "goes on from there")  # fmt: skip
+        return f"{self.name}: {' and '.join(filter(None, (part, layers)))} kept in {self.path}"
 
 
 # ---- the command ----
@@ -274,7 +274,7 @@ def parse_args() -> Any:
     a("--calibration", metavar="FILE", help="where the result goes; default: into the folder, or beside the GGUF file")
     a("--method", nargs="+", metavar="NAME", help="methods, presets or specs: measure what they need; default: all")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
-    a("--samples", type=int, help=f"sequences, default: {SAMPLES} (the papers: 128-512)")
+    a("--samples", type=int, help=f"sequences, default: {SAMPLES} (SALS: 512)")
     a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 2048 or the model's context if shorter")
     n_help = f"random tokens, repeated {REPEATS} times (razor), default: {RANDOM}, or an eighth of a shorter context"
     a("--random-tokens", type=int, default=0, help=n_help)
@@ -284,6 +284,7 @@ def parse_args() -> Any:
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")
     add_weights(p)
+    a("--bases", choices=("fp32", "fp16"), default="fp32", help="dtype of the file's bases: fp16 halves it")
     a("--json", action="store_true", help="print the file's metadata as JSON")
     return p.parse_args()
 
@@ -298,7 +299,7 @@ def main() -> None:
         if opt.method or opt.data:
             raise InputError("--import-channels measures nothing: drop --method and --data")
         check_place(out, source)
-        save(out, source, args, *imported(Path(opt.import_channels), args), json_only=opt.json)
+        save(out, source, args, *imported(Path(opt.import_channels), args), opt.bases, opt.json)
         return
     seq_len = opt.seq_len or min(2048, args.context)
     samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
@@ -331,17 +332,19 @@ def main() -> None:
         said = same | dict(data=digest(repeated.numpy()))
         passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
         how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
-    model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
-    tensors: dict[str, Tensor] = {}
-    whole = ""  # of what is done
     for p in passes:
-        try:
+        args.check_ids(p.sequences.flatten().tolist())
+    try:
+        for p in passes:
+            p.load(device)
+        model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+        tensors: dict[str, Tensor] = {}
+        for p in passes:
             tensors |= p.run(model).finish(args.n_layer)
-        except KeyboardInterrupt as e:
-            kept = str(e) or f"{p.name}: the pass is kept in {p.path}; the same command goes on from there"
-            raise KeyboardInterrupt(whole + kept) from None
-        whole += f"the pass over {p.name} is done and kept; "
-    save(out, source, args, tensors, how, json_only=opt.json)
+        save(out, source, args, tensors, how, opt.bases, opt.json)
+    except KeyboardInterrupt:
+        kept = "; ".join(p.kept() for p in passes)
+        raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
     for left in (path for p in passes for path in (p.path, temporary(p.path))):
         left.unlink(missing_ok=True)
 
@@ -371,11 +374,12 @@ def check_place(out: Path, source: Path) -> None:
 
 
 def save(
-    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], json_only: bool
-) -> None:
-    """The file with what is new in it, and a line about it."""
+    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], bases: str,
+    json_only: bool,
+) -> None:  # fmt: skip
+    """The file with what is new in it, all its bases in this dtype, and a line about it."""
     calibration = merged(out, source, args, tensors, how)
-    calibration.save(out)
+    calibration.save(out, DTYPES[bases])
     print(json.dumps(calibration.meta) if json_only else
           f"{out}: {out.stat().st_size / 2**20:.1f} MiB, new: {', '.join(how)}")  # fmt: skip
 

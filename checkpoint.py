@@ -19,6 +19,7 @@ from torch import Tensor
 
 from errors import InputError, short
 from formats import Codes, Reader, open_checkpoint
+from formats.shards import MERGE
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
 from weights import DENSE, Joined, PackedEmbedding, PackedLinear, WeightFormat
@@ -227,7 +228,8 @@ def load_checkpoint(
             head = value if isinstance(value, Tensor) else None
             continue
         if name not in targets:
-            raise InputError(f"unexpected tensor {name} in {path}: config.json describes another model")
+            why = f"it is of an adapter: {MERGE}" if ".lora_" in name else "the model of config.json has none such"
+            raise InputError(f"unexpected tensor {name} in {path}: {why}")
         target = targets.pop(name)
         if tuple(value.shape) != target.shape:
             raise InputError(
@@ -237,6 +239,8 @@ def load_checkpoint(
             again += choose is not None
             value = value.dequantize()
         target.put(value)
+    if [*targets] == ["model.embed_tokens.weight"] and head is not None:  # safetensors' save_model keeps the first name
+        targets.pop("model.embed_tokens.weight").put(head)
     if [*targets] == ["lm_head.weight"]:
         raise InputError(f"tensor lm_head.weight is missing from {path}: a base model without its output head; "
                          "save the model that generates (AutoModelForCausalLM), or set tie_word_embeddings in "

@@ -280,6 +280,8 @@ class Session:
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], keys: list[int] | None = None) -> None:
         """Right-pad the prompts, run them, and draw the first new token of each row; keys: by default of these rows."""
+        for prompt in prompts:
+            self.model.args.check_ids(prompt)
         tokens, lengths = pad(prompts, self.device)
         self.model.cache.owner = None  # also if what follows fails
         given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
@@ -316,6 +318,7 @@ class Session:
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> None:
         """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
+        self.model.args.check_ids(tokens)
         for t in tokens:
             self.advance(torch.full_like(self.pos, t))
 
@@ -662,9 +665,7 @@ class LLM:
         if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
             what = f"{type(ids).__name__} of {type(ids[0]).__name__}" if isinstance(ids, list) else type(ids).__name__
             raise InputError(f"a prompt is a {what}: give text or a list of token ids, of a tensor its tolist()")
-        size = self.model.args.vocab_size
-        if (bad := next((i for i in ids if not 0 <= i < size), None)) is not None:
-            raise InputError(f"there is no token {bad}: give ids from 0 to {size - 1}, those of this model")
+        self.model.args.check_ids(ids)
         return list(ids)
 
     def open_chat(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> list[dict[str, str]]:

@@ -10,7 +10,10 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Bad input: the message says what was found, what was expected and what to do, in one line."""
+    """Bad input: the message says what was found, what was expected and what to do, in one line, whatever it quotes."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
@@ -19,7 +22,7 @@ def run_cli(main: Callable[[], int | None]) -> None:
         code = main() or 0
         sys.stdout.flush()
     except InputError as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"error: {e}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt as e:
         print(f"interrupted: {e}" if str(e) else "interrupted", file=sys.stderr)

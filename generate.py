@@ -220,10 +220,14 @@ def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, repor
     while True:
         if terminal:
             print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
+        data = sys.stdin.buffer.readline()
+        if not data or data.strip() == b"/exit":
             return
-        text = line.rstrip("\n")
+        try:
+            text = decode_text(data).rstrip("\n")
+        except UnicodeDecodeError as e:
+            print(f"error: the line is not UTF-8: {e.reason} at byte {e.start}", file=sys.stderr)
+            continue
         if text.strip() == "/reset":
             talk.forget()
         elif text:

@@ -8,7 +8,7 @@ Shapes: B rows, S prompt tokens, Hq query heads, Hkv KV heads, D head_dim, V voc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,13 @@ class ModelArgs:
             raise InputError(f"unknown model name {name!r}: use one of {', '.join(NAMED)}")
         d = dict(NAMED[name])
         return cls(rope=RopeArgs(**d.pop("rope")), **d)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """InputError if the model embeds no such token: a tokenizer may have more than its vocab_size."""
+        for id in (min(ids), max(ids)) if ids else ():
+            if not 0 <= id < self.vocab_size:
+                raise InputError(f"the text has token {id}, the model embeds {self.vocab_size} (vocab_size in "
+                                 "config.json): leave that token out, or take the model's own tokenizer")  # fmt: skip
 
     def rotary(self, max_batch: int, max_seq_len: int, device: Any = None) -> Rope:
         """The tables of positions 0 to max_seq_len - 1."""

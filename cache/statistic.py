@@ -32,6 +32,7 @@ from errors import InputError
 from kernels.rope import apply_rope
 
 REPEATS = 4  # copies of the random tokens (RazorAttention, Sec. 3.3)
+EVERY = REPEATS - 1  # of the queries behind the first copy one in so many is measured: as many as were drawn
 ATTENTION_BLOCK = 1 << 21  # numbers of the attention of repeated tokens at a time: they stay in a CPU's cache
 
 
@@ -172,10 +173,14 @@ class Statistic:
 
 
 class RepeatedTokens(Statistic):
-    """Measured on random tokens repeated REPEATS times, which no text explains: what attention does with repetition."""
+    """Measured on random tokens repeated REPEATS times, which no text explains: what attention does with repetition.
+
+    As many queries as there are random tokens, of all copies but the first: each token once, if EVERY does not divide
+    their number.
+    """
 
     def measure_attention(self, p: Tensor, rows: Tensor, n_random: int) -> dict[str, Tensor]:
-        """Sums over some queries of the second copy and those after it.
+        """Sums over some of these queries.
 
         p [Hq, Q, K]: causal attention of the queries at rows [Q] of REPEATS * n_random tokens to the first K of them,
         the last query's own and those before it.
@@ -185,13 +190,13 @@ class RepeatedTokens(Statistic):
     def measure(self, t):
         S, D = len(t.k), t.k.shape[2]
         q, k = t.q_rot.transpose(0, 1) * D**-0.5, t.k_rot.transpose(0, 1)
-        step = max(16, ATTENTION_BLOCK // (len(q) * S))
+        step = EVERY * max(16, ATTENTION_BLOCK // (len(q) * S))
         q, out = q.unflatten(0, (len(k), -1)), dict[str, Tensor]()  # [Hkv, g, S, D]
         for first in range(S // REPEATS, S, step):
-            rows = torch.arange(first, min(first + step, S), device=k.device)
-            n, end = len(rows), first + len(rows)
-            logits = (q[:, :, first:end].flatten(1, 2) @ k[:, :end].mT).view(-1, n, end)  # [Hq, Q, K]
-            later = torch.ones(n, n, dtype=torch.bool, device=k.device).triu(1)
+            rows = torch.arange(first, min(first + step, S), EVERY, device=k.device)
+            n, end = len(rows), first + EVERY * (len(rows) - 1) + 1
+            logits = (q[:, :, first:end:EVERY].flatten(1, 2) @ k[:, :end].mT).view(-1, n, end)  # [Hq, Q, K]
+            later = torch.arange(first, end, device=k.device) > rows[:, None]
             logits[:, :, first:].masked_fill_(later, float("-inf"))
             for part, total in self.measure_attention(logits.softmax(-1), rows, S // REPEATS).items():
                 out[part] = out.get(part, 0) + total.double()

@@ -62,7 +62,8 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
     if path.is_dir():
         return _open_folder(path, read_object(path / "config.json") if config is None else config)
     if not path.exists():
-        raise InputError(f"checkpoint {path} not found: give a Hugging Face model folder or a GGUF file")
+        raise InputError(f"checkpoint {path} not found: give a Hugging Face model folder or a GGUF file on this "
+                         "machine, nothing is downloaded")  # fmt: skip
     check_fetched(path)
     if not is_gguf(path):
         raise InputError(f"{path} is no GGUF file: give one, or the folder that holds config.json and *.safetensors")
@@ -87,6 +88,9 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
         for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
             if (folder / name).is_file():
                 where, said = name, {"quant_method": method} | read_object(folder / name)
+    if "quantization" in config:
+        raise InputError(f"{folder}: config.json sets quantization, which is MLX's: not supported. Take the checkpoint "
+                         "in bf16 or fp16, or one of GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
     if said is None:
         return Reader(folder, "dense", plain, lambda: _dense(Shards(folder)), lambda: ({}, None))

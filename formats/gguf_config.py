@@ -106,9 +106,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 def stop_ids(file: GGUFFile) -> list[int]:
     """Ids that end an answer, as llama.cpp knows them: of a text, of a turn and of a message by key, tokens that end a
     turn by name, and what pads or separates files for fill-in-the-middle by key or by name. The first is eos."""
-    tokens: list[str] = file.metadata.get("tokenizer.ggml.tokens") or []
+    tokens: Any = file.metadata.get("tokenizer.ggml.tokens")
     ids = {token: id for id, token in enumerate(tokens)} if isinstance(tokens, list) else {}
-    default = {"eos": 2} if file.metadata.get("tokenizer.ggml.model") == "llama" and len(ids) > 2 else {}
+    default = {"eos": 2} if file.text("tokenizer.ggml.model", "") == "llama" and len(ids) > 2 else {}
     found = [file.number(f"tokenizer.ggml.{key}_token_id", default.get(key, -1)) for key in ("eos", "eot", "eom")]
     for key, names in FILL_IN_ENDS.items():
         named = next((ids[name] for name in names if name in ids), -1)

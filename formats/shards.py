@@ -19,6 +19,7 @@ from runtime import check_fetched
 # What older versions of transformers saved, and computes anew: no parameters.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias", "attn.bias")
 Held = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
+MERGE = "merge it into its model (peft's merge_and_unload) and save that"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,8 +27,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; InputError if it cannot be read or is none."""
     check_fetched(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        if path.with_name("adapter_config.json").is_file():
+            raise InputError(f"{path.parent} is an adapter (LoRA), no model: {MERGE}") from None
         raise InputError(f"{path} is missing: a checkpoint is a GGUF file, or a Hugging Face folder with config.json, "
                          "*.safetensors and tokenizer files") from None  # fmt: skip
     except (OSError, ValueError, RecursionError) as e:
@@ -52,7 +55,8 @@ def shard_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("calibration"))
     if not files:
-        raise InputError(f"no *.safetensors in {folder}: only safetensors and GGUF are read, pickles never are")
+        raise InputError(f"no *.safetensors in {folder}: only safetensors and GGUF are read, pickles (*.bin, *.pth) "
+                         "never are. Download the safetensors, or save the model anew (save_pretrained)")  # fmt: skip
     return files
 
 

@@ -36,7 +36,7 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"
 UNCALIBRATED = shutil.ignore_patterns("calibration*")
-N_RANDOM = 12
+N_RANDOM = 40
 SHAPES = [(2, 2, 16), (1, 3, 8), (4, 1, 32)]  # g, Hkv, D
 
 
@@ -207,7 +207,7 @@ def random_tokens(model, n=N_RANDOM):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("block", [1, 1 << 21])  # 16 queries at a time, or all
 def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
-    """Sec. 3.3: mass on earlier copies of the token, and right after them, over the second copy and those after it."""
+    """Sec. 3.3: mass on earlier copies of the token, and right after them, of every third query behind copy one."""
     monkeypatch.setattr(S, "ATTENTION_BLOCK", block)
     model, calib, _ = small(*shape)
     tokens, echo, after = random_tokens(model)
@@ -216,9 +216,9 @@ def test_head_scores_are_those_of_the_attention_maps(shape, block, monkeypatch):
     for i, (_, q, k, _) in enumerate(forward(model, tokens)):
         for h, p in enumerate(attention_map(q, k)):
             want = np.zeros(5)
-            for m in range(n, 4 * n):
+            for m in range(n, 4 * n, 3):
                 for copy in range(m - n, -1, -n):
-                    want += np.array(p[m, copy : copy + 5]) / (3 * n)
+                    want += np.array(p[m, copy : copy + 5]) / n
             assert abs(float(echo[i, h]) - want[0]) < 1e-5
             assert np.abs(after[i, h].numpy() - want[1:]).max() < 1e-5
     assert torch.allclose(calib.stack("razor.after"), after, atol=1e-6)
@@ -234,7 +234,7 @@ def test_random_tokens_are_pieces_of_text():
     model = small(2, 2, 16)[0]  # of 80 ids; two of the tokenizer's are beyond them
     seen, vocabulary = [], [*range(10, 30), 80, 81]
     hook = model.tok_embeddings.register_forward_pre_hook(lambda m, inputs: seen.append(inputs[0][0].clone()))
-    C.calibrate(model, [], N_RANDOM * 4, [HeadScores()], vocabulary=vocabulary)
+    C.calibrate(model, [], N_RANDOM, [HeadScores()], vocabulary=vocabulary)
     hook.remove()
     drawn = set(seen[0].tolist())
     assert drawn <= set(range(10, 30)) and len(drawn) > 9
@@ -434,6 +434,10 @@ def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
     with pytest.raises(InputError, match="has none.*--calibration"):
         Calibration.load(folder, model.args)
     assert Calibration.load(folder, model.args, named).path == named
+    with pytest.raises(
+        InputError, match=rf"--calibration \S*model.safetensors is no calibration.*--checkpoint {folder}$"
+    ):
+        Calibration.load(folder, model.args, folder / "model.safetensors")
     load_checkpoint(folder)  # what is named so is not taken for weights
     with pytest.raises(InputError, match="no such file"):
         model.use_calibration(folder / "calibration-2.safetensors")
@@ -648,6 +652,16 @@ def here(capsys, monkeypatch, argv):
     return command_here("calibrate.py", argv, capsys, monkeypatch)
 
 
+def test_text_with_tokens_that_the_model_does_not_embed(checkpoint, capsys, monkeypatch):
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"2048": dict(content="<more>", special=True)}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "text.txt").write_text("<more> word" * 100)
+    code, _, err = here(capsys, monkeypatch, flags(checkpoint, checkpoint / "text.txt"))
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith("error: the text has token 2048, the model embeds 2048")
+
+
 def process(argv, driver=None, **kw):
     """`python calibrate.py argv`, or with lines of Python run first, which may put faults into the module."""
     if driver is None:
@@ -699,6 +713,24 @@ def published(args, seed=0):
             for i in range(args.n_layer)
             for kind, heads in (("q", args.n_head), ("k", args.n_kv_head), ("v", args.n_kv_head), ("qk", args.n_head))
             }  # fmt: skip
+
+
+def test_bases_in_16_bits(checkpoint, text, capsys, monkeypatch):
+    """Half of the file, for the methods that are named; what is no basis is as it was."""
+    argv, files = [*flags(checkpoint, text), "--method", "sals", "loki", "razor"], {}
+    for bases in ("fp32", "fp16"):
+        files[bases] = checkpoint / f"calibration-{bases}.safetensors"
+        more = ["--bases", bases, "--calibration", str(files[bases])]
+        assert here(capsys, monkeypatch, argv + more)[0] == 0
+    model = load_checkpoint(checkpoint)
+    needed = all_statistics(["sals", "loki", "razor"])
+    full, half = (Calibration.load(checkpoint, model.args, f).require(needed).tensors for f in files.values())
+    assert files["fp16"].stat().st_size < 0.52 * files["fp32"].stat().st_size
+    assert full.keys() == half.keys() and {k.split(".")[2] for k in full} == {"sals", "pca", "razor"}
+    for key, t in full.items():
+        assert torch.equal(t, half[key]) or (key.endswith("basis") and (t - half[key]).abs().max() < 2**-12), key
+    stored = load_file(files["fp16"])
+    assert all((t.dtype == torch.float16) == key.endswith("basis") for key, t in stored.items())
 
 
 def test_published_channel_lists_are_imported(checkpoint, text, capsys, monkeypatch):
@@ -884,9 +916,11 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
     text_file, random_file = (C.partial(checkpoint / FILE, name) for name in ("text", "random"))
     assert text_file.exists() and random_file.exists() == (after > 24)
     if after == 15:
-        assert f"2 of 4 sequences and 3 layers of the next are kept in {text_file}" in last
+        assert f"text: 2 of 4 sequences and 3 layers of the next kept in {text_file}; random tokens: nothing" in last
     if after == 27:
-        assert f"the pass over text is done and kept; random tokens: 3 layers of it are kept in {random_file}" in last
+        assert (
+            f"text: 4 of 4 sequences kept in {text_file}; random tokens: 3 layers of it kept in {random_file};" in last
+        )
     load_checkpoint(checkpoint)  # what is kept is not taken for weights
     done, put = [], C.Sums.put
     monkeypatch.setattr(C.Sums, "put", lambda *a: (put(*a), done.append(1)))
@@ -896,9 +930,31 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp"))
 
 
+def test_interrupted_while_the_model_is_loaded(checkpoint, text):
+    """It tells what is there from before, and leaves it as it is."""
+    _, _, before = ended(process(flags(checkpoint, text, 4), interrupt(15)))
+    kept = C.partial(checkpoint / FILE, "text").read_bytes()
+    stop = "C.load_checkpoint = lambda *a: os.kill(os.getpid(), signal.SIGINT)"
+    code, _, err = ended(process(flags(checkpoint, text, 4), stop))
+    assert code == 130 and err.splitlines()[-1] == before.splitlines()[-1]
+    assert C.partial(checkpoint / FILE, "text").read_bytes() == kept
+
+
+def test_a_signal_from_outside_acts_within_seconds(checkpoint, text):
+    p = process([*flags(checkpoint, text), "--random-tokens", "1024"])
+    seen = ""
+    while "random tokens:" not in seen:  # the bar of the longest sequence
+        assert (more := p.stderr.read(1)), seen
+        seen += more
+    p.send_signal(signal.SIGINT)
+    started = time.time()
+    code, _, err = ended(p)
+    assert code == 130 and time.time() - started < 10 and "text: 2 of 2 sequences kept in" in err.splitlines()[-1]
+
+
 def test_interrupted_before_anything_is_done(checkpoint, text):
     code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(0, what="measure")))
-    assert code == 130 and "nothing of the pass over text is done yet" in err and not list(checkpoint.glob("*partial*"))
+    assert code == 130 and "text: nothing is done yet; random" in err and not list(checkpoint.glob("*partial*"))
 
 
 @pytest.mark.slow

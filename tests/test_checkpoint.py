@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors
+from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
 from errors import InputError
 from kernels.rope import RopeArgs
 from model import NAMED, ModelArgs, Transformer, random_transformer
+from weights import WeightFormat
 
 ROOT = Path(__file__).parents[1]
 CONFIG = dict(
@@ -125,6 +126,27 @@ def test_names_without_prefix_and_buffers_of_older_versions(folder):
     assert torch.equal(load_checkpoint(folder).output.weight, expected.tok_embeddings.weight)
 
 
+def test_tied_weights_under_the_name_of_the_head(folder):
+    """Of two names for one tensor, safetensors' save_model keeps the first in the alphabet."""
+    change_config(folder, tie_word_embeddings=True)
+    change_weights(folder, lambda w: w.pop("lm_head.weight"))
+    want = load_checkpoint(folder).output.weight
+    change_weights(folder, lambda w: w.update({"lm_head.weight": w.pop(EMBED)}))
+    for how in (None, WeightFormat.parse("bf16", None)):
+        model = load_checkpoint(folder, how=how)
+        assert torch.equal(tensors_of(model)[EMBED].read().float(), want.to(torch.bfloat16).float() if how else want)
+    change_weights(folder, lambda w: w.pop("lm_head.weight"))
+    with pytest.raises(InputError, match=EMBED + " is missing"):
+        load_checkpoint(folder)
+
+
+def test_a_config_with_a_byte_order_mark(folder):
+    """As an editor on Windows leaves it."""
+    want = load_checkpoint(folder).args
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
+    assert load_checkpoint(folder).args == want
+
+
 def truncate(folder, file, keep):
     data = (folder / file).read_bytes()
     (folder / file).write_bytes(data[: int(len(data) * keep)])
@@ -176,6 +198,11 @@ def only_pickle(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def adapter(folder):
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
 def drop_file(name):
     return lambda folder: (folder / name).unlink()
 
@@ -196,7 +223,16 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "config a list": (write("config.json", "[1]"), r"config\.json holds a JSON list"),
     "config null": (write("config.json", "null"), r"config\.json holds a JSON NoneType"),
     "no weights": (drop_file("model.safetensors"), r"no \*\.safetensors"),
-    "only a pickle": (only_pickle, r"no \*\.safetensors.*pickles never"),
+    "only a pickle": (only_pickle, r"no \*\.safetensors.*pickles .* never are.*save the model anew"),
+    "an adapter alone": (adapter, r"is an adapter \(LoRA\), no model: merge it"),
+    "an adapter's tensors": (
+        weights(lambda w: w.update({K_PROJ.replace("weight", "lora_A.weight"): torch.ones(8, 32)})),
+        r"unexpected tensor .*lora_A\.weight in .*: it is of an adapter: merge it",
+    ),
+    "MLX's quantization": (
+        lambda f: change_config(f, quantization=dict(group_size=64, bits=4)),
+        "config.json sets quantization, which is MLX's",
+    ),
     "truncated": (lambda f: truncate(f, "model.safetensors", 0.7), r"cannot read .*model\.safetensors.*truncated"),
     "truncated in the header": (lambda f: truncate(f, "model.safetensors", 0.01), r"cannot read .*model\.safetensors"),
     "empty file": (write("model.safetensors", b""), r"cannot read .*model\.safetensors"),
@@ -207,7 +243,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
     "layer too many": (lambda f: change_config(f, num_hidden_layers=1), r"unexpected tensor model\.layers\.1\."),
     "unexpected tensor": (
         weights(lambda w: w.update({"a.b": torch.ones(2)})),
-        r"unexpected tensor a\.b in ",
+        r"unexpected tensor a\.b in .*: the model of config\.json has none such",
     ),
     "unexpected bias": (
         weights(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
@@ -305,7 +341,7 @@ def test_broken_folder(what, folder):
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(InputError, match="nowhere not found"):
+    with pytest.raises(InputError, match="nowhere not found.*on this machine, nothing is downloaded"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(InputError, match="config.json is missing"):
         load_checkpoint(tmp_path)

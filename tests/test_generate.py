@@ -410,6 +410,41 @@ def test_prompt_from_stdin_and_files(capsys, tmp_path, monkeypatch):
     assert by_file["tokens"] == by_stdin["tokens"]
 
 
+WINDOWS = b"\xef\xbb\xbfimport os\r\nimport sys\r\n"  # a byte order mark, and CRLF
+
+
+def test_text_from_windows_is_the_same_text(capsys, tmp_path, monkeypatch):
+    """In a file, on standard input, and as turns."""
+    runs = []
+    for text in (WINDOWS, b"import os\nimport sys\n"):
+        (tmp_path / "p.txt").write_bytes(text)
+        argv, stdin = ("--max-new-tokens", "6", "--json"), dict(stdin=text, monkeypatch=monkeypatch)
+        for given in (["--prompt-file", str(tmp_path / "p.txt")], ["--prompt", "-"], ["--interactive"]):
+            out = json.loads(run(capsys, *given, *argv, **stdin)[1])
+            runs.append((out["tokens"], out["prompt_tokens"]))
+    assert runs[0] == runs[1] == runs[3] == runs[4] and runs[2] == runs[5] and len(runs[2][0]) == 2
+
+
+def test_a_turn_that_is_not_utf8_is_a_line(capsys, monkeypatch):
+    argv = ("--interactive", "--max-new-tokens", "4", "--json")
+    code, out, err = run(capsys, *argv, stdin=b"caf\xe9\nimport os\n", monkeypatch=monkeypatch)
+    assert code == 0 and len(json.loads(out)["tokens"]) == 1
+    assert err == "error: the line is not UTF-8: invalid continuation byte at byte 3\n"
+
+
+def test_tokens_without_an_embedding_are_a_line(tiny):
+    """A tokenizer may have more tokens than the model: pads and others that were added later."""
+    llm = E.LLM(TINY)
+    for call in (
+        lambda: llm.generate([[1, 2048]], 4),
+        lambda: llm.generate([[-1]], 4),
+        lambda: llm.generate([[1, 5]], 4, question=[2048]),
+        lambda: list(llm.stream([2048], 4)),
+    ):
+        with pytest.raises(InputError, match=r"the text has token (2048|-1), the model embeds 2048 \(vocab_size"):
+            call()
+
+
 def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
     model, tk = tiny
     argv = ["--interactive", "--max-new-tokens", "5", "--json"]

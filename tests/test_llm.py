@@ -126,9 +126,9 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: llm.generate([[]]), "no tokens"),
         (lambda llm: llm.generate([[5] * 5000]), "context"),
         (lambda llm: LLM("/no/such"), "/no/such"),
-        (lambda llm: llm.generate([[1, 2048]]), "no token 2048: give ids from 0 to 2047"),
-        (lambda llm: llm.generate([[-1]]), "no token -1"),
-        (lambda llm: llm.generate(["a"], question=[1, 2048]), "no token 2048"),
+        (lambda llm: llm.generate([[1, 2048]]), "token 2048, the model embeds 2048"),
+        (lambda llm: llm.generate([[-1]]), "token -1, the model embeds"),
+        (lambda llm: llm.generate(["a"], question=[1, 2048]), "token 2048, the model embeds"),
         (
             lambda llm: llm.generate([1, 2, 3]),
             r"a list: give a list, of texts or of lists of token ids, as \[\[1, 2, 3\]\]",

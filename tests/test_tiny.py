@@ -92,6 +92,18 @@ def test_the_words_of_the_evaluation_were_held_out():
     assert len(words["held_out"]) >= 300 and not set(words["held_out"]) & set(words["train"])
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_samples_begin_with_bos_where_the_models_texts_do(adds, tmp_path):
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((TINY / file).read_bytes())
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | dict(add_bos_token=adds)))
+    tk = load_tokenizer(tmp_path)
+    tasks = Tasks(tk, [torch.arange(300, 1300).numpy()], [1.0], ["alpha", "beta", "gamma", "delta"], 0)
+    samples = [tasks.plain_text(64)[0], tasks.haystack(400, n=1, n_query=1)[0], tasks.needle_case(400, n=2)[0].ids]
+    assert [s[0] == tk.bos_id for s in samples] == [adds] * 3
+
+
 def test_generated_samples_are_labelled_right():
     """An ANSWER position's target is the value of the needle that the text before it asks for."""
     tk = load_tokenizer(TINY)

@@ -11,6 +11,7 @@ import json
 import random
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as hf
@@ -258,6 +259,39 @@ def test_stop_ids_are_a_union(tmp_path):
     assert ours.eos_ids == {5, 7, 9, tok.token_to_id("<|im_end|>")}
 
 
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json"])
+def test_added_tokens_keep_their_ids(where, tmp_path):
+    """Where ids are left out before them; the library alone numbers them without gaps."""
+    tok = llama3(bos=False)
+    spec, n = json.loads(tok.to_str()), tok.get_vocab_size()
+    if where == "tokenizer.json":
+        for i, token in enumerate(spec["added_tokens"][2:]):
+            token["id"] = n + 7 * i
+        want = {t["content"]: t["id"] for t in spec["added_tokens"]}
+        ours = load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
+    else:
+        want = {"<far>": n + 5, "<near>": n + 2}
+        flags = dict(special=True, normalized=False)
+        decoder = {str(id): dict(content=token, **flags) for token, id in want.items()}
+        value = want if where == "added_tokens.json" else {"added_tokens_decoder": decoder}
+        ours = load_json(tmp_path, tok, **{where: value})
+    assert ours.encode("a".join(want)) == [i for id in want.values() for i in (id, tok.token_to_id("a"))][:-1]
+    assert ours.vocab_size == max(want.values()) + 1 and ours.piece(n + 1) == b""
+    assert ours.encode("naïve café") == tok.encode("naïve café").ids
+    with pytest.raises(InputError, match="added token '<far>' has id 99999999, but .*: download"):
+        load_json(tmp_path / "b", tok, added_tokens={"<far>": 99999999})
+
+
+def test_files_with_a_byte_order_mark(tmp_path):
+    """As an editor on Windows leaves them."""
+    tok = llama3(bos=False)
+    want = load_json(tmp_path, tok, tokenizer_config={"eos_token": "<|end|>"})
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + (tmp_path / file).read_bytes())
+    got = load_tokenizer(tmp_path)
+    assert got.encode(CORPUS[0]) == want.encode(CORPUS[0]) and got.eos_ids == want.eos_ids
+
+
 def test_bytes_that_the_vocabulary_lacks_are_dropped(tmp_path):
     spec = json.loads(llama3(bos=False).to_str())
     spec["model"] |= dict(merges=[], ignore_merges=False)
@@ -383,6 +417,7 @@ def test_stop_tokens_by_key_and_by_name(name, tmp_path):
         (dict(add_eos_token=True), "a.gguf: .*add_eos_token"),
         (dict(bos_token_id=9), "a.gguf: tokenizer.ggml.bos_token_id is 9, expected one of 3"),
         (dict(merges=["a z"]), "a.gguf: the vocabulary and its merges do not fit"),
+        (dict(merges=["ab"]), "a.gguf: the vocabulary and its merges do not fit"),
         (dict(merges=None), "a.gguf: has no tokenizer.ggml.merges"),
         (dict(model="llama"), "a.gguf: has no finite tokenizer.ggml.scores"),
         (dict(tokens=["a", "a", "b"]), "a.gguf: token 'a' has ids 0 and 1"),
@@ -390,8 +425,18 @@ def test_stop_tokens_by_key_and_by_name(name, tmp_path):
 )
 def test_unsupported_vocabularies(change, message, tmp_path):
     given = dict(tokens=["a", "b", "ab"], types=[1, 1, 1], merges=["a b"]) | change
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as e:
         load_tokenizer(write_vocab(tmp_path / "a.gguf", **given))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("key", ["model", "tokens"])
+def test_numbers_where_text_belongs(key, tmp_path):
+    file = GGUFFile(write_vocab(tmp_path / "a.gguf", ["a"], [1], merges=[]))
+    file.metadata[f"tokenizer.ggml.{key}"] = np.arange(2)
+    with pytest.raises(InputError, match=rf"tokenizer.ggml.{key} is array\(\[0, 1\]\), expected"):
+        stop_ids(file)
+        load_tokenizer(file)
 
 
 def test_a_folder_of_several_gguf_files(tmp_path):
@@ -615,6 +660,15 @@ def test_stream_prints_whole_characters(pair, text):
     assert stream.flush() == ""
 
 
+def test_the_library_is_asked_once_for_a_piece(pair, monkeypatch):
+    """Asked for every token, it takes most of the time of decoding."""
+    ours, _ = pair
+    ids = set(ours.encode("\n".join(CORPUS)))
+    pieces = [ours.piece(id) for id in ids]
+    monkeypatch.setattr(ours, "engine", None)
+    assert [ours.piece(id) for id in ids] == pieces
+
+
 def test_stream_flushes_half_a_character(tmp_path):
     ours = load_json(tmp_path, llama3())
     half = ours.encode("\U0010ffff", bos=False)[:-1]
@@ -689,7 +743,7 @@ def test_chat_template_sources(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("F{{ pad_token }}{{ strftime_now('%Y')|length }}")
     assert load_tokenizer(tmp_path).apply_chat_template([USER]) == "F4"
     config["chat_template"] = named[:1]
-    with pytest.raises(InputError, match="'default'.*tool_use"):
+    with pytest.raises(InputError, match="'default'.*tool_use.*copy the one to use into chat_template.jinja"):
         load_json(tmp_path / "b", tok, tokenizer_config=config).encode_chat([USER])
 
 
@@ -721,6 +775,18 @@ def test_no_chat_template(pair, tmp_path):
     for ours in (pair[0], load_tokenizer(vocab_of(llama3(), tmp_path / "a.gguf", "llama-bpe"))):
         with pytest.raises(InputError, match="no chat template.*without --chat"):
             ours.encode_chat([USER])
+
+
+def test_a_template_without_the_system_message_says_so(tmp_path, capsys):
+    says = "<|im_start|>{{ messages[-1].content }}"
+    ours = load_json(tmp_path, llama3(bos=False), tokenizer_config={"chat_template": says})
+    shows = load_json(tmp_path / "b", llama3(bos=False), tokenizer_config={"chat_template": CHATML})
+    chat = [{"role": "system", "content": " Be brief. "}, USER]
+    shows.encode_chat(chat), ours.encode_chat([USER])
+    assert not capsys.readouterr().err
+    ours.encode_chat(chat)
+    err = capsys.readouterr().err
+    assert err == f"warning: {tmp_path}: the chat template does not show the system message as it is, or at all\n"
 
 
 def test_template_variables(tmp_path):
@@ -808,9 +874,10 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         ({"tokenizer.json": b"\xff\xfe"}, "not UTF-8"),
         ({"tokenizer.json": b"[" * 100_000}, "not read by tokenizers"),
         ({"tekken.json": b"[1]"}, "holds a JSON list, expected an object"),
-        ({"tokenizer.json": LFS}, "Git LFS pointer.*git lfs pull"),
+        ({"tokenizer.json": LFS}, r"tokenizer\.json is a git LFS pointer.*git lfs pull"),
+        ({"tokenizer_config.json": LFS}, r"^\S*tokenizer_config\.json is a git LFS pointer[^(]*git lfs pull"),
         ({"tokenizer_config.json": b"nonsense"}, "tokenizer_config.json: not valid JSON"),
-        ({"tokenizer.model": LFS}, "Git LFS pointer"),
+        ({"tokenizer.model": LFS}, r"tokenizer\.model is a git LFS pointer"),
         ({"tokenizer.model": b""}, "tokenizer.model: empty"),
         ({"tokenizer.model": b"\x80\x04not a model"}, "tokenizer.model: cannot be parsed"),
         ({"tokenizer.model": b"<html>404</html>"}, "tokenizer.model: cannot be parsed"),

@@ -46,8 +46,7 @@ def load_tokenizer(path: str | Path | GGUFFile) -> Tokenizer:
     except InputError:
         raise
     except MALFORMED as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise InputError(f"{where}: the tokenizer is malformed ({reason}); download it again") from e
+        raise InputError(f"{where}: the tokenizer is malformed ({type(e).__name__}: {e}); download it again") from e
 
 
 def _load_folder(folder: Folder) -> Tokenizer:

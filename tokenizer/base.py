@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from errors import InputError
+from errors import InputError, warn_once
 from tokenizer import chat
 
 # SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives a truncated
@@ -90,8 +90,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text. Special tokens and ids that the vocabulary does not have give nothing; invalid UTF-8 U+FFFD."""
-        stream = self.stream()
-        return "".join(map(stream.put, map(int, ids))) + stream.flush()
+        stream, rest, text = self.stream(), map(int, ids), ""
+        while stream.at_start and (id := next(rest, None)) is not None:
+            text += stream.put(id)
+        return text + stream.utf8.decode(b"".join(map(self.piece, rest)), final=True)
 
     def stream(self) -> Stream:
         return Stream(self)
@@ -139,6 +141,9 @@ class Tokenizer:
         token in it is no special token. InputError if one is there and the template changes contents, so that they
         cannot be found in its output."""
         text = self.apply_chat_template(messages, **variables)
+        for content in chat.contents([m for m in messages if m.get("role") == "system"]):
+            if content.strip() not in text:
+                warn_once(f"{self.where}: the chat template does not show the system message as it is, or at all")
         parts = chat.locate(text, messages, lambda marked: self.apply_chat_template(marked, **variables))
         if parts is None:
             for content in chat.contents(messages):

@@ -40,8 +40,7 @@ def render(where: Path, template: str, messages: list[Message], given: dict[str,
 
 
 def _refused(where: Path, e: Exception) -> InputError:
-    reason = " ".join(f"{type(e).__name__}: {e}".split())
-    return InputError(f"{where}: the chat template cannot render these messages ({reason})")
+    return InputError(f"{where}: the chat template cannot render these messages ({type(e).__name__}: {e})")
 
 
 def locate(text: str, messages: list[Message], render: Callable[[list[Message]], str]) -> list[str] | None:

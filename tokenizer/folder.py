@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from errors import InputError
+from runtime import check_fetched
 
 SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -33,25 +34,24 @@ class Folder:
         return (self.path / name).is_file()
 
     def read(self, name: str) -> bytes:
+        check_fetched(self.path / name)
         try:
-            data = (self.path / name).read_bytes()
+            return (self.path / name).read_bytes()
         except OSError as e:
             raise self.error(name, f"cannot be read ({e.strerror})") from e
-        if data.startswith(b"version https://git-lfs"):
-            raise self.error(name, "a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint")
-        return data
 
     def text(self, name: str) -> str:
         try:
-            return self.read(name).decode()
+            return self.read(name).decode("utf-8-sig")  # editors on Windows begin it with a byte order mark
         except UnicodeDecodeError as e:
             raise self.error(name, f"not UTF-8 text ({e}); download it again") from e
 
     def json(self, name: str) -> dict[str, Any]:
         if not self.has(name):
             return {}
+        text = self.text(name)
         try:
-            value = json.loads(self.text(name))
+            value = json.loads(text)
         except (ValueError, RecursionError) as e:
             raise self.error(name, f"not valid JSON ({e}); download it again") from e
         if not isinstance(value, dict):
@@ -120,7 +120,8 @@ class Folder:
         if isinstance(template, list):
             named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
             if "default" not in named:
-                raise self.error("tokenizer_config.json", f"no chat template is 'default' among {list(named)}")
+                found = f"no chat template is 'default' among {list(named)}"
+                raise self.error("tokenizer_config.json", f"{found}: copy the one to use into chat_template.jinja")
             template = named["default"]
         if not isinstance(template, str):
             where = "neither chat_template in tokenizer_config.json nor chat_template.jinja"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
 from errors import InputError
@@ -27,6 +27,8 @@ QWEN2 = WORDS % r"\p{N}"
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 CHAR_BYTES = {chr(b): b for b in _PRINTABLE}
 CHAR_BYTES |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
+
+MOST_FREE = 1 << 16  # ids without a token before one that is added
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -53,6 +55,7 @@ class LibraryTokenizer(Tokenizer):
             ids = (engine.token_to_id(f"<0x{b:02X}>") for b in range(256))
             self.fallback = frozenset(id for id in ids if id is not None)
         super().__init__(where, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
+        self.piece = functools.cache(self.piece)  # type: ignore[method-assign]  # the library takes microseconds
         # Text that comes before a piece, so that it is decoded as in the middle of a text.
         self.before = self.encode_text("a", False)[-1:]
         self.n_before = len(engine.decode(self.before))
@@ -116,12 +119,20 @@ class LibraryTokenizer(Tokenizer):
 
 
 def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
-    text = folder.text("tokenizer.json")
+    text, moved = folder.text("tokenizer.json"), []
     try:
         engine = Engine.from_str(text)
+        if listed := re.search(r'"added_tokens"\s*:\s*(?=\[)', text):
+            tokens, end = json.JSONDecoder().raw_decode(text, listed.end())
+            for t in tokens:  # what the vocabulary has, too, has its id there
+                t["id"] = t["id"] if engine.model.token_to_id(t["content"]) is None else None
+            if any(t["id"] not in (None, engine.token_to_id(t["content"])) for t in tokens):  # numbered without gaps
+                engine = Engine.from_str(f"{text[: listed.end()]}[]{text[end:]}")
+                moved = [(t.pop("id"), AddedToken(**t)) for t in sorted(tokens, key=lambda t: t["id"] or 0)]
     except Exception as e:  # the library's own has no kind
-        reason = " ".join(str(e).split())
-        raise folder.error("tokenizer.json", f"not read by tokenizers ({reason}); download it again") from None
+        raise folder.error("tokenizer.json", f"not read by tokenizers ({e}); download it again") from None
+    for id, token in moved:
+        _add(folder, engine, id, token)
     return _of_folder(folder, engine)
 
 
@@ -165,14 +176,22 @@ def byte_level_bpe(
     return engine
 
 
+def _add(folder: Folder, engine: Engine, id: int | None, token: AddedToken) -> None:
+    """Ids that are free before this one get tokens that no text has: the library gives the next free id."""
+    if id is not None and engine.token_to_id(token.content) is None and id - engine.get_vocab_size() < MOST_FREE:
+        free = range(engine.get_vocab_size(), id)
+        engine.add_special_tokens([AddedToken(f"\ue000{i}\ue001", special=True, normalized=False) for i in free])
+    (engine.add_special_tokens if token.special else engine.add_tokens)([token])
+    if id is not None and (found := engine.token_to_id(token.content)) != id:
+        raise folder.error("", f"added token {token.content!r} has id {id}, but {found} in the vocabulary: "
+                           "download the tokenizer's files again, all from one place")  # fmt: skip
+
+
 def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
     for id, token in folder.added_tokens():
         if id is None and engine.token_to_id(token.content) is None:
             continue  # bos and eos are checked, others are not needed
-        add = engine.add_special_tokens if token.special else engine.add_tokens
-        add([token])
-        if id is not None and (found := engine.token_to_id(token.content)) != id:
-            raise folder.error("", f"added token {token.content!r} has id {id}, but {found} in the vocabulary")
+        _add(folder, engine, id, token)
     stops = folder.stop_ids()
     ends = [token.content for id, token in engine.get_added_tokens_decoder().items() if id in stops]
     engine.add_special_tokens(ends)  # no text of a user ends a turn

@@ -107,8 +107,15 @@ class Evaluation:
         self.model = model or load_checkpoint(checkpoint, device)
         self.tk = load_tokenizer(checkpoint)
         self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
-        self.texts = held_out(checkpoint)
-        self.words = json.loads(WORDS.read_text())["held_out"]
+        self.checkpoint = checkpoint
+
+    @functools.cached_property
+    def texts(self) -> dict[str, np.ndarray]:
+        return held_out(self.checkpoint)
+
+    @functools.cached_property
+    def words(self) -> list[str]:
+        return json.loads(WORDS.read_text())["held_out"]
 
     def tasks(self, *seed: int) -> Tasks:
         return Tasks(self.tk, list(self.texts.values()), [0.5, 0.5], self.words, [self.seed, *seed])

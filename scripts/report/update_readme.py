@@ -23,7 +23,7 @@ from scripts.report.tables.accuracy import comparison, kvpress, losses, retrieva
 from scripts.report.tables.claims import claims  # noqa: E402
 from scripts.report.tables.equal_bytes import equal_bytes  # noqa: E402
 from scripts.report.tables.methods import methods, settings  # noqa: E402
-from scripts.report.tables.published import real_files  # noqa: E402
+from scripts.report.tables.published import answers, real_files  # noqa: E402
 from scripts.report.tables.speed import attention, gpu, kernels, launches, linear, speed  # noqa: E402
 
 # page -> section -> what writes it
@@ -34,7 +34,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
                               speed_zen3=lambda: speed("zen3/"), speed_zen4=lambda: speed("zen4/"),
                               speed_zen5=lambda: speed("zen5/"), linear=linear, linear_zen3=lambda: linear("zen3/"),
                               linear_zen5=lambda: linear("zen5/"), gpu=gpu, kernels=kernels, launches=launches,
-                              real_files=real_files, settings=settings),
+                              real_files=real_files, answers=answers, settings=settings),
     "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
 }  # fmt: skip
 

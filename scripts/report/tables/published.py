@@ -1,9 +1,10 @@
-"""Published files that were tried, as results/real_files.json has them."""
+"""Published files that were tried, as results/real_files.json has them, and what a published model answers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from scripts.eval.answers import FACTS
 from scripts.report.tables.markdown import NONE, files, folded, source, table
 
 KINDS = {"vocabularies": "GGUF vocabularies", "mistral": "Mistral's tokenizers", "templates": "chat templates",
@@ -39,6 +40,28 @@ def real_files() -> str:
         out += [
             table(["", "files", "exact", "the others, and remarks"], counts),
             folded("every quantized model", table(["file", "types", "MiB", "held / file", "load, s"], held)),
+            source(file, data),
+        ]
+    return "\n\n".join(out) or NONE
+
+
+def answers() -> str:
+    out = []
+    for file, data in files("answers.json"):
+        full, n = data["rows"][0], len(data["rows"][0]["answers"])
+        rows = [
+            [f"`{r['method']}`", f"{sum(r['found'])} of {n}",
+             str(sum(a == b for a, b in zip(r["answers"], full["answers"], strict=True))), f"{r['kv_share']:.3f}",
+             f"{r['read_share']:.3f}"]
+            for r in data["rows"]
+        ]  # fmt: skip
+        said = [
+            [f"`{r['method']}`", *(a.split("\n")[0][:40].replace("|", "\\|") for a in r["answers"])]
+            for r in data["rows"]
+        ]
+        out += [
+            table(["method", "found", "same words as full", "KV bytes / full", "read / full"], rows),
+            folded("every answer", table(["method", *(q for q, *_ in FACTS)], said)),
             source(file, data),
         ]
     return "\n\n".join(out) or NONE

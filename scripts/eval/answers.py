@@ -1,0 +1,135 @@
+"""Ten questions on one text: every method's answers, in words, beside those of the full cache.
+
+    python scripts/eval/answers.py --checkpoint m.gguf --calibration FILE --out results/answers.json
+    python scripts/eval/answers.py --checkpoint CKPT --method full sals-25 self_index,store_bits=4 --length 3000
+
+The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,
+and the answer's beginning is given, as RULER does; both come through decode when the text has been compressed, or with
+--query-in-prompt before. An answer counts as found if it has the word that was asked for. --out is written after every
+question; --resume goes on with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from cache.spec import layer_methods  # noqa: E402
+from checkpoint import read_args  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from runtime import ROOT, pick_device, read_text, set_threads  # noqa: E402
+from scripts.eval.evaluation import Evaluation, parse_flags  # noqa: E402
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision  # noqa: E402
+from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
+from weights import WeightFormat  # noqa: E402
+
+TEXT = ROOT / "examples" / "observatory.txt"
+FACTS = [  # question, beginning of the answer, its end, the word that counts; the first is in the text
+    ("Where is the spare key to the observatory hidden?", "The spare key to the observatory is hidden under",
+     "the blue flowerpot beside the north gate.", "flowerpot"),
+    ("Where does the ferry to Orlan leave?", "The ferry to Orlan leaves from", "the copper pier.", "copper"),
+    ("What is the captain's parrot called?", "The captain's parrot is called", "Biscuit.", "Biscuit"),
+    ("What is the password of the old library?", "The password of the old library is", "silver lantern.", "lantern"),
+    ("In which town was Doctor Hale born?", "Doctor Hale was born in the town of", "Wexford.", "Wexford"),
+    ("Which horse won the harvest race?", "The horse that won the harvest race is", "Thunder.", "Thunder"),
+    ("What does the bakery on Mill Street sell?", "The bakery on Mill Street sells", "rye bread.", "rye"),
+    ("When was the bridge at Kestrel Falls built?", "The bridge at Kestrel Falls was built in", "1847.", "1847"),
+    ("What is the colour of the greenhouse door?", "The colour of the greenhouse door is", "purple.", "purple"),
+    ("What does Aunt Rosalind play?", "The instrument that Aunt Rosalind plays is", "the cello.", "cello"),
+]  # fmt: skip
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", required=True, help="Hugging Face folder or GGUF file, with a chat template")
+    a("--method", nargs="+", default=["all"], help=f"{SPECS_BY_LAYER}; `all`: every method")
+    a("--length", dest="lengths", metavar="N", default="3000", help="tokens of the text, about")
+    a("--max-new-tokens", type=int, default=24, metavar="N")
+    opt = parse_flags(p, "answers")
+    if len(opt.lengths) > 1 or opt.lengths[0] < 256 or opt.max_new_tokens < 1:
+        raise InputError("--length must be one number of at least 256, --max-new-tokens at least 1")
+    check_out(opt.out)
+    WeightFormat.parse(opt.weights, opt.head)
+    opt.method = list(dict.fromkeys(["full", *expand(opt.method)]))
+    args = read_args(opt.checkpoint)
+    for spec in opt.method:
+        layer_methods(spec, args.n_layer, {})  # a wrong name or knob ends the run before it starts
+    set_threads(opt.threads)
+    return opt
+
+
+def text_of(tk: Tokenizer, length: int) -> str:
+    """Paragraphs of the text, and the facts between them, about `length` tokens."""
+    paragraphs, kept = read_text(TEXT).strip().split("\n\n"), []
+    facts = [f"{beginning} {end}" for _, beginning, end, _ in FACTS[1:]]
+    room = length - sum(len(tk.encode(f, bos=False)) for f in facts)
+    for paragraph in paragraphs:
+        room -= len(tk.encode(paragraph + "\n\n", bos=False))
+        if room < 0:
+            break
+        kept.append(paragraph)
+    for i, fact in reversed(list(enumerate(facts))):
+        kept.insert((2 * i + 1) * len(kept) // (2 * len(facts)), fact)
+    return "\n\n".join(kept)
+
+
+def split(turns: list[list[int]]) -> int:
+    """How many tokens all turns begin with."""
+    return next(i for i, column in enumerate(zip(*turns, strict=False)) if len(set(column)) > 1)
+
+
+def main() -> None:
+    opt = parse_args()
+    device = pick_device(opt.device)
+    opt.dtype = opt.dtype or "fp32"
+    model = load_model(opt, device)
+    ev = Evaluation(Path(opt.checkpoint), device, 1, opt.query_in_prompt, opt.seed, model)
+    text = text_of(ev.tk, opt.lengths[0])
+    turns = [
+        ev.tk.encode_chat([{"role": "user", "content": f"{text}\n\n{question}"}]) + ev.tk.encode(beginning, bos=False)
+        for question, beginning, _, _ in FACTS
+    ]
+    shared = split(turns)
+    settings = dict(length=opt.lengths[0], new=opt.max_new_tokens, query_in_prompt=opt.query_in_prompt)
+    settings |= dict(text_tokens=shared) | precision(opt, model)
+    data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings)
+    old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
+    data["rows"] = old.get("rows", [])
+    size = max(map(len, turns)) + opt.max_new_tokens
+    ev.setup({m: (m, {}) for m in opt.method}, size, size - shared)
+    if [r["method"] for r in data["rows"]] != opt.method:
+        data["rows"] = [dict(method=m, answers=[], found=[]) | ev.bytes(m, shared) for m in opt.method]
+    stops = ev.tk.eos_ids | frozenset(model.args.eos_ids)
+    done = min(len(r["answers"]) for r in data["rows"])
+    for (*_, wanted), turn in tqdm(list(zip(FACTS, turns, strict=True))[done:], desc="questions"):
+        at = len(turn) if opt.query_in_prompt else shared
+        results = ev.run_rows([turn[:at]], [turn[at:]], opt.max_new_tokens)
+        for row in data["rows"]:
+            (out,), _ = results[row["method"]]
+            said = out[len(turn) - at :]
+            said = said[: next((i for i, t in enumerate(said) if t in stops), len(said))]
+            answer = ev.tk.decode(said).strip()
+            row["answers"].append(answer)
+            row["found"].append(wanted in answer)
+        if opt.out:
+            write_json(opt.out, data)
+    if opt.json:
+        print(json.dumps(data))
+        return
+    for row in data["rows"]:
+        print(f"{row['method']}: {sum(row['found'])} of {len(FACTS)} found, {row['kv_share']} of full's bytes")
+        for (question, *_), found, answer in zip(FACTS, row["found"], row["answers"], strict=True):
+            print(f"    {'+' if found else '-'} {question} {answer!r}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        run_cli(main)
