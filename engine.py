@@ -7,8 +7,11 @@ print(LLM("models/tiny", method="self_index").generate("import os", max_new_toke
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
-from errors import InputError, check_range
+from errors import InputError, check_count, check_range, short
 from formats import open_checkpoint
 from kernels import native
 from model import ModelArgs, Transformer, random_transformer
@@ -32,8 +35,10 @@ from weights import WeightFormat
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
+STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
 
-Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B], pos [B] -> the next tokens [B]
+# tokens and pos [B], then what Sampling.draw takes beside logits and pos -> the next tokens [B]
+Step = Callable[..., Tensor]
 
 
 # ---- sampling ----
@@ -41,26 +46,45 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens [B], pos [B] -> the next tok
 
 @dataclass
 class Sampling:
-    """temperature 0 is greedy; top_k and top_p cut the distribution before drawing; seed makes a run repeatable."""
+    """How a token is drawn, as by Hugging Face's generate: the penalty first, the rest in the order of the fields.
+
+    temperature: 0 is greedy. top_k, top_p, min_p: draw from the k likeliest; from the fewest that have probability p
+    together; from those at least p times as likely as the likeliest. seed: makes a run repeatable.
+    repetition_penalty: positive logits of tokens in prompt or text are divided by it, negative ones multiplied.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.temperature != 0:  # logits over less than the least would be infinite
             check_range("--temperature", self.temperature, 1e-4, 1e4, "use 0 for greedy decoding, or 0.1 to 2")
         if self.top_k is not None:
-            check_range("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"--top-p {self.top_p} is outside (0, 1]")
-        check_range("--seed", self.seed, 0, 2**63 - 1)
+            check_count("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
+        if self.top_p is not None:
+            check_range("--top-p", self.top_p, 0, 1, "leave it out to keep every token")
+        if self.min_p is not None:
+            check_range("--min-p", self.min_p, 0, 1, "leave it out to keep every token")
+        check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
+        check_count("--seed", self.seed, 0, 2**63 - 1)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> tokens [B]; no synchronization."""
+    def draw(self, logits: Tensor, pos: Tensor, keys: Tensor, seen: Tensor | None = None) -> Tensor:
+        """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys`, seen [B, V] bool -> tokens [B]; no
+        synchronization. seen: what is in prompt and text, None without a penalty."""
+        if seen is not None:
+            logits, penalty = logits.float(), self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.temperature == 0:
             return logits.argmax(-1)
+        # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
+        return (self.probs(logits) / exponential_noise(keys, pos, logits.shape[-1])).argmax(-1)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits [B, V] -> the distribution that is drawn from, fp32 [B, V], not normalized."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
@@ -70,8 +94,40 @@ class Sampling:
             # the token that crosses top_p is kept; far below 1e-30, fp32 has only 0, and would keep none
             kept = sorted_probs.cumsum(-1) - sorted_probs < max(self.top_p, 1e-30)
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
-        # argmax of p / Exp(1) draws from p, without the synchronization of torch.multinomial
-        return (probs / torch.empty_like(probs).exponential_(1.0)).argmax(-1)
+        if self.min_p is not None:
+            probs = torch.where(probs < self.min_p * probs.amax(-1, keepdim=True), 0, probs)
+        return probs
+
+
+def noise_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Of each row, by the seed, its prompt, and how many equal prompts come before it: equal prompts get different
+    texts, and each prompt what it gets alone, whatever stands beside it and however many rows run at a time."""
+    before: Counter[tuple[int, ...]] = Counter()
+    keys = []
+    for prompt in map(tuple, prompts):
+        digest = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=8).digest()
+        keys.append(int.from_bytes(digest, "big") >> 1)  # 63 bits: an int64
+        before[prompt] += 1
+    return keys
+
+
+WORD = 2**32 - 1
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """A hash of 32 bits in int64 (lowbias32, Wellons 2018). The second factor is less by 2^32: no product overflows."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & WORD
+    x = (x ^ (x >> 15)) * (0x846CA68B - 2**32) & WORD
+    return x ^ (x >> 16)
+
+
+def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
+    """Exp(1) fp32 [B, n], a function of keys [B], pos [B] and the column: it needs no generator."""
+    low = mix_bits((keys & WORD) ^ mix_bits(pos))
+    high = mix_bits((keys >> 32) ^ low)
+    bits = mix_bits(mix_bits(torch.arange(n, device=keys.device) ^ low[:, None]) ^ high[:, None])
+    # fp32 rounds the largest up to 1, whose exponential would be infinite
+    return -torch.log1p(-((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
 
 
 # ---- the decode loop ----
@@ -85,29 +141,17 @@ class Ended(InputError):
         self.completions = completions
 
 
-def draw_finite(sampling: Sampling, logits: Tensor) -> Tensor:
-    """logits [B, V] -> tokens [B]; NO_TOKEN where one is NaN or infinite, which the sum then is, too."""
-    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits), NO_TOKEN)
-
-
-def check_drawn(token: int, step: int, model: Transformer) -> None:
-    """InputError if a row's logits were not finite, with what to try. step: tokens decoded before."""
-    if token == NO_TOKEN:
-        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
-        fp16 = [flag for flag, dtype in flags.items() if dtype == torch.float16]
-        if fp16:
-            why = f"fp16 holds no number above 65504; try {fp16[0]} bf16 or fp32"
-        else:
-            why = "the method's knobs are exceeded, or the weights are damaged; try --method full"
-        raise InputError(f"logits are NaN or infinite at step {step}: {why}")
+def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+    """`Sampling.draw`, but NO_TOKEN where one of a row's logits is NaN or infinite, which the sum then is, too."""
+    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, *given), NO_TOKEN)
 
 
 def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
     """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
 
-    def step(tokens: Tensor, pos: Tensor) -> Tensor:
+    def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         # steps in flight may follow a NO_TOKEN before it is read
-        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos))
+        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos), pos, *given)
 
     if not compile:
         return step
@@ -138,7 +182,7 @@ class CompiledStep:
         self.by_name = torch_compiled(step, backend=self._compile)
         self.key: Any = None  # what the tensors were found for
         self.tensors: list[Tensor] = []
-        self.places = (0, 0)  # of tokens and positions among them
+        self.places: list[int | None] = []  # of the arguments among them; None: the graph does not read it
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         from torch import _inductor as inductor  # takes seconds, which an eager step need not
@@ -153,17 +197,19 @@ class CompiledStep:
 
         return call
 
-    def __call__(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        key = tokens.shape, pos.shape, torch.get_num_threads()
+    def __call__(self, *args: Tensor) -> Tensor:
+        key = *(x.shape for x in args), torch.get_num_threads()
         if self.key == key:
             tensors = self.tensors.copy()
-            tensors[self.places[0]], tensors[self.places[1]] = tokens, pos
+            for place, x in zip(self.places, args, strict=True):
+                if place is not None:
+                    tensors[place] = x
             return self.compiled(*tensors)[0]
         self.key, self.tensors = None, []
-        out = self.by_name(tokens, pos)
+        out = self.by_name(*args)
         at = {id(x): i for i, x in enumerate(self.tensors)}
-        if tokens is not pos and {id(tokens), id(pos)} <= at.keys():
-            self.key, self.places = key, (at[id(tokens)], at[id(pos)])
+        if self.tensors and len(set(map(id, args))) == len(args):
+            self.key, self.places = key, [at.get(id(x)) for x in args]
         return out
 
 
@@ -186,7 +232,7 @@ def arguments_alone(guards: Sequence[Any]) -> list[bool]:
     The rest, over 1000, took 0.4 ms a step. They ask whether model and cache are what was compiled: they are, since
     every step is compiled for its own, and the contract of a method is that one graph serves all steps.
     """
-    return [g.name in ("", "tokens", "pos") for g in guards]
+    return [g.name in ("", "tokens", "pos") or g.name.startswith("given") for g in guards]
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -199,42 +245,72 @@ def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 class Session:
-    """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow."""
+    """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow.
+
+    A cache has one owner: the session that has prefilled it last. InputError if another one asks for a step.
+    """
 
     def __init__(self, model: Transformer, step: Step, sampling: Sampling):
         self.model, self.step, self.sampling = model, step, sampling
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
+        self.done: list[bool] = []  # by row, in `rows`
         self.decoded = 0  # steps since the prompt, what `maintain` counts
+        self.compile_s = 0.0
         self.pos = self.next = torch.empty(0, dtype=torch.int64)
+        self.given: list[Tensor] = []  # what Sampling.draw takes beside logits and pos
+
+    @property
+    def owns_cache(self) -> bool:
+        return getattr(self.model.cache, "owner", None) is self
 
     @torch.inference_mode()
     def warm_up(self, batch: int) -> float:
         """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
         start = time.perf_counter()
-        # two tensors: the code for one that is both would be compiled again at the first real step
-        tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(2))
+        # each its own tensor: the code for one that is two would be compiled again at the first real step
+        tokens, pos, keys = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(3))
+        given = self._given(keys, [[]] * batch)
         for _ in range(3):
-            self.step(tokens, pos)
+            self.step(tokens, pos, *given)
         synchronize(self.device)
         self.model.reset_cache()
         return time.perf_counter() - start
 
     @torch.inference_mode()
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Right-pad the prompts, run them, and draw the first new token of each row."""
+    def prefill(self, prompts: list[list[int]], keys: list[int] | None = None) -> None:
+        """Right-pad the prompts, run them, and draw the first new token of each row; keys: by default of these rows."""
         for prompt in prompts:
             self.model.args.check_ids(prompt)
-        tokens, self.pos = pad(prompts, self.device)
-        self.decoded = 0
-        torch.manual_seed(self.sampling.seed)
-        self.next = draw_finite(self.sampling, self.model.prefill(tokens, self.pos))
+        tokens, lengths = pad(prompts, self.device)
+        self.model.cache.owner = None  # also if what follows fails
+        given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
+        logits = self.model.prefill(tokens, lengths)
+        self.begin(draw_finite(self.sampling, logits, lengths - 1, *given), lengths, *given)
+
+    def _given(self, keys: Tensor, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        if self.sampling.repetition_penalty == 1:
+            return [keys]
+        seen = torch.zeros(len(prompts), self.model.args.vocab_size, dtype=torch.bool)
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[list(prompt)] = True
+        return [keys, seen.to(self.device)]
+
+    def begin(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> None:
+        """From a cache that holds pos [B] tokens a row: `tokens` [B] are the next ones. The cache is this session's."""
+        self.next, self.pos, self.given = tokens, pos, list(given) or [torch.zeros_like(pos)]
+        self.decoded, self.model.cache.owner = 0, self
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
         """One decode step with these tokens; `next` is what follows them."""
+        if not self.owns_cache:
+            raise InputError("another call has taken the KV cache of this text: finish a stream before the next call, "
+                             "or make a second LLM")  # fmt: skip
+        if len(self.given) > 1:
+            self.given[1].scatter_(1, tokens.clamp(min=0)[:, None], True)
         # a clone: under CUDA graphs the output's memory is reused by the next replay
-        self.next = self.step(tokens, self.pos).clone()
+        self.next = self.step(tokens, self.pos, *self.given).clone()
         self.pos = self.pos + 1
         self.decoded += 1
         self.model.maintain(self.decoded)
@@ -245,6 +321,28 @@ class Session:
         self.model.args.check_ids(tokens)
         for t in tokens:
             self.advance(torch.full_like(self.pos, t))
+
+    def rows(self, n: int, stop_ids: frozenset[int] = frozenset()) -> Iterator[list[int | None]]:
+        """Yield up to n times the next token of every row, None for a row that is done: it met a stop id, or whoever
+        reads this set `done`. Ends when all are. InputError if a row's logits are not finite."""
+        self.done = [False] * len(self.next)
+        for step, drawn in enumerate(self.tokens(n)):
+            self.done = [done or token in stop_ids for done, token in zip(self.done, drawn, strict=True)]
+            kept = [None if done else token for done, token in zip(self.done, drawn, strict=True)]
+            if NO_TOKEN in kept:
+                raise InputError(f"logits are NaN or infinite at step {step}: {self._not_finite()}")
+            if not all(self.done):
+                yield kept
+            if all(self.done):
+                return
+
+    def _not_finite(self) -> str:
+        model = self.model
+        flags = {"--dtype": model.dtype, "--kv-dtype": model.kv_dtype or model.dtype}
+        for flag, dtype in flags.items():
+            if dtype == torch.float16:
+                return f"fp16 holds no number above 65504; try {flag} bf16 or fp32"
+        return "the method's knobs are exceeded, or the weights are damaged; try --method full"
 
     def tokens(self, n: int) -> Iterator[list[int]]:
         """Yield n times the next token of every row.
@@ -328,19 +426,21 @@ def generate(
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: frozenset[int] = frozenset(),
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], Any] | None = None,
     result: Result | None = None,
     question: Sequence[int] = (),
+    keys: list[int] | None = None,
 ) -> Result:
     """Prefill `prompts`, feed each row the `question`, decode until every row has met a stop id or has max_new_tokens.
 
-    on_token(row, id) is called for every token kept. Ctrl-C ends early and keeps what there is. InputError if logits
-    are not finite, or a method cannot go on; `result`, an `empty_result`, then holds what came before.
+    on_token(row, id) is called for every token kept, and ends the row if it returns True. Ctrl-C ends early and keeps
+    what there is. InputError if logits are not finite, or a method cannot go on; `result`, an `empty_result`, then
+    holds what came before.
     """
     result = result or empty_result(prompts)
     synchronize(session.device)
     start = time.perf_counter()
-    session.prefill(prompts)
+    session.prefill(prompts, keys)
     session.feed(question)
     synchronize(session.device)
     result.prefill_s = time.perf_counter() - start
@@ -353,21 +453,16 @@ def continue_rows(
     result: Result,
     max_new_tokens: int,
     stop_ids: frozenset[int],
-    on_token: Callable[[int, int], None] | None,
+    on_token: Callable[[int, int], Any] | None,
 ) -> None:
     """The decode loop: from `session.next` on, until all rows stop."""
-    done, before, start = [False] * len(result.tokens), session.decoded, time.perf_counter()
+    before, start = session.decoded, time.perf_counter()
     try:
-        for step, ids in enumerate(session.tokens(max_new_tokens)):
-            for row, token in enumerate(ids):
-                done[row] = done[row] or token in stop_ids
-                if not done[row]:
-                    check_drawn(token, step, session.model)
+        for tokens in session.rows(max_new_tokens, stop_ids):
+            for row, token in enumerate(tokens):
+                if token is not None:
                     result.tokens[row].append(token)
-                    if on_token:
-                        on_token(row, token)
-            if all(done):
-                break
+                    session.done[row] = on_token is not None and on_token(row, token) is True
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
@@ -376,20 +471,61 @@ def continue_rows(
         result.steps += session.decoded - before
 
 
-def check_length(model: Transformer, prompts: list[list[int]], max_new_tokens: int) -> int:
-    """The slots needed; InputError if the model's context has fewer."""
-    if max_new_tokens < 1:
-        raise InputError(f"--max-new-tokens {max_new_tokens} is below 1")
-    longest, context = max(map(len, prompts)), model.args.context
-    if longest >= context:
-        raise InputError(f"the prompt has {longest} tokens, the model's context {context}: shorten the prompt")
-    if longest + max_new_tokens > context:
-        raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed the model's context "
-                         f"of {context}: use --max-new-tokens {context - longest} or less")  # fmt: skip
-    return longest + max_new_tokens
+def round_up(n: int) -> int:
+    """Tokens that are allocated for n in a compiled step: multiples of 256, from 1024 on two sizes an octave."""
+    unit = max(256, 2 ** ((n - 1).bit_length() - 2))
+    return -(-n // unit) * unit
 
 
 # ---- for a user ----
+
+
+class Text:
+    """The text of a row as its tokens come, up to the first stop string: what may be the beginning of one waits."""
+
+    def __init__(self, stream: Any, stop: Sequence[str]):
+        self.stream, self.stop = stream, stop
+        self.text = self.waiting = ""
+        self.stopped = False
+
+    def put(self, token: int) -> str:
+        """The text that this token makes certain; `stopped` if there is no more."""
+        return self._show(self.stream.put(token))
+
+    def flush(self) -> str:
+        return self._show(self.stream.flush(), last=True)
+
+    def _show(self, piece: str, last: bool = False) -> str:
+        if self.stopped:
+            return ""
+        self.waiting += piece
+        # by its end: the same however the text is cut into pieces
+        found = [(i + len(s), i) for s in self.stop if (i := self.waiting.find(s)) >= 0]
+        self.stopped = bool(found)
+        begun = [n for s in self.stop for n in range(1, len(s)) if self.waiting.endswith(s[:n])]
+        end = min(found)[1] if found else len(self.waiting) - (0 if last else max(begun, default=0))
+        shown, self.waiting = self.waiting[:end], self.waiting[end:]
+        self.text += shown
+        return shown
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """InputError unless this is a text or several."""
+    given = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, list | tuple) or not all(isinstance(s, str) and s for s in given):
+        raise InputError(f"--stop is {short(stop)}: give a text, or a list of texts, that are not empty")
+    return tuple(given)
+
+
+def locked(call: Callable[..., Any]) -> Any:
+    """A method of an LLM or of what has one, which other threads wait for."""
+
+    @functools.wraps(call)
+    def wait(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self, "llm", self).lock:
+            return call(self, *args, **kwargs)
+
+    return wait
 
 
 class LLM:
@@ -404,7 +540,11 @@ class LLM:
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
-    torch.compile the decode step, by default on a GPU.
+    torch.compile the decode step, by default on a GPU; the cache then has room for more tokens than asked for, so that
+    other lengths need no other step. max_seq_len: room for so many tokens of prompt and answer in every call.
+
+    All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
+    InputError; a conversation prefills again what it has said.
     """
 
     def __init__(
@@ -422,6 +562,7 @@ class LLM:
         head: str | None = None,
         kv_dtype: str | torch.dtype | None = None,
         calibration: str | Path | None = None,
+        max_seq_len: int | None = None,
         **knobs: Any,
     ):
         where = pick_device(None if device is None else str(device))
@@ -440,14 +581,20 @@ class LLM:
             )
         self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
+        if max_seq_len is not None:
+            check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
+        self.max_seq_len = max_seq_len
+        self.lock = threading.RLock()
         self.use(method, **knobs)
 
+    @locked
     def use(self, method: str, /, **knobs: Any) -> LLM:
         """Another method from here on. InputError if it or a knob is unknown or out of range."""
         layer_methods(method, self.model.args.n_layer, knobs)
         self.method, self.knobs = method, knobs
-        self._steps: dict[Any, Step] = {}  # sampling -> step on the cache that is set up
+        self._steps: dict[Any, Step] = {}  # on the cache that is set up: sampling, but for the seed -> step
         self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
+        self.model.cache = None  # whoever owned it loses it
         return self
 
     @property
@@ -459,14 +606,36 @@ class LLM:
         size = (batch, max_seq_len, max_new_tokens)
         if self.model.cache is not None and self._ready == (self.model.cache, size):
             self.model.reset_cache()
+            self.model.cache.owner = None
         else:
             self._steps = {}
             self.model.setup(self.method, *size, self.knobs)
             self._ready = (self.model.cache, size)
-        key = dataclasses.astuple(sampling)
-        if key not in self._steps:
-            self._steps[key] = make_step(self.model, sampling, self.compile)
-        return Session(self.model, self._steps[key], sampling)
+        key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
+        step = self._steps.pop(key, None)
+        session = Session(self.model, step or make_step(self.model, sampling, self.compile), sampling)
+        self._steps[key] = session.step  # as the newest
+        if len(self._steps) > STEPS:
+            del self._steps[next(iter(self._steps))]
+        if step is None and self.compile:
+            session.compile_s = session.warm_up(batch)
+        return session
+
+    def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
+        """max_seq_len and max_new_tokens of a cache for so many tokens. InputError if there is no room for them."""
+        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
+        longest, most = prompt + question, self.max_seq_len or self.model.args.context
+        limit = ("--max-seq-len" if self.max_seq_len else "the model's context") + f" of {most}"
+        if longest >= most:
+            raise InputError(f"the prompt of {longest} tokens exceeds {limit}: shorten the prompt")
+        if longest + max_new_tokens > most:
+            raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed {limit}: "
+                             f"use --max-new-tokens {most - longest} or less")  # fmt: skip
+        new = question + max_new_tokens
+        if not self.compile and not self.max_seq_len:
+            return prompt + new, new
+        prompt, new = round_up(prompt), round_up(new)
+        return (prompt + new, new) if prompt + new <= most and not self.max_seq_len else (most, None)
 
     def encode(
         self,
@@ -487,10 +656,17 @@ class LLM:
                 prompt = self.tokenizer.encode_chat(said, **(chat_args or {}))
             else:
                 prompt = self.tokenizer.encode(prompt, bos=True)
-        assert isinstance(prompt, list)
-        if not prompt:
+        if not (ids := self._check_ids(prompt)):
             raise InputError("a prompt has no tokens: give some text")
-        return prompt
+        return ids
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        """InputError unless these are ids of this model's tokens."""
+        if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+            what = f"{type(ids).__name__} of {type(ids[0]).__name__}" if isinstance(ids, list) else type(ids).__name__
+            raise InputError(f"a prompt is a {what}: give text or a list of token ids, of a tensor its tolist()")
+        self.model.args.check_ids(ids)
+        return list(ids)
 
     def open_chat(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> list[dict[str, str]]:
         """The messages before the first of a user. InputError if there is something for a chat template, and none."""
@@ -508,8 +684,9 @@ class LLM:
         if chat:
             raise InputError("a chat template ends the prompt's turn: ask in a second turn of a conversation "
                              "(--interactive), or give no chat template")  # fmt: skip
-        return self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question
+        return self._check_ids(self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question)
 
+    @locked
     def generate(
         self,
         prompts: str | Sequence[str | list[int]],
@@ -521,35 +698,46 @@ class LLM:
         chat_args: dict[str, Any] | None = None,
         question: str | list[int] | None = None,
         batch_size: int | None = None,
+        stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
 
         chat, system, chat_args: as in `encode`.
         question: more text behind every prompt, which comes through decode: the method compresses without knowing it.
+        stop: strings that end a text, which does not show them; their tokens are in `tokens`.
         on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
         new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
         """
         asked = self._encode_question(question, chat)
-        rows = [self.encode(p, chat, system, chat_args) for p in ([prompts] if isinstance(prompts, str) else prompts)]
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, list | tuple) or prompts and all(type(p) is int for p in prompts):
+            raise InputError(f"the prompts are a {type(prompts).__name__}: give a list, of texts or of lists of token "
+                             "ids, as [[1, 2, 3]]")  # fmt: skip
+        rows = [self.encode(p, chat, system, chat_args) for p in prompts]
         if not rows:
-            raise InputError("no prompt was given")
+            raise InputError("no prompt was given: give a text, or a list of them")
+        if batch_size is not None:
+            check_count("--batch-size", batch_size, 1, 1_000_000)
         sampling, out = sampling or Sampling(), list[Completion]()
-        max_seq_len = check_length(self.model, [row + asked for row in rows], max_new_tokens)
+        keys, stop = noise_keys(sampling.seed, rows), stop_strings(stop)
+        size = self.capacity(max(map(len, rows)), max_new_tokens, len(asked))
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
-            session = self.session(len(batch), max_seq_len, len(asked) + max_new_tokens, sampling)
-            compile_s = session.warm_up(len(batch)) if self.compile else 0.0
-            streams = [self.tokenizer.stream() for _ in batch]
+            session = self.session(len(batch), *size, sampling)
+            texts = [Text(self.tokenizer.stream(), stop) for _ in batch]
 
-            def show(row: int, token: int, first: int = first, streams: list = streams) -> None:
+            def show(row: int, token: int, first: int = first, texts: list[Text] = texts) -> bool:
+                piece = texts[row].put(token)
                 if on_text:
-                    on_text(first + row, streams[row].put(token))
+                    on_text(first + row, piece)
+                return texts[row].stopped
 
             result, error = empty_result(batch, asked), None
             try:
-                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked)
+                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked, keys[first : first + step])
             except InputError as e:
                 if not out and not any(result.tokens):
                     raise
@@ -558,12 +746,13 @@ class LLM:
                 if not out:
                     raise
                 result.interrupted = True
-            result.compile_s, result.kv_bytes = compile_s, self.model.kv_bytes()
-            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), max_seq_len)
-            for row, (ids, stream) in enumerate(zip(result.tokens, streams, strict=True)):
+            result.compile_s, result.kv_bytes = session.compile_s, self.model.kv_bytes()
+            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), size[0])
+            for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
+                piece = text.flush()
                 if on_text:
-                    on_text(first + row, stream.flush())
-                out.append(Completion(self.tokenizer.decode(ids), ids, result.prompt_tokens[row], result))
+                    on_text(first + row, piece)
+                out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
             if error:
                 raise Ended(str(error), out)
             if result.interrupted:
@@ -578,18 +767,22 @@ class LLM:
         chat: bool = False,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
         """The completion of one prompt, piece by piece."""
         ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
-        size = check_length(self.model, [ids], max_new_tokens)
-        session, stream = self.session(1, size, max_new_tokens, sampling), self.tokenizer.stream()
-        session.prefill([ids])
-        for step, (token,) in enumerate(session.tokens(max_new_tokens)):
-            if token in self.stop_ids:
+        size, text = self.capacity(len(ids), max_new_tokens), Text(self.tokenizer.stream(), stop_strings(stop))
+        with self.lock:
+            session = self.session(1, *size, sampling)
+            session.prefill([ids])
+        rows = session.rows(max_new_tokens, self.stop_ids)
+        while not text.stopped:
+            with self.lock:
+                row = next(rows, None)
+            if row is None or row[0] is None:
                 break
-            check_drawn(token, step, self.model)
-            yield stream.put(token)
-        yield stream.flush()
+            yield text.put(row[0])
+        yield text.flush()
 
     def conversation(
         self,
@@ -597,9 +790,10 @@ class LLM:
         chat: bool = False,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Conversation:
-        """Turns that continue one cache; chat, system, chat_args: as in `encode`."""
-        return Conversation(self, sampling or Sampling(), chat, system, chat_args)
+        """Turns that continue one cache; chat, system, chat_args: as in `encode`, stop: as in `generate`."""
+        return Conversation(self, sampling or Sampling(), chat, system, chat_args, stop)
 
 
 class Conversation:
@@ -612,33 +806,50 @@ class Conversation:
         chat: bool,
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
     ):
-        self.llm, self.chat, self.chat_args = llm, chat, chat_args or {}
+        self.stop = stop_strings(stop)
+        self.llm, self.sampling, self.chat, self.chat_args = llm, sampling, chat, chat_args or {}
         self.opening = llm.open_chat(chat, system, chat_args)
-        self.size = min(llm.model.args.context, CONVERSATION)
-        self.session = llm.session(1, self.size, None, sampling)
-        self.session.lag = 0  # the next turn continues exactly where this one stopped
-        self.compile_s = self.session.warm_up(1) if llm.compile else 0.0
+        self.size = llm.max_seq_len or min(llm.model.args.context, CONVERSATION)
+        self.compile_s = 0.0
         self.forget()
+        self._open()
+
+    @locked
+    def _open(self) -> Session:
+        """An empty cache, which is this conversation's until another call takes it."""
+        self.session = self.llm.session(1, self.size, None, self.sampling)
+        self.session.lag = 0  # the next turn continues exactly where this one stopped
+        self.compile_s += self.session.compile_s
+        return self.session
 
     def forget(self) -> None:
         """Start over."""
         self.messages: list[dict[str, str]] = self.opening
         self.held: list[int] = []  # tokens in the cache
+        self.keys: list[int] = []  # of the noise, by the first turn
         self.stale = False  # or not there any more: a turn that failed has overwritten them
 
+    @locked
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
         """One turn. InputError, and the conversation is as before, if the context has no room or a step fails."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
+        if not isinstance(text, str):
+            raise InputError(f"a turn is a {type(text).__name__}: give text")
+        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         messages, held = [*self.messages, {"role": "user", "content": text}], self.held
         if self.chat:
             ids = tk.encode_chat(messages, **self.chat_args)
         else:
             ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
-        if self.stale or ids[: len(held)] != held:  # the template rewrote an earlier turn: start over from the whole
+        # another call has the cache, or the template rewrote an earlier turn: start over from the whole
+        if self.stale or not session.owns_cache or ids[: len(held)] != held:
             held = []
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
+        if not held:
+            session = self._open()
         result = Result([[]], [len(ids) - len(held)], compile_s=self.compile_s)
         self.compile_s = 0.0
         synchronize(session.device)
@@ -646,19 +857,25 @@ class Conversation:
         if held:
             session.feed(ids[len(held) :])
         else:
-            llm.model.reset_cache()
-            session.prefill([ids])
+            self.keys = self.keys or noise_keys(session.sampling.seed, [ids])
+            session.prefill([ids], self.keys)
         synchronize(session.device)
         result.prefill_s = time.perf_counter() - start
-        stream = tk.stream()
-        show = None if on_text is None else lambda row, token: on_text(stream.put(token))
+        answer = Text(tk.stream(), self.stop)
+
+        def show(row: int, token: int) -> bool:
+            piece = answer.put(token)
+            if on_text is not None:
+                on_text(piece)
+            return answer.stopped
+
         continue_rows(session, result, min(max_new_tokens, self.size - len(ids)), llm.stop_ids, show)
+        piece = answer.flush()
         if on_text is not None:
-            on_text(stream.flush())
+            on_text(piece)
         self.held = ids + result.tokens[0]
         # the last token, drawn but not fed if max_new_tokens ended the turn
         session.feed(self.held[int(session.pos[0]) :])
-        answer, self.stale = tk.decode(result.tokens[0]), False
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
-        return Completion(answer, result.tokens[0], result.prompt_tokens[0], result)
+        return Completion(answer.text, result.tokens[0], result.prompt_tokens[0], result)

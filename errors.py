@@ -41,9 +41,18 @@ def short(value: Any) -> str:
 
 def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:
     """InputError unless low <= value <= high; NaN is nowhere."""
+    if not isinstance(value, int | float):
+        raise InputError(f"{what} is a {type(value).__name__}: give a number from {low} to {high}")
     if not low <= value <= high:
         found = str(value) if len(str(value)) <= 24 else f"{str(value)[:20]}..."
         raise InputError(f"{what} {found} is {_beside(value, low, high)}{advice and f': {advice}'}")
+
+
+def check_count(what: str, value: Any, low: int, high: int, advice: str = "") -> None:
+    """`check_range` of a whole number; InputError if it is none."""
+    if type(value) is not int:
+        raise InputError(f"{what} is {short(value)}, a {type(value).__name__}: give a whole number, {low} or more")
+    check_range(what, value, low, high, advice)
 
 
 def _beside(value: float, low: float, high: float) -> str:

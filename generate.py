@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from cache.spec import describe
-from engine import LLM, Completion, Ended, Sampling
-from errors import InputError, Parser, check_range, run_cli
+from engine import LLM, Completion, Ended, Sampling, stop_strings
+from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
     add_calibration,
@@ -61,12 +61,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     a("--top-k", type=int, metavar="K")
     a("--top-p", type=float, metavar="P")
+    a("--min-p", type=float, metavar="P", help="only tokens at least P times as likely as the likeliest")
+    a(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that were there are less likely",
+    )
     a("--seed", type=int, default=0)
+    a("--stop", nargs="+", metavar="TEXT", default=[], help="strings that end a text, which does not show them")
     a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     add_precision(p)
     add_calibration(p)
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
+    a("--max-seq-len", type=int, metavar="N", help="a KV cache for N tokens (default: for what is asked for)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
     a("--system", metavar="TEXT", help="with --chat: a system message before the first turn")
@@ -183,7 +193,13 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
     try:
         with profiled(opt.profile):
             report.completions += llm.generate(
-                prompts, opt.max_new_tokens, sampling, question=opt.question, batch_size=opt.batch_size, on_text=show
+                prompts,
+                opt.max_new_tokens,
+                sampling,
+                question=opt.question,
+                batch_size=opt.batch_size,
+                stop=opt.stop,
+                on_text=show,
             )
     except Ended as e:
         report.completions += e.completions
@@ -197,7 +213,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """A turn a line from standard input, until it ends."""
-    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt)), sys.stdin.isatty()
+    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt), opt.stop), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
         print(f"a turn a line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
@@ -229,9 +245,9 @@ def main(argv: list[str] | None = None) -> int:
     if opt.list_methods:
         print(describe())
         return 0
-    check_range("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
+    check_count("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
     if opt.batch_size is not None:
-        check_range("--batch-size", opt.batch_size, 1, 1_000_000)
+        check_count("--batch-size", opt.batch_size, 1, 1_000_000)
     if opt.checkpoint and opt.random_init:
         raise InputError("give --checkpoint or --random-init, not both")
     if opt.interactive and (
@@ -243,10 +259,11 @@ def main(argv: list[str] | None = None) -> int:
     if opt.question and opt.chat:
         raise InputError("--chat ends the prompt's turn before --question: ask in a second turn, with --interactive")
     check_out(opt.profile, "--profile")
-    sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed)
+    sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
+    stop_strings(opt.stop)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
               random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
-              kv_dtype=opt.kv_dtype, calibration=opt.calibration)  # fmt: skip
+              kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len)  # fmt: skip
     llm.use(opt.method, **knobs(opt))
     report = Report(opt.method, llm.model.device)
     if opt.interactive:

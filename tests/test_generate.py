@@ -168,28 +168,6 @@ def test_sampling(tiny):
     assert draw(temperature=1.0, top_k=1) == greedy == draw(temperature=1.0, top_p=1e-6)
 
 
-def test_sampled_frequencies_follow_the_cut_distribution():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
-    torch.manual_seed(0)
-    p = logits[0].softmax(-1)
-    freq = torch.bincount(E.Sampling(1.0).draw(logits), minlength=4) / 20_000
-    assert (freq - p).abs().max() < 0.015
-    for cut, kept in (
-        (dict(top_k=2), 2),
-        (dict(top_p=float(p[0] + p[1]) - 0.01), 2),
-        (dict(top_p=float(p[0]) + 0.01), 2),
-    ):
-        freq = torch.bincount(E.Sampling(1.0, **cut).draw(logits), minlength=4) / 20_000
-        want = p[:kept] / p[:kept].sum()
-        assert freq[kept:].sum() == 0 and (freq[:kept] - want).abs().max() < 0.015
-
-
-@pytest.mark.parametrize("least", [dict(temperature=1e-4), dict(temperature=1.0, top_p=1e-300)], ids=str)
-def test_the_least_that_is_allowed_is_greedy(least):
-    logits = torch.tensor([[1.0, 3.0, 2.0], [1e4, 0.0, 1e30]])
-    assert E.Sampling(**least).draw(logits).tolist() == [1, 2]
-
-
 @pytest.fixture
 def lagging(monkeypatch):
     """The GPU's reader on CPU tensors: events and pinned memory replaced, the order of its queue kept."""
@@ -348,6 +326,37 @@ def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_input
         assert len(compiled_inputs) == 1, turn
 
 
+def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
+    """It is compiled for a capacity, which is rounded up, and a way of sampling; what is kept of it is bounded."""
+    llm = E.LLM(TINY, compile=True)
+    for n, new, seed in ((10, 5, 0), (200, 100, 1), (256, 256, 2)):
+        llm.generate([[5] * n], new, E.Sampling(0.8, seed=seed))
+        assert len(compiled_inputs) == 1
+    llm.generate([[5] * 257], 5, E.Sampling(0.8))
+    assert len(compiled_inputs) == 2
+    for i in range(6):
+        llm.generate([[5] * 300], 2, E.Sampling(0.8 + i / 10))
+    assert len(compiled_inputs) == 7 and len(llm._steps) == E.STEPS
+
+
+def test_max_seq_len_is_one_cache_for_all_lengths():
+    llm = E.LLM(TINY, max_seq_len=80)
+    first = llm.generate([[5] * 10], 5)[0]
+    cache = llm.model.cache
+    assert llm.generate([[5] * 60], 20) and llm.model.cache is cache
+    assert "".join(llm.stream([5] * 10, 5)) == first.text and llm.conversation().size == 80
+    with pytest.raises(InputError, match="61 prompt tokens and --max-new-tokens 20 exceed --max-seq-len of 80"):
+        llm.generate([[5] * 61], 20)
+    with pytest.raises(InputError, match="--max-seq-len 5000 is above 4096"):
+        E.LLM(TINY, max_seq_len=5000)
+
+
+def test_capacities_are_rounded_up_by_at_most_half():
+    sizes = [E.round_up(n) for n in range(257, 40_000)]
+    assert all(n <= size <= 1.5 * n + 255 for n, size in enumerate(sizes, 257)) and len(set(sizes)) == 14
+    assert sizes == [E.round_up(n) for n in sizes]
+
+
 # ---- the command line ----
 
 
@@ -451,6 +460,14 @@ def test_interactive_turns_continue_the_same_cache(capsys, monkeypatch, tiny):
     assert code == 0 and len(first) == len(second) == 5
 
 
+def test_stop_strings_and_a_penalty_from_the_command_line(capsys):
+    argv = ["--prompt", "import os\n", "--max-new-tokens", "24", "--json", "--repetition-penalty", "1.3"]
+    free = json.loads(run(capsys, *argv)[1])["text"][0]
+    stop = [free[5:8], "not there"]
+    assert json.loads(run(capsys, *argv, "--stop", *stop)[1])["text"][0] == free[: free.find(stop[0])]
+    assert free == E.LLM().generate("import os\n", 24, E.Sampling(repetition_penalty=1.3))[0].text
+
+
 def test_interactive_reset_starts_over(capsys, monkeypatch):
     argv = ["--interactive", "--max-new-tokens", "4", "--json", "--method", "self_index"]
     stdin = b"import os\nmore\n/reset\nimport os\n"
@@ -521,6 +538,10 @@ BAD = {
     ),
     "top-p nan": (["--prompt", "a", "--top-p", "nan"], "--top-p nan"),
     "top-k of no tensor": (["--prompt", "a", "--top-k", "1" + "0" * 23], "--top-k 100000000000000000000000 is above"),
+    "min-p": (["--prompt", "a", "--min-p", "2"], "--min-p 2.0 is above 1"),
+    "repetition penalty": (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 is below"),
+    "stop string": (["--prompt", "a", "--stop", ""], "--stop is ['']: give a text"),
+    "max-seq-len": (["--prompt", "a", "--max-seq-len", "1"], "--max-seq-len 1 is below 2"),
     "negative seed": (["--prompt", "a", "--seed", "-1"], "--seed -1 is below 0"),
     "seed of no generator": (["--prompt", "a", "--seed", "1" + "0" * 23], "--seed 100000000000000000000000 is above"),
     "new tokens of no list": (["--prompt", "a", "--max-new-tokens", "9" * 23], "--max-new-tokens"),

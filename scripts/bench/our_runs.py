@@ -35,20 +35,20 @@ def compiled_blocks(model: Transformer) -> Iterator[None]:
 
 def capture(step: Step, batch: int, device: torch.device) -> Step:
     """The step as one CUDA graph; its output is overwritten by the next call, as with reduce-overhead."""
-    tokens, pos = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(2))
+    args = [torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(3)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(tokens, pos)
+            step(*args)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step(tokens, pos)
+        out = step(*args)
 
-    def replay(t: Tensor, p: Tensor) -> Tensor:
-        tokens.copy_(t)
-        pos.copy_(p)
+    def replay(*given: Tensor) -> Tensor:
+        for arg, x in zip(args, given, strict=True):
+            arg.copy_(x)
         graph.replay()
         return out
 
@@ -72,7 +72,7 @@ class Ours(Run):
         if self.mode in ("eager", "compiled"):
             self.step = make_step(model, sampling, self.mode == "compiled")
         else:
-            self.step = lambda tokens, pos: sampling.draw(model.decode(tokens, pos))
+            self.step = lambda tokens, pos, *_: model.decode(tokens, pos).argmax(-1)
             if self.mode == "captured":
                 options = compiler_options(w.device, graphs=False)
                 self.step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
@@ -126,9 +126,9 @@ class Ours(Run):
         q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.kv_dtype)
         for method in self.cache:
             fill(method, q, k, v)
-        session.pos = torch.full((w.batch,), w.length, device=w.device)
         # new tensors, made here: those made outside of inference mode are compiled for once more
-        session.next = torch.tensor(w.tokens[:, -1].tolist(), device=w.device)
+        tokens, pos = torch.tensor(w.tokens[:, -1].tolist()), torch.full((w.batch,), w.length)
+        session.begin(tokens.to(w.device), pos.to(w.device))
 
     def close(self) -> None:
         if self.work.device.type == "cuda":

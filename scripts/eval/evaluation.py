@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from cache import evicting
 from cache.base import KVMethod
 from checkpoint import load_checkpoint
 from corpus import collect
-from engine import pad
+from engine import Sampling, Session, make_step, pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
@@ -77,6 +79,26 @@ def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
         kind: np.array([i for d in docs if d.kind == kind for i in tk.encode(d.text, bos=True)])
         for kind in ("code", "prose")
     }
+
+
+class Forced(Sampling):
+    """Greedy decoding of rows that are given their first tokens, with what the model thought of these."""
+
+    def __init__(self, tokens: list[list[int]], device: torch.device):
+        super().__init__()
+        self.left = deque(itertools.zip_longest(*tokens))  # of every step: a token of each row, or None
+        self.device, self.logp = device, 0.0
+        self.best: list[Tensor] = []  # the argmax of every step [B]
+
+    def draw(self, logits: Tensor, pos: Tensor, *_: Tensor) -> Tensor:
+        self.best.append(logits.argmax(-1))
+        given = self.left.popleft() if self.left else ()
+        known = [row for row, token in enumerate(given) if token is not None]
+        if not known:
+            return self.best[-1]
+        tokens = torch.tensor([given[row] for row in known], device=self.device)
+        self.logp += F.log_softmax(logits[known].float(), -1).gather(1, tokens[:, None]).sum().item()
+        return self.best[-1].index_copy(0, torch.tensor(known, device=self.device), tokens)
 
 
 class Evaluation:
@@ -134,25 +156,12 @@ class Evaluation:
 
     def decode(self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: int) -> tuple[list[list[int]], float]:
         """By the cache in use, after a prefill that ended in logits at pos [B]; returns what `run_rows` does."""
-        out: list[list[int]] = [[] for _ in forced]
-        logp, steps = 0.0, max(map(len, forced)) + n_new
-        for step in range(steps):
-            best = logits.argmax(-1)
-            given = [f[step] if step < len(f) else None for f in forced]
-            known = [b for b, g in enumerate(given) if g is not None]
-            if known:
-                picked = torch.tensor([given[b] for b in known], device=self.device)
-                logp += F.log_softmax(logits[known].float(), -1).gather(1, picked[:, None]).sum().item()
-            host = best.tolist()
-            for b, token in enumerate(host):
-                out[b].append(token)
-            if step == steps - 1:
-                break
-            nxt = torch.tensor([h if g is None else g for h, g in zip(host, given, strict=True)], device=self.device)
-            logits = self.model.decode(nxt, pos)
-            pos = pos + 1
-            self.model.maintain(step + 1)
-        return out, logp
+        scored, steps = Forced(forced, self.device), max(map(len, forced)) + n_new
+        session = Session(self.model, make_step(self.model, scored, compile=False), scored)
+        session.begin(scored.draw(logits, pos - 1), pos)
+        for _ in session.rows(steps):
+            pass
+        return torch.stack(scored.best, 1).tolist(), scored.logp
 
     def setup(self, methods: dict[str, tuple[str, dict]], size: int, new: int | None = None) -> None:
         """Caches of `size` tokens a row, of which at most `new` are decoded, for every label: (method, knobs)."""
