@@ -30,9 +30,7 @@ def rotate_token(rope: Rope, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor,
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
 
-def rotate_append(
-    rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> Tensor:
+def rotate_append(rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     """`rotate_token` -> q; in place, k rotated and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
     if use_triton(q):
         return torch.ops.kv_fast.rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
@@ -69,9 +67,7 @@ def _rotate_append(
     inside = c < D // 2
     cosine = tl.load(cos + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
     sine = tl.load(sin + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
-    _rotate(
-        q + b * q_row + h * G * q_head, q_head, q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c
-    )
+    _rotate(q + b * q_row + h * G * q_head, q_head, q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c)
     k_out += b * k_out_row + h * k_out_head
     if v is not None:
         k_out += at * k_out_slot

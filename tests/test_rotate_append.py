@@ -72,7 +72,9 @@ def test_a_subclass_with_an_append_of_its_own_still_gets_the_rotated_key(monkeyp
             calls = []
             for method in model.cache:
                 append = method.append
-                monkeypatch.setattr(method, "append", lambda *args, f=append: (calls.append(1), f(*args))[1])
+                monkeypatch.setattr(
+                    method, "append", lambda *args, f=append, calls=calls: (calls.append(1), f(*args))[1]
+                )
             out.append(run(model, [prompt(9), prompt(5)], 3))
             assert bool(calls) == (name == "quest")
         (a, _), (b, _) = (o[:2] for o in out)
