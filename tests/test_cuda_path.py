@@ -93,11 +93,12 @@ STEP = (
 )
 # the presets of the last line have a budget larger than the context here
 # one launch rotates q and k and stores k and v; where a method's own `append` does that, it rotates alone
-APPENDED, UNROTATED = {"full", "oracle", "random"}, {"sals", "palu", "ojakv"}
+APPENDED, UNROTATED = {"full", "oracle", "random"}, {"sals", "palu"}
 for _name in STEP:
     _method = _name.partition(",")[0].partition("-")[0]
     if _method not in UNROTATED:
         STEP[_name] |= {"rotate_append" if _method in APPENDED else "rotate_token"}
+STEP["razor"] |= {"rotate_append"}  # its retrieval heads are those of full
 PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
@@ -242,7 +243,7 @@ def conversation(model, operators, sampling=GREEDY):
             assert layouts(logits) == [((B, V), (V, 1), model.norm.weight.dtype, DEVICE)]
             pos, operators.called = lengths + i, steps
             with OnDevice():
-                logits = model.decode(sampling.draw(logits), pos)
+                logits = model.decode(sampling.draw(logits, pos, lengths), pos)
             operators.called = set()
             model.maintain(i + 1)
         model.reset_cache()

@@ -150,5 +150,5 @@ from scripts.report import launches
 found = launches.recorded(["llama-3.1-8b"], ["sparq"], [], ["1x12288"])
 print(json.dumps([tiles._PRECISION.value, sorted({{x for e in found for x in e["options"]}})]))
 """
-    assert in_process(code.format(hip="6.4")) == ["ieee", ["num_stages", "num_warps"]]
-    assert in_process(code.format(hip=None)) == ["tf32x3", ["maxnreg", "num_stages", "num_warps"]]
+    assert in_process(code.format(hip="6.4")) == ["ieee", ["enable_fp_fusion", "num_stages", "num_warps"]]
+    assert in_process(code.format(hip=None)) == ["tf32x3", ["enable_fp_fusion", "maxnreg", "num_stages", "num_warps"]]
