@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cache.spec import describe
+from cache.spec import describe, parse_knobs
 from engine import LLM, Completion, Ended, Sampling, stop_strings
 from errors import InputError, Parser, check_count, run_cli
 from runtime import (
@@ -89,14 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def knobs(opt: argparse.Namespace) -> dict[str, str]:
     """--method-arg and its shortcuts, as text; kv_methods turns them into values and checks them."""
-    out = {}
-    for item in opt.method_arg:
-        key, eq, value = item.partition("=")
-        if not eq or not key:
-            raise InputError(f"--method-arg {item!r} is not of the form K=V")
-        out[key] = value
     shortcuts = {k: getattr(opt, k) for k in ("budget", "sinks", "recent")}
-    return out | {k: v for k, v in shortcuts.items() if v is not None}
+    return parse_knobs(opt.method_arg) | {k: v for k, v in shortcuts.items() if v is not None}
 
 
 def chat_args(opt: argparse.Namespace) -> dict[str, Any]:

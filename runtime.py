@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -147,6 +149,14 @@ def own_folders() -> list[Path]:
 def temporary(path: Path) -> Path:
     """Beside a file: what is written under this name and then renamed is there whole, or not at all."""
     return path.with_name(path.name + ".tmp")
+
+
+@contextlib.contextmanager
+def written(path: str | Path) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when the block ends, and an error leaves the file that was there."""
+    tmp = temporary(Path(path))
+    yield tmp
+    os.replace(tmp, path)
 
 
 def check_out(path: str | Path | None, flag: str = "--out") -> None:

@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,17 @@ def inner_method(text: str) -> tuple[type[KVMethod], Any]:
 
 
 # ---- the grammar ----
+
+
+def parse_knobs(items: Iterable[str]) -> dict[str, str]:
+    """--method-arg K=V, as often as given."""
+    out = {}
+    for item in items:
+        key, eq, value = item.partition("=")
+        if not eq or not key:
+            raise InputError(f"--method-arg {item!r} is not of the form K=V")
+        out[key] = value
+    return out
 
 
 @dataclass

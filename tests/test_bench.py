@@ -27,17 +27,8 @@ from model import NAMED, random_transformer
 from scripts.bench import bench_attention, bench_generate, bench_linear, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, equal_bytes, eval_retrieval, evaluation, weights_quality
-from scripts.report import (
-    plot_equal_bytes,
-    plot_methods,
-    plot_results,
-    plot_speed,
-    plot_training,
-    speed_tables,
-    update_readme,
-)
-from scripts.report.tables import gpu
-from scripts.report.tables.markdown import share, wilson
+from scripts.report import gpu, measure, plots, tables, update_readme
+from scripts.report.markdown import share, wilson
 from scripts.shared import options, timing
 from scripts.shared import progress as progress_module
 from scripts.shared.progress import Progress
@@ -596,30 +587,71 @@ def test_generate_tells_how_far_it_is(cli, config, monkeypatch):
 # ---- plots, wrong use ----
 
 
-def test_plots(cli, config, tmp_path):
-    files = [tmp_path / "attention.json", tmp_path / "generate.json"]
-    attention(cli, config, "--method", "full", "streaming", "--length", 16, 32, "--no-stages", "--out", files[0])
-    generated(cli, config, "--mode", "eager", "--batch", 1, "--length", 16, "--out", files[1])
-    status, out, err = cli(plot_results, *files, "--out", tmp_path, "--json")
+def test_committed_results_can_be_drawn(cli, tmp_path):
+    status, out, err = cli(plots, "--out", tmp_path, "--json")
     assert status == 0, err
-    assert [Path(f).name for f in json.loads(out)] == [
-        f"{kind}_shapes.png" for kind in ("attention", "roofline", "generate")
-    ]
+    assert {Path(f).stem for f in json.loads(out)} == tables.TABLES.keys() - {"gpu"}
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 
 
-def test_committed_results_can_be_drawn(cli, tmp_path):
-    assert cli(plot_results, ROOT / "results" / "generate_cpu.json", "--out", tmp_path)[0] == 0
-    status, out, _ = cli(plot_equal_bytes, "--out", tmp_path, "--json")
-    assert status == 0 and [Path(f).name for f in json.loads(out)] == ["equal_bytes_kv.png", "equal_bytes_read.png"]
-    speed = sorted((ROOT / "results").glob("generate_cpu*.json"))
-    status, out, err = cli(plot_speed, *speed, "--out", tmp_path, "--json")
-    assert status == 0 and {"speed_tiny.png", "speed_llama-3.2-1b.png"} <= {Path(f).name for f in json.loads(out)}, err
+@pytest.mark.parametrize("name", [t for t in tables.TABLES if t != "gpu"])
+def test_a_table_can_print_its_rows(cli, name):
+    """With the machine and the clean commit of each."""
+    status, out, err = cli(tables, name, "--json")
+    assert status == 0 and json.loads(out), err
+    assert all(r["machine"] and re.fullmatch("[0-9a-f]{7,}", r["commit"]) for r in json.loads(out))
+    assert cli(tables, name)[1].count("\n") == len(json.loads(out))
+
+
+def test_what_the_tables_need_is_measured_by_a_command(cli):
+    """Every question has commands, of scripts and flags that exist."""
+    status, out, _ = cli(measure, "--list")
+    commands = [re.fullmatch(r"(\w+): python -m (scripts\S+) (.*)", line + " ").groups() for line in out.splitlines()]
+    assert status == 0 and {q for q, *_ in commands} == {q.rstrip("*") for _, qs in tables.TABLES.values() for q in qs}
+    texts = helps(sorted({module for _, module, _ in commands}))
+    for _, module, rest in commands:
+        assert all(flag in texts[module] for flag in ["--out", *re.findall(r"--[a-z-]+", rest)]), module
+
+
+def test_a_measurement_goes_on_and_is_written_whole(monkeypatch, tmp_path, cli):
+    """A part of this commit that is there is not measured again; one that is late leaves what it has."""
+    for folder in ("runs", "results"):
+        (tmp_path / folder).mkdir()
+    ran = []
+
+    def run(command, timeout, **_):
+        ran.append(command[2])
+        out = tmp_path / command[command.index("--out") + 1]
+        out.write_text(json.dumps(dict(commit="abc1234", rows=[len(ran)])))
+        if len(ran) == 2:
+            raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "commit", lambda: "abc1234")
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    argv = ("--only", "speed", "--machine", "mine", "--json")
+    assert json.loads(cli(measure, *argv)[1]) == ["results/mine/speed.json"]
+    assert cli(measure, *argv)[0] == 0 and len(ran) == 3  # the late one alone
+    runs = json.loads((tmp_path / "results/mine/speed.json").read_text())["runs"]
+    assert [r["rows"] for r in runs] == [[1], [3]]
+    monkeypatch.setattr(measure, "commit", lambda: "abc1234+dirty")
+    status, _, err = cli(measure, *argv)
+    assert status == 2 and "commit first" in err
+
+
+def test_result_files_are_of_one_clean_commit():
+    """results/<machine>/<question>.json, and a commit that is in the history of this one."""
+    for file in (ROOT / "results").rglob("*.json"):
+        runs = json.loads(file.read_text())["runs"]
+        (commit,) = {run["commit"] for run in runs}
+        assert re.fullmatch("[0-9a-f]{7,}", commit), file
+        assert all(run["command"].startswith("python ") and run["versions"]["torch"] for run in runs), file
+        assert len(file.relative_to(ROOT).parts) == 3, file
 
 
 def test_the_frontier_is_what_nothing_beats():
     points = [(0.25, 50, "a"), (0.125, 50, "b"), (0.125, 40, "c"), (0.5, 90, "d"), (0.6, 80, "e"), (0.0625, 10, "f")]
-    assert plot_equal_bytes.frontier(points) == [(0.0625, 10, "f"), (0.125, 50, "b"), (0.5, 90, "d")]
+    assert plots.frontier(points) == [(0.0625, 10, "f"), (0.125, 50, "b"), (0.5, 90, "d")]
 
 
 def test_products_are_timed_beside_torchs(cli, monkeypatch):
@@ -673,17 +705,14 @@ def test_products_are_timed_beside_torchs(cli, monkeypatch):
         (bench_generate, ["--peer", "transformers", "--prefill"]),
         (bench_generate, ["--synthetic", "--prefill"]),
         (bench_generate, ["--out", "/no/such/folder/x.json"]),
-        (plot_results, []),
-        (plot_results, ["/no/such/file.json"]),
-        (plot_results, [str(ROOT / "models" / "tiny" / "config.json")]),
-        (plot_results, [str(ROOT / "results" / "generate_cpu.json"), "--out", "/no/such/folder"]),
-        (plot_speed, ["/no/such/file.json"]),
+        (plots, ["--only", "nothing"]),
+        (plots, ["--out", "/no/such/folder"]),
         (bench_linear, ["--model", "nothing"]),
         (bench_linear, ["--rows", "0"]),
-        (speed_tables, []),
-        (speed_tables, ["/no/such/folder"]),
-        (plot_methods, ["--task", "nothing"]),
-        (plot_training, ["--checkpoint", "/no/such/folder"]),
+        (measure, ["--only", "nothing"]),
+        (measure, ["--only", "weights"]),
+        (tables, ["nothing"]),
+        (tables, ["gpu", "--folder", "/no/such/folder"]),
         (eval_retrieval, ["--method", "nothing"]),
         (eval_retrieval, ["--method", "full", "0-1:full,2-:sals,nothing=1"]),
         (eval_retrieval, ["--method", "full", "--method-arg", "budget"]),
@@ -706,7 +735,7 @@ def test_wrong_use(cli, script, argv):
 
 WRITERS = [
     (bench_attention, "--out"), (bench_generate, "--out"), (eval_retrieval, "--out"), (analyze, "--out"),
-    (plot_methods, "--out"), (plot_training, "--out"), (train_tiny, "--run"), (equal_bytes, "--out"),
+    (train_tiny, "--run"), (equal_bytes, "--out"),
 ]  # fmt: skip
 
 
@@ -724,7 +753,7 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) == 23
+    assert len(scripts) == 19
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in scripts]
     for module, text in helps(modules).items():
         assert f"python -m {module}" in text and "--json" in text, module
@@ -788,9 +817,9 @@ def test_suite(part, tmp_path):
     names = {s["step"] for s in steps}
     wanted = {1: {"environment", "once", "attention_goals", "attention_goals_mha", "attention_self_index"},
               2: {"generate_batch8", "attention_sals", "attention_double_sparsity", "attention_lengths"},
-              3: {"prompt_128k", "prefill", "second_token", "offload", "generate_batch1", "plots"}}[part]  # fmt: skip
+              3: {"prompt_128k", "prefill", "second_token", "offload", "generate_batch1"}}[part]  # fmt: skip
     assert wanted <= names
-    assert all((out / f"{name}.json").exists() for name in wanted - {"plots"})
+    assert all((out / f"{name}.json").exists() for name in wanted)
     with tarfile.open(pack) as f:
         assert {f"./{name}.json" for name in wanted - {"plots"}} < set(f.getnames())
     assert ("SALS, Table" in gpu.section(out)) == (part < 3)
@@ -825,7 +854,7 @@ def test_speed_tables(results, cli):
     (results / "steps.json").write_text(json.dumps([
         dict(step="a", skipped="no time is left"), dict(step="b", status=124, seconds=9, timed_out=True, last=[]),
         dict(step="c", status=1, seconds=9, timed_out=False, last=["it broke"])]))  # fmt: skip
-    status, out, err = cli(speed_tables, results)
+    status, out, err = cli(tables, "gpu", "--folder", results)
     assert status == 0, err
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
 

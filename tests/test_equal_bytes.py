@@ -13,7 +13,7 @@ from runtime import TINY
 from scripts.eval import equal_bytes, evaluation
 from scripts.eval.equal_bytes import BOUNDS, BY_AXIS, HELD, READ, Sizes
 from scripts.eval.evaluation import NEW
-from scripts.report.tables import equal_bytes as tables
+from scripts.report import accuracy
 from scripts.shared import options
 
 T = 480  # where `palu`, whose bases weigh on short contexts, rises, too
@@ -89,16 +89,15 @@ def test_tasks_of_several_files_stand_together(monkeypatch):
         rows = [
             dict(known, method=m, **{task: sum(x) / 4, f"{task}_each": x}) for m, x in ((spec, found), ("full", full))
         ]
-        return f"equal_bytes_{task}.json", dict(rows=rows, cells=[held], missing=[])
+        return dict(rows=rows, cells=[held])
 
     both = [file("needle", [1, 1, 0, 0], [1, 1, 1, 1]), file("key_value", [1, 0, 0, 0], [1, 1, 1, 0])]
-    monkeypatch.setattr(tables, "files", lambda pattern: both)
-    monkeypatch.setattr(tables, "source", lambda name, data: name)
-    (cell,) = tables.cells()
+    monkeypatch.setattr(accuracy, "runs", lambda question: both)
+    monkeypatch.setattr(accuracy, "TOKENS", 64)
+    (cell,) = accuracy.cells()
     assert (cell["row"]["needle"], cell["row"]["key_value"]) == (0.5, 0.25)
-    text = tables.equal_bytes()
-    assert text.count("50 (15-85) / 25 (5-70)") == 2  # it reads what it holds: in both tables
-    assert "`full` at 64 tokens: 100 (51-100) / 75 (30-95)." in text and "Found of needle / key_value" in text
+    text = accuracy.equal_bytes()
+    assert "50 (15-85) / 25 (5-70)" in text and "found of needle / key_value" in text
 
 
 @pytest.mark.parametrize(

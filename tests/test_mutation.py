@@ -33,7 +33,7 @@ from model import random_transformer
 from runtime import TINY
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, eval_retrieval
-from scripts.report import kernel_report, plot_methods, plot_results, plot_training, update_readme
+from scripts.report import kernel_report, plots, update_readme
 from scripts.shared import options
 from scripts.train import train_tiny
 from tokenizer import load_tokenizer
@@ -274,9 +274,7 @@ OUTPUTS = {
     "analyze --plots": (analyze.main, ["--plots"]),
     "bench_generate": (bench_generate.main, ["--out"]),
     "bench_attention": (bench_attention.main, ["--model", "llama-2-7b", "--out"]),
-    "plot_methods": (plot_methods.main, ["--out"]),
-    "plot_results": (plot_results.main, [str(runtime.ROOT / "results" / "attention_cpu.json"), "--out"]),
-    "plot_training": (plot_training.main, ["--out"]),
+    "plots": (plots.main, ["--out"]),
     "kernel_report": (kernel_report.main, ["--out"]),
     "train_tiny": (train_tiny.main, ["--out"]),
     "update_readme": (update_readme.main, []),
@@ -295,7 +293,7 @@ def test_a_disk_that_is_read_only_is_told_before_anything_is_computed(name, tmp_
     for heavy in ("load_checkpoint", "random_transformer", "load_tokenizer"):
         for module in {sys.modules[main.__module__], engine, options}:
             monkeypatch.setattr(module, heavy, lambda *a, **kw: pytest.fail("it has begun"), raising=False)
-    out = [str(tmp_path if name == "plot_results" else tmp_path / "out")] if argv else []
+    out = [str(tmp_path if name == "plots" else tmp_path / "out")] if argv else []
     monkeypatch.setattr(sys, "argv", [name, *argv, *out])
     with within(SECONDS), pytest.raises(SystemExit) as e:
         run_cli((lambda: main([*argv, *out])) if main in (G.main, kernel_report.main) else main)

@@ -9,7 +9,7 @@
 # 1  environment and ceilings, kernel tests, attention with its stages at the sizes of the goals, compute-sanitizer
 # 2  decode end to end at batch 8 beside gpt-fast, attention over the papers' grids and over lengths
 # 3  a prompt of 128K, the published Double Sparsity, what compression adds to prefill, time to the second token,
-#    offloading, decode beside transformers, decode at batch 1 beside gpt-fast, plots
+#    offloading, decode beside transformers, decode at batch 1 beside gpt-fast
 #
 # Every step has a deadline, in seconds since the part began: what a step leaves over is the next one's. Benchmarks
 # measure what is worth most first, write after every size, and stop in time. Each step is entered in OUT/steps.json with
@@ -41,7 +41,7 @@ missing() {
 }
 NEEDED=$(missing torch triton numpy tqdm safetensors sentencepiece tiktoken jinja2 regex) || die "$PYTHON does not run"
 [ -z "$NEEDED" ] || die "$PYTHON has no $NEEDED: pip install -r requirements.txt"
-ABSENT=" $(missing pytest hypothesis xdist transformers matplotlib) "
+ABSENT=" $(missing pytest hypothesis xdist transformers) "
 [ "$ABSENT" = "  " ] || echo "=== not installed, so that steps are skipped or slower:$ABSENT"
 [ -n "$SMALL" ] || "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     die "torch finds no GPU: SMALL=1 tries the suite on a CPU"
@@ -205,15 +205,6 @@ if [ "$PART" = 3 ]; then
     fi
     generate generate_batch1 525 --synthetic --random-init "$LLAMA3" --mode $MODE --method "${MAIN[@]}" \
         --size 1x32768 1x4096 1x16384 1x65536 1x8192 ${GPT_FAST:+--peer "gpt-fast:$GPT_FAST"}
-    FILES=()
-    for f in "$OUT"/attention_[!s]*.json "$OUT"/attention_sals.json "$OUT"/generate_*.json; do
-        [ -e "$f" ] && FILES+=("$f")
-    done
-    if [[ $ABSENT == *" matplotlib "* || ${#FILES[@]} = 0 ]]; then
-        skip plots "matplotlib is not installed here, or nothing was measured yet"
-    else
-        step plots 540 "$PYTHON" -m scripts.report.plot_results "${FILES[@]}" --out "$OUT"
-    fi
 fi
 echo "=== part $PART ended after $SECONDS s: $OUT/steps.json"
 exit $FAILED

@@ -23,7 +23,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cache.spec import layer_methods
+from cache.spec import layer_methods, parse_knobs
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
 from runtime import TINY, pick_device, set_threads
@@ -33,7 +33,6 @@ from scripts.shared.options import (
     earlier,
     expand,
     load_model,
-    parse_knobs,
     precision,
     takes,
 )

@@ -16,25 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from errors import InputError, Parser, run_cli
-from runtime import ROOT, check_out, temporary
-from scripts.report.tables.accuracy import comparison, kvpress, losses, retrieval, weights
-from scripts.report.tables.claims import claims
-from scripts.report.tables.equal_bytes import equal_bytes
-from scripts.report.tables.methods import methods, settings
-from scripts.report.tables.published import answers, real_files
-from scripts.report.tables.speed import attention, gpu, kernels, launches, linear, speed
+from runtime import ROOT, check_out, written
+from scripts.report.accuracy import methods, quality
+from scripts.report.tables import TABLES
 
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": dict(comparison=comparison, equal_bytes=equal_bytes, kvpress=kvpress, losses=losses,
-                              claims=claims, retrieval=retrieval, weights=weights, attention=attention, speed=speed,
-                              speed_zen3=lambda: speed("zen3/"), speed_zen4=lambda: speed("zen4/"),
-                              speed_zen5=lambda: speed("zen5/"), linear=linear, linear_zen3=lambda: linear("zen3/"),
-                              linear_zen5=lambda: linear("zen5/"), gpu=gpu, kernels=kernels, launches=launches,
-                              real_files=real_files, answers=answers, settings=settings),
-    "models/tiny/README.md": dict(quality=lambda: retrieval("full", "../../results/")),
-}  # fmt: skip
+    "results/README.md": {name: make for name, (make, _) in TABLES.items()},
+    "models/tiny/README.md": dict(quality=quality),
+}
 
 
 def demo() -> str:
@@ -79,8 +70,8 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
         stale = next(iter(changed)).relative_to(root)
         raise InputError(f"{stale} is not up to date: run python -m scripts.report.update_readme")
     for path, text in changed.items():
-        temporary(path).write_text(text)
-        temporary(path).replace(path)
+        with written(path) as tmp:
+            tmp.write_text(text)
     return [str(path.relative_to(root)) for path in changed]
 
 

@@ -33,17 +33,6 @@ def expand(specs: Iterable[str], with_presets: bool = False) -> list[str]:
     return list(dict.fromkeys(s for spec in specs for s in (every if spec == "all" else [spec])))
 
 
-def parse_knobs(items: Iterable[str]) -> dict[str, str]:
-    """--method-arg K=V, as often as given."""
-    out = {}
-    for item in items:
-        key, eq, value = item.partition("=")
-        if not eq or not key:
-            raise InputError(f"--method-arg {item!r} is not of the form K=V")
-        out[key] = value
-    return out
-
-
 def takes(spec: str, knob: str) -> bool:
     """Whether a part of a spec has this knob; skip_layers is one of all."""
     return knob == "skip_layers" or any(knob in knob_names(resolve(p.name)[0]) for p in parse_spec(spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime import ROOT, check_out, temporary
+from runtime import ROOT, check_out, written
 
 
 def git(*args: str) -> str:
@@ -36,6 +37,22 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """Family of this CPU, the name of a folder in results/: zen3, xeon; another CPU's is its own name."""
+    try:
+        lines = dict(x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+        found = {k.strip(): v.strip() for k, v in lines.items()}
+        flags = found["flags"].split()
+        if found["vendor_id"] == "AuthenticAMD":
+            family = {"23": "zen2", "25": "zen4" if "avx512f" in flags else "zen3", "26": "zen5"}
+            return family.get(found["cpu family"], f"amd-{found['cpu family']}")
+        if "Xeon" in found["model name"]:
+            return "xeon" if "amx_tile" in flags else "xeon-without-amx"
+    except (OSError, KeyError, ValueError):
+        pass
+    return "-".join(re.findall(r"[a-z0-9]+", cpu_name().lower())) or "unknown"
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
@@ -81,23 +98,12 @@ def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
 
 def write_json(path: str | Path, data: Any) -> None:
     """Written to a temporary name, then renamed: an interrupted run leaves the old file."""
-    path = Path(path)
     check_out(path)
-    tmp = temporary(path)
-    tmp.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(tmp, path)
+    with written(path) as tmp:
+        tmp.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def save_figure(fig: Any, path: str | Path) -> None:
     """A matplotlib figure, in the format that the name ends in, written as `write_json` writes."""
-    path = Path(path)
-    tmp = temporary(path)
-    fig.savefig(tmp, dpi=110, format=path.suffix[1:].lower() or "png")
-    os.replace(tmp, path)
-
-
-def method_rows() -> list[dict[str, Any]]:
-    """Rows of results/methods*.json; what was measured again, in a file later by name, replaces the first."""
-    files = sorted((ROOT / "results").glob("methods*.json"))
-    rows = [r for f in files for r in json.loads(f.read_text())["rows"]]
-    return list({(r["seq_len"], r["method"], str(r["knobs"])): r for r in rows}.values())
+    with written(path) as tmp:
+        fig.savefig(tmp, dpi=110, format=Path(path).suffix[1:].lower() or "png")

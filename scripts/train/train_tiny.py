@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -40,9 +39,9 @@ from checkpoint import save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
 from kernels.rope import RopeArgs
 from model import Transformer
-from runtime import pick_device, set_threads
+from runtime import pick_device, set_threads, written
 from scripts.eval.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
-from scripts.shared.results import check_out
+from scripts.shared.results import check_out, write_json
 from scripts.train.data import VOCAB, Pieces, make_tasks, prepare
 from scripts.train.muon import Muon
 from scripts.train.recipe import ARGS, RECIPES
@@ -103,8 +102,8 @@ class Trainer:
 
     def save(self) -> None:
         path = self.run / "state.safetensors"
-        save_file(self.state(), path.with_suffix(".tmp"), metadata={"at": json.dumps(self.at)})
-        os.replace(path.with_suffix(".tmp"), path)
+        with written(path) as tmp:
+            save_file(self.state(), tmp, metadata={"at": json.dumps(self.at)})
 
     def load(self) -> None:
         path = self.run / "state.safetensors"
@@ -284,15 +283,14 @@ class Trainer:
             recipe=self.opt.recipe, seed=self.opt.seed, stages=[asdict(s) for s in self.stages], corpus=corpus,
             tokens=self.at["tokens"], steps=self.at["step"], log=self.at["log"][:: max(1, len(self.at["log"]) // 150)],
         )  # fmt: skip
-        save_file(save_checkpoint_tensors(self.model, torch.bfloat16), out / "model.tmp", metadata={"format": "pt"})
-        (out / "model.tmp").chmod(0o644)  # safetensors writes files for their owner alone
-        os.replace(out / "model.tmp", out / "model.safetensors")
+        with written(out / "model.safetensors") as tmp:
+            save_file(save_checkpoint_tensors(self.model, torch.bfloat16), tmp, metadata={"format": "pt"})
+            tmp.chmod(0o644)  # safetensors writes files for their owner alone
         for name, obj in (("config", config), ("tokenizer_config", tok_config), ("training", training)):
-            (out / "part.tmp").write_text(json.dumps(obj, indent=1) + "\n")
-            os.replace(out / "part.tmp", out / f"{name}.json")
+            write_json(out / f"{name}.json", obj)
         for name in ("tokenizer.model", "words.json"):
-            (out / "part.tmp").write_bytes((self.data / name).read_bytes())
-            os.replace(out / "part.tmp", out / name)
+            with written(out / name) as tmp:
+                tmp.write_bytes((self.data / name).read_bytes())
 
 
 def main() -> None:

@@ -1,0 +1,125 @@
+"""Measure what the tables of results/README.md are made of, into results/<machine>/<question>.json.
+
+    python -m scripts.report.measure                       # everything, hours on two cores
+    python -m scripts.report.measure --only speed attention
+    python -m scripts.report.measure --only weights --llama-bench llama.cpp/build/bin/llama-bench
+    python -m scripts.report.measure --list                # the commands
+
+Each command writes a part under runs/, and goes on where an interrupted one of the same commit stopped; when all parts
+of a question are there, its file is written whole. --limit bounds what one command may take; what is late is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from errors import InputError, Parser, run_cli
+from runtime import ROOT, check_out
+from scripts.shared.results import commit, machine, write_json
+
+METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 h2o tova snapkv "
+           "pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare")  # fmt: skip
+LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
+DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
+SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
+
+
+def commands(llama_bench: str | None) -> dict[str, list[str]]:
+    """Question -> modules of scripts/ with their arguments; those that take one get --time-limit."""
+    peer = f" --peer llama.cpp:{llama_bench}" if llama_bench else ""
+    widths = ("bf16", "int8", "int4")
+    return dict(
+        speed=[
+            f"{DECODE} --synthetic --length 3900 --new 48 --rounds 5 --method {METHODS}",
+            f"{SHAPES} llama-3.2-1b --synthetic --weights int4 --length 8192 32768 --new 32 --rounds 3 "
+            f"--method {LONG}",
+        ],
+        attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 "
+                   "--length 8192 32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
+        weights=[
+            f"{SHAPES} {model}{peer} --weights {w} --method full --length {n} --rounds 5 {more}"
+            for model, n, more in (("llama-3.2-1b", 128, "--new 48 --synthetic"),
+                                   ("qwen2.5-0.5b", 128, "--new 48 --synthetic"),
+                                   ("llama-3.2-1b", 512, "--new 16 --warm-up 0"))
+            for w in widths
+        ],
+        linear=["bench.bench_linear --threads 2 --rows 1 8 512"],
+        accuracy=[
+            "eval.eval_retrieval --threads 1 --batch-size 20 --method all --method-arg window=128 --lengths 2048 "
+            "--tasks needle,key_value,repeats,perplexity --samples 100 --text-samples 5 --decoded 64",
+            "eval.eval_retrieval --threads 1 --batch-size 10 --method full --lengths 512,1024,4096 "
+            "--tasks needle,key_value,repeats,perplexity --samples 100 --text-samples 5 --decoded 64",
+        ],
+        equal_bytes=["eval.equal_bytes --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048"],
+        kernels=["report.kernel_report --cc 80,89,90,100"],
+        launches=["report.launches"],
+        addresses=["report.addresses"],
+    )  # fmt: skip
+
+
+COMPILED = ("kernels", "launches", "addresses")  # no machine's speed is in them
+RESUME = ("bench.bench_generate", "bench.bench_attention", "eval.eval_retrieval", "eval.equal_bytes")
+
+
+def part(question: str, i: int, command: str, limit: float) -> dict | None:
+    """The result of one command, from its file if that is of this commit and complete; None if it was late."""
+    path = ROOT / "runs" / f"{question}-{i}.json"
+    path.parent.mkdir(exist_ok=True)
+    mark = path.with_suffix(".done")
+    key = f"{commit()} {command}"
+    if not (mark.exists() and mark.read_text() == key):
+        module, *argv = command.split()
+        if path.exists() and json.loads(path.read_text()).get("commit") != commit():
+            path.unlink()
+        argv += ["--out", str(path.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
+        try:
+            subprocess.run([sys.executable, "-m", f"scripts.{module}", *argv], cwd=ROOT, check=True, timeout=limit)
+            mark.write_text(key)
+        except subprocess.TimeoutExpired:
+            print(f"{question}: {command} took more than {limit:g} s", file=sys.stderr)
+            return json.loads(path.read_text()) if path.exists() else None
+        except subprocess.CalledProcessError as e:
+            raise InputError(f"scripts.{module} failed with {e.returncode}: see above") from None
+    return json.loads(path.read_text())
+
+
+def main() -> None:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--only", nargs="+", choices=list(commands(None)), default=list(commands(None)), help="questions")
+    a(
+        "--llama-bench",
+        metavar="F",
+        help="llama.cpp's llama-bench, for `weights` (how to build it: scripts/bench/llama_cpp.py)",
+    )
+    a("--machine", default=machine(), help="the folder's name (default: %(default)s)")
+    a("--limit", type=float, default=3600, metavar="S", help="seconds for each command (default: %(default)g)")
+    a("--list", action="store_true", help="print the commands, run nothing")
+    a("--json", action="store_true", help="print the names of the files as JSON")
+    opt = p.parse_args()
+    todo = {q: lines for q, lines in commands(opt.llama_bench).items() if q in opt.only}
+    if opt.list:
+        print("\n".join(f"{q}: python -m scripts.{line}" for q, lines in todo.items() for line in lines))
+        return
+    if "weights" in todo and not opt.llama_bench:
+        raise InputError("weights are measured beside llama.cpp: give --llama-bench, or leave them out by --only")
+    if commit().endswith("+dirty"):
+        raise InputError("tracked files are changed: results are of one clean commit, so commit first")
+    written = []
+    for question, lines in todo.items():
+        folder = ROOT / "results" / ("compiled" if question in COMPILED else opt.machine)
+        folder.mkdir(exist_ok=True)
+        out = folder / f"{question}.json"
+        check_out(out, "measure")
+        runs = [run for i, line in enumerate(lines) if (run := part(question, i, line, opt.limit))]
+        if runs:
+            write_json(out, dict(runs=runs))
+            written.append(str(Path(out).relative_to(ROOT)))
+    print(json.dumps(written) if opt.json else "\n".join(written))
+
+
+if __name__ == "__main__":
+    run_cli(main)
