@@ -47,7 +47,7 @@ from cache.spec import layer_methods  # noqa: E402
 from checkpoint import read_args  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
-from runtime import TINY, add_calibration, add_precision, pick_device, set_threads  # noqa: E402
+from runtime import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads  # noqa: E402
 from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
 from scripts.bench.peer_runs import Run, Work  # noqa: E402
 from scripts.bench.peers import check_peer, peer_runs  # noqa: E402
@@ -271,13 +271,15 @@ def main() -> None:
                  model=opt.random_init or Path(opt.checkpoint).name, synthetic=opt.synthetic)  # fmt: skip
     with Progress() as progress:
         progress.now("load", f"{'making' if opt.random_init else 'loading'} {known['model']}")
+        start = time.perf_counter()
         model = load_model(opt, device)
+        loaded = dict(load_seconds=time.perf_counter() - start, load_peak_bytes=peak_memory(device))
         known |= precision(opt, model)
         same = ("device", "commit", "model", "new_tokens", "synthetic", *precision(opt, model))
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("ceilings", "bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)
-        data = record(device, **known, weight_bytes=weight_bytes(model), **limits, rows=[]) | old
+        data = record(device, **known, weight_bytes=weight_bytes(model), **loaded, **limits, rows=[]) | old
         run_all(model, opt, data, begin, progress)
     if opt.out:
         write_json(opt.out, data)
