@@ -45,7 +45,7 @@ from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer
-from runtime import TINY, add_calibration, add_precision, pick_device, set_threads
+from runtime import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
 from scripts.bench.our_runs import MODES, Ours, Prefill
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
@@ -269,13 +269,15 @@ def main() -> None:
                  model=opt.random_init or Path(opt.checkpoint).name, synthetic=opt.synthetic)  # fmt: skip
     with Progress() as progress:
         progress.now("load", f"{'making' if opt.random_init else 'loading'} {known['model']}")
+        start = time.perf_counter()
         model = load_model(opt, device)
+        loaded = dict(load_seconds=time.perf_counter() - start, load_peak_bytes=peak_memory(device))
         known |= precision(opt, model)
         same = ("device", "commit", "model", "new_tokens", "synthetic", *precision(opt, model))
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("ceilings", "bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)
-        data = record(device, **known, weight_bytes=weight_bytes(model), **limits, rows=[]) | old
+        data = record(device, **known, weight_bytes=weight_bytes(model), **loaded, **limits, rows=[]) | old
         run_all(model, opt, data, begin, progress)
     if opt.out:
         write_json(opt.out, data)
