@@ -1,6 +1,6 @@
 """Slow float64 oracle of Double Sparsity and its offload variant, and a probe that sees what a method attends to.
 
-Written from the paper and its cards (docs/design.md, section 3, Double Sparsity), one row and one KV head at a time.
+Written from the paper and docs/design.md (section 3), one row and one KV head at a time.
 Nothing here imports kv_methods/ or kernels/. The probe needs no knowledge of a method's inside either: it is the values
 that tell the tokens apart.
 """

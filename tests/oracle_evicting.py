@@ -1,6 +1,6 @@
 """Slow float64 oracle of the methods that evict: H2O, TOVA, SnapKV and PyramidKV, one row of a batch at a time.
 
-Written from the papers and their cards (docs/design.md, section 3), in loops over queries, heads and tokens. Nothing
+Written from the papers and docs/design.md (section 3), in loops over queries, heads and tokens. Nothing
 here imports cache/, kv_methods/ or kernels/.
 """
 

@@ -1,6 +1,6 @@
 """Slow float64 oracle of RazorAttention, one row and one KV head at a time, and the scope of ALiBi heads.
 
-Written from the paper and its card (docs/design.md, section 3). Nothing here imports kv_methods/ or kernels/.
+Written from the paper and docs/design.md (section 3). Nothing here imports kv_methods/ or kernels/.
 """
 
 from __future__ import annotations

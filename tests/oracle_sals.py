@@ -1,6 +1,6 @@
 """Slow float64 oracle of SALS (Mu et al. 2025), one row of a batch, with plain loops over tokens and heads.
 
-Written from the paper and its card (docs/design.md, section 3, SALS). Nothing here imports kv_methods/ or kernels/.
+Written from the paper and docs/design.md (section 3). Nothing here imports kv_methods/ or kernels/.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What the README says is so: its tables are those of results/, its code runs, its examples keep the contract."""
 
+import json
 import os
 import re
 import subprocess
@@ -61,6 +62,68 @@ def test_the_example_methods_keep_the_contract(code, tmp_path):
     some = () if "lookback" in code else [x for c in ("lossless", "stress", "ragged", "window") for x in ("--only", c)]
     done = run("-m", "cache.testing", str(file), *some)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- no figure is typed beside the file that holds it ----
+
+PAGES = ("README.md", "results/README.md", "docs/design.md", "models/tiny/README.md")
+SCALES = {"%": [100], "x": [1], "ms": [1, 1e3], "us": [1e3, 1e6], "s": [1], "GB/s": [1e-9], "tokens/s": [1],
+          "MiB": [2**-20], "GiB": [2**-30], "million": [1e-6], "GFLOP": [1e-9], "TFLOP": [1e-12]}  # fmt: skip
+FIGURE = re.compile(rf"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?) ?({'|'.join(map(re.escape, SCALES))})(?!\w)")
+NO_RESULTS = {  # hand-written figures that nobody measures: what they are
+    "94 MiB": "the size of a Python package, of its index",
+    "95 %": "Wilson's interval",
+    "5.2 million": "parameters of the shipped model",
+    "7.8 million": "tokens that it was trained on: its training.json",
+    "3 %": "of the code files are held out, by the recipe",
+    "6 %": "of the prose documents, too",
+}
+
+
+def paragraphs(page):
+    """What is written by hand: no generated section, no code, and no table of what papers say."""
+    text = re.sub(r"<!-- begin:(\w+) -->.*?<!-- end:\1 -->|```.*?```|^    .*?$|`[^`]*`", "", page, flags=re.S | re.M)
+    text = re.sub(r"^## \d. Differences from the papers$.*?(?=^## )", "", text, flags=re.S | re.M)
+    return text.split("\n\n")
+
+
+def held(figure, unit, files):
+    """Whether a file has a number that is rounded to the figure."""
+    decimals = len(figure.partition(".")[2])
+    wanted = float(figure.replace(",", ""))
+
+    def numbers(x):
+        if isinstance(x, dict | list):
+            for y in x.values() if isinstance(x, dict) else x:
+                yield from numbers(y)
+        elif isinstance(x, int | float) and not isinstance(x, bool):
+            yield x
+
+    found = (n for file in files for n in numbers(json.loads(file.read_text())))
+    return any(round(n * scale, decimals) == wanted for n in found for scale in SCALES[unit])
+
+
+def unfounded(page, folder):
+    """Figures with a unit that are no exception, and that no result file linked in their paragraph holds."""
+    out = []
+    for text in paragraphs(page):
+        files = [folder / f for f in re.findall(r"\]\(([^)#:]+\.json)\)", text)]
+        found = [(m[1], m[2]) for m in FIGURE.finditer(text)]
+        out += [f"{a} {b}" for a, b in found if f"{a} {b}" not in NO_RESULTS and not held(a, b, files)]
+    return out
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_figure_is_typed(page):
+    assert not unfounded((ROOT / page).read_text(), (ROOT / page).parent)
+
+
+def test_a_typed_figure_is_found():
+    """One that no file has, and one whose file is linked but has another."""
+    known = json.loads((ROOT / "results/xeon/speed.json").read_text())["runs"][0]["rows"][0]["tokens_per_s"]
+    text = "It decodes {:.1f} tokens/s ([file](results/xeon/speed.json)).\n\nIn `12 ms`, or 3.4x."
+    assert unfounded(text.format(known), ROOT) == ["3.4 x"]
+    assert unfounded(text.format(known + 1000), ROOT) == [f"{known + 1000:.1f} tokens/s", "3.4 x"]
 
 
 def test_linked_files_exist():
