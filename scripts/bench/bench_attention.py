@@ -1,7 +1,7 @@
 """Time one layer's attention of a decode step, whole and by stage, beside the best dense attention in the same run.
 
     python -m scripts.bench.bench_attention --length 32768 --threads 2                      # a CPU, Llama-3.1-8B shapes
-    python -m scripts.bench.bench_attention --model llama-2-7b --batch 8 16 --length 4096 --out results/attention.json
+    python -m scripts.bench.bench_attention --model llama-2-7b --batch 8 16 --length 4096 --out attention.json
     compute-sanitizer python -m scripts.bench.bench_attention --once --method all --batch 2 --length 300    # no timing
 
 Caches are filled with random keys through the methods' own `compress`, at little more than the length asked for; no
@@ -47,7 +47,7 @@ from model import ModelArgs
 from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads
 from scripts.bench.dense import prepare_dense
 from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
-from scripts.shared.options import SPECS, check_run, earlier, expand, shapes
+from scripts.shared.options import SPECS, add_run, check_run, earlier, expand, shapes
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
 from scripts.shared.timing import (
@@ -274,11 +274,7 @@ def parse_args() -> argparse.Namespace:
     a("--device")
     a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     a("--compile", action=argparse.BooleanOptionalAction, default=True)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--time-limit", type=float, metavar="S", help="prepare no further method after S seconds")
-    a("--resume", action="store_true", help="keep the rows that --out has and measure the missing ones")
-    a("--out", help="result file, e.g. results/attention_cpu.json; written after every size")
-    a("--json", action="store_true", help="print the result file's content and nothing else")
+    add_run(p)
     opt = p.parse_args()
     check_run(opt)
     if opt.layers is not None and opt.layers < 1:

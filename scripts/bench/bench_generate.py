@@ -51,6 +51,7 @@ from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
 from scripts.shared.options import (
     SPECS_BY_LAYER,
+    add_run,
     check_folder,
     check_run,
     earlier,
@@ -212,11 +213,7 @@ def parse_args() -> argparse.Namespace:
     a("--device")
     add_precision(p)
     add_calibration(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--time-limit", type=float, metavar="S", help="start no further run after S seconds")
-    a("--resume", action="store_true", help="keep the runs that --out has and measure the missing ones")
-    a("--out", help="result file, written after every round")
-    a("--json", action="store_true", help="print the result file's content and nothing else")
+    add_run(p)
     opt = p.parse_args()
     if opt.eager_only:
         opt.mode = ["eager"]

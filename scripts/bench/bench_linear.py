@@ -1,6 +1,6 @@
 """What a product of the decoder costs by rows, inputs, outputs and the width of the weights, beside torch's own.
 
-    python -m scripts.bench.bench_linear --threads 2 --out results/linear_cpu.json
+    python -m scripts.bench.bench_linear --threads 2 --out linear_cpu.json
 
 y = x W^T of the layers of known models, M rows of x: 1 to 16 are a step's, 512 a prompt's (the head has the rows of a
 step alone). Ours takes fp32 rows; weights in 8 and 4 bits have groups of 32. torch: `linear` in fp32 and in bf16, and
@@ -27,6 +27,7 @@ from kernels.backend import use_native
 from kernels.linear import MANY
 from model import NAMED, ModelArgs
 from runtime import check_out, set_threads
+from scripts.shared.options import add_run
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
 from scripts.shared.timing import Call, Clock, ceilings, reason, summary
@@ -126,9 +127,7 @@ def main() -> None:
     a("--model", nargs="+", default=["llama-3.2-1b", "qwen2.5-0.5b"], help=f"of {', '.join(NAMED)}")
     a("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 512], help="M, rows of x")
     a("--rounds", type=int, default=5)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--out", help="result file")
-    a("--json", action="store_true", help="print the result file's content and nothing else")
+    add_run(p, resume=False)
     opt = p.parse_args()
     for name in opt.model:
         ModelArgs.from_name(name)

@@ -1,6 +1,6 @@
 """The analyses behind the methods, from their papers' own figures, on any checkpoint.
 
-    python -m scripts.eval.analyze --out results/analysis.json --plots results
+    python -m scripts.eval.analyze --out analysis.json --plots .
     python -m scripts.eval.analyze --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
 
 spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="default: all of them")
     a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose")
     a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 1024 or the model's context if shorter")
-    a("--out", help="result file, e.g. results/analysis.json")
+    a("--out", help="result file, e.g. analysis.json")
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
     a("--device")
     a("--dtype", choices=sorted(DTYPES), default="fp32")

@@ -1,6 +1,6 @@
 """Ten questions on one text: every method's answers, in words, beside those of the full cache.
 
-    python -m scripts.eval.answers --checkpoint m.gguf --calibration FILE --out results/answers.json
+    python -m scripts.eval.answers --checkpoint m.gguf --calibration FILE --out answers.json
     python -m scripts.eval.answers --checkpoint CKPT --method full sals-25 self_index,store_bits=4 --length 3000
 
 The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,

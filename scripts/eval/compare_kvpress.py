@@ -1,7 +1,7 @@
 """Our eviction methods beside NVIDIA's kvpress: which tokens of a prompt each keeps, and what each then finds.
 
     python -m scripts.eval.compare_kvpress                                  # the shipped model, 20 needles in 1K
-    python -m scripts.eval.compare_kvpress --samples 100 --seq-len 2048 --out results/kvpress.json
+    python -m scripts.eval.compare_kvpress --samples 100 --seq-len 2048 --out kvpress.json
 
 Both sides read the same checkpoint in fp32 and the same prompts, and keep the same number of tokens. A pair is either
 both as they come ("default"), or ours set as theirs is ("alike"): what is left of a difference then is rounding among
@@ -226,7 +226,7 @@ def main() -> None:
     a("--seed", type=int, default=1)
     a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--out", help="result file, e.g. results/kvpress.json")
+    a("--out", help="result file, e.g. kvpress.json")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
     try:

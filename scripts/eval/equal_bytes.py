@@ -1,7 +1,7 @@
 """Methods at equal bytes: each one's knob is set so that its cache holds, or a step reads, a share of full's bytes.
 
     python -m scripts.eval.equal_bytes --settings                              # what would be run, with its bytes
-    python -m scripts.eval.equal_bytes --out results/equal_bytes.json          # 1K, 2K and 4K, 100 samples a cell
+    python -m scripts.eval.equal_bytes --out equal_bytes.json          # 1K, 2K and 4K, 100 samples a cell
     python -m scripts.eval.equal_bytes --method quest sals --read 1/8 --lengths 2048 --samples 20
 
 For every target and length a method gets the largest setting of its LADDER that stays within the target; the knobs that

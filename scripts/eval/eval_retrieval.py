@@ -2,8 +2,8 @@
 
     python -m scripts.eval.eval_retrieval                                   # the shipped model, full cache
     python -m scripts.eval.eval_retrieval --method full self_index --lengths 1024,2048 --samples 50
-    python -m scripts.eval.eval_retrieval --method all --out results/methods.json         # every method and preset
-    python -m scripts.eval.eval_retrieval --tasks perplexity --out results/perplexity.json
+    python -m scripts.eval.eval_retrieval --method all --out methods.json         # every method and preset
+    python -m scripts.eval.eval_retrieval --tasks perplexity --out perplexity.json
 
 Tasks: needle (one plain statement in a haystack of held-out text), needle4 (four of them, one asked), ruler (one, in
 RULER's wording), ruler4, key_value (nothing but `"key": value` lines, one asked), repeats (random tokens twice;

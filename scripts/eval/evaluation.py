@@ -299,7 +299,7 @@ def parse_flags(p: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
-    a("--out", help=f"result file, e.g. results/{name}.json; written after every batch")
+    a("--out", help=f"result file, e.g. {name}.json; written after every batch")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
     if opt.resume and not opt.out:

@@ -2,7 +2,7 @@
 
     python -m scripts.eval.weights_quality                                       # the shipped model
     python -m scripts.eval.weights_quality --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
-    python -m scripts.eval.weights_quality --out results/weights.json
+    python -m scripts.eval.weights_quality --out weights.json
 
 Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
 first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     a("--device")
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--out", help="result file, e.g. results/weights.json; written after every kind of weights")
+    a("--out", help="result file, e.g. weights.json; written after every kind of weights")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
     if min(opt.samples, opt.texts, opt.batch_size) < 1 or opt.new < 2:

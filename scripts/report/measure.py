@@ -12,6 +12,8 @@ of a question are there, its file is written whole. --limit bounds what one comm
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,15 +77,30 @@ def part(question: str, i: int, command: str, limit: float) -> dict | None:
         if path.exists() and json.loads(path.read_text()).get("commit") != commit():
             path.unlink()
         argv += ["--out", str(path.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
-        try:
-            subprocess.run([sys.executable, "-m", f"scripts.{module}", *argv], cwd=ROOT, check=True, timeout=limit)
+        status = run([sys.executable, "-m", f"scripts.{module}", *argv], limit)
+        if status:
+            raise InputError(f"scripts.{module} failed with {status}: see above")
+        if status is None:
+            print(f"{question}: more than {limit:g} s, what is missing is left out: {command}", file=sys.stderr)
+        else:
             mark.write_text(key)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def run(command: list[str], limit: float) -> int | None:
+    """Exit status; None of what took too long, which is interrupted as by Ctrl-C and keeps what it has."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(limit)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as e:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
         except subprocess.TimeoutExpired:
-            print(f"{question}: {command} took more than {limit:g} s", file=sys.stderr)
-            return json.loads(path.read_text()) if path.exists() else None
-        except subprocess.CalledProcessError as e:
-            raise InputError(f"scripts.{module} failed with {e.returncode}: see above") from None
-    return json.loads(path.read_text())
+            os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(e, KeyboardInterrupt):
+            raise
+        return None
 
 
 def main() -> None:

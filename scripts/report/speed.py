@@ -64,8 +64,8 @@ def attention() -> str:
         ((f"`{m}`" if " " not in m else m,), machine): " / ".join(at.get(n, "-") for n in lengths)
         for m in methods for machine in machines if (at := found.get((m, machine)))
     }  # fmt: skip
-    at = " / ".join(f"{n:,}" for n in lengths)
-    return by_machine([f"cache, times dense at {at} tokens"], cells) + "\n\n" + sources("attention")
+    sizes = " / ".join(f"{n:,}" for n in lengths)
+    return by_machine([f"cache, times dense at {sizes} tokens"], cells) + "\n\n" + sources("attention")
 
 
 def weights() -> str:

@@ -37,7 +37,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     for question in TABLES[name][1]:
         for run in runs(question):
             once = {k: run[k] for k in ("machine", "commit", "model", "checkpoint", "weights", "dtype") if k in run}
-            out += [once | r for r in run.get("rows", run.get("launches", []))]
+            out += [once | r for r in run["rows" if "rows" in run else "launches"]]
     return out
 
 

@@ -75,6 +75,17 @@ def shapes(name: str) -> ModelArgs:
     return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
 
 
+def add_run(p: argparse.ArgumentParser, resume: bool = True) -> None:
+    """Flags of every benchmark: threads, and the file that it writes as it goes."""
+    a = p.add_argument
+    a("--threads", type=int, help="CPU threads, default: torch's choice")
+    if resume:
+        a("--time-limit", type=float, metavar="S", help="begin nothing new after S seconds")
+        a("--resume", action="store_true", help="keep what --out has and measure what is missing")
+    a("--out", help="result file, written after every part")
+    a("--json", action="store_true", help="print the result file's content and nothing else")
+
+
 def check_run(opt: argparse.Namespace) -> None:
     """What both benchmarks take: --size becomes [(batch, length), ...], and what cannot be is an InputError."""
     if opt.size is None:

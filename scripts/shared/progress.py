@@ -32,11 +32,13 @@ class Progress:
         self.lock, self.ended = threading.RLock(), threading.Event()
 
     def __enter__(self) -> Progress:
-        threading.Thread(target=self._tick, daemon=True).start()
+        self.thread = threading.Thread(target=self._tick, daemon=True)
+        self.thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.ended.set()
+        self.thread.join()  # it may write to the stream, which may be closed next
         with self.lock:
             self._clear()
 
