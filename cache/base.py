@@ -20,6 +20,7 @@ Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -119,7 +120,7 @@ def knob(default: Any, help: str, low: float | None = None, high: float | None =
 
 
 class Storage(nn.Module):
-    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, lowrank.py)."""
+    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, labels.py)."""
 
     def __init__(self, shape: CacheShape):
         super().__init__()
@@ -176,6 +177,16 @@ class KVMethod(Storage):
                 f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
                 f"use full or streaming, or keep the context within {shape.window}"
             )
+
+    def connect(self, layers: Sequence[KVMethod]) -> None:
+        """Called once, in the order of layers, when those of a whole cache are made: for methods whose layers meet."""
+
+    def shared_part(self, name: str, mates: Sequence[KVMethod], make: Callable[[], nn.Module]) -> None:
+        """For `connect`: a part that layers have in common. The first of `mates` makes it, and counts it as its own."""
+        if mates[0] is self:
+            setattr(self, name, make())
+        else:  # as a submodule it would be counted again in every layer
+            object.__setattr__(self, name, getattr(mates[0], name))
 
     @classmethod
     def needs(cls, args: Any) -> tuple[Any, ...]:
@@ -261,3 +272,11 @@ class KVMethod(Storage):
     def traffic(self, pos: int) -> int:
         """Bytes of cache that one decode step reads, all rows at position `pos`; by default all of them."""
         return sum(self.nbytes().values())
+
+
+def connected(layers: Iterable[KVMethod]) -> list[KVMethod]:
+    """The methods of a cache's layers, each of which has met the others; a layer that is made alone meets itself."""
+    out = list(layers)
+    for method in out:
+        method.connect(out)
+    return out

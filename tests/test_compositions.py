@@ -7,10 +7,10 @@ import torch
 from sampled import sampled
 
 import generate
-from cache import checks as c
-from cache import step_checks as s
-from cache.harness import methods_of, prompt, run, teacher, tiny
 from cache.spec import layer_methods, presets, resolve
+from contract import checks as c
+from contract import step_checks as s
+from contract.harness import methods_of, prompt, run, teacher, tiny
 from engine import LLM
 from errors import InputError
 from tests.test_contract import METHODS

@@ -1,4 +1,4 @@
-"""The contract of cache/testing.py, for every method that is found: a new file is tested by being there.
+"""The contract of contract/, for every method that is found: a new file is tested by being there.
 
 And of the checks themselves: what each fault of a method's file is told as, and that no fault passes.
 """
@@ -13,13 +13,12 @@ import pytest
 import torch
 from sampled import sampled
 
-from cache import testing
-from cache.checks import TOL, check_poison, check_second_turn, same, settings, told
-from cache.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from cache.spec import method_class, method_files
-from cache.testing import CHECKS, SLOW, run_check
+from contract import __main__ as testing
+from contract.__main__ import CHECKS, SLOW, run_check
+from contract.checks import TOL, check_poison, check_second_turn, same, settings, told
+from contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from errors import InputError
-from model import ModelArgs, random_transformer
 from runtime import ROOT
 
 __all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
@@ -61,35 +60,6 @@ def matrix():
 @pytest.mark.parametrize("name, check, setting", list(matrix()))
 def test_a_method_keeps_the_contract(name, check, setting):
     check(name, *setting)
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    """The model itself, of the sizes of the harness, with weights scaled as there."""
-    a = tiny().args
-    args = ModelArgs(dim=a.dim, n_layer=2, n_head=a.n_head, n_kv_head=a.n_kv_head, head_dim=a.head_dim, ffn_dim=96,
-                     vocab_size=VOCAB, max_seq_len=1024)  # fmt: skip
-    model = random_transformer(args, "cpu", torch.float32, seed=1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p *= 1.3 / (0.02 * p.shape[1] ** 0.5)
-    return model
-
-
-@every_method
-def test_in_the_model_the_lossless_limit_is_dense_attention(name, transformer):
-    """Through model.Transformer: what the harness finds, users get."""
-    prompts = [prompt(n) for n in (1, 17, 64, 100)]
-    transformer.setup_cache(name, len(prompts), 140, **method_class(name).lossless)
-    got, fed = run(transformer, prompts)
-    same(got, teacher(transformer, prompts, fed), f"{name} in the model")
-
-
-@pytest.mark.parametrize("name", sampled(METHODS, ("h2o", "ojakv", "self_index")))
-def test_in_the_model_a_second_turn_continues_the_cache(name, transformer):
-    check_second_turn(name, method_class(name).lossless, True, model=transformer)
-    check_second_turn(name, settings(name)[-1], model=transformer)
 
 
 # ---- faults ----
@@ -325,7 +295,7 @@ def test_a_choice_among_equal_scores_is_told_of(write):
 
 def command(monkeypatch, capsys, *args):
     """In this process -> exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["cache.testing", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["contract", *map(str, args)])
     monkeypatch.setenv("KV_FAST_METHODS", "")
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     with pytest.raises(SystemExit) as e:
@@ -392,7 +362,7 @@ def test_names(tmp_path, monkeypatch, capsys):
 
 def test_as_a_command(tmp_path):
     (tmp_path / "mine.py").write_text(H2O)
-    command = [sys.executable, "-m", "cache.testing", str(tmp_path / "mine.py"), "--only", "window"]
+    command = [sys.executable, "-m", "contract", str(tmp_path / "mine.py"), "--only", "window"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "window    ok" in done.stdout and not done.stderr
 

@@ -8,6 +8,7 @@ import torch
 from oracle_double_sparsity import LabelHead, Probe, attended, random_keys, rotated
 from test_contract import prompt, run, tiny
 
+from cache.base import connected
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
 from calibrate import calibrate
@@ -54,7 +55,7 @@ def layer(knobs, shape, batch, T, layer=LAYER, calib=None, name="double_sparsity
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size = args.cache_shape(layer, batch, T, dtype, device)
     cls = method_class(name)
-    return cls(make_args(cls, knobs), size, layer, args.rotary(batch, T), calib or calibration(h, d))
+    return connected([cls(make_args(cls, knobs), size, layer, args.rotary(batch, T), calib or calibration(h, d))])[0]
 
 
 def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], LabelHead]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cache.base import connected
 from cache.calibration import Calibration
-from cache.shared_sets import chosen_of, greedy
 from cache.spec import make_args, method_class, presets
 from errors import InputError
+from kv_methods.hshare import chosen_of, greedy
 from model import ModelArgs
 
 L, H, G, D, R = 4, 4, 2, 32, 8  # layers, KV heads, queries of a group, head_dim, label channels
@@ -79,9 +80,9 @@ class Row:
 def cache(knobs, B, T):
     cls, args = method_class("hshare"), ModelArgs(n_head=G * H, n_kv_head=H, head_dim=D, n_layer=L)
     rope, calib = args.rotary(B, T), Calibration(channels(), L)
-    return [
+    return connected(
         cls(make_args(cls, knobs), args.cache_shape(i, B, T, torch.float32, "cpu"), i, rope, calib) for i in range(L)
-    ]
+    )
 
 
 def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):

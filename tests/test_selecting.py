@@ -13,10 +13,10 @@ from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest, published_q
 from oracles import softmax
 from test_contract import prompt, run, same, teacher, tiny
 
-from cache import checks, step_checks
 from cache.budget import TopP
 from cache.calibration import Calibration
 from cache.spec import layer_methods, make_args, method_class, presets
+from contract import checks, step_checks
 from errors import InputError
 from model import ModelArgs
 

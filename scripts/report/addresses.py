@@ -29,8 +29,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from cache.harness import prompt, run, tiny  # noqa: E402
 from cache.spec import method_class, method_files  # noqa: E402
+from contract.harness import prompt, run, tiny  # noqa: E402
 from errors import run_cli  # noqa: E402
 from kernels import select  # noqa: E402
 from scripts.report.kernel_report import aligned  # noqa: E402

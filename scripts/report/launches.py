@@ -37,12 +37,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import KernelInterface, MockTensor  # noqa: E402
 
-from cache import lowrank  # noqa: E402
 from cache.calibration import RandomCalibration  # noqa: E402
 from cache.evicting import Evicting  # noqa: E402
 from errors import InputError, run_cli  # noqa: E402
 from kernels import observed_attention, offload, splits  # noqa: E402
-from kv_methods import double_sparsity_offload  # noqa: E402
+from kv_methods import double_sparsity_offload, ojakv  # noqa: E402
 from kv_methods.razor import Razor  # noqa: E402
 from model import ModelArgs, empty_transformer  # noqa: E402
 from scripts.report.kernel_report import MODELS, aligned, needs, problem  # noqa: E402
@@ -150,7 +149,7 @@ def recording() -> Iterator[Launches]:
         (torch.Tensor, "data_ptr", lambda self: 0),
         (double_sparsity_offload, "host_buffer", lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device)),
         (RandomCalibration, "get", statistic),
-        *((o, n, really(getattr(o, n))) for o, n in ((lowrank, "rank_of"), (Evicting, "most_held"))),
+        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "most_held"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
         # h2o's prompt: hundreds of thousands of torch's products, and no kernel
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (

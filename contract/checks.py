@@ -1,4 +1,4 @@
-"""What a method computes, held to dense attention and to itself: checks of the contract (base.py), run by testing.py.
+"""What a method computes, held to dense attention and to itself: checks of the contract (cache/base.py).
 
 Each takes a method's name and, where they matter, knobs: the tests run them on files written on the spot, too. Broken
 says what was found and what to do.
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod
-from cache.explain import Broken, Ties, file_of
-from cache.harness import (
+from cache.spec import method_class
+from cache.trace import observe
+from contract.explain import Broken, Ties, file_of
+from contract.harness import (
     TOL,
     at,
     buffers,
@@ -30,8 +32,6 @@ from cache.harness import (
     teacher,
     tiny,
 )
-from cache.spec import method_class
-from cache.trace import observe
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 
@@ -198,7 +198,8 @@ def check_deep(name: str) -> str | None:
     model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
     x = torch.randn(len(prompts) * T, model.args.dim)
     with torch.inference_mode():
-        if not all(torch.equal(model.layers[0].wqkv(x)[:n], model.layers[0].wqkv(x[:n])) for n in DEEP_RAGGED):
+        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # of other inputs: of like sizes
+        if not all(torch.equal(f(x)[:n], f(x[:n])) for f in products for n in DEEP_RAGGED):
             return "prompts to rounding alone: here products of other sizes are summed in another order"
     # of three rows and of one, the product with the vocabulary may be another kernel's
     with mock.patch.object(model, "logits", lambda x: x):

@@ -1,4 +1,4 @@
-"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See testing.py."""
+"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See __main__.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cache.checks import ROUNDED, Knobs, same, told
-from cache.explain import Broken
-from cache.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
+from cache.base import connected
 from cache.spec import make_args, method_class
+from contract.checks import ROUNDED, Knobs, same, told
+from contract.explain import Broken
+from contract.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
 
 # ---- bytes ----
 
@@ -22,7 +23,7 @@ def meta_method(name: str, args: Any, batch: int, T: int, dtype: torch.dtype, kn
     """One layer's method on the meta device: its sizes alone."""
     cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu").on("meta")
     at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
-    return cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)
+    return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
 def check_nbytes(name: str, knobs: Knobs) -> None:
