@@ -28,8 +28,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from cache.prompt import Prompt, Text
 from errors import InputError
-from kernels.dense_attention import prefill_attention
+from kernels.dense_attention import attend_where, prefill_attention
 from kernels.native import in_huge_pages
 from kernels.rope import Rope
 from kernels.rotate_append import rotate_token
@@ -161,6 +162,8 @@ class KVMethod(Storage):
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
+    takes_chunks: bool = True  # a prompt may come in chunks
+    prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
@@ -195,26 +198,63 @@ class KVMethod(Storage):
 
     # ---- the prompt ----
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """Exact causal attention over right-padded prompts, then `compress`.
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, start: int | None = None) -> Tensor:
+        """Right-padded prompts: `attend_prompt`, then `store_prompt`.
 
-        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D].
+        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D]. With a start, between
+        `begin_prompt` and `end_prompt`: S tokens of longer prompts, from that position on; what is stored waits for
+        the last of them.
         """
-        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        y = prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
-        KVMethod.fill(self, q, k, q_rot, k_rot, v, lengths)  # a subclass's may be of more heads than came here
-        return y
+        q_rot, k_rot = (self.rope.rotate_prompt(x, start or 0) for x in (q, k))
+        if start is None:
+            y = self.attend_prompt(q_rot, k_rot, v, lengths)
+            self.store_prompt(q, k, q_rot, k_rot, v, lengths)
+            return y
+        assert self.prompt is not None, "begin_prompt comes first"
+        self.prompt.put(start, q=q, k=k, v=v, k_rot=k_rot)
+        return self.attend_prompt(q_rot, self.prompt.k_rot, self.prompt.v, lengths)
 
-    def fill(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """`prefill` without its output, which with an exact prefill another cache of the same prompts has computed.
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Attention within a prompt, by default exact and causal: q [B, Hq, n, D], the last n tokens of k and v
+        [B, Hkv, S, D], all rotated -> [B, Hq, n, D]. A subclass that changes it says exact_prefill = False."""
+        return prefill_attention(q, k, v, self.shape.window, lengths)
 
-        q and k before and after rotation.
-        """
+    def store_prompt(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Take in whole prompts, q and k before and after rotation: by default `compress` the ones of `pre_rope`."""
         self.compress(*((q, k) if self.pre_rope else (q_rot, k_rot)), v, lengths)
 
     def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""
         raise NotImplementedError
+
+    def begin_prompt(self, total: int) -> None:
+        """A prompt of `total` tokens, padding included, is about to come in chunks."""
+        self.prompt = Prompt(total)
+
+    def end_prompt(self, lengths: Tensor) -> None:
+        """All chunks have come, and all texts of a second pass."""
+        p, self.prompt = self.prompt, None
+        if p is not None:
+            self.store_prompt(p.q, p.k, self.rope.rotate_prompt(p.q), p.k_rot, p.v, lengths)
+
+    # ---- a second pass over the prompt, before it is compressed ----
+
+    def second_pass(self, tokens: Tensor, lengths: Tensor, encode: Callable[[str], list[int]]) -> Sequence[Text]:
+        """Texts to be read behind the prompts, tokens [B, S] and lengths [B], by all layers: by default none. Every
+        layer's `reread` sees them. encode: of the model's tokenizer; without one it gives no tokens."""
+        return ()
+
+    def reread(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, text: Text) -> Tensor:
+        """Exact attention of a text to `self.prompt` and to itself; a method that asked for it looks at what it wants
+        first. q [B, Hq, n, D], k and v [B, Hkv, n, D] rotated -> [B, Hq, n, D]."""
+        if self.prompt is None:
+            raise InputError(f"{type(self).__name__} holds no prompt that could be read a second time")
+        S, n = self.prompt.total, q.shape[2]
+        slot, t = torch.arange(S, device=q.device), torch.arange(n, device=q.device)
+        before = (slot < lengths[:, None])[:, None].expand(-1, n, S)
+        seen = torch.cat((before, (t <= t[:, None]).expand(len(q), n, n)), 2)
+        keys, values = torch.cat((self.prompt.k_rot, k), 2), torch.cat((self.prompt.v, v), 2)
+        return attend_where(q, keys, values, seen)
 
     # ---- one token per row ----
 

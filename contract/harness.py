@@ -108,6 +108,7 @@ def run(
     feed: Tensor | None = None,
     decode: Callable[[Tensor, Tensor], Tensor] | None = None,
     pad: int = 0,
+    chunk: int | None = None,
 ) -> Run:
     """Prefill right-padded prompts (by `pad` more than the longest), decode `feed` [B, steps] or greedily."""
     device = prompts[0].device
@@ -117,7 +118,7 @@ def run(
     for row, p in enumerate(prompts):
         tokens[row, : len(p)] = p
     at(f"the prefill of prompts of {lengths.tolist()} tokens")
-    logits, fed = [model.prefill(tokens, lengths)], []
+    logits, fed = [model.prefill(tokens, lengths, chunk)], []
     for step in range(steps):
         at(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
         fed.append(logits[-1].argmax(-1) if feed is None else feed[:, step].contiguous())

@@ -20,7 +20,6 @@ from cache.budget import BesideExempt, budget_cap, budget_tokens
 from cache.statistic import Statistic, principal
 from cache.whole import Exempt
 from errors import InputError
-from kernels.dense_attention import prefill_attention
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
 from kernels.oja import change_basis, oja_step, orthonormalize
@@ -145,6 +144,7 @@ class OjaKV(KVMethod):
     stress = dict(n_start=5, n_recent=5, update_every=6, query_window=8)
     statistics = (HeadMoments(),)
     exact_prefill = False  # Sec. 3.3
+    takes_chunks = False  # the bases turn towards the whole prompt before it is attended to
 
     @dataclass
     class Args:
@@ -199,13 +199,13 @@ class OjaKV(KVMethod):
 
     # ---- the prompt: Algorithm 1, lines 1-7 ----
 
-    def prefill(self, q, k, v, lengths):
+    def prefill(self, q, k, v, lengths, start=None):
         """As the base's, but every token that is not exempt is attended to as it will be stored (Sec. 3.3)."""
         q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         self.compress(q, k, v, lengths)
         exempt = self.exempt.mask(lengths, k.shape[2])[:, None, :, None]
         k, v = (torch.where(exempt, x, store.seen(x)) for store, x in ((self.keys, k), (self.values, v)))
-        return prefill_attention(q, k, v, lengths=lengths)
+        return self.attend_prompt(q, k, v, lengths)
 
     def compress(self, q, k, v, lengths):
         B, S, a = len(k), k.shape[2], self.args

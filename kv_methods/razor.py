@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -172,7 +172,7 @@ class Razor(KVMethod):
             calib = calib.heads(self.layer, theirs, shape.n_kv_head, cls.needs(args))
         self.other = cls(args, part, self.layer, self.rope, calib)
         self.predicts = self.other.predicts  # what the class says for all, layers may not
-        self.exact_prefill = self.other.exact_prefill
+        self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks
         if own:
             self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)
 
@@ -180,35 +180,49 @@ class Razor(KVMethod):
         if self.other is not None:
             self.other.connect([m.other for m in layers if isinstance(m, Razor) and m.other is not None])
 
-    def prefill(self, q, k, v, lengths):
-        return self._by_head("prefill", super().prefill, q, k, v, lengths)
+    def prefill(self, q, k, v, lengths, start=None):
+        return self._by_head("prefill", super().prefill, q, k, v, lengths, start)
 
-    def fill(self, q, k, q_rot, k_rot, v, lengths):
-        if self.other is None:
-            super().fill(q, k, q_rot, k_rot, v, lengths)
+    def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
+        if self.other is None or k.shape[1] == self.n_own:  # of its own heads alone
+            super().store_prompt(q, k, q_rot, k_rot, v, lengths)
         elif not self.n_own:
-            self.other.fill(q, k, q_rot, k_rot, v, lengths)
+            self.other.store_prompt(q, k, q_rot, k_rot, v, lengths)
         else:
-            fills: tuple[Callable[..., None], ...] = self.other.fill, super().fill
-            for run, (_, parts) in zip(fills, self._split(q, k, q_rot, k_rot, v), strict=True):
+            stores: tuple[Callable[..., None], ...] = self.other.store_prompt, super().store_prompt
+            for run, (_, parts) in zip(stores, self._split(q, k, q_rot, k_rot, v), strict=True):
                 run(*parts, lengths)
+
+    def begin_prompt(self, total):
+        for begin in self._each("begin_prompt", super().begin_prompt):
+            begin(total)
+
+    def end_prompt(self, lengths):
+        for end in self._each("end_prompt", super().end_prompt):
+            end(lengths)
+
+    def _each(self, name, ours):
+        return ([getattr(self.other, name)] if self.other is not None else []) + [ours] * bool(self.n_own)
+
+    def reread(self, q, k, v, lengths, text):
+        return self._by_head("reread", super().reread, q, k, v, lengths, text)
 
     def decode(self, q, k, v, pos):
         return self._by_head("decode", super().decode, q, k, v, pos)
 
-    def _by_head(self, step: str, ours: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    def _by_head(self, step: str, ours: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *at: Any) -> Tensor:
         """The other method's `step` on its heads, `ours` on the rest; heads stay in their order.
 
         q [B, Hq, ..., D], k and v [B, Hkv, ..., D], none of them rotated: the methods may differ in what they rotate.
         """
         if self.other is None:
-            return ours(q, k, v, at)
+            return ours(q, k, v, *at)
         theirs = getattr(self.other, step)
         if not self.n_own:
-            return theirs(q, k, v, at)
+            return theirs(q, k, v, *at)
         y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (self.shape.n_kv_head, -1))
         for run, (heads, parts) in zip((theirs, ours), self._split(q, k, v), strict=True):
-            y.index_copy_(1, heads, run(*parts, at).unflatten(1, (len(heads), -1)))
+            y.index_copy_(1, heads, run(*parts, *at).unflatten(1, (len(heads), -1)))
         return y.flatten(1, 2)
 
     def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:

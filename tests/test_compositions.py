@@ -48,8 +48,8 @@ def test_any_method_holds_the_protected_heads(name):
     assert {type(m.other) for m in model.cache} == {resolve(name)[0]}
 
 
-CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_fill, c.check_sizes,
-            c.check_attended, c.check_half, s.check_nbytes, s.check_traffic)  # fmt: skip
+CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_store, c.check_chunks,
+            c.check_sizes, c.check_attended, c.check_half, s.check_nbytes, s.check_traffic)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -110,8 +110,8 @@ ATTENDED = """    def attended(self, q, idx, count, pos):
         at = torch.arange(k.shape[2]).expand(k.shape[:3])
         return Attended(torch.where(at < pos[:, None, None], at, -2), q, k, v)  # but for the newest
 """
-PREFILL = """    def prefill(self, q, k, v, lengths):
-        y = super().prefill(q, {}, v, lengths)
+PREFILL = """    def prefill(self, q, k, v, lengths, start=None):
+        y = super().prefill(q, {}, v, lengths, start)
 """
 ARGS = """    from dataclasses import dataclass
 
@@ -152,10 +152,10 @@ BROKEN = {
                           "max_seq_len=150 changes"),
     "tells_something_else": ("    def reset", ATTENDED + "\n    def reset", "attended", "differs from that of"),
     "drops_and_does_not_say_when": ("    def __init__", ARGS + "\n    def __init__", "stress", "state `stress`"),
-    "rounds_its_prompts": ("    def reset", PREFILL.format("k * 0.9") + "        return y\n\n    def reset", "fill",
+    "rounds_its_prompts": ("    def reset", PREFILL.format("k * 0.9") + "        return y\n\n    def reset", "store",
                            "exact_prefill = False"),
-    "fills_otherwise": ("    def reset", PREFILL.format("k") + "        self.k.mul_(2)\n        return y\n\n"
-                        "    def reset", "fill", "needs a `fill`"),
+    "stores_otherwise": ("    def reset", PREFILL.format("k") + "        self.k.mul_(2)\n        return y\n\n"
+                        "    def reset", "store", "needs a `store_prompt`"),
     "names_a_knob_it_has_not": ("    def __init__", "    stress = dict(keep=4)\n\n    def __init__", "ragged",
                                 "has no knob 'keep'"),
 }  # fmt: skip
@@ -224,7 +224,7 @@ class SnapKV(Evicting):
         slots: int = knob(512, "for decoded tokens")
         pool: int = knob(7, "neighbours")
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         return max_pool1d(mass, self.args.pool, 1, self.args.pool // 2)
 
     def room(self):
@@ -237,7 +237,7 @@ from cache.evicting import Evicting
 class TOVA(Evicting):
     lookback = 1
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         return mass.sum(1, keepdim=True)
 
     def observe(self, weights):
@@ -268,7 +268,7 @@ class H2O(Evicting):
 """
 # pooling makes equal scores, of which topk takes any
 PICKED = """
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         from torch.nn.functional import max_pool1d
         mass = max_pool1d(mass, 7, 1, 3)
         return (mass * 0).scatter(2, mass.topk(min(12, mass.shape[2])).indices, 1.0)
