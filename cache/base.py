@@ -85,7 +85,7 @@ class Attended:
     q: Tensor  # [B, Hq, D] as it meets k
     k: Tensor  # [B, Hkv, N, D] as attended to: rebuilt, rotated
     v: Tensor  # [B, Hkv, N, D]
-    tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for; None: one each
+    tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for, or counts as; None: one
 
     @classmethod
     def of(cls, q: Tensor, *parts: tuple[Tensor, Tensor, Tensor]) -> Attended:
@@ -102,7 +102,7 @@ class Attended:
         k = torch.where(there.mT, self.k.float(), 0)  # what is not there may be NaN
         logits = self.q.float().view(B, Hkv, -1, D) @ k.mT * D**-0.5
         if self.tokens is not None:
-            logits = logits + self.tokens.clamp(min=1).log()[:, :, None]
+            logits = logits + self.tokens.clamp(min=1e-30).log()[:, :, None]
         return logits.masked_fill(~there, float("-inf")).softmax(-1).flatten(1, 2)
 
     def output(self) -> Tensor:

@@ -173,9 +173,11 @@ class Evicting(KVMethod):
             seen = seen.gather(2, order[:, :1].expand(B, n, -1))[:, None, None]
             weights = logits.masked_fill(~seen, float("-inf")).softmax(-1) * counts[:, None, None, :, None]
             mass = weights.sum(3).sum(2) if self.group == "sum" else weights.sum(3).amax(2)
-        held = self.filled[:B] + new
-        read = lengths.clamp(max=start + n)
+        held, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
+        before = [(b, b[ended]) for b in self.buffers() if len(b) == self.shape.max_batch]
         self.keep(keys, values, self.prompt_scores(q, keys, values, mass, held), held, at, read)
+        for buffer, rows in before:  # a prompt that has ended stays as it is
+            buffer[ended] = rows
         return y
 
     # ---- one token per row ----

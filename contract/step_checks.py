@@ -39,8 +39,6 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
                 "every buffer is made by self.buffer(name, size), is no view of another, and nbytes() is the base's",
             )
         total = sum(told_of.values())
-        if not total:
-            raise Broken(f"it has no buffers {where}", "allocate with self.buffer(name, size) in __init__")
         if method.card_nbytes is not None and method.card_nbytes() != total:
             raise Broken(
                 f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {where}",
@@ -56,6 +54,8 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
             raise Broken(
                 f"buffers {shared[0]} and {at_home[storages[shared[0]].data_ptr()]} share memory: counted twice"
             )
+    if not model.kv_bytes():
+        raise Broken("no layer has buffers", "allocate with self.buffer(name, size) in __init__")
     cls, real = method_class(name), model.cache[0]
     calib = model.measured(needed) if (needed := cls.needs(make_args(cls, knobs))) else None
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)

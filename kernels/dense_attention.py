@@ -31,13 +31,22 @@ QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask t
 CUDNN_FROM = 4096  # tokens of a prompt: cuDNN is faster on Hopper, but makes a plan for every length it has not seen
 
 
+Sees = Callable[[Tensor, Tensor], Tensor]  # positions of queries [n, 1] and of keys [m] -> bool [n, m]
+
+
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, lengths: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+    sees: Sees | None = None,
 ) -> Tensor:
     """Causal attention of a prompt over itself; `window` keeps the last `window` keys, the query's own included.
 
     q [B, Hq, n, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, n, D]. Scale 1/sqrt(D). K and V are not repeated. The
-    queries are those of the last n of the S tokens: all, or a chunk behind others.
+    queries are those of the last n of the S tokens: all, or a chunk behind others. sees: which earlier keys a query
+    attends to, at least one.
     lengths [B] of right-padded prompts: what stands behind them gets anything. On a CPU each is then taken by itself,
     and its numbers are those that it has alone: torch cuts longer ones in other blocks, whose sums are rounded apart.
     """
@@ -48,10 +57,12 @@ def prefill_attention(
         for b, n in enumerate(ends):
             if n > before:
                 one, row, keys = slice(b, b + 1), slice(n - before), slice(n)
-                out[one, :, row] = prefill_attention(q[one, :, row], k[one, :, keys], v[one, :, keys], window)
+                out[one, :, row] = prefill_attention(
+                    q[one, :, row], k[one, :, keys], v[one, :, keys], window, None, sees
+                )
         return out
     attend = _attend_on(q)
-    if not before and (window is None or window >= S):
+    if not before and sees is None and (window is None or window >= S):
         return attend(q, k, v)
     out = torch.empty_like(q)
     for i in range(before, S, QUERY_BLOCK):
@@ -60,6 +71,8 @@ def prefill_attention(
         mask = cols <= rows
         if window is not None:
             mask &= cols > rows - window
+        if sees is not None:
+            mask &= sees(rows, cols)
         of = slice(i - before, j - before)
         out[:, :, of] = attend(q[:, :, of], k[:, :, lo:j], v[:, :, lo:j], mask)
     return out

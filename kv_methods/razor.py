@@ -143,7 +143,7 @@ class Razor(KVMethod):
                     self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
             self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
             self.buffer("least", (shape.max_batch,), torch.int64)
-            self.reset()
+            self.least.fill_(max(args.window, args.whole))
 
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
