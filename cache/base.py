@@ -163,6 +163,7 @@ class KVMethod(Storage):
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
     takes_chunks: bool = True  # a prompt may come in chunks
+    reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
@@ -211,7 +212,7 @@ class KVMethod(Storage):
             self.store_prompt(q, k, q_rot, k_rot, v, lengths)
             return y
         assert self.prompt is not None, "begin_prompt comes first"
-        self.prompt.put(start, q=q, k=k, v=v, k_rot=k_rot)
+        self.prompt.put(start, **(dict(q=q) if self.reads_queries else {}), k=k, v=v, k_rot=k_rot)
         return self.attend_prompt(q_rot, self.prompt.k_rot, self.prompt.v, lengths)
 
     def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
@@ -235,7 +236,8 @@ class KVMethod(Storage):
         """All chunks have come, and all texts of a second pass."""
         p, self.prompt = self.prompt, None
         if p is not None:
-            self.store_prompt(p.q, p.k, self.rope.rotate_prompt(p.q), p.k_rot, p.v, lengths)
+            q = p.q if self.reads_queries else p.k.new_empty(len(p.k), self.shape.n_head, 0, self.shape.head_dim)
+            self.store_prompt(q, p.k, self.rope.rotate_prompt(q), p.k_rot, p.v, lengths)
 
     # ---- a second pass over the prompt, before it is compressed ----
 

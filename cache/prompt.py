@@ -29,7 +29,7 @@ class Prompt:
         try:
             return self._parts[name][:, :, : self.end]
         except KeyError:
-            raise AttributeError(f"{name} of a prompt: it has q, k, v and k_rot") from None
+            raise AttributeError(f"{name} of a prompt: it has k, v, k_rot, and q if queries are read") from None
 
 
 @dataclass

@@ -49,6 +49,7 @@ class DoubleSparsityOffload(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = DoubleSparsity.skip_layers
     statistics = DoubleSparsity.statistics
+    reads_queries = False
 
     host_k: Tensor  # [B, Hkv, T, D] in host memory
     host_v: Tensor

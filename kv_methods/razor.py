@@ -91,6 +91,7 @@ class Razor(KVMethod):
     lossless = dict(induction=1.0)
     stress = dict(window=16)
     statistics = (HeadScores(),)
+    reads_queries = False
     k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token

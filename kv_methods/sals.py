@@ -90,6 +90,7 @@ class Sals(KVMethod):
     lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
+    reads_queries = False
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach

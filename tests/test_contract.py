@@ -290,6 +290,31 @@ def test_a_choice_among_equal_scores_is_told_of(write):
     assert not result.ok and "h2o_with_ties.py:14 chooses among equal scores" in result.todo, result
 
 
+SHARED = '''
+"""Every layer attends to what the first one holds."""
+from cache.base import KVMethod
+from kv_methods.full import Full
+
+class Shared(Full):
+    exact_prefill = False
+    card_nbytes = None
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        KVMethod.__init__(self, args, shape, layer, rope, calib)
+
+    def connect(self, layers):
+        self.shared_part("held", layers, lambda: Full(self.args, self.shape, self.layer, self.rope))
+        self.k, self.v = self.held.k, self.held.v
+'''
+
+
+def test_a_layer_may_hold_nothing(write):
+    name, model = write("shared", SHARED), tiny()
+    assert all(run_check(name, check).ok for check in ("nbytes", "poison", "ragged", "reset", "attended"))
+    model.setup_cache(name, 1, 40)
+    assert [sum(b.values()) for b in model.cache_nbytes().values()] == [2 * 2 * 40 * 32 * 4, 0]
+
+
 # ---- the command ----
 
 
