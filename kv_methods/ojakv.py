@@ -207,6 +207,9 @@ class OjaKV(KVMethod):
         k, v = (torch.where(exempt, x, store.seen(x)) for store, x in ((self.keys, k), (self.values, v)))
         return self.attend_prompt(q, k, v, lengths)
 
+    def begin_prompt(self, total):
+        """It comes whole, and is stored as it comes."""
+
     def compress(self, q, k, v, lengths):
         B, S, a = len(k), k.shape[2], self.args
         self.reset()

@@ -205,6 +205,9 @@ class Razor(KVMethod):
     def _each(self, name, ours):
         return ([getattr(self.other, name)] if self.other is not None else []) + [ours] * bool(self.n_own)
 
+    def second_pass(self, tokens, lengths, encode):
+        return () if self.other is None else self.other.second_pass(tokens, lengths, encode)
+
     def reread(self, q, k, v, lengths, text):
         return self._by_head("reread", super().reread, q, k, v, lengths, text)
 

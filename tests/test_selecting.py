@@ -19,7 +19,6 @@ from cache.calibration import Calibration
 from cache.selecting import Selecting
 from cache.spec import layer_methods, make_args, method_class, presets
 from contract import checks, step_checks
-from errors import InputError
 from kernels.gather_attention import gather_attention
 from model import ModelArgs
 
@@ -250,21 +249,6 @@ def test_presets_are_the_rows_of_the_papers():
     assert (quest.page, quest.sinks, quest.recent, quest.budget) == (16, 0, 1, 1024)
     assert (sparq.budget, sparq.recent, sparq.channels, sparq.copies) == (129, 33, 0.25, 2)
     assert (loki.budget, loki.dims, loki.calibrated) == (0.25, 0.25, "after")
-
-
-@pytest.mark.parametrize(
-    "name, knobs",
-    [("quest", dict(page=0)), ("quest", dict(budget=0)), ("quest", dict(recent=0)), ("sparq", dict(channels=0)),
-     ("sparq", dict(channels=1.5)), ("sparq", dict(channels=33)), ("sparq", dict(copies=3)), ("loki", dict(dims=0.0)),
-     ("loki", dict(dims=40)), ("loki", dict(calibrated="later")), ("quest", dict(budget="p0")),
-     ("loki", dict(budget="p1.5")), ("sparq", dict(budget="pp")), ("random", dict(budget="p0.9")),
-     ("double_sparsity_offload", dict(budget="p0.9")), ("self_index", dict(budget="p0.9")),
-     ("quest", dict(budget="p0.9", cap=0.0))],
-)  # fmt: skip
-def test_wrong_knobs_are_input_errors(name, knobs):
-    with pytest.raises(InputError) as e:
-        layer(name, knobs, (2, 1, 32), 1, 64)
-    assert "\n" not in str(e.value)
 
 
 # ---- budgets of p ----
