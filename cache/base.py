@@ -11,6 +11,7 @@ A method is one file of kv_methods/. The smallest one that works:
         def append(self, k, v, pos): ...             # one token per row, in place
         def attend(self, q, idx, count, pos): ...    # [B, Hq, D] -> [B, Hq, D]
 
+A prompt is attended to and stored: `prefill` is `attend_prompt` and `store_prompt`, of which the latter is `compress`.
 `decode` is one static graph: fixed shapes, no `.item()`, no branch on data, no allocation that outlives the step.
 What cannot be so goes into `maintain`, which runs between steps. Two archetypes spare most methods the storage:
 `Evicting` (fixed slots, evicting.py) and `Selecting` (all tokens kept, a few attended, selecting.py).

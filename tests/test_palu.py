@@ -133,7 +133,7 @@ def test_coordinates_are_turned_before_they_are_quantized():
 
 
 def test_some_heads_alone():
-    """What `Routed` asks for: the statistic as if there were no other heads."""
+    """What `razor` asks for: the statistic as if there were no other heads."""
     calib = setting({}, (1, 4, 32), (4,), 1)[-1]
     statistic = method_class("palu").statistics[0]
     got = statistic.take_heads(calib.parts(0, "palu"), [2, 0], 4)
