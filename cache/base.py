@@ -243,8 +243,9 @@ class KVMethod(Storage):
     # ---- a second pass over the prompt, before it is compressed ----
 
     def second_pass(self, tokens: Tensor, lengths: Tensor, encode: Callable[[str], list[int]]) -> Sequence[Text]:
-        """Texts to be read behind the prompts, tokens [B, S] and lengths [B], by all layers: by default none. Every
-        layer's `reread` sees them. encode: of the model's tokenizer; without one it gives no tokens."""
+        """Texts to be read behind the prompts, tokens [B, S] and lengths [B]: by default none. Those of the first layer
+        that asks go through all layers, whose `reread` sees them. encode: of the model's tokenizer; without one it
+        gives no tokens."""
         return ()
 
     def reread(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, text: Text) -> Tensor:
