@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
-from cache.budget import BesideExempt, budget_cap, budget_tokens
+from cache.budget import budget_cap, budget_tokens
 from cache.statistic import Statistic, principal
 from cache.whole import Exempt
 from errors import InputError
@@ -136,6 +136,23 @@ def rank_of(head_dim: int, share: float, energy: float | None, eigenvalues: Tens
     values = eigenvalues.double()
     held = values.cumsum(-1) / values.sum(-1, keepdim=True)
     return min(head_dim, int((held < energy).sum(-1).max()) + 1)
+
+
+@dataclass(frozen=True)
+class BesideExempt:
+    """How many tokens of a prompt are compressed beside `exempt` ones: all, or what these leave of a budget."""
+
+    budget: int | float | None
+    exempt: int
+
+    def of(self, length: int) -> int:
+        kept = length if self.budget is None else budget_cap(self.budget, length)
+        return max(0, kept - min(length, self.exempt))
+
+    def at(self, length: Tensor) -> Tensor:
+        """`of` at lengths [B] -> [B] int64."""
+        kept = length if self.budget is None else budget_tokens(self.budget, length)
+        return (kept - length.clamp(max=self.exempt)).clamp(min=0)
 
 
 class OjaKV(KVMethod):
