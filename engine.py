@@ -542,6 +542,7 @@ class LLM:
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
     torch.compile the decode step, by default on a GPU; the cache then has room for more tokens than asked for, so that
     other lengths need no other step. max_seq_len: room for so many tokens of prompt and answer in every call.
+    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once.
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.
@@ -563,6 +564,7 @@ class LLM:
         kv_dtype: str | torch.dtype | None = None,
         calibration: str | Path | None = None,
         max_seq_len: int | None = None,
+        prefill_chunk: int | None = None,
         **knobs: Any,
     ):
         where = pick_device(None if device is None else str(device))
@@ -584,6 +586,10 @@ class LLM:
         if max_seq_len is not None:
             check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
         self.max_seq_len = max_seq_len
+        if prefill_chunk is not None:
+            check_count("--prefill-chunk", prefill_chunk, 1, 2**31 - 1, "leave it out to read a prompt at once")
+        self.model.prefill_chunk = prefill_chunk
+        self.model.encode = functools.partial(self.tokenizer.encode, bos=False)
         self.lock = threading.RLock()
         self.use(method, **knobs)
 

@@ -76,6 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_precision(p)
     add_calibration(p)
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
+    a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, in less memory")
     a("--max-seq-len", type=int, metavar="N", help="a KV cache for N tokens (default: for what is asked for)")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
@@ -257,7 +258,8 @@ def main(argv: list[str] | None = None) -> int:
     stop_strings(opt.stop)
     llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
               random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
-              kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len)  # fmt: skip
+              kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
+              prefill_chunk=opt.prefill_chunk)  # fmt: skip
     llm.use(opt.method, **knobs(opt))
     report = Report(opt.method, llm.model.device)
     if opt.interactive:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
+from cache.prompt import Angles, Text
 from cache.spec import build_cache
 from errors import InputError
 from formats.codes import BF16
@@ -219,6 +220,8 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
+        self.prefill_chunk: int | None = None  # tokens of a prompt at a time; None: all
+        self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, where there is one
         self._rope: Rope | None = None  # the tables of `forward`
         self.folder: Path | None = None  # of the checkpoint, or its GGUF file, if there is one
         self.calibration: Calibration | None = None  # by default the one in `folder`, read when it is needed
@@ -319,30 +322,54 @@ class Transformer(nn.Module):
             self.calibration = Calibration.load(self.folder, self.args, Path(file))
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Right-padded prompts: tokens [B, S] int64, lengths [B] -> logits of each row's last token [B, V]."""
-        self._check_prompt(tokens)
-        self.cache[0].rope.set_prompt(lengths)
-        x = self.embed(tokens)
+    def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:
+        """Right-padded prompts: tokens [B, S] int64, lengths [B] -> logits of each row's last token [B, V].
+
+        chunk: so many tokens at a time, by default `prefill_chunk`. A layer reads all chunks before the next layer
+        starts: beside a chunk's activations there are a layer's input and one layer's queries, keys and values.
+        """
+        assert self.cache is not None, "call setup_cache first"
+        S, chunk = tokens.shape[1], chunk or self.prefill_chunk or tokens.shape[1]
+        texts = next((t for m in self.cache if (t := m.second_pass(tokens, lengths, self.encode))), ())
+        self._check_prompt(tokens, min(chunk, S))
+        rope = self.cache[0].rope
+        rope.set_prompt(lengths)
+        x, again = self.embed(tokens), [self.embed(t.tokens) for t in texts]
+        angles = Angles(rope, lengths, S + max((t.tokens.shape[1] for t in texts), default=0))
         for block, method in zip(self.layers, self.cache, strict=True):
-            x = block(x, prompt_attention(method, lengths))
+            if chunk >= S and not texts:
+                x = block(x, prompt_attention(method, lengths))
+                continue
+            method.begin_prompt(S)
+            for start in range(0, S, chunk):
+                part = x[:, start : start + chunk]
+                part.copy_(block(part, prompt_attention(method, lengths, start)))
+            again = [block(y, text_attention(method, lengths, t, angles)) for y, t in zip(again, texts, strict=True)]
+            method.end_prompt(lengths)
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
 
-    def _check_prompt(self, tokens: Tensor) -> None:
-        assert self.cache is not None, "call setup_cache first"
+    def _check_prompt(self, tokens: Tensor, chunk: int) -> None:
         (rows, length), a, shape = tokens.shape, self.args, self.cache[0].shape
+        if chunk < length and (refused := [m for m in self.cache if not m.takes_chunks]):
+            raise InputError(
+                f"method {type(refused[0]).__name__} needs a whole prompt at a time: leave out --prefill-chunk, or give "
+                f"at least the {length} tokens of this one"
+            )
         if rows > shape.max_batch or length > shape.max_prompt:
             raise InputError(
                 f"prompts of {rows} x {length} tokens do not fit in a cache of {shape.max_batch} x {shape.max_prompt}: "
                 "set it up for more"
             )
         require_memory(
-            tokens.numel()
+            rows
             * self.norm.weight.element_size()
-            * (3 * a.dim + 3 * (a.n_head + 2 * a.n_kv_head) * a.head_dim),
+            * (
+                chunk * (3 * a.dim + 3 * (a.n_head + 2 * a.n_kv_head) * a.head_dim)
+                + (length if chunk < length else 0) * (a.dim + (a.n_head + 3 * a.n_kv_head) * a.head_dim)
+            ),
             tokens.device,
             f"prefill of {rows} x {length} tokens",
-            "lower the batch or shorten the prompt",
+            "lower the batch or --prefill-chunk, or shorten the prompt",
         )
 
     def decode(self, tokens: Tensor, pos: Tensor) -> Tensor:
@@ -390,12 +417,24 @@ class Transformer(nn.Module):
         return 2 * a.n_layer * batch * a.n_kv_head * max_seq_len * a.head_dim * (self.kv_dtype or self.dtype).itemsize
 
 
-def prompt_attention(method: KVMethod, lengths: Tensor) -> Attend:
-    """A method's attention of right-padded prompts, of q [B, S, Hq, D] and so on, which it stores on the way."""
+def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None) -> Attend:
+    """A method's attention of right-padded prompts, or of a chunk of them, of q [B, S, Hq, D] and so on, which it
+    stores on the way."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
+        return method.prefill(q, k, v, lengths, start).transpose(1, 2).to(dtype)
+
+    return attend
+
+
+def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles) -> Attend:
+    """A method's attention of a text of its second pass, of q [B, n, Hq, D] and so on, behind prompts of lengths [B]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kind = method.shape.dtype
-        y = method.prefill(q.transpose(1, 2).to(kind), k.transpose(1, 2).to(kind), v.transpose(1, 2).to(kind), lengths)
+        q_rot, k_rot = (angles.rotate(x.transpose(1, 2).to(kind)) for x in (q, k))
+        y = method.reread(q_rot, k_rot, v.transpose(1, 2).to(kind), lengths, text)
         return y.transpose(1, 2).to(q.dtype)
 
     return attend

@@ -11,6 +11,7 @@ A method is one file of kv_methods/. The smallest one that works:
         def append(self, k, v, pos): ...             # one token per row, in place
         def attend(self, q, idx, count, pos): ...    # [B, Hq, D] -> [B, Hq, D]
 
+A prompt is attended to and stored: `prefill` is `attend_prompt` and `store_prompt`, of which the latter is `compress`.
 `decode` is one static graph: fixed shapes, no `.item()`, no branch on data, no allocation that outlives the step.
 What cannot be so goes into `maintain`, which runs between steps. Two archetypes spare most methods the storage:
 `Evicting` (fixed slots, evicting.py) and `Selecting` (all tokens kept, a few attended, selecting.py).
@@ -20,6 +21,7 @@ Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,8 +29,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from cache.prompt import Prompt, Text
 from errors import InputError
-from kernels.dense_attention import prefill_attention
+from kernels.dense_attention import attend_where, prefill_attention
 from kernels.native import in_huge_pages
 from kernels.rope import Rope
 from kernels.rotate_append import rotate_token
@@ -83,7 +86,7 @@ class Attended:
     q: Tensor  # [B, Hq, D] as it meets k
     k: Tensor  # [B, Hkv, N, D] as attended to: rebuilt, rotated
     v: Tensor  # [B, Hkv, N, D]
-    tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for; None: one each
+    tokens: Tensor | None = None  # [B, Hkv, N] fp32, how many tokens a place stands for, or counts as; None: one
 
     @classmethod
     def of(cls, q: Tensor, *parts: tuple[Tensor, Tensor, Tensor]) -> Attended:
@@ -100,7 +103,7 @@ class Attended:
         k = torch.where(there.mT, self.k.float(), 0)  # what is not there may be NaN
         logits = self.q.float().view(B, Hkv, -1, D) @ k.mT * D**-0.5
         if self.tokens is not None:
-            logits = logits + self.tokens.clamp(min=1).log()[:, :, None]
+            logits = logits + self.tokens.clamp(min=1e-30).log()[:, :, None]
         return logits.masked_fill(~there, float("-inf")).softmax(-1).flatten(1, 2)
 
     def output(self) -> Tensor:
@@ -119,7 +122,7 @@ def knob(default: Any, help: str, low: float | None = None, high: float | None =
 
 
 class Storage(nn.Module):
-    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, lowrank.py)."""
+    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, labels.py)."""
 
     def __init__(self, shape: CacheShape):
         super().__init__()
@@ -160,6 +163,9 @@ class KVMethod(Storage):
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
+    takes_chunks: bool = True  # a prompt may come in chunks
+    reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
+    prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
@@ -177,6 +183,16 @@ class KVMethod(Storage):
                 f"use full or streaming, or keep the context within {shape.window}"
             )
 
+    def connect(self, layers: Sequence[KVMethod]) -> None:
+        """Called once, in the order of layers, when those of a whole cache are made: for methods whose layers meet."""
+
+    def shared_part(self, name: str, mates: Sequence[KVMethod], make: Callable[[], nn.Module]) -> None:
+        """For `connect`: a part that layers have in common. The first of `mates` makes it, and counts it as its own."""
+        if mates[0] is self:
+            setattr(self, name, make())
+        else:  # as a submodule it would be counted again in every layer
+            object.__setattr__(self, name, getattr(mates[0], name))
+
     @classmethod
     def needs(cls, args: Any) -> tuple[Any, ...]:
         """The statistics needed with these Args. Without a calibration only sizes may be asked (meta device)."""
@@ -184,26 +200,65 @@ class KVMethod(Storage):
 
     # ---- the prompt ----
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """Exact causal attention over right-padded prompts, then `compress`.
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, start: int | None = None) -> Tensor:
+        """Right-padded prompts: `attend_prompt`, then `store_prompt`.
 
-        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D].
+        q [B, Hq, S, D], k and v [B, Hkv, S, D] before rotation, lengths [B] -> [B, Hq, S, D]. With a start, between
+        `begin_prompt` and `end_prompt`: S tokens of longer prompts, from that position on; what is stored waits for
+        the last of them.
         """
-        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        y = prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
-        KVMethod.fill(self, q, k, q_rot, k_rot, v, lengths)  # a subclass's may be of more heads than came here
-        return y
+        q_rot, k_rot = (self.rope.rotate_prompt(x, start or 0) for x in (q, k))
+        if start is None:
+            y = self.attend_prompt(q_rot, k_rot, v, lengths)
+            self.store_prompt(q, k, q_rot, k_rot, v, lengths)
+            return y
+        assert self.prompt is not None, "begin_prompt comes first"
+        self.prompt.put(start, **(dict(q=q) if self.reads_queries else {}), k=k, v=v, k_rot=k_rot)
+        return self.attend_prompt(q_rot, self.prompt.k_rot, self.prompt.v, lengths)
 
-    def fill(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """`prefill` without its output, which with an exact prefill another cache of the same prompts has computed.
+    def attend_prompt(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """Attention within a prompt, by default exact and causal: q [B, Hq, n, D], the last n tokens of k and v
+        [B, Hkv, S, D], all rotated -> [B, Hq, n, D]. A subclass that changes it says exact_prefill = False."""
+        return prefill_attention(q, k, v, self.shape.window, lengths)
 
-        q and k before and after rotation.
-        """
+    def store_prompt(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Take in whole prompts, q and k before and after rotation: by default `compress` the ones of `pre_rope`."""
         self.compress(*((q, k) if self.pre_rope else (q_rot, k_rot)), v, lengths)
 
     def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Once per prompt: evict, quantize, build the index. Shapes as in `prefill`; rotated unless `pre_rope`."""
         raise NotImplementedError
+
+    def begin_prompt(self, total: int) -> None:
+        """A prompt of `total` tokens, padding included, is about to come in chunks."""
+        self.prompt = Prompt(total)
+
+    def end_prompt(self, lengths: Tensor) -> None:
+        """All chunks have come, and all texts of a second pass."""
+        p, self.prompt = self.prompt, None
+        if p is not None:
+            q = p.q if self.reads_queries else p.k.new_empty(len(p.k), self.shape.n_head, 0, self.shape.head_dim)
+            self.store_prompt(q, p.k, self.rope.rotate_prompt(q), p.k_rot, p.v, lengths)
+
+    # ---- a second pass over the prompt, before it is compressed ----
+
+    def second_pass(self, tokens: Tensor, lengths: Tensor, encode: Callable[[str], list[int]]) -> Sequence[Text]:
+        """Texts to be read behind the prompts, tokens [B, S] and lengths [B]: by default none. Those of the first layer
+        that asks go through all layers, whose `reread` sees them. encode: of the model's tokenizer; without one it
+        gives no tokens."""
+        return ()
+
+    def reread(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, text: Text) -> Tensor:
+        """Exact attention of a text to `self.prompt` and to itself; a method that asked for it looks at what it wants
+        first. q [B, Hq, n, D], k and v [B, Hkv, n, D] rotated -> [B, Hq, n, D]."""
+        if self.prompt is None:
+            raise InputError(f"{type(self).__name__} holds no prompt that could be read a second time")
+        S, n = self.prompt.total, q.shape[2]
+        slot, t = torch.arange(S, device=q.device), torch.arange(n, device=q.device)
+        before = (slot < lengths[:, None])[:, None].expand(-1, n, S)
+        seen = torch.cat((before, (t <= t[:, None]).expand(len(q), n, n)), 2)
+        keys, values = torch.cat((self.prompt.k_rot, k), 2), torch.cat((self.prompt.v, v), 2)
+        return attend_where(q, keys, values, seen)
 
     # ---- one token per row ----
 
@@ -261,3 +316,11 @@ class KVMethod(Storage):
     def traffic(self, pos: int) -> int:
         """Bytes of cache that one decode step reads, all rows at position `pos`; by default all of them."""
         return sum(self.nbytes().values())
+
+
+def connected(layers: Iterable[KVMethod]) -> list[KVMethod]:
+    """The methods of a cache's layers, each of which has met the others; a layer that is made alone meets itself."""
+    out = list(layers)
+    for method in out:
+        method.connect(out)
+    return out

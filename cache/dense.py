@@ -12,6 +12,7 @@ from kernels.rotate_append import rotate_append
 class Dense(KVMethod):
     k: Tensor  # [B, Hkv, T, D], rotated unless pre_rope
     v: Tensor
+    reads_queries = False
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

@@ -1,14 +1,15 @@
 """A cache of fixed slots: a subclass scores the prompt's tokens, and the lowest score makes room for a new token.
 
     class Mine(Evicting):
-        def prompt_scores(self, mass, lengths):    # [B, Hkv, S], what the prompt's last queries look at
+        def prompt_scores(self, q, k, v, mass, lengths):    # mass [B, Hkv, S]: what the prompt's last queries look at
             return mass
 
         def observe(self, weights):                # [B, Hkv, N], what this step looked at; leave it out to freeze
             self.score[: len(weights)] += weights
 
-The weights are those of the attention itself: neither a prompt nor a step computes them twice. With evicts = False
-what is decoded stays: only the prompt is compressed, once.
+The weights are those of the attention itself: neither a prompt nor a step computes them twice; lookback = 0 asks for
+none of a prompt. With evicts = False what is decoded stays: only the prompt is compressed, once. With
+evicts_while_reading = True a prompt that comes in chunks is evicted from after each of them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from cache.base import Attended, KVMethod, knob
 from cache.budget import budget_tokens, check_budget
 from errors import InputError
-from kernels.dense_attention import decode_attention
-from kernels.gather_attention import gather_rows
+from kernels.dense_attention import attend_where, decode_attention
+from kernels.gather_attention import gather_attention, gather_rows
 from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
 from kernels.prompt_scores import best_tokens
 
@@ -31,9 +32,11 @@ from kernels.prompt_scores import best_tokens
 class Evicting(KVMethod):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, recent=8)
-    lookback: int | None = 32  # the prompt's last queries whose attention is its score; None: of all of them
+    lookback: int | None = 32  # the prompt's last queries whose attention is its score; None: of all of them; 0: none
     group: Literal["sum", "max"] = "sum"  # of the attention of a group's query heads
+    scores_pre_rope: ClassVar[bool] = False  # True: `prompt_scores` gets q and k before rotation
     evicts: ClassVar[bool] = True  # False: a prompt loses tokens, a decoded token takes one of the slots of `room`
+    evicts_while_reading: ClassVar[bool] = False  # True: a chunk of a prompt attends to what is kept of those before it
 
     k: Tensor  # [B, Hkv, N, D] rotated, in any order
     v: Tensor
@@ -53,9 +56,13 @@ class Evicting(KVMethod):
 
     # ---- what a subclass says ----
 
-    def prompt_scores(self, mass: Tensor, lengths: Tensor) -> Tensor:
-        """mass fp32 [B, Hkv, S], the attention of the last `lookback` queries, by `group` of its heads, to each token
-        of the prompts, lengths [B] -> scores [B, Hkv or 1, S]."""
+    def prompt_scores(self, q: Tensor, k: Tensor, v: Tensor, mass: Tensor, lengths: Tensor) -> Tensor:
+        """How much each token of the prompts, lengths [B], is worth -> scores [B, Hkv or 1, S].
+
+        q [B, Hq, n, D] of the last n of S tokens, k and v [B, Hkv, S, D]. mass fp32 [B, Hkv, S], the attention of the
+        last `lookback` queries, by `group` of its heads, to each token; without a lookback there is none, and it is
+        empty. While reading, S are the tokens kept so far, in any order, and behind them those of a chunk.
+        """
         return mass
 
     # (weights fp32 [B, Hkv, N] of a step, summed over the group): updates self.score in place
@@ -92,32 +99,86 @@ class Evicting(KVMethod):
         self.buffer("place", (B, H, N), torch.int32)
         self.buffer("filled", (B,), torch.int64)
 
-    def prefill(self, q, k, v, lengths):
-        q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
-        y, mass = prefill_attention_mass(q, k, v, lengths, self.lookback, group=self.group)
-        self._keep(k, v, self.prompt_scores(mass, lengths), lengths)
+    def prefill(self, q, k, v, lengths, start=None):
+        if start is not None and self.evicts_while_reading:
+            return self._read(self.rope.rotate_prompt(q, start), self.rope.rotate_prompt(k, start), v, lengths, start)
+        if start is not None or self.lookback is not None or type(self).attend_prompt is not KVMethod.attend_prompt:
+            return super().prefill(q, k, v, lengths, start)
+        q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
+        y, mass = prefill_attention_mass(q_rot, k_rot, v, lengths, None)
+        q, k = (q, k) if self.scores_pre_rope else (q_rot, k_rot)
+        self.keep(k_rot, v, self.prompt_scores(q, k, v, mass, lengths), lengths)
         return y
 
-    def compress(self, q, k, v, lengths):
+    def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
         if self.lookback is None:
-            mass = prefill_attention_mass(q, k, v, lengths, None)[1]
+            mass = prefill_attention_mass(q_rot, k_rot, v, lengths, None)[1]
+        elif self.lookback:
+            mass = last_mass(q_rot, k_rot, lengths, self.lookback, group=self.group)
         else:
-            mass = last_mass(q, k, lengths, self.lookback, group=self.group)
-        self._keep(k, v, self.prompt_scores(mass, lengths), lengths)
+            mass = k.new_empty(0)
+        q, k = (q, k) if self.scores_pre_rope else (q_rot, k_rot)
+        self.keep(k_rot, v, self.prompt_scores(q, k, v, mass, lengths), lengths)
 
-    def _keep(self, k, v, score, lengths):
-        """The newest tokens, and of the others those of the highest score."""
+    def compress(self, q, k, v, lengths):
+        self.store_prompt(q, k, q, k, v, lengths)
+
+    def keep(self, k, v, scores, lengths, place=None, read=None):
+        """Store the newest tokens, and of the others those of the highest scores [B, Hkv or 1, S]; k and v [B, Hkv, S,
+        D], k rotated, of which the first lengths [B] are there. place [B, Hkv, S]: where they stand in the text of
+        which read [B] tokens have come; by default they are its first ones, all of it."""
         (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
-        newest, outside = t >= (lengths - self.recent(lengths))[:, None], t >= lengths[:, None]
-        rank = score.expand(B, H, S).masked_fill(newest[:, None], float("inf"))
-        rank = rank.masked_fill(outside[:, None], float("-inf"))
-        keep = best_tokens(rank, self.k.shape[2])
-        n = keep.shape[2]
-        self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, keep), gather_rows(v, keep)
-        self.place[:B, :, :n] = keep.int()
+        read = lengths if read is None else read
+        newest = (t if place is None else place) >= (read - self.recent(read)).view(B, 1, 1)
+        outside = t >= lengths.view(B, 1, 1)
+        rank = scores.expand(B, H, S).masked_fill(newest, float("inf")).masked_fill(outside, float("-inf"))
+        chosen = best_tokens(rank, self.k.shape[2])
+        n = chosen.shape[2]
+        self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, chosen), gather_rows(v, chosen)
+        self.place[:B, :, :n] = (chosen if place is None else place.gather(2, chosen)).int()
         if self.evicts:
-            self.score[:B, :, :n] = score.expand(B, H, S).gather(2, keep)
-        self.filled[:B] = self.held(lengths)
+            self.score[:B, :, :n] = scores.expand(B, H, S).gather(2, chosen)
+        self.filled[:B] = self.held(read).minimum(lengths)
+
+    # ---- a prompt in chunks, of which no more is held than is kept ----
+
+    def begin_prompt(self, total):
+        if not self.evicts_while_reading:
+            return super().begin_prompt(total)
+        if self.scores_pre_rope:
+            raise InputError(f"{type(self).__name__} keeps rotated keys: it cannot score them while it reads")
+        self.filled.zero_()
+
+    def _read(self, q, k, v, lengths, start):
+        """A chunk, q [B, Hq, n, D] and so on rotated: it attends to what is kept and to itself, then the lowest scores
+        of both go."""
+        (B, H, n, D), N, device = k.shape, self.k.shape[2], k.device
+        new = (lengths - start).clamp(0, n)
+        slot, t = torch.arange(N, device=device), torch.arange(n, device=device)
+        there = torch.cat((slot < self.filled[:B, None], t < new[:, None]), 1)  # [B, N + n]
+        keys, values = (torch.cat((kept[:B], x), 2).masked_fill(~there[:, None, :, None], 0)
+                        for kept, x in ((self.k, k), (self.v, v)))  # fmt: skip
+        causal = torch.cat((torch.ones(n, N, dtype=torch.bool, device=device), t <= t[:, None]), 1)
+        seen = there[:, None] & causal  # [B, n, N + n]
+        y = attend_where(q, keys, values, seen)
+        at = torch.cat((self.place[:B].long(), (start + t).expand(B, H, n)), 2)
+        # what is there in front, the chunk behind what was kept
+        order = (~there).int().sort(dim=1, stable=True).indices[:, None].expand(B, H, -1)
+        keys, values, at = gather_rows(keys, order), gather_rows(values, order), at.gather(2, order)
+        mass = k.new_empty(0)
+        if self.lookback != 0:
+            last = n if self.lookback is None else self.lookback
+            counts = (t < new[:, None]) & (t >= new[:, None] - last)  # [B, n]
+            logits = q.unflatten(1, (H, -1)).float() @ keys.float().mT[:, :, None] * D**-0.5
+            seen = seen.gather(2, order[:, :1].expand(B, n, -1))[:, None, None]
+            weights = logits.masked_fill(~seen, float("-inf")).softmax(-1) * counts[:, None, None, :, None]
+            mass = weights.sum(3).sum(2) if self.group == "sum" else weights.sum(3).amax(2)
+        held, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
+        before = [(b, b[ended]) for b in self.buffers() if len(b) == self.shape.max_batch]
+        self.keep(keys, values, self.prompt_scores(q, keys, values, mass, held), held, at, read)
+        for buffer, rows in before:  # a prompt that has ended stays as it is
+            buffer[ended] = rows
+        return y
 
     # ---- one token per row ----
 
@@ -146,7 +207,10 @@ class Evicting(KVMethod):
         return self.score[:B].masked_fill(fixed, float("inf")).argmin(-1)
 
     def attend(self, q, idx, count, pos):
+        """Over all slots, or over those that a subclass's `select` gives."""
         filled = self.filled[: len(q)]
+        if idx is not None:
+            return gather_attention(q, self.k, self.v, idx, count)
         if self.observe is None:
             return decode_attention(q, self.k, self.v, None, filled)
         y, weights = observed_attention(q, self.k, self.v, filled)
@@ -156,6 +220,11 @@ class Evicting(KVMethod):
     def attended(self, q, idx, count, pos):
         B, slot = len(q), torch.arange(self.k.shape[2], device=q.device)
         there = (slot < self.filled[:B, None])[:, None]
+        if idx is not None:
+            chosen = torch.zeros_like(self.place[:B], dtype=torch.bool)
+            given = torch.arange(idx.shape[2], device=q.device) < count[..., None]
+            at = torch.where(given, idx, idx[..., :1]).expand(B, chosen.shape[1], -1)
+            there = there & chosen.scatter(2, at, True)
         return Attended(torch.where(there, self.place[:B].long(), -2), q, self.k[:B], self.v[:B])
 
     def maintain(self, step):

@@ -57,6 +57,7 @@ class QuantizedStore(Storage):
 class Quantized(KVMethod):
     """A subclass allocates `keys` and `values`, of the same sinks and ring."""
 
+    reads_queries = False
     keys: QuantizedStore
     values: QuantizedStore
 

@@ -28,6 +28,7 @@ class Selecting(Dense):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
 
+    by_query: bool = False  # every query head chooses for itself: scores are [B, Hq, T]
     taken: Tensor  # int64 [B]: tokens of a list in the last step, mean over heads; with a budget of TopP alone
 
     @dataclass
@@ -71,7 +72,7 @@ class Selecting(Dense):
         each query head chooses for itself."""
         filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
         weights = torch.where(filled[:, None], logits, float("-inf")).softmax(-1)
-        if getattr(self.args, "heads", "group") == "query":
+        if self.by_query:
             return weights
         return weights.unflatten(1, (self.shape.n_kv_head, -1)).mean(2)
 
@@ -97,21 +98,28 @@ class Selecting(Dense):
         """Remember how many tokens a list [B, H] had: what `traffic` tells where no budget says so."""
         self.taken[: len(count)] = (count.sum(1) + count.shape[1] - 1) // count.shape[1]
 
+    def log_weights(self, idx: Tensor, count: Tensor, pos: Tensor) -> Tensor | None:
+        """What is added to the logits of the tokens of a list, fp32 [B, Hkv, K] as idx: of tokens that were drawn, or
+        that others were merged into. None, as by default: nothing."""
+        return None
+
     def attend(self, q, idx, count, pos):
-        H = self.shape.n_kv_head
+        H, weights = self.shape.n_kv_head, self.log_weights(idx, count, pos)
         if idx.shape[1] <= H:
-            return gather_attention(q, self.k, self.v, idx, count)
-        parts = (x.unflatten(1, (H, -1)).unbind(2) for x in (q, idx, count))  # every query of a group reads for itself
-        each = [
-            gather_attention(q.contiguous(), self.k, self.v, idx, count) for q, idx, count in zip(*parts, strict=True)
-        ]
+            return gather_attention(q, self.k, self.v, idx, count, weights)
+        # every query of a group reads for itself
+        given = (q, idx, count) if weights is None else (q, idx, count, weights)
+        parts = zip(*(x.unflatten(1, (H, -1)).unbind(2) for x in given), strict=True)
+        each = [gather_attention(q.contiguous(), self.k, self.v, *lists) for q, *lists in parts]
         return torch.stack(each, 2).flatten(1, 2)
 
     def attended(self, q, idx, count, pos):
         chosen = torch.arange(idx.shape[2], device=idx.device) < count[..., None]
         at = torch.where(chosen, idx, 0)
         k, v = (x.repeat_interleave(max(1, idx.shape[1] // x.shape[1]), 1) for x in (self.k, self.v))
-        return Attended(torch.where(chosen, idx, -2), q, gather_rows(k, at), gather_rows(v, at))
+        weights = self.log_weights(idx, count, pos)
+        tokens = None if weights is None else weights.exp()
+        return Attended(torch.where(chosen, idx, -2), q, gather_rows(k, at), gather_rows(v, at), tokens)
 
     def reset(self):
         if self.p is not None:
@@ -124,8 +132,8 @@ class Selecting(Dense):
         return 0
 
     def lists(self) -> int:
-        """How many selections a KV head makes: one, or with the knob heads="query" one for each of its query heads."""
-        return self.shape.n_head // self.shape.n_kv_head if getattr(self.args, "heads", "") == "query" else 1
+        """How many selections a KV head makes: one, or `by_query` one for each of its query heads."""
+        return self.shape.n_head // self.shape.n_kv_head if self.by_query else 1
 
     def scorings(self) -> int:
         """How often a KV head's tokens are scored: once a list, or for each query head where weights must reach p."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from cache.base import CacheShape, KVMethod
+from cache.base import CacheShape, KVMethod, connected
 from cache.statistic import Statistic, unique
 from errors import InputError, short
 from kernels.rope import Rope
@@ -340,10 +340,11 @@ def build_cache(
 
     def build(device: torch.device) -> nn.ModuleList:
         rope = make_rope(device)
-        return nn.ModuleList(
+        made = (
             cls(args, shape.on(device), i, rope, calib)
             for i, ((cls, args), shape) in enumerate(zip(layers, shapes, strict=True))
         )
+        return nn.ModuleList(connected(made))
 
     s = shapes[0]
     # methods that offload keep buffers named host_* in the memory of the host

@@ -1,4 +1,4 @@
-"""Tokens in full precision beside a compressed store: a prompt's sinks, its first and last tokens, the newest ones."""
+"""Tokens in full precision beside a compressed store: the newest ones, and a prompt's first and last tokens."""
 
 from __future__ import annotations
 
@@ -8,31 +8,6 @@ from torch import Tensor
 from cache.base import CacheShape, Storage
 from kernels.gather_attention import gather_rows
 from kernels.ring import held
-
-
-class Sinks(Storage):
-    """The same number of tokens of a prompt for every KV head, whichever are chosen."""
-
-    k: Tensor  # [B, Hkv, n, D]; of a shorter prompt the first slots, the others are to weigh 0
-    v: Tensor
-    idx: Tensor  # [B, Hkv, n] int64, where they stand
-
-    def __init__(self, shape: CacheShape, n: int):
-        super().__init__(shape)
-        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
-        self.n = n
-        self.buffer("k", size), self.buffer("v", size), self.buffer("idx", size[:3], torch.int64)
-
-    def put(self, idx: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """idx [B, Hkv, <= n], those past a prompt's end last, and their k and v [B, Hkv, <= n, D]."""
-        B, _, n = idx.shape
-        self.idx[:B, :, :n], self.idx[:B, :, n:] = idx.minimum(lengths.view(B, 1, 1) - 1), 0
-        self.k[:B, :, :n], self.v[:B, :, :n] = k, v
-
-    def position(self, prompt_len: Tensor) -> Tensor:
-        """[B, Hkv, n], -2 where nothing is."""
-        there = torch.arange(self.n, device=prompt_len.device) < prompt_len[:, None]
-        return torch.where(there[:, None], self.idx[: len(prompt_len)], -2)
 
 
 class Tail(Storage):

@@ -31,32 +31,59 @@ QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask t
 CUDNN_FROM = 4096  # tokens of a prompt: cuDNN is faster on Hopper, but makes a plan for every length it has not seen
 
 
+Sees = Callable[[Tensor, Tensor], Tensor]  # positions of queries [n, 1] and of keys [m] -> bool [n, m]
+
+
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, lengths: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    lengths: Tensor | None = None,
+    sees: Sees | None = None,
 ) -> Tensor:
     """Causal attention of a prompt over itself; `window` keeps the last `window` keys, the query's own included.
 
-    q [B, Hq, S, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, S, D]. Scale 1/sqrt(D). K and V are not repeated.
+    q [B, Hq, n, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, n, D]. Scale 1/sqrt(D). K and V are not repeated. The
+    queries are those of the last n of the S tokens: all, or a chunk behind others. sees: which earlier keys a query
+    attends to, at least one.
     lengths [B] of right-padded prompts: what stands behind them gets anything. On a CPU each is then taken by itself,
     and its numbers are those that it has alone: torch cuts longer ones in other blocks, whose sums are rounded apart.
     """
     ends = lengths.tolist() if lengths is not None and q.device.type == "cpu" and len(q) > 1 else []
-    if ends and min(ends) < q.shape[2]:
+    S, before = k.shape[2], k.shape[2] - q.shape[2]
+    if ends and min(ends) < S:
         out = torch.zeros_like(q)
         for b, n in enumerate(ends):
-            one, row = slice(b, b + 1), slice(n)
-            out[one, :, row] = prefill_attention(q[one, :, row], k[one, :, row], v[one, :, row], window)
+            if n > before:
+                one, row, keys = slice(b, b + 1), slice(n - before), slice(n)
+                out[one, :, row] = prefill_attention(
+                    q[one, :, row], k[one, :, keys], v[one, :, keys], window, None, sees
+                )
         return out
-    S, attend = q.shape[2], _attend_on(q)
-    if window is None or window >= S:
+    attend = _attend_on(q)
+    if not before and sees is None and (window is None or window >= S):
         return attend(q, k, v)
     out = torch.empty_like(q)
-    for i in range(0, S, QUERY_BLOCK):
-        j, lo = min(i + QUERY_BLOCK, S), max(0, i - window + 1)
+    for i in range(before, S, QUERY_BLOCK):
+        j, lo = min(i + QUERY_BLOCK, S), 0 if window is None else max(0, i - window + 1)
         rows, cols = torch.arange(i, j, device=q.device)[:, None], torch.arange(lo, j, device=q.device)[None]
-        mask = (cols <= rows) & (cols > rows - window)
-        out[:, :, i:j] = attend(q[:, :, i:j], k[:, :, lo:j], v[:, :, lo:j], mask)
+        mask = cols <= rows
+        if window is not None:
+            mask &= cols > rows - window
+        if sees is not None:
+            mask &= sees(rows, cols)
+        of = slice(i - before, j - before)
+        out[:, :, of] = attend(q[:, :, of], k[:, :, lo:j], v[:, :, lo:j], mask)
     return out
+
+
+def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention under a mask [B, n, S] of each row's own, True where a query sees a key: at least one, all finite.
+
+    q [B, Hq, n, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, n, D].
+    """
+    return _attend_on(q)(q, k, v, mask[:, None])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -28,21 +28,28 @@ def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
     return buffer.reshape(-1, C).index_select(0, (idx + base).reshape(-1)).view(B, H, K, C)
 
 
-def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor, log_weights: Tensor | None = None
+) -> Tensor:
     """Softmax attention over the first `count` of the slots idx; later entries may point anywhere.
 
     q [B, Hq, D], k and v [>= B, Hkv, T, D] (rotated), idx [B, Hkv or 1, K] int64, count [B, Hkv or 1] -> [B, Hq, D].
+    log_weights fp32 [B, Hkv or 1, K]: added to the logits, as a token that stands for n is worth log n, and one that
+    was drawn with probability p is worth -log p. With them the torch version serves on every device.
     """
-    if use_triton(q):
+    if log_weights is None and use_triton(q):
         return torch.ops.kv_fast.gather_attention(q, k, v, idx, count)
-    if use_native(q, q.shape[2]):
+    if log_weights is None and use_native(q, q.shape[2]):
         return native.gather_attention(q, k, v, idx, count)
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
     idx = torch.where(chosen, idx, idx[..., :1])  # in place of what may hold NaN a token that is chosen, at weight 0
     grouped = q.view(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
-    y = F.scaled_dot_product_attention(grouped, gather_rows(k, idx), gather_rows(v, idx), chosen[:, :, None])
-    return y.view(B, Hq, D)
+    keys, values, mask = gather_rows(k, idx), gather_rows(v, idx), chosen[:, :, None]
+    if log_weights is not None:  # in fp32, whatever the dtype: 16 bits would round the weights
+        mask = torch.where(mask, log_weights[:, :, None], float("-inf"))
+        grouped, keys, values = grouped.float(), keys.float(), values.float()
+    return F.scaled_dot_product_attention(grouped, keys, values, mask).view(B, Hq, D).to(q.dtype)
 
 
 # ---- Triton ----

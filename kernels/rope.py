@@ -125,9 +125,9 @@ class Rope(nn.Module):
             angle = torch.outer(torch.arange(n, dtype=torch.float32), rope_inv_freq(*self.of, n)[0])
             self.cos[row, :n], self.sin[row, :n] = angle.cos().to(self.cos), angle.sin().to(self.sin)
 
-    def prompt(self, S: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, S, D/2] of positions 0..S-1, ready for [B, H, S, D]."""
-        return self.cos[:, None, :S], self.sin[:, None, :S]
+    def prompt(self, S: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, 1, S, D/2] of S positions from `start` on, ready for [B, H, S, D]."""
+        return self.cos[:, None, start : start + S], self.sin[:, None, start : start + S]
 
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [B, ..., D/2] at positions pos [B, ...] int64."""
@@ -136,10 +136,10 @@ class Rope(nn.Module):
         row = torch.arange(pos.shape[0], device=pos.device).view(-1, *[1] * (pos.dim() - 1))
         return self.cos[row, pos], self.sin[row, pos]
 
-    def rotate_prompt(self, x: Tensor) -> Tensor:
-        """x [B, H, S, D] at positions 0..S-1, PROMPT_CHUNK tokens at a time: in fp32, all would be several times x."""
+    def rotate_prompt(self, x: Tensor, start: int = 0) -> Tensor:
+        """x [B, H, S, D] from position `start` on, PROMPT_CHUNK tokens at a time: in fp32, all are several times x."""
         B, S = len(x), x.shape[2]
-        cos, sin = (t[:B] for t in self.prompt(S))
+        cos, sin = (t[:B] for t in self.prompt(S, start))
         if S <= PROMPT_CHUNK:
             return apply_rope(x, cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -67,7 +67,7 @@ class DoubleSparsity(Selecting):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.label = LabelCache(args, shape, layer, calib)
+        self.label, self.by_query = LabelCache(args, shape, layer, calib), args.heads == "query"
 
     def compress(self, q, k, v, lengths):
         super().compress(q, k, v, lengths)

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, knob
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import Selection, TopP
-from cache.double_buffer import Half, half_of
 from cache.labels import LabelCache
 from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
@@ -29,12 +28,28 @@ PRESETS = {
 }
 
 
+class Half(Storage):
+    """One half of the double buffer: the tokens that a layer asked for, idx [B, Hkv, K] (-1: none), and what came, k
+    and v [B, Hkv, K, D]. They are written beside the compute stream: read them after `await_rows`."""
+
+    k: Tensor
+    v: Tensor
+    idx: Tensor
+
+    def __init__(self, shape: CacheShape, n: int):
+        super().__init__(shape)
+        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
+        self.buffer("k", size), self.buffer("v", size)
+        self.buffer("idx", size[:3], torch.int64).fill_(-1)
+
+
 class DoubleSparsityOffload(KVMethod):
     paper = DoubleSparsity.paper + ", Section 5"
     lossless = dict(budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = DoubleSparsity.skip_layers
     statistics = DoubleSparsity.statistics
+    reads_queries = False
 
     host_k: Tensor  # [B, Hkv, T, D] in host memory
     host_v: Tensor
@@ -78,9 +93,16 @@ class DoubleSparsityOffload(KVMethod):
         self.selection = Selection(args.budget, args.sinks, self.recent)
         cap = T if args.fetch == "all" else self.selection.of(T)
         self.n_fetch = max(1, cap - self.recent)
-        half, new = half_of(rope, shape, layer, self.n_fetch)
-        # as a submodule it would be counted again in every layer
-        setattr(self, "fetched", half) if new else object.__setattr__(self, "fetched", half)
+
+    def connect(self, layers):
+        """A layer is fetched while the one before attends: even layers use one half of the double buffer, odd ones the
+        other."""
+
+        def use(m):
+            return m.layer % 2, m.n_fetch, m.shape
+
+        mates = [m for m in layers if isinstance(m, DoubleSparsityOffload) and use(m) == use(self)]
+        self.shared_part("fetched", mates, lambda: Half(self.shape, self.n_fetch))
 
     # ---- storage ----
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.base import knob
-from cache.shared_sets import SharedSets, chosen_of, greedy, sets_of
+from cache.base import CacheShape, Storage, knob
 from kernels.select import budget_select, with_run
 from kv_methods.double_sparsity import DoubleSparsity
 
@@ -25,10 +24,76 @@ PRESETS = {
 }
 
 
+class SharedSets(Storage):
+    """The sets of all layers of a cache: slots idx [L, B, Hkv, n] int64, of which the first count [L, B, Hkv].
+
+    source [L, B]: the layer whose set a row takes, its own or an earlier one.
+    """
+
+    idx: Tensor
+    count: Tensor
+    source: Tensor
+
+    def __init__(self, shape: CacheShape, n: int, layers: list[int]):
+        super().__init__(shape)
+        size = (shape.n_layer, shape.max_batch, shape.n_kv_head, n)
+        self.buffer("idx", size, torch.int64), self.buffer("count", size[:3], torch.int64)
+        self.buffer("source", size[:2], torch.int64)
+        self.layers = layers  # those that take part, from the first to the last
+        self.seen: dict[int, Tensor] = {}  # of the prompt at hand: each layer's sets as flags [B, Q, Hkv, S]
+
+    def empty(self, layer: int) -> None:
+        if not self.source.is_meta:
+            self.source[layer], self.count[layer] = layer, 0
+
+    def compare(self, layer: int, flags: Tensor, share: float) -> None:
+        """What a prompt's last queries chose, flags [B, Q, Hkv, S]. After the last layer: who takes whose."""
+        if layer == self.layers[0]:
+            self.seen.clear()
+        self.seen[layer] = flags
+        if layer != self.layers[-1] or len(self.seen) < len(self.layers):
+            return
+        alike = torch.stack([overlap(self.seen[i], self.seen[j]) for i in self.layers for j in self.layers], -1)
+        n = len(self.layers)
+        taken = greedy(alike.view(-1, n, n), n - chosen_of(n, share))
+        ids = torch.tensor(self.layers, device=taken.device)
+        self.source[ids, : len(taken)] = ids[taken].T
+        self.seen.clear()
+
+
+def chosen_of(n: int, share: float) -> int:
+    """How many of n choose for themselves."""
+    return max(1, round(share * n))
+
+
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """How many tokens two layers have in common, flags [B, Q, Hkv, S] each, over all queries and heads -> [B]."""
+    return (a & b).flatten(1).sum(1)
+
+
+def greedy(alike: Tensor, n: int) -> Tensor:
+    """Who takes whose: alike [B, N, N], of which i > j count; n of the N take another's -> [B, N], own or earlier.
+
+    The most alike pair first, the later takes the earlier's; who takes is no longer taken from, and those that took
+    from it follow it (HShare, greedy sharing, as published).
+    """
+    B, N, _ = alike.shape
+    row, source = torch.arange(B, device=alike.device), torch.arange(N, device=alike.device).repeat(B, 1)
+    earlier = torch.ones(N, N, dtype=torch.bool, device=alike.device).tril(-1)
+    alike = torch.where(earlier, alike, -1)
+    for _ in range(n):
+        best = alike.flatten(1).argmax(1)
+        i, j = best // N, best % N
+        alike[row, i], alike[row, :, i] = -1, -1
+        source = torch.where(source == i[:, None], j[:, None], source)
+    return source
+
+
 class HShare(DoubleSparsity):
     paper = "Wu et al. 2025, HShare: Fast LLM Decoding by Hierarchical Key-Value Sharing"
     stress = dict(budget=24, sinks=4, recent=8, layers=0.5, heads=0.5, steps=3)
     skip_layers = ()  # type: ignore[assignment]
+    reads_queries = True
 
     sets: SharedSets
     head_source: Tensor  # int64 [B, Hkv]: the head of this layer whose set a head takes, its own or an earlier one
@@ -49,11 +114,14 @@ class HShare(DoubleSparsity):
         B, H, T, _ = shape.kv
         self.n_critical = max(1, self.k_static - min(args.recent, self.k_static))  # sinks among them
         self.k_static = self.n_critical + args.recent + args.steps - 1
-        sets, new = sets_of(rope, shape, self.n_critical)
-        # as a submodule it would be counted again in every layer
-        setattr(self, "sets", sets) if new else object.__setattr__(self, "sets", sets)
-        self.sets.join(layer)
         self.buffer("head_source", (B, H), torch.int64), self.buffer("first", (B,), torch.int64)
+
+    def connect(self, layers):
+        """The sets of all layers that choose as many tokens."""
+        mates = [
+            m for m in layers if isinstance(m, HShare) and (m.shape, m.n_critical) == (self.shape, self.n_critical)
+        ]
+        self.shared_part("sets", mates, lambda: SharedSets(self.shape, self.n_critical, [m.layer for m in mates]))
         self.reset()
 
     def reset(self):

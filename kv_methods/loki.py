@@ -78,6 +78,7 @@ class Loki(Selecting):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
+        self.by_query = args.heads == "query"
         H, D = shape.n_kv_head, shape.head_dim
         self.d = part_of(args.dims, D)
         if self.d > D:

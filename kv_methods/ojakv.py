@@ -10,19 +10,19 @@ D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H, without exemptions 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from cache.base import Attended, KVMethod, knob
-from cache.budget import BesideExempt, budget_cap, budget_tokens
-from cache.lowrank import LowRank
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.budget import budget_cap, budget_tokens
 from cache.statistic import Statistic, principal
 from cache.whole import Exempt
 from errors import InputError
-from kernels.dense_attention import prefill_attention
 from kernels.gather_attention import gather_rows
-from kernels.lowrank import lowrank_attention
+from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
+from kernels.oja import change_basis, oja_step, orthonormalize
 from kernels.prompt_scores import best_in_order, best_tokens, snapkv_scores
 
 PRESETS = {
@@ -49,12 +49,119 @@ class HeadMoments(Statistic):
         return dict(k_eigenvalues=k_values, k_basis=k_basis, v_eigenvalues=v_values, v_basis=v_basis)
 
 
+class LowRank(Storage):
+    """Keys, or values, as coordinates in an orthonormal basis per KV head, which is calibrated and may follow the text.
+
+    r numbers a token. They lie tokens side by side, slots a multiple of SLOTS, as kernels/lowrank.py wants it.
+    """
+
+    latents: Tensor  # [B, Hkv, r, slots]
+    calibrated: Tensor  # [Hkv, D, r] fp32
+    current: Tensor | None  # [B, Hkv, D, r] fp32, where it follows the text
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        slots: int,
+        layer: int,
+        calib: Any,
+        name: str,
+        share: float,
+        energy: float | None,
+        follows: bool,
+    ):
+        """calib holds `name`_basis [Hkv, D, D] of the layer, its columns by their `name`_eigenvalues [Hkv, D], falling;
+        None: sizes only. share and energy: see `rank_of`. follows: whether the basis will turn."""
+        super().__init__(shape)
+        B, H, _, D = shape.kv
+        values = calib.get(layer, f"{name}_eigenvalues") if calib and energy is not None else None
+        self.rank, self.slots = rank_of(D, share, energy, values), -(-slots // SLOTS) * SLOTS
+        basis = calib.get(layer, f"{name}_basis")[..., : self.rank] if calib else None
+        self.constant("calibrated", (H, D, self.rank), basis, torch.float32)
+        self.current = self.buffer("current", (B, H, D, self.rank), torch.float32) if follows else None
+        self.buffer("latents", (B, H, self.rank, self.slots))
+
+    def basis(self, B: int) -> Tensor:
+        """[B, Hkv, D, r], or [1, ...] where all rows share it."""
+        return self.calibrated[None] if self.current is None else self.current[:B]
+
+    def stored(self, B: int) -> Tensor:
+        """All slots, [B, Hkv, slots, r]."""
+        return self.latents[:B].mT
+
+    def restored(self, B: int) -> Tensor:
+        """The tokens of all slots, [B, Hkv, slots, D]."""
+        return reconstruct(self.stored(B), self.basis(B))
+
+    def seen(self, x: Tensor) -> Tensor:
+        """Tokens [B, Hkv, n, D] as they would come back."""
+        basis = self.basis(len(x))
+        return reconstruct(project(x, basis), basis)
+
+    def put_prompt(self, x: Tensor) -> None:
+        """Tokens [B, Hkv, n, D] to the first n slots."""
+        self.latents[: len(x), ..., : x.shape[2]] = project(x, self.basis(len(x))).mT
+
+    def put(self, x: Tensor, slots: Tensor) -> None:
+        """Tokens [B, Hkv, n, D] to slots [B, n]."""
+        row = torch.arange(len(x), device=x.device)[:, None]
+        # advanced indices around slices put what is between behind: [B, n, Hkv, r]
+        self.latents[row, :, :, slots] = project(x, self.basis(len(x))).transpose(1, 2)
+
+    def turn(self, x: Tensor, eta: float, rule: str, carry: bool = False) -> None:
+        """A step of Oja's rule towards tokens x [B, Hkv, n, D]; carry: stored latents follow, else they stay as they
+        are, coordinates of a basis that is gone."""
+        basis = self.basis(len(x))
+        new = orthonormalize(oja_step(basis, x.float(), eta, rule))
+        if carry:
+            change_basis(self.stored(len(x)), basis, new)
+        basis.copy_(new)
+
+    def reset(self) -> None:
+        if self.current is not None:
+            self.current.copy_(self.calibrated.expand_as(self.current))
+
+    def basis_bytes(self) -> int:
+        """Of what a decode step reads: per row where it follows the text."""
+        return 4 * self.basis(self.shape.max_batch).numel()
+
+
+def rank_of(head_dim: int, share: float, energy: float | None, eigenvalues: Tensor | None) -> int:
+    """A share of head_dim; or the smallest rank that holds a share of the energy in every head, if that is given.
+
+    eigenvalues [Hkv, D], falling; None: sizes only, without a calibration that tells more than the bound.
+    """
+    if energy is None or eigenvalues is None:
+        return head_dim if energy is not None else max(1, round(share * head_dim))
+    values = eigenvalues.double()
+    held = values.cumsum(-1) / values.sum(-1, keepdim=True)
+    return min(head_dim, int((held < energy).sum(-1).max()) + 1)
+
+
+@dataclass(frozen=True)
+class BesideExempt:
+    """How many tokens of a prompt are compressed beside `exempt` ones: all, or what these leave of a budget."""
+
+    budget: int | float | None
+    exempt: int
+
+    def of(self, length: int) -> int:
+        kept = length if self.budget is None else budget_cap(self.budget, length)
+        return max(0, kept - min(length, self.exempt))
+
+    def at(self, length: Tensor) -> Tensor:
+        """`of` at lengths [B] -> [B] int64."""
+        kept = length if self.budget is None else budget_tokens(self.budget, length)
+        return (kept - length.clamp(max=self.exempt)).clamp(min=0)
+
+
 class OjaKV(KVMethod):
     paper = "Zhu, Yang et al. 2025, OjaKV: Context-Aware Online Low-Rank KV Cache Compression with Oja's Rule"
     lossless = dict(rank=1.0)
     stress = dict(n_start=5, n_recent=5, update_every=6, query_window=8)
     statistics = (HeadMoments(),)
     exact_prefill = False  # Sec. 3.3
+    takes_chunks = False  # the bases turn towards the whole prompt before it is attended to
 
     @dataclass
     class Args:
@@ -109,13 +216,16 @@ class OjaKV(KVMethod):
 
     # ---- the prompt: Algorithm 1, lines 1-7 ----
 
-    def prefill(self, q, k, v, lengths):
+    def prefill(self, q, k, v, lengths, start=None):
         """As the base's, but every token that is not exempt is attended to as it will be stored (Sec. 3.3)."""
         q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         self.compress(q, k, v, lengths)
         exempt = self.exempt.mask(lengths, k.shape[2])[:, None, :, None]
         k, v = (torch.where(exempt, x, store.seen(x)) for store, x in ((self.keys, k), (self.values, v)))
-        return prefill_attention(q, k, v, lengths=lengths)
+        return self.attend_prompt(q, k, v, lengths)
+
+    def begin_prompt(self, total):
+        """It comes whole, and is stored as it comes."""
 
     def compress(self, q, k, v, lengths):
         B, S, a = len(k), k.shape[2], self.args

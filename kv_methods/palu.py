@@ -19,7 +19,6 @@ from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.packed import PackedVectors
 from cache.statistic import Statistic, principal, principal_of_heads
 from errors import InputError
-from kernels.dense_attention import prefill_attention
 from kernels.group_attention import coordinates, group_attention, rebuild
 from kernels.hadamard import hadamard_matrix
 
@@ -140,13 +139,20 @@ class Palu(KVMethod):
 
     # ---- the prompt: the weights are cut, so that its own attention sees what is stored ----
 
-    def prefill(self, q, k, v, lengths):
-        self.compress(q, k, v, lengths)
-        k, v = (x.restored(len(q), q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
-        return prefill_attention(self.rope.rotate_prompt(q), self.rope.rotate_prompt(k), v, lengths=lengths)
+    def prefill(self, q, k, v, lengths, start=None):
+        start = start or 0
+        self._put(k, v, start)
+        k, v = (x.restored(len(q), start + q.shape[2]).to(q.dtype) for x in (self.keys, self.values))
+        return self.attend_prompt(self.rope.rotate_prompt(q, start), self.rope.rotate_prompt(k), v, lengths)
+
+    def begin_prompt(self, total):
+        """Every chunk is stored at once."""
 
     def compress(self, q, k, v, lengths):
-        at = (slice(len(k)), slice(None), slice(k.shape[2]))
+        self._put(k, v, 0)
+
+    def _put(self, k, v, start):
+        at = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
         self.keys.put(k, at), self.values.put(v, at)
 
     # ---- one token per row ----

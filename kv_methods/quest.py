@@ -47,6 +47,7 @@ class Quest(Selecting):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
+        self.by_query = args.heads == "query"
         B, H, T, D = shape.kv
         pages = self.pages_of(T)
         # beside the page of the current token: those of the sinks, and all that the newest tokens can reach into

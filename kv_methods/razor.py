@@ -10,15 +10,15 @@ and reads the protected heads, `full` by default; self_index or sals multiply th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cache.base import Attended, knob
+from cache.base import Attended, KVMethod, knob
 from cache.budget import budget_cap, budget_tokens
-from cache.routing import Routed
 from cache.spec import inner_method
 from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError, warn_once
@@ -86,17 +86,19 @@ class HeadScores(RepeatedTokens):
         return dict(echo=echo, induction=induction, after=mean["mass"][:, 1:])
 
 
-class Razor(Routed):
+class Razor(KVMethod):
     paper = "Tang et al. 2024, RazorAttention: Efficient KV Cache Compression Through Retrieval Heads"
     lossless = dict(induction=1.0)
     stress = dict(window=16)
     statistics = (HeadScores(),)
+    reads_queries = False
     k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
     mean_v: Tensor
     slot_of: Tensor  # int32 [B, ring]: where the token at position sinks + i (mod ring) of the window lies
     least: Tensor  # int64 [B]: S_0, the least L_h of each row
+    order: Tensor  # int64 [Hkv]: the protected heads, then those that drop tokens
 
     @dataclass
     class Args:
@@ -128,7 +130,7 @@ class Razor(Routed):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         T, D = shape.max_seq_len, shape.head_dim
-        self.route(self._protected().nonzero().flatten().tolist(), args.retrieval_method)
+        self._route(self._protected().nonzero().flatten().tolist())
         # the sinks stand in front of the ring, so a window longer than the rest of the context needs no slot for them
         self.sinks = min(args.sinks, T)
         self.ring = max(1, min(T - self.sinks, max(args.window, args.whole, budget_cap(float(args.share), T))))
@@ -142,7 +144,7 @@ class Razor(Routed):
                     self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
             self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
             self.buffer("least", (shape.max_batch,), torch.int64)
-            self.reset()
+            self.least.fill_(max(args.window, args.whole))
 
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
@@ -154,6 +156,95 @@ class Razor(Routed):
         echo = self.calib.stack("razor.echo")
         heads = protected_heads(induction, echo, a.induction, a.echo, H)
         return (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
+
+    # ---- two methods in one layer: `other` holds the protected heads ----
+
+    def _route(self, theirs: list[int]) -> None:
+        shape = self.shape
+        own = [h for h in range(shape.n_kv_head) if h not in theirs]
+        self.n_other, self.n_own, self.other = len(theirs), len(own), None
+        if not theirs:
+            return
+        if own:
+            self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
+        (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
+        part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs))
+        if calib is not None and own:
+            calib = calib.heads(self.layer, theirs, shape.n_kv_head, cls.needs(args))
+        self.other = cls(args, part, self.layer, self.rope, calib)
+        self.predicts = self.other.predicts  # what the class says for all, layers may not
+        self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks
+        if own:
+            self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)
+
+    def connect(self, layers):
+        if self.other is not None:
+            self.other.connect([m.other for m in layers if isinstance(m, Razor) and m.other is not None])
+
+    def prefill(self, q, k, v, lengths, start=None):
+        return self._by_head("prefill", super().prefill, q, k, v, lengths, start)
+
+    def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
+        if self.other is None or k.shape[1] == self.n_own:  # of its own heads alone
+            super().store_prompt(q, k, q_rot, k_rot, v, lengths)
+        elif not self.n_own:
+            self.other.store_prompt(q, k, q_rot, k_rot, v, lengths)
+        else:
+            stores: tuple[Callable[..., None], ...] = self.other.store_prompt, super().store_prompt
+            for run, (_, parts) in zip(stores, self._split(q, k, q_rot, k_rot, v), strict=True):
+                run(*parts, lengths)
+
+    def begin_prompt(self, total):
+        for begin in self._each("begin_prompt", super().begin_prompt):
+            begin(total)
+
+    def end_prompt(self, lengths):
+        for end in self._each("end_prompt", super().end_prompt):
+            end(lengths)
+
+    def _each(self, name, ours):
+        return ([getattr(self.other, name)] if self.other is not None else []) + [ours] * bool(self.n_own)
+
+    def second_pass(self, tokens, lengths, encode):
+        return () if self.other is None else self.other.second_pass(tokens, lengths, encode)
+
+    def reread(self, q, k, v, lengths, text):
+        return self._by_head("reread", super().reread, q, k, v, lengths, text)
+
+    def decode(self, q, k, v, pos):
+        return self._by_head("decode", super().decode, q, k, v, pos)
+
+    def _by_head(self, step: str, ours: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *at: Any) -> Tensor:
+        """The other method's `step` on its heads, `ours` on the rest; heads stay in their order.
+
+        q [B, Hq, ..., D], k and v [B, Hkv, ..., D], none of them rotated: the methods may differ in what they rotate.
+        """
+        if self.other is None:
+            return ours(q, k, v, *at)
+        theirs = getattr(self.other, step)
+        if not self.n_own:
+            return theirs(q, k, v, *at)
+        y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (self.shape.n_kv_head, -1))
+        for run, (heads, parts) in zip((theirs, ours), self._split(q, k, v), strict=True):
+            y.index_copy_(1, heads, run(*parts, *at).unflatten(1, (len(heads), -1)))
+        return y.flatten(1, 2)
+
+    def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """The other's KV heads and its part of every tensor [B, heads, ...], then ours."""
+        H, P = self.shape.n_kv_head, self.n_other
+        for heads in (self.order[:P], self.order[P:]):
+            yield heads, [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in heads_of]
+
+    def prefetch(self, q_hat, pos):
+        if self.other is not None:
+            if self.n_own:
+                groups = q_hat.unflatten(1, (self.shape.n_kv_head, -1))
+                q_hat = groups.index_select(1, self.order[: self.n_other]).flatten(1, 2)
+            self.other.prefetch(q_hat, pos)
+
+    def maintain(self, step):
+        if self.other is not None:
+            self.other.maintain(step)
 
     # ---- the heads that drop tokens: q, k and v are theirs alone, rotated ----
 
@@ -219,7 +310,8 @@ class Razor(Routed):
         return Attended(at, q, k, v, tokens)
 
     def reset(self):
-        super().reset()
+        if self.other is not None:
+            self.other.reset()
         if self.n_own:
             self.least.fill_(max(self.args.window, self.args.whole))
             if self.args.compensation:
@@ -233,4 +325,5 @@ class Razor(Routed):
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
         order = 8 * s.n_kv_head if self.n_own and self.n_other else 0
-        return super().traffic(pos) + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order
+        other = self.other.traffic(pos) if self.other is not None else 0
+        return other + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order

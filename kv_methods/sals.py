@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from cache.base import Attended, KVMethod, knob
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import Selection, TopP
-from cache.latents import LatentStore
-from cache.packed import check_groups
+from cache.packed import PackedVectors, check_groups
 from cache.statistic import Statistic, principal, principal_of_heads
 from errors import InputError
-from kernels.latent import append_token, store_newest, store_prompt
+from kernels.latent import LatentTokens, append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
 from kernels.linear import dense_linear
@@ -58,11 +58,39 @@ class JointKeys(Statistic):
         return dict(eigenvalues=values.float(), basis=basis.float())
 
 
+class LatentStore(Storage):
+    """Slots of tokens of all KV heads together: keys as coordinates in a basis that they share, values in a few bits.
+
+    `ranks`: how many coordinates lie in each buffer, so that a pass over the first ones reads nothing else.
+    """
+
+    def __init__(self, shape: CacheShape, slots: int, ranks: tuple[int, ...], bits: int):
+        super().__init__(shape)
+        where = (shape.max_batch, slots)
+        self.slots, self.rank = slots, sum(ranks)
+        self.parts = [f"k{i}" for i in range(len(ranks))]
+        for part, r in zip(self.parts, ranks, strict=True):
+            self.buffer(part, (*where, r))
+        self.values = PackedVectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
+        self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # of all KV heads
+
+    @property
+    def lead(self) -> Tensor:
+        """The first coordinates of all slots, [B, slots, ranks[0]]."""
+        return self.get_buffer(self.parts[0])
+
+    @property
+    def tokens(self) -> LatentTokens:
+        """As the kernels take them."""
+        return LatentTokens(tuple(self.get_buffer(x) for x in self.parts), self.values.parts(), self.values.bits)
+
+
 class Sals(KVMethod):
     paper = "Mu et al. 2025, SALS: Sparse Attention in Latent Space for KV cache Compression"
     lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
+    reads_queries = False
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach

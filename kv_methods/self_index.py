@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, knob
-from cache.budget import BesideSinks
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.budget import budget_cap, budget_tokens, check_budget
 from cache.packed import PackedVectors, check_groups
-from cache.whole import Sinks, Tail
+from cache.whole import Tail
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention, read_packed
@@ -35,6 +35,74 @@ PRESETS = {
     "self_index-sign-only": dict(retrieval="sign"),  # Table 5, sign-only retrieval
     "self_index-no-sinks": dict(sinks=0),  # Table 5, w/o sink tokens
 }
+
+
+@dataclass(frozen=True)
+class BesideSinks:
+    """How many tokens a step chooses beside `sinks` tokens of the prompt that are attended anyway (Self-Indexing).
+
+    counted: a number of tokens is of sinks, too, a share is of the whole length, and leaves what sinks take. Not
+    counted: both are of those that are no sinks, a share rounded down, as in the published code. None: numbers are
+    counted, shares are not.
+    """
+
+    budget: int | float
+    sinks: int
+    counted: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if isinstance(self.budget, int) and self.budget < self._inside:
+            raise InputError(f"the budget of {self.budget} tokens is smaller than its {self.sinks} sinks")
+
+    @property
+    def _inside(self) -> int:
+        """Sinks that are part of the budget."""
+        counted = isinstance(self.budget, int) if self.counted is None else self.counted
+        return self.sinks if counted else 0
+
+    def of(self, length: int) -> int:
+        """The most that are chosen of `length` tokens; a share is topped up where a prompt is shorter than the sinks,
+        160 tokens mean 64 + 96 whatever the prompt."""
+        if isinstance(self.budget, int):
+            return min(length, self.budget - self._inside)
+        return budget_cap(self.budget, length)
+
+    def at(self, prompt: Tensor, rivals: Tensor, length: Tensor) -> Tensor:
+        """Tokens of the prompt, those that compete, sinks among them, and all so far, each [B] -> [B] int64."""
+        sinks = prompt.clamp(max=self.sinks)
+        if isinstance(self.budget, int):
+            wanted = torch.full_like(prompt, self.budget - self._inside)
+        elif self.counted:
+            wanted = budget_tokens(self.budget, length) - sinks
+        else:
+            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long()  # a hair more, as 0.7 of 10 tokens are 7
+        return wanted.clamp(min=0).minimum(rivals - sinks)
+
+
+class Sinks(Storage):
+    """The same number of tokens of a prompt for every KV head, whichever are chosen."""
+
+    k: Tensor  # [B, Hkv, n, D]; of a shorter prompt the first slots, the others are to weigh 0
+    v: Tensor
+    idx: Tensor  # [B, Hkv, n] int64, where they stand
+
+    def __init__(self, shape: CacheShape, n: int):
+        super().__init__(shape)
+        size = (shape.max_batch, shape.n_kv_head, n, shape.head_dim)
+        self.n = n
+        self.buffer("k", size), self.buffer("v", size), self.buffer("idx", size[:3], torch.int64)
+
+    def put(self, idx: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """idx [B, Hkv, <= n], those past a prompt's end last, and their k and v [B, Hkv, <= n, D]."""
+        B, _, n = idx.shape
+        self.idx[:B, :, :n], self.idx[:B, :, n:] = idx.minimum(lengths.view(B, 1, 1) - 1), 0
+        self.k[:B, :, :n], self.v[:B, :, :n] = k, v
+
+    def position(self, prompt_len: Tensor) -> Tensor:
+        """[B, Hkv, n], -2 where nothing is."""
+        there = torch.arange(self.n, device=prompt_len.device) < prompt_len[:, None]
+        return torch.where(there[:, None], self.idx[: len(prompt_len)], -2)
 
 
 class SelfIndex(KVMethod):

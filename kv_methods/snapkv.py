@@ -51,7 +51,7 @@ class SnapKV(Evicting):
         super().__init__(args, shape, layer, rope, calib)
         self.lookback, self.group = args.recent, "max" if args.group == "max" else "sum"
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         """Votes for what stands before the window alone, then pooled."""
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)

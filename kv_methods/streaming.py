@@ -22,6 +22,7 @@ class Streaming(KVMethod):
     lossless = dict(recent=1_000_000)
     stress = dict(sinks=4, recent=16)
     supports_window = True
+    reads_queries = False
 
     @dataclass
     class Args:

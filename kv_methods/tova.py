@@ -30,7 +30,7 @@ class TOVA(Evicting):
         """[B, Hkv, n], summed over each group -> over all heads of the layer."""
         return weights if self.args.heads == "kv" else weights.sum(1, keepdim=True)
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         return self.over_heads(mass)
 
     def observe(self, weights):

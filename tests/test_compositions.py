@@ -7,10 +7,10 @@ import torch
 from sampled import sampled
 
 import generate
-from cache import checks as c
-from cache import step_checks as s
-from cache.harness import methods_of, prompt, run, teacher, tiny
 from cache.spec import layer_methods, presets, resolve
+from contract import checks as c
+from contract import step_checks as s
+from contract.harness import methods_of, prompt, run, teacher, tiny
 from engine import LLM
 from errors import InputError
 from tests.test_contract import METHODS
@@ -48,8 +48,8 @@ def test_any_method_holds_the_protected_heads(name):
     assert {type(m.other) for m in model.cache} == {resolve(name)[0]}
 
 
-CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_fill, c.check_sizes,
-            c.check_attended, c.check_half, s.check_nbytes, s.check_traffic)  # fmt: skip
+CONTRACT = (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_store, c.check_chunks,
+            c.check_sizes, c.check_attended, c.check_half, s.check_nbytes, s.check_traffic)  # fmt: skip
 
 
 @pytest.mark.slow

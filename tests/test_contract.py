@@ -1,4 +1,4 @@
-"""The contract of cache/testing.py, for every method that is found: a new file is tested by being there.
+"""The contract of contract/, for every method that is found: a new file is tested by being there.
 
 And of the checks themselves: what each fault of a method's file is told as, and that no fault passes.
 """
@@ -13,13 +13,12 @@ import pytest
 import torch
 from sampled import sampled
 
-from cache import testing
-from cache.checks import TOL, check_poison, check_second_turn, same, settings, told
-from cache.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from cache.spec import method_class, method_files
-from cache.testing import CHECKS, SLOW, run_check
+from contract import __main__ as testing
+from contract.__main__ import CHECKS, SLOW, run_check
+from contract.checks import TOL, check_poison, check_second_turn, same, settings, told
+from contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from errors import InputError
-from model import ModelArgs, random_transformer
 from runtime import ROOT
 
 __all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
@@ -61,35 +60,6 @@ def matrix():
 @pytest.mark.parametrize("name, check, setting", list(matrix()))
 def test_a_method_keeps_the_contract(name, check, setting):
     check(name, *setting)
-
-
-@pytest.fixture(scope="module")
-def transformer():
-    """The model itself, of the sizes of the harness, with weights scaled as there."""
-    a = tiny().args
-    args = ModelArgs(dim=a.dim, n_layer=2, n_head=a.n_head, n_kv_head=a.n_kv_head, head_dim=a.head_dim, ffn_dim=96,
-                     vocab_size=VOCAB, max_seq_len=1024)  # fmt: skip
-    model = random_transformer(args, "cpu", torch.float32, seed=1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p *= 1.3 / (0.02 * p.shape[1] ** 0.5)
-    return model
-
-
-@every_method
-def test_in_the_model_the_lossless_limit_is_dense_attention(name, transformer):
-    """Through model.Transformer: what the harness finds, users get."""
-    prompts = [prompt(n) for n in (1, 17, 64, 100)]
-    transformer.setup_cache(name, len(prompts), 140, **method_class(name).lossless)
-    got, fed = run(transformer, prompts)
-    same(got, teacher(transformer, prompts, fed), f"{name} in the model")
-
-
-@pytest.mark.parametrize("name", sampled(METHODS, ("h2o", "ojakv", "self_index")))
-def test_in_the_model_a_second_turn_continues_the_cache(name, transformer):
-    check_second_turn(name, method_class(name).lossless, True, model=transformer)
-    check_second_turn(name, settings(name)[-1], model=transformer)
 
 
 # ---- faults ----
@@ -140,8 +110,8 @@ ATTENDED = """    def attended(self, q, idx, count, pos):
         at = torch.arange(k.shape[2]).expand(k.shape[:3])
         return Attended(torch.where(at < pos[:, None, None], at, -2), q, k, v)  # but for the newest
 """
-PREFILL = """    def prefill(self, q, k, v, lengths):
-        y = super().prefill(q, {}, v, lengths)
+PREFILL = """    def prefill(self, q, k, v, lengths, start=None):
+        y = super().prefill(q, {}, v, lengths, start)
 """
 ARGS = """    from dataclasses import dataclass
 
@@ -182,10 +152,10 @@ BROKEN = {
                           "max_seq_len=150 changes"),
     "tells_something_else": ("    def reset", ATTENDED + "\n    def reset", "attended", "differs from that of"),
     "drops_and_does_not_say_when": ("    def __init__", ARGS + "\n    def __init__", "stress", "state `stress`"),
-    "rounds_its_prompts": ("    def reset", PREFILL.format("k * 0.9") + "        return y\n\n    def reset", "fill",
+    "rounds_its_prompts": ("    def reset", PREFILL.format("k * 0.9") + "        return y\n\n    def reset", "store",
                            "exact_prefill = False"),
-    "fills_otherwise": ("    def reset", PREFILL.format("k") + "        self.k.mul_(2)\n        return y\n\n"
-                        "    def reset", "fill", "needs a `fill`"),
+    "stores_otherwise": ("    def reset", PREFILL.format("k") + "        self.k.mul_(2)\n        return y\n\n"
+                        "    def reset", "store", "needs a `store_prompt`"),
     "names_a_knob_it_has_not": ("    def __init__", "    stress = dict(keep=4)\n\n    def __init__", "ragged",
                                 "has no knob 'keep'"),
 }  # fmt: skip
@@ -254,7 +224,7 @@ class SnapKV(Evicting):
         slots: int = knob(512, "for decoded tokens")
         pool: int = knob(7, "neighbours")
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         return max_pool1d(mass, self.args.pool, 1, self.args.pool // 2)
 
     def room(self):
@@ -267,7 +237,7 @@ from cache.evicting import Evicting
 class TOVA(Evicting):
     lookback = 1
 
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         return mass.sum(1, keepdim=True)
 
     def observe(self, weights):
@@ -298,7 +268,7 @@ class H2O(Evicting):
 """
 # pooling makes equal scores, of which topk takes any
 PICKED = """
-    def prompt_scores(self, mass, lengths):
+    def prompt_scores(self, q, k, v, mass, lengths):
         from torch.nn.functional import max_pool1d
         mass = max_pool1d(mass, 7, 1, 3)
         return (mass * 0).scatter(2, mass.topk(min(12, mass.shape[2])).indices, 1.0)
@@ -320,12 +290,37 @@ def test_a_choice_among_equal_scores_is_told_of(write):
     assert not result.ok and "h2o_with_ties.py:14 chooses among equal scores" in result.todo, result
 
 
+SHARED = '''
+"""Every layer attends to what the first one holds."""
+from cache.base import KVMethod
+from kv_methods.full import Full
+
+class Shared(Full):
+    exact_prefill = False
+    card_nbytes = None
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        KVMethod.__init__(self, args, shape, layer, rope, calib)
+
+    def connect(self, layers):
+        self.shared_part("held", layers, lambda: Full(self.args, self.shape, self.layer, self.rope))
+        self.k, self.v = self.held.k, self.held.v
+'''
+
+
+def test_a_layer_may_hold_nothing(write):
+    name, model = write("shared", SHARED), tiny()
+    assert all(run_check(name, check).ok for check in ("nbytes", "poison", "ragged", "reset", "attended"))
+    model.setup_cache(name, 1, 40)
+    assert [sum(b.values()) for b in model.cache_nbytes().values()] == [2 * 2 * 40 * 32 * 4, 0]
+
+
 # ---- the command ----
 
 
 def command(monkeypatch, capsys, *args):
     """In this process -> exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["cache.testing", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["contract", *map(str, args)])
     monkeypatch.setenv("KV_FAST_METHODS", "")
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     with pytest.raises(SystemExit) as e:
@@ -392,7 +387,7 @@ def test_names(tmp_path, monkeypatch, capsys):
 
 def test_as_a_command(tmp_path):
     (tmp_path / "mine.py").write_text(H2O)
-    command = [sys.executable, "-m", "cache.testing", str(tmp_path / "mine.py"), "--only", "window"]
+    command = [sys.executable, "-m", "contract", str(tmp_path / "mine.py"), "--only", "window"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "window    ok" in done.stdout and not done.stderr
 

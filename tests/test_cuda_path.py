@@ -22,13 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cache import lowrank
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
 from cache.spec import knob_names, parse_spec, presets, resolve
 from engine import Sampling
 from kernels import backend, offload, splits
-from kv_methods import double_sparsity_offload
+from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
@@ -199,7 +198,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(double_sparsity_offload, "host_buffer", mapped)
     # what a calibration says decides about shapes: it is real
     for owner, name in (
-        (RandomCalibration, "get"), (RandomCalibration, "stack"), (lowrank, "rank_of"), (Evicting, "most_held"),
+        (RandomCalibration, "get"), (RandomCalibration, "stack"), (ojakv, "rank_of"), (Evicting, "most_held"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, really(getattr(owner, name)))
     heads = really(lambda method, mask=Razor._protected: mask(method).nonzero().flatten().tolist())

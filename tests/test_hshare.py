@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cache.base import connected
 from cache.calibration import Calibration
-from cache.shared_sets import chosen_of, greedy
 from cache.spec import make_args, method_class, presets
-from errors import InputError
+from kv_methods.hshare import chosen_of, greedy
 from model import ModelArgs
 
 L, H, G, D, R = 4, 4, 2, 32, 8  # layers, KV heads, queries of a group, head_dim, label channels
@@ -79,9 +79,9 @@ class Row:
 def cache(knobs, B, T):
     cls, args = method_class("hshare"), ModelArgs(n_head=G * H, n_kv_head=H, head_dim=D, n_layer=L)
     rope, calib = args.rotary(B, T), Calibration(channels(), L)
-    return [
+    return connected(
         cls(make_args(cls, knobs), args.cache_shape(i, B, T, torch.float32, "cpu"), i, rope, calib) for i in range(L)
-    ]
+    )
 
 
 def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):
@@ -135,7 +135,7 @@ def test_the_published_order_of_taking():
     assert [chosen_of(32, x) for x in (0.75, 0.5, 0.0)] == [24, 16, 1]
 
 
-def test_presets_and_wrong_knobs():
+def test_presets():
     cls = method_class("hshare")
     a = make_args(cls, presets()["hshare-4k"][1])
     assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (16, 432, 64)
@@ -143,6 +143,3 @@ def test_presets_and_wrong_knobs():
     a = make_args(cls, presets()["hshare-128"][1])  # published configuration of GSM8K and CoQA
     assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (8, 88, 32)
     assert (a.layers, a.heads, a.steps) == (0.5, 0.5, 2)
-    for knobs in (dict(steps=0), dict(layers=1.5), dict(heads=-0.1), dict(budget=70), dict(budget="p0.9")):
-        with pytest.raises(InputError):
-            make_args(cls, knobs)

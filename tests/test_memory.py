@@ -30,7 +30,7 @@ def peak_rss():
     return int(lines["VmHWM"].split()[0]) * 1024
 
 torch.set_num_threads(1)
-method, n_layer = sys.argv[1], int(sys.argv[2])
+method, n_layer, chunk = sys.argv[1], *map(int, sys.argv[2:])
 args = ModelArgs(dim=64, n_layer=n_layer, n_head={HEADS}, n_kv_head={HEADS}, head_dim={HEAD_DIM}, ffn_dim=32,
                  vocab_size=64, max_seq_len=8192)
 model = random_transformer(args, "cpu", torch.float32)
@@ -43,7 +43,7 @@ for buffer in model.cache.buffers():  # pages that were never touched do not cou
 with open("/proc/self/clear_refs", "w") as f:
     f.write("5")  # the peak starts again from here
 before = peak_rss()
-model.prefill(tokens, torch.tensor([{TOKENS}]))
+model.prefill(tokens, torch.tensor([{TOKENS}]), chunk or None)
 print(peak_rss() - before)
 """
 
@@ -58,13 +58,13 @@ class Hoarder(SelfIndex):
 
 
 @functools.cache
-def growth(method: str, n_layer: int, methods: Path | None = None) -> int:
+def growth(method: str, n_layer: int, methods: Path | None = None, chunk: int = 0) -> int:
     """Bytes by which the resident peak of a prefill exceeds what was resident after setup_cache."""
     # big blocks go back to the system at once, so that the peak is what is alive
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if methods:
         env["KV_FAST_METHODS"] = str(methods)
-    run = [sys.executable, "-c", MEASURE, method, str(n_layer)]
+    run = [sys.executable, "-c", MEASURE, method, str(n_layer), str(chunk)]
     done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     if "clear_refs" in done.stderr:
         pytest.skip("the kernel does not let the peak be reset")
@@ -79,6 +79,12 @@ def test_prefill_does_not_keep_the_keys_and_values_of_earlier_layers():
     one, four = growth("self_index", 1), growth("self_index", 4)
     assert one > RAW  # the measurement sees the one layer that is alive
     assert four - one < RAW
+
+
+def test_a_prompt_in_chunks_takes_one_layers_keys_and_values():
+    """Without the queries, which `full` does not read: k before and after rotation, v, and a chunk's activations."""
+    whole, chunks = growth("full", 2), growth("full", 4, chunk=128)
+    assert 1.4 * RAW < chunks < 2.2 * RAW < 0.75 * whole
 
 
 @pytest.mark.slow

@@ -609,15 +609,3 @@ def test_presets_are_the_methods_of_the_paper():
         a = args[name]
         assert (a.adapt, a.n_start, a.n_recent, a.latent) == (False, 0, 0, latent)
     assert args["ojakv-snapkv"].keep == 0.5 and args["ojakv-snapkv"].rank == 0.6  # Table 6
-
-
-def test_errors_name_the_knob():
-    calib = numbers(0, 1, 1, 32, 1, 4)[3]
-    for knobs in (
-        dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(n_start=-1), dict(n_recent=-1),
-        dict(update_every=0), dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1),
-        dict(eta_decode=-1.0), dict(room=-1),
-        dict(rule="oja"), dict(stale="drop"), dict(keep=0), dict(keep=1.5),
-    ):  # fmt: skip
-        with pytest.raises(InputError):
-            layer(knobs, 1, 1, 32, 1, 64, calib)

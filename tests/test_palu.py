@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
 from cache.statistic import Tokens
-from errors import InputError
 from kernels import native
 from kernels.group_attention import group_attention
 from kernels.quantize import quantize
@@ -134,7 +133,7 @@ def test_coordinates_are_turned_before_they_are_quantized():
 
 
 def test_some_heads_alone():
-    """What `Routed` asks for: the statistic as if there were no other heads."""
+    """What `razor` asks for: the statistic as if there were no other heads."""
     calib = setting({}, (1, 4, 32), (4,), 1)[-1]
     statistic = method_class("palu").statistics[0]
     got = statistic.take_heads(calib.parts(0, "palu"), [2, 0], 4)
@@ -156,11 +155,6 @@ def test_bytes_are_those_of_the_paper(name, share):
     shape = args.cache_shape(0, 1, 4096, torch.bfloat16, torch.device("meta"))
     method = cls(make_args(cls, knobs), shape, 0, args.rotary(1, 1, "meta"))
     assert abs(method._tokens(1) / (2 * 32 * 128 * 2) - share) < 0.008  # scales included
-
-
-def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(InputError, match="groups of 4 heads do not divide the 6"):
-        setting({}, (1, 6, 32), (4,), 1)
 
 
 # ---- the operator: C++ and Triton against torch ----

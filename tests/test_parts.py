@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cache.base import CacheShape
-from cache.budget import BesideExempt
 from cache.packed import PackedVectors, check_groups
 from cache.whole import Exempt, Tail
 from errors import InputError
@@ -14,6 +13,7 @@ from kernels.packed_gather_attention import PackedTokens, read_packed
 from kernels.prompt_scores import best_in_order
 from kernels.ring import held
 from kernels.select import with_run
+from kv_methods.ojakv import BesideExempt
 
 LENGTHS = torch.tensor([1, 5, 9])
 

@@ -12,7 +12,6 @@ from oracles import rotate
 from sampled import sampled
 
 from cache.spec import make_args, method_class
-from errors import InputError
 from kernels import native
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import dequantize, dequantize_channels, pack, quantize, quantize_channels, unpack
@@ -129,17 +128,6 @@ def test_a_matrix_that_is_not_known_is_refused():
     assert not has_hadamard(28)
     with pytest.raises(ValueError, match="28"):
         hadamard_matrix(28)
-
-
-@pytest.mark.parametrize(
-    "name, knobs, d, match",
-    [("kivi", dict(k_bits=5), 64, "5 bits"),
-     ("kivi", dict(residual=40), 64, "multiple of the group"), ("kivi", {}, 80, "divisible by 32"),
-     ("hadamard", dict(group=48), 96, "group=48"), ("hadamard", dict(group=64), 96, "group=64")],
-)  # fmt: skip
-def test_wrong_knobs(name, knobs, d, match):
-    with pytest.raises(InputError, match=match):
-        layer(name, knobs, 1, 1, d, 1, 64)
 
 
 @pytest.mark.parametrize("name, share", [("kivi-4", 160 / 512), ("kivi-2", 96 / 512), ("hadamard-3", 104 / 512)])

@@ -16,7 +16,6 @@ from test_contract import prompt, run, tiny
 import errors
 from cache.calibration import Calibration, RandomCalibration
 from cache.spec import make_args, resolve
-from errors import InputError
 from kernels.alibi import alibi_scope
 from kv_methods.razor import Razor
 from model import ModelArgs
@@ -219,17 +218,6 @@ def test_the_running_mean_is_kept_in_fp32():
     assert weights.min() > 0 and weights.max() / weights.min() < 1.03
 
 
-def test_reset_and_a_shorter_prompt_forget_the_dropped():
-    """N_d, the slots and the means are the text's own: after a long one, a short one keeps nothing of it."""
-    model, knobs = tiny(), dict(window=16, **HALF)
-    model.setup_cache("razor", 2, 200, **knobs)
-    want, fed = run(model, [prompt(10), prompt(60)], 30)
-    for between in ((150, 140), (3, 1)):
-        run(model, [prompt(n, seed=4) for n in between], 30)
-        model.reset_cache()
-        assert torch.equal(run(model, [prompt(10), prompt(60)], 30, fed)[0], want)
-
-
 # ---- which heads are protected ----
 
 
@@ -389,17 +377,6 @@ def test_a_window_that_drops_nothing_is_said_once(capsys):
     model.setup_cache("razor", 1, 512, window=128)
     model.setup_cache("razor", 1, 512, induction=1.0)  # nothing is to be dropped: all heads are protected
     assert not capsys.readouterr().err
-
-
-def test_wrong_knobs_are_input_errors():
-    for knobs in (dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0),
-                  dict(share=-0.5), dict(share=1.5), dict(whole=-1), dict(protect="some"),
-                  dict(retrieval_method="nope"), dict(retrieval_method="razor")):  # fmt: skip
-        with pytest.raises(InputError):
-            layer(knobs, model_args((1, 2, 32)), 1, 64)
-    model = tiny()
-    with pytest.raises(InputError):
-        model.setup_cache("razor", 1, 64, retrieval_method="nope")
 
 
 def test_defaults_are_the_papers():

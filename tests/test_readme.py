@@ -60,7 +60,7 @@ def test_the_example_methods_keep_the_contract(code, tmp_path):
     file.write_text(code)
     # all checks run on every method of the repository, and on H2O, in tests/test_contract.py
     some = () if "lookback" in code else [x for c in ("lossless", "stress", "ragged", "window") for x in ("--only", c)]
-    done = run("-m", "cache.testing", str(file), *some)
+    done = run("-m", "contract", str(file), *some)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

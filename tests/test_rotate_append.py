@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.harness import prompt, run, tiny
+from contract.harness import prompt, run, tiny
 from kernels.rope import Rope, RopeArgs
 from kernels.rotate_append import rotate_append, rotate_token
 

@@ -4,6 +4,7 @@ select by estimated logits."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest, published_q
 from oracles import softmax
 from test_contract import prompt, run, same, teacher, tiny
 
-from cache import checks, step_checks
 from cache.budget import TopP
 from cache.calibration import Calibration
+from cache.selecting import Selecting
 from cache.spec import layer_methods, make_args, method_class, presets
-from errors import InputError
+from contract import checks, step_checks
+from kernels.gather_attention import gather_attention
 from model import ModelArgs
 
 N_LAYER, LAYER, STEPS = 5, 2, 10
@@ -249,21 +251,6 @@ def test_presets_are_the_rows_of_the_papers():
     assert (loki.budget, loki.dims, loki.calibrated) == (0.25, 0.25, "after")
 
 
-@pytest.mark.parametrize(
-    "name, knobs",
-    [("quest", dict(page=0)), ("quest", dict(budget=0)), ("quest", dict(recent=0)), ("sparq", dict(channels=0)),
-     ("sparq", dict(channels=1.5)), ("sparq", dict(channels=33)), ("sparq", dict(copies=3)), ("loki", dict(dims=0.0)),
-     ("loki", dict(dims=40)), ("loki", dict(calibrated="later")), ("quest", dict(budget="p0")),
-     ("loki", dict(budget="p1.5")), ("sparq", dict(budget="pp")), ("random", dict(budget="p0.9")),
-     ("double_sparsity_offload", dict(budget="p0.9")), ("self_index", dict(budget="p0.9")),
-     ("quest", dict(budget="p0.9", cap=0.0))],
-)  # fmt: skip
-def test_wrong_knobs_are_input_errors(name, knobs):
-    with pytest.raises(InputError) as e:
-        layer(name, knobs, (2, 1, 32), 1, 64)
-    assert "\n" not in str(e.value)
-
-
 # ---- budgets of p ----
 
 
@@ -325,3 +312,45 @@ def test_traffic_of_a_budget_of_p_is_that_of_the_last_step():
     assert method.chosen(89) == int(-(-count.sum() // 2)) < 90
     method.reset()
     assert method.chosen(89) == 90  # the cap, before any step
+
+
+# ---- weights of tokens ----
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_a_token_that_counts_n_times_is_n_tokens(dtype, tol):
+    q, k, v = (torch.randn(2, heads, *n, 32).to(dtype) for heads, n in ((4, ()), (2, (9,)), (2, (9,))))
+    idx, count, times = torch.tensor([3, 5, 0, 8]).expand(2, 2, 4), torch.full((2, 2), 3), torch.tensor([1, 4, 2, 9])
+    again = torch.tensor([3, 5, 5, 5, 5, 0, 0]).expand(2, 2, 7)
+    got = gather_attention(q, k, v, idx, count, times.log().expand(2, 2, 4))
+    assert got.dtype == dtype
+    assert (got - gather_attention(q, k, v, again, torch.full((2, 2), 7))).abs().max() < tol
+
+
+@pytest.mark.parametrize("by_query", [False, True])
+def test_drawn_tokens_stand_for_those_that_were_not(by_query):
+    """A selecting method whose tokens weigh 1 / p: attention over the drawn ones is their weighted mean."""
+
+    class Drawn(Selecting):
+        def scores(self, q, pos):
+            heads = q.shape[1] if by_query else self.k.shape[1]
+            return (torch.arange(self.k.shape[2]) % 3).float().expand(len(q), heads, -1)
+
+        def log_weights(self, idx, count, pos):
+            return torch.where(idx < pos[:, None, None] - 1, 3.0, 1.0).log()
+
+    args = ModelArgs(n_head=4, n_kv_head=2, head_dim=32, n_layer=1)
+    method = Drawn(Drawn.Args(budget=9, sinks=0, recent=2), args.cache_shape(0, 1, 40, torch.float32), 0,
+                   args.rotary(1, 40))  # fmt: skip
+    method.by_query = by_query
+    q, k, v = torch.randn(1, 4, 21, 32), *torch.randn(2, 1, 2, 21, 32)
+    method.prefill(q[:, :, :20], k[:, :, :20], v[:, :, :20], torch.tensor([20]))
+    pos, told = torch.tensor([20]), []
+    method.trace = SimpleNamespace(step=lambda method, attended, pos: told.append(attended))
+    got = method.decode(q[:, :, 20], k[:, :, 20], v[:, :, 20], pos)
+    at = [2, 5, 8, 11, 14, 17, 1, 19, 20]
+    weight = torch.tensor([3.0 if t < 19 else 1.0 for t in at])
+    q = method.rope.rotate(q[:, :, 20], pos).view(2, 2, 32)
+    p = (q @ method.k[0, :, at].mT * 32**-0.5).exp() * weight
+    want = (p / p.sum(-1, keepdim=True) @ method.v[0, :, at]).view(1, 4, 32)
+    assert torch.allclose(got, want, atol=1e-5) and torch.allclose(told[0].output().float(), want, atol=1e-5)

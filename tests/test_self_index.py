@@ -12,7 +12,6 @@ from sampled import sampled
 
 from cache.budget import budget_cap, budget_tokens
 from cache.spec import make_args
-from errors import InputError
 from kernels import packed_gather_attention, sign_encode
 from kernels.sign_codes import codebook, sign_codes
 from kv_methods import self_index
@@ -371,17 +370,6 @@ def test_prompt_of_one_token_survives_the_flush():
         method.maintain(step + 1)
 
 
-def test_sinks_do_not_depend_on_padding():
-    """Pooling gives neighbours the same score: which of them is taken must not hang on how far a batch is padded."""
-    q, k, v = keys(0, 2, 2, 32, (64, 200), 0)
-    taken = []
-    for S in (64, 65, 130, 200):
-        method = layer(dict(sinks=6, budget=20), 2, 2, 32, 1, 200)
-        method.prefill(q[:1, :, :S], k[:1, :, :S], v[:1, :, :S], torch.tensor([64]))
-        taken.append(method.sinks.idx.sort(-1).values.clone())
-    assert all(torch.equal(t, taken[0]) for t in taken)
-
-
 @pytest.mark.parametrize("permille", [70, 75, 100, 150, 300, 700, 999, 1000])
 def test_a_fraction_is_not_rounded_up_by_its_own_error(permille):
     """0.075 is no float: 0.075 of 200 tokens must be 15 all the same, in the mask and in the static size."""
@@ -389,12 +377,3 @@ def test_a_fraction_is_not_rounded_up_by_its_own_error(permille):
     want = -(-lengths * permille // 1000)
     assert torch.equal(budget_tokens(permille / 1000, lengths), want)
     assert [budget_cap(permille / 1000, n) for n in lengths.tolist()] == want.tolist()
-
-
-def test_wrong_knobs_are_input_errors():
-    for knobs in (dict(budget=32), dict(sinks=-1), dict(flush=0), dict(tail=8, flush=9), dict(store_bits=3),
-                  dict(sink_queries=0)):  # fmt: skip
-        with pytest.raises(InputError):
-            layer(knobs, 2, 1, 32, 1, 64)
-    with pytest.raises(InputError, match="divisible by 32"):
-        layer({}, 2, 1, 48, 1, 64)

@@ -8,7 +8,6 @@ import torch
 from oracles import streaming
 
 from cache.spec import make_args
-from errors import InputError
 from kv_methods.streaming import Streaming
 from model import ModelArgs
 
@@ -90,9 +89,3 @@ def test_cache_positions_differ_only_once_tokens_are_forgotten():
 def test_memory_does_not_grow_with_the_context():
     small, large = (layer(dict(sinks=4, recent=60), 2, 1, 32, 1, T) for T in (64, 4096))
     assert small.nbytes() == large.nbytes() == {"k": 64 * 32 * 4, "v": 64 * 32 * 4}
-
-
-@pytest.mark.parametrize("knobs", [dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")])
-def test_wrong_knobs_are_input_errors(knobs):
-    with pytest.raises(InputError):
-        make_args(Streaming, knobs)

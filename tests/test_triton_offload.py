@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
 
-from cache.harness import Decoder, Sizes
-from cache.step_checks import step_code
+from contract.step_checks import step_code
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
 from scripts.report.kernels.offload import account
@@ -136,7 +135,7 @@ def test_the_side_stream_reads_no_temporary(backend, monkeypatch):
 def test_a_compiled_step_fetches_between_buffers():
     """In inductor's code, every fetch copies between graph inputs, which nobody frees, and none is asked for before
     the last one of its half of the double buffer was awaited. Three layers: two of them use one half by turns."""
-    model, n_layer = Decoder(Sizes(n_layer=3)), 3
+    model, n_layer = tiny(n_layer=3), 3
     model.setup_cache("flexgen", 2, 32, recent=4)
     run(model, [prompt(9), prompt(9)], 1)
     code = step_code(model, torch.tensor([1, 2]), torch.tensor([10, 10]))

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.base import KVMethod
+from cache.base import KVMethod, connected
 from cache.calibration import RandomCalibration
-from cache.routing import Routed
 from cache.spec import make_args, parse_spec, resolve
 from errors import InputError
 from kernels.native import in_huge_pages
+from kv_methods.razor import Razor
 from model import ModelArgs
 from runtime import require_memory
 from scripts.shared.options import shapes
@@ -49,9 +49,9 @@ def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device:
 
 @functools.cache
 def _others(text: str, name: str) -> list[int]:
-    """Of a method that gives KV heads to another (cache/routing.py): how many in each layer; else nothing."""
+    """Of razor, which gives KV heads to another method: how many in each layer; else nothing."""
     (cls, own), args = one_layer(text), shapes(name)
-    if not issubclass(cls, Routed):
+    if not issubclass(cls, Razor):
         return []
     needs, rope = cls.needs(own), args.rotary(1, 1, "meta")
     calib = RandomCalibration(args, needs) if needs else None
@@ -79,7 +79,7 @@ def cache_bytes(text: str, name: str, batch: int, T: int, dtype: torch.dtype) ->
     """Of one layer's cache, without making it; name: the model's shapes."""
     (cls, own), args, layer = one_layer(text), shapes(name), timed_layer(text, name)
     shape = args.cache_shape(layer, batch, T, dtype, "meta")
-    return sum(cls(own, shape, layer, args.rotary(batch, 1, "meta")).nbytes().values())
+    return sum(connected([cls(own, shape, layer, args.rotary(batch, 1, "meta"))])[0].nbytes().values())
 
 
 def build(
@@ -92,7 +92,7 @@ def build(
     needs = cls.needs(own)
     calib = RandomCalibration(args, needs) if needs else None
     shape = args.cache_shape(layer, batch, T, dtype, device)
-    return cls(own, shape, layer, args.rotary(batch, T, device), calib)
+    return connected([cls(own, shape, layer, args.rotary(batch, T, device), calib)])[0]
 
 
 def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -102,7 +102,7 @@ def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     B, H, S, _ = k.shape
     method.rope.set_prompt(lengths := torch.full((B,), S, device=k.device))
-    if (other := getattr(method, "other", None)) is not None:  # heads are split between two methods (cache/routing.py)
+    if (other := getattr(method, "other", None)) is not None:  # heads are split between two methods
         if not method.n_own:
             return fill(other, q, k, v)
         groups, (P, order) = q.unflatten(1, (H, -1)), (method.n_other, method.order)

@@ -45,11 +45,11 @@ class Shared(KVMethod):
         nn.Module.__init__(self)
         self.members, self.rope, self.shape = members, members[0].rope, members[0].shape
 
-    def prefill(self, q, k, v, lengths):
+    def prefill(self, q, k, v, lengths, start=None):
         q_rot, k_rot = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         with once(evicting, "prefill_attention_mass"), once(evicting, "last_mass"):
             for m in self.members:
-                m.fill(q, k, q_rot, k_rot, v, lengths)
+                m.store_prompt(q, k, q_rot, k_rot, v, lengths)
         return prefill_attention(q_rot, k_rot, v, self.shape.window, lengths)
 
 

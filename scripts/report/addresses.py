@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from cache.harness import prompt, run, tiny
 from cache.spec import method_class, method_files
+from contract.harness import prompt, run, tiny
 from errors import run_cli
 from kernels import select
 from scripts.report.kernel_report import aligned

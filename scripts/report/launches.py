@@ -35,12 +35,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface, MockTensor
 
-from cache import lowrank
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
 from errors import InputError, run_cli
 from kernels import observed_attention, offload, splits
-from kv_methods import double_sparsity_offload
+from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, empty_transformer
 from scripts.report.kernel_report import MODELS, aligned, needs, problem
@@ -148,7 +147,7 @@ def recording() -> Iterator[Launches]:
         (torch.Tensor, "data_ptr", lambda self: 0),
         (double_sparsity_offload, "host_buffer", lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device)),
         (RandomCalibration, "get", statistic),
-        *((o, n, really(getattr(o, n))) for o, n in ((lowrank, "rank_of"), (Evicting, "most_held"))),
+        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "most_held"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
         # h2o's prompt: hundreds of thousands of torch's products, and no kernel
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (

@@ -1,11 +1,11 @@
 """The contract of base.py as a command: every check on one method, a line each, and what to do where one fails.
 
-    python -m cache.testing my_method.py          # a file anywhere
-    python -m cache.testing self_index --slow     # a method of kv_methods/, and what takes longer
-    python -m cache.testing mine.py --only ragged --traceback
+    python -m contract my_method.py          # a file anywhere
+    python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
+    python -m contract mine.py --only ragged --traceback
 
-Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method drives a decoder of two layers
-with random weights (harness.py), at its defaults and at its `stress`: knobs under which its limits bind within 40
+Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method drives the real model, small
+and of random weights (harness.py), at its defaults and at its `stress`: knobs under which its limits bind within 40
 tokens.
 """
 
@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-from cache import checks as c
-from cache import step_checks as s
-from cache.explain import Broken, explain, file_of
-from cache.harness import at
 from cache.spec import method_class, method_files
+from contract import checks as c
+from contract import step_checks as s
+from contract.explain import Broken, explain, file_of
+from contract.harness import at
 from errors import InputError, Parser, run_cli
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
@@ -102,7 +102,8 @@ FAST: dict[str, Run] = dict(
     nbytes=_each(s.check_nbytes),
     traffic=_each(s.check_traffic),
     reset=_each(c.check_reset),
-    fill=_each(c.check_fill),
+    store=_each(c.check_store),
+    chunks=_each(c.check_chunks),
     turn=_turn,
     window=c.check_window,
     sizes=_each(c.check_sizes),

@@ -1,4 +1,4 @@
-"""What a method computes, held to dense attention and to itself: checks of the contract (base.py), run by testing.py.
+"""What a method computes, held to dense attention and to itself: checks of the contract (cache/base.py).
 
 Each takes a method's name and, where they matter, knobs: the tests run them on files written on the spot, too. Broken
 says what was found and what to do.
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod
-from cache.explain import Broken, Ties, file_of
-from cache.harness import (
+from cache.evicting import Evicting
+from cache.spec import method_class
+from cache.trace import observe
+from contract.explain import Broken, Ties, file_of
+from contract.harness import (
     TOL,
     at,
     buffers,
@@ -30,13 +33,12 @@ from cache.harness import (
     teacher,
     tiny,
 )
-from cache.spec import method_class
-from cache.trace import observe
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
+CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompts, and tokens of them at a time
 DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # layers, fewer than those of a model in which some are left out
 SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
 SAMPLE = [(4, 64), (3, 96)]
@@ -198,7 +200,8 @@ def check_deep(name: str) -> str | None:
     model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
     x = torch.randn(len(prompts) * T, model.args.dim)
     with torch.inference_mode():
-        if not all(torch.equal(model.layers[0].wqkv(x)[:n], model.layers[0].wqkv(x[:n])) for n in DEEP_RAGGED):
+        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # of other inputs: of like sizes
+        if not all(torch.equal(f(x)[:n], f(x[:n])) for f in products for n in DEEP_RAGGED):
             return "prompts to rounding alone: here products of other sizes are summed in another order"
     # of three rows and of one, the product with the vocabulary may be another kernel's
     with mock.patch.object(model, "logits", lambda x: x):
@@ -255,8 +258,8 @@ def check_reset(name: str, knobs: Knobs) -> None:
     )  # fmt: skip
 
 
-def check_fill(name: str, knobs: Knobs) -> str | None:
-    """A prompt's output is exact, and `fill` stores what `prefill` does; or `exact_prefill` says that it is not so."""
+def check_store(name: str, knobs: Knobs) -> str | None:
+    """A prompt's output is exact, and `store_prompt` stores the same; or `exact_prefill` says it is not so."""
     model, prompts = tiny(), [prompt(9), prompt(60)]
     model.setup_cache(name, 2, 90, **knobs)
     want, fed = run(model, prompts, 20)
@@ -266,20 +269,52 @@ def check_fill(name: str, knobs: Knobs) -> str | None:
     same(want[:, :1], teacher(model, prompts, fed[:, :0]), f"a prompt's output is not exact {told(knobs)}", todo=todo)
     model.setup_cache(name, 2, 90, **knobs)
 
-    def fill_alone(method: KVMethod) -> None:
-        def prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    def store_alone(method: KVMethod) -> None:
+        def prefill(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, start: int | None = None) -> Tensor:
             q_rot, k_rot = method.rope.rotate_prompt(q), method.rope.rotate_prompt(k)
-            method.fill(q, k, q_rot, k_rot, v, lengths)
+            method.store_prompt(q, k, q_rot, k_rot, v, lengths)
             return prefill_attention(q_rot, k_rot, v, method.shape.window, lengths)
 
         method.prefill = prefill  # type: ignore[method-assign]
 
     for method in model.cache:
-        fill_alone(method)
-    todo = "a `prefill` of its own needs a `fill` that stores the same"
+        store_alone(method)
+    todo = "a `prefill` of its own needs a `store_prompt` that stores the same"
     tol = ROUNDED if rounds(model) else TOL
-    same(run(model, prompts, 20, fed)[0], want, f"`fill` stores other than `prefill` {told(knobs)}", tol, todo)
+    same(run(model, prompts, 20, fed)[0], want, f"`store_prompt` stores other than `prefill` {told(knobs)}", tol, todo)
     return None
+
+
+def check_chunks(name: str, knobs: Knobs) -> str | None:
+    """A prompt that comes in chunks gives what it gives at once, to rounding, in a ragged batch, too; or it is refused,
+    or the method says that it evicts while it reads: then a row is the row alone."""
+    model, prompts, steps = tiny(), [prompt(n) for n in CHUNKED], 20
+    model.setup_cache(name, len(prompts), max(CHUNKED) + steps, **knobs)
+    methods = methods_of(model)
+    want, fed = run(model, prompts, steps)
+    if not all(m.takes_chunks for m in model.cache):
+        try:
+            run(model, prompts, 0, chunk=CHUNKS[0])
+        except InputError:
+            return "refused"
+        raise Broken("it says takes_chunks = False, and takes them", "leave it out, or prefill with the model's own")
+    evicts = any(isinstance(m, Evicting) and m.evicts_while_reading for m in methods)
+    for chunk in CHUNKS:
+        model.reset_cache()
+        got, what = run(model, prompts, steps, fed, chunk=chunk)[0], f"{told(knobs)} in chunks of {chunk} tokens"
+        for row, p in enumerate(prompts):
+            if evicts:
+                model.reset_cache()
+                want = run(model, [p], steps, fed[row : row + 1], chunk=chunk)[0].expand_as(got)
+            if (got[row] - want[row]).abs().max() > TOL and not evicts:
+                model.reset_cache()
+                if rounding_explains(model, p, fed[row : row + 1], want[row], got[row]):
+                    continue
+            todo = "a start is the position of the first token that is given; k and v hold all so far"
+            one = slice(row, row + 1)
+            same(got[one], want[one], f"{what} a prompt of {len(p)} is another than {'alone' if evicts else 'whole'}",
+                 todo=todo)  # fmt: skip
+    return "evicts while it reads: a row is the row alone" if evicts else None
 
 
 def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See testing.py."""
+"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See __main__.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cache.checks import ROUNDED, Knobs, same, told
-from cache.explain import Broken
-from cache.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
+from cache.base import connected
 from cache.spec import make_args, method_class
+from contract.checks import ROUNDED, Knobs, same, told
+from contract.explain import Broken
+from contract.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
 
 # ---- bytes ----
 
@@ -22,7 +23,7 @@ def meta_method(name: str, args: Any, batch: int, T: int, dtype: torch.dtype, kn
     """One layer's method on the meta device: its sizes alone."""
     cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu").on("meta")
     at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
-    return cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)
+    return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
 def check_nbytes(name: str, knobs: Knobs) -> None:
@@ -38,8 +39,6 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
                 "every buffer is made by self.buffer(name, size), is no view of another, and nbytes() is the base's",
             )
         total = sum(told_of.values())
-        if not total:
-            raise Broken(f"it has no buffers {where}", "allocate with self.buffer(name, size) in __init__")
         if method.card_nbytes is not None and method.card_nbytes() != total:
             raise Broken(
                 f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {where}",
@@ -55,6 +54,8 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
             raise Broken(
                 f"buffers {shared[0]} and {at_home[storages[shared[0]].data_ptr()]} share memory: counted twice"
             )
+    if not model.kv_bytes():
+        raise Broken("no layer has buffers", "allocate with self.buffer(name, size) in __init__")
     cls, real = method_class(name), model.cache[0]
     calib = model.measured(needed) if (needed := cls.needs(make_args(cls, knobs))) else None
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)

@@ -1,4 +1,4 @@
-"""What went wrong in a method's file, in words: for the contract's command (testing.py)."""
+"""What went wrong in a method's file, in words: for the contract's command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.base import KVMethod
-from cache.harness import doing
+from contract.harness import doing
 from errors import InputError
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -73,7 +73,7 @@ def _where(e: BaseException, file: str) -> str:
     frames += [(m[1], int(m[2])) for m in re.finditer(r'File "([^"]+)", line (\d+)', str(e))]
     frames += [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
     for wanted in (file, ROOT + "/kv_methods", ROOT + "/cache", ROOT):
-        inside = [f for f in frames if f[0].startswith(wanted) and ".venv" not in f[0] and "/harness.py" not in f[0]]
+        inside = [f for f in frames if f[0].startswith(wanted) and ".venv" not in f[0] and "/contract/" not in f[0]]
         if inside:
             return ":".join(map(str, inside[-1]))
     return file

@@ -1,0 +1,185 @@
+"""The real Transformer, small and of random weights, to test KV-cache methods with, and runs of it.
+
+Its weights are scaled so that attention is far from uniform. What a run is held to is in reference.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.base import KVMethod
+from cache.calibration import Calibration, collect
+from cache.spec import layer_methods
+from cache.statistic import Statistic, Tokens
+from contract.reference import forward
+from model import ModelArgs, Transformer
+
+VOCAB, TOL = 96, 1e-4
+Run = tuple[Tensor, Tensor]  # logits [B, steps + 1, V], the tokens that were fed [B, steps]
+LLAMA = ModelArgs.from_name("llama-3.1-8b")
+
+
+class Model(Transformer):
+    """Set-ups are told of; a calibration is what the method's statistics measure of these weights."""
+
+    def __init__(self, args: ModelArgs, dtype: torch.dtype = torch.float32, device: Any = "cpu", seed: int = 1):
+        super().__init__(args)
+        self.calibrations: dict[Any, Calibration] = {}
+        self.needed: list[Statistic] = []
+        gen = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(0, 1.3 * p.shape[1] ** -0.5, generator=gen) if p.dim() == 2 else p.fill_(1)
+        self.to(device, dtype).eval()
+
+    def setup_cache(
+        self, method: str, max_batch: int, max_seq_len: int, max_new_tokens: int | None = None, **knobs: Any
+    ) -> None:
+        at(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
+        self.needed = [s for cls, args in layer_methods(method, self.args.n_layer, knobs) for s in cls.needs(args)]
+        super().setup_cache(method, max_batch, max_seq_len, max_new_tokens, **knobs)
+
+    def find_calibration(self) -> Calibration:
+        return self.calibration or self.measured(self.needed)
+
+    def layer_tokens(self, tokens: Tensor) -> Iterator[Tokens]:
+        """What statistics measure, of tokens [1, S]."""
+        layers: list[Tokens] = []
+        forward(self, tokens.to(self.device), layers.append)
+        return iter(layers)
+
+    def measured(self, statistics: Sequence[Statistic]) -> Calibration:
+        """A calibration that holds these, measured once."""
+        key = tuple((type(s), s.name) for s in statistics)
+        if key not in self.calibrations:
+            text = [prompt(200, seed) for seed in (11, 12)]
+            self.calibrations[key] = collect(self.args, self.layer_tokens, text, statistics, 40)
+        return self.calibrations[key]
+
+
+@functools.lru_cache(8)
+def tiny(
+    g: int = 2,
+    head_dim: int = 32,
+    n_kv_head: int = 2,
+    windows: tuple[int | None, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    n_layer: int = 2,
+) -> Model:
+    """The model, g query heads a KV head; the same weights everywhere."""
+    args = ModelArgs(dim=64, n_layer=n_layer, n_head=g * n_kv_head, n_kv_head=n_kv_head, head_dim=head_dim, ffn_dim=96,
+                     vocab_size=VOCAB, max_seq_len=1 << 20, windows=windows)  # fmt: skip
+    return Model(args, dtype, device)
+
+
+# ---- runs ----
+
+_DOING = [""]
+
+
+def at(what: str) -> None:
+    """Note what is being done, for the report of what goes wrong in it."""
+    _DOING[0] = what
+
+
+def doing() -> str:
+    return _DOING[0]
+
+
+def knob_text(knobs: Mapping[str, Any]) -> list[str]:
+    return [f"{k}={v!r}" for k, v in knobs.items()]
+
+
+def prompt(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(1000 * seed + n))
+
+
+@torch.inference_mode()
+def run(
+    model: Any,
+    prompts: Sequence[Tensor],
+    steps: int = 40,
+    feed: Tensor | None = None,
+    decode: Callable[[Tensor, Tensor], Tensor] | None = None,
+    pad: int = 0,
+    chunk: int | None = None,
+) -> Run:
+    """Prefill right-padded prompts (by `pad` more than the longest), decode `feed` [B, steps] or greedily."""
+    device = prompts[0].device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    # padding is no token 0 but anything: it must not matter
+    tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max()) + pad), device=device)
+    for row, p in enumerate(prompts):
+        tokens[row, : len(p)] = p
+    at(f"the prefill of prompts of {lengths.tolist()} tokens")
+    logits, fed = [model.prefill(tokens, lengths, chunk)], []
+    for step in range(steps):
+        at(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
+        fed.append(logits[-1].argmax(-1) if feed is None else feed[:, step].contiguous())
+        logits.append((decode or model.decode)(fed[-1], lengths + step).clone())
+        at(f"maintain({step + 1})")
+        model.maintain(step + 1)
+    return torch.stack(logits, 1), torch.stack(fed, 1) if fed else torch.empty(len(prompts), 0, dtype=torch.int64)
+
+
+@torch.inference_mode()
+def teacher(model: Any, prompts: Sequence[Tensor], fed: Tensor) -> Tensor:
+    """What `run` should give a lossless cache: logits without any cache, row by row."""
+    rows = [forward(model, torch.cat((p, f))[None])[0, len(p) - 1 :] for p, f in zip(prompts, fed, strict=True)]
+    return torch.stack(rows)
+
+
+def buffers(model: Any) -> dict[str, Tensor]:
+    return dict(model.cache.named_buffers())
+
+
+def methods_of(model: Any) -> list[KVMethod]:
+    """Every method in the cache, those inside of others too."""
+    return [m for m in model.cache.modules() if isinstance(m, KVMethod)]
+
+
+def rounds(model: Any) -> bool:
+    """Whether the cache holds codes. Then a value on a rounding border may fall to either side."""
+    return any(b.dtype in (torch.uint8, torch.int8, torch.float16) for b in buffers(model).values())
+
+
+def poison(model: Any) -> None:
+    """Fill every buffer that prompts write with what must not be read."""
+    constants = {id(m.get_buffer(c)) for m in model.cache.modules() for c in getattr(m, "constants", ())}
+    for b in buffers(model).values():
+        if id(b) in constants:
+            continue
+        if b.is_floating_point():
+            b.fill_(float("nan"))
+        elif b.dtype == torch.uint8:
+            b.fill_(255)
+
+
+# Of the embeddings: by as much are layer 1's keys apart in products of other shapes (MKL on an AMD EPYC: 4e-7 of the
+# largest key)
+NOISE = 2e-6
+
+
+@torch.no_grad()
+def rounding_explains(model: Any, p: Tensor, fed: Tensor, want: Tensor, got: Tensor, tries: int = 32) -> bool:
+    """Whether noise of a few float32 roundings moves one prompt's logits in the same cache, too: a code is on its
+    rounding border, or two tokens compete for one place. Every step that is off by more than TOL, by a third as much.
+    """
+    w, off = model.tok_embeddings.weight, (got - want).abs().amax(-1)
+    clean, moved = w.clone(), torch.zeros_like(off)
+    try:
+        for _ in range(tries):
+            w.copy_(clean * (1 + NOISE * torch.randn_like(w)))
+            model.reset_cache()
+            moved = moved.maximum((run(model, [p], fed.shape[1], fed)[0][0] - want).abs().amax(-1))
+            if ((off <= TOL) | (off <= 3 * moved)).all():
+                return True
+        return False
+    finally:
+        w.copy_(clean)

@@ -1,0 +1,64 @@
+"""Knobs out of range, and models that a method cannot hold: one line that says what to do, before anything is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.spec import make_args, method_class
+from errors import InputError
+from model import ModelArgs
+
+LABELS = [dict(channels=0), dict(channels=0.0), dict(channels=1.5), dict(channels=-4), dict(channels=33),
+          dict(label_bits=3), dict(label_bits=8), dict(budget=0), dict(budget=0.0), dict(recent=0), dict(sinks=-1),
+          dict(ranking="v"), dict(budget=4, sinks=4)]  # fmt: skip
+WRONG = dict(
+    double_sparsity=LABELS,
+    double_sparsity_offload=[*LABELS, dict(budget="p0.9")],
+    h2o=[dict(heavy=0), dict(recent=0.0), dict(heavy=1.5), dict(budget=10)],
+    hshare=[dict(steps=0), dict(layers=1.5), dict(heads=-0.1), dict(budget=70), dict(budget="p0.9")],
+    kivi=[dict(k_bits=5), dict(residual=40)],
+    loki=[dict(dims=0.0), dict(dims=40), dict(calibrated="later"), dict(budget="p1.5")],
+    ojakv=[dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(n_start=-1), dict(n_recent=-1),
+           dict(update_every=0), dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1),
+           dict(eta_decode=-1.0), dict(room=-1), dict(rule="oja"), dict(stale="drop"), dict(keep=0), dict(keep=1.5)],
+    pyramidkv=[dict(beta=0.5), dict(budget=4)],
+    quest=[dict(page=0), dict(budget=0), dict(recent=0), dict(budget="p0"), dict(budget="p0.9", cap=0.0)],
+    random=[dict(budget="p0.9")],
+    razor=[dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0), dict(share=-0.5),
+           dict(share=1.5), dict(whole=-1), dict(protect="some"), dict(retrieval_method="nope"),
+           dict(retrieval_method="razor")],
+    sals=[dict(rank=0.0), dict(rank=1.5), dict(score_rank=0.0), dict(score_rank=1.1), dict(value_bits=3),
+          dict(budget=0), dict(budget=79, sinks=16, recent=64), dict(sinks=-1), dict(recent=0), dict(score="mean")],
+    self_index=[dict(budget=32), dict(sinks=-1), dict(flush=0), dict(tail=8, flush=9), dict(store_bits=3),
+                dict(sink_queries=0), dict(budget="p0.9")],
+    snapkv=[dict(budget=16), dict(kernel=4), dict(kernel=0), dict(pool="sum"), dict(recent=0), dict(group="sum"),
+            dict(room=-1)],
+    sparq=[dict(channels=0), dict(channels=1.5), dict(channels=33), dict(copies=3), dict(budget="pp")],
+    streaming=[dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")],
+    tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
+)  # fmt: skip
+
+
+def make(name, knobs, n_kv_head=1, head_dim=32):
+    args = ModelArgs(n_head=2 * n_kv_head, n_kv_head=n_kv_head, head_dim=head_dim, n_layer=2)
+    cls, shape = method_class(name), args.cache_shape(0, 1, 64, torch.float32, "meta")
+    return cls(make_args(cls, knobs), shape, 0, args.rotary(1, 1, "meta"))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_knobs_are_input_errors(name):
+    for knobs in WRONG[name]:
+        with pytest.raises(InputError) as e:
+            make(name, knobs)
+        assert "\n" not in str(e.value), knobs
+
+
+@pytest.mark.parametrize("name, knobs, sizes, says", [
+    ("sals", {}, (1, 48), "divisible by 32"), ("self_index", {}, (1, 48), "divisible by 32"),
+    ("kivi", {}, (1, 80), "divisible by 32"), ("hadamard", dict(group=48), (1, 96), "group=48"),
+    ("hadamard", dict(group=64), (1, 96), "group=64"), ("palu", {}, (6, 32), "groups of 4 heads do not divide the 6"),
+])  # fmt: skip
+def test_models_that_a_method_cannot_hold_are_input_errors(name, knobs, sizes, says):
+    with pytest.raises(InputError, match=says):
+        make(name, knobs, *sizes)
