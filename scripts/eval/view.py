@@ -1,0 +1,165 @@
+"""A page that shows what methods see: the text, shaded by what each layer and head attended to, full beside a method.
+
+    python -m scripts.eval.view --checkpoint m.gguf --calibration FILE --method sals-25 --out view.html
+    python -m scripts.eval.view --prompt-file notes.txt --question "Who ...?" --chat --method self_index quest
+
+One HTML file with everything in it, nothing is fetched: open it in a browser. All methods are given the tokens that
+`full` says, so that their steps are about the same token; what a method would have said itself stands beside. The text
+is compressed before the question is known, which comes through decode, unless --query-in-prompt. A slider goes over
+the steps, selectors over layers and heads (all: the mean). Grey tokens are those that the method did not attend to in
+the step; `recall` is full's attention mass on the tokens that it did attend to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cache.trace import Step, observe
+from engine import LLM, pad
+from errors import InputError, Parser, run_cli
+from runtime import ROOT, TINY, add_calibration, check_out, read_text, temporary
+
+TEMPLATE = Path(__file__).with_name("view.html")
+PLACES = 96  # tokens that are shaded at most, of a step, a layer and a head: the heaviest
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY), metavar="CKPT", help="Hugging Face folder or GGUF file")
+    add_calibration(p)
+    a("--method", nargs="+", default=["self_index"], help="methods, as generate.py takes them; full is always there")
+    a("--prompt-file", default=str(ROOT / "examples" / "needle.txt"), metavar="F", help="UTF-8 text")
+    a("--question", default="", help="asked behind the text, in the same turn of a chat")
+    a("--chat", action="store_true", help="the text and the question are a turn by the chat template")
+    a("--query-in-prompt", action="store_true", help="the question is known when the text is compressed")
+    a("--steps", type=int, default=16, metavar="N", help="tokens of the answer (default: 16)")
+    a("--out", default="view.html", metavar="FILE", help="the page (default: view.html)")
+    opt = p.parse_args()
+    if not 1 <= opt.steps <= 256:
+        raise InputError(f"--steps {opt.steps}: give 1 to 256, every step adds to the page")
+    check_out(opt.out)
+    return opt
+
+
+class Recording:
+    """What one method attended to in each of n steps of a model of L layers and H query heads over T tokens."""
+
+    def __init__(self, n: int, L: int, H: int, Hkv: int, T: int):
+        self.group, self.T = H // Hkv, T
+        self.mass = torch.zeros(n, L, H, T)  # attention weights by position
+        self.seen = torch.zeros(n, L, Hkv, T, dtype=torch.bool)  # whether a position was attended to
+        self.said: list[int] = []  # what the method would say itself
+
+    def put(self, step: int, part: Step) -> None:
+        """A layer's attention in a step, of all its KV heads or of some."""
+        kv = list(range(self.seen.shape[2])) if part.heads is None else part.heads
+        query = [h * self.group + i for h in kv for i in range(self.group)]
+        self.mass[step, part.layer, query] = part.mass(self.T)[0]
+        for h, at in zip(kv, part.position[0], strict=True):
+            self.seen[step, part.layer, h, at[(at >= 0) & (at < self.T)]] = True
+
+    def packed(self, full: Recording) -> dict[str, Any]:
+        """As the page reads it: layer L and head H, behind the others, are means over all."""
+        by_head = torch.cat([self.mass, self.mass.mean(2, keepdim=True)], 2)
+        every = torch.cat([by_head, by_head.mean(1, keepdim=True)], 1)  # [n, L + 1, H + 1, T]
+        weight, place = every.topk(min(PLACES, self.T), -1)
+        recall = torch.where(self.seen.repeat_interleave(self.group, 2), full.mass, 0).sum(-1)
+        return dict(
+            # the square root keeps light tokens apart in 8 bits
+            weight=encode((weight.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)),
+            place=encode(place.to(torch.uint16)),
+            seen=encode(pack_bits(self.seen)),
+            recall=[[[round(x, 3) for x in layer] for layer in step] for step in recall.tolist()],
+        )
+
+
+def encode(x: Tensor) -> str:
+    return base64.b64encode(x.contiguous().numpy().tobytes()).decode()
+
+
+def pack_bits(x: Tensor) -> Tensor:
+    """bool [..., T] -> uint8 [..., ceil(T / 8)], the lowest bit first."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (x * torch.tensor([1 << i for i in range(8)])).sum(-1).to(torch.uint8)
+
+
+@torch.inference_mode()
+def run(llm: LLM, method: str, prompt: list[int], fed: list[int], question: int, steps: int) -> Recording:
+    """A prompt, then a token at a time: those of `fed`, which begin with the question's, and what the method says
+    itself where these end. Recorded are `steps` steps, from that of the question's last token on."""
+    model, a = llm.use(method).model, llm.model.args
+    begin = max(question - 1, 0)
+    T = len(prompt) + begin + steps
+    model.setup_cache(method, 1, T, T - len(prompt))
+    logits = model.prefill(*pad([prompt], model.device))
+    recording = Recording(steps, a.n_layer, a.n_head, a.n_kv_head, T)
+    for i in tqdm(range(begin + steps), desc=method, leave=False):
+        if i == len(fed):
+            fed.append(int(logits.argmax()))
+        with observe(model) as trace:
+            logits = model.decode(*torch.tensor([[fed[i]], [len(prompt) + i]], device=model.device))
+        model.maintain(i + 1)
+        if i >= begin:
+            recording.said.append(int(logits.argmax()))
+            for part in trace:
+                recording.put(i - begin, part)
+    return recording
+
+
+def pieces(llm: LLM, ids: list[int]) -> list[str]:
+    """The text of each token, a special token's name; where several tokens make a letter, the last one has it."""
+    stream, added = llm.tokenizer.stream(), llm.tokenizer.added
+    return [stream.put(i) or (added[i].content if i in added else "") for i in ids]
+
+
+def make_page(data: dict[str, Any]) -> str:
+    # no "</script>" in a text may end the script that holds it
+    inside = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    title = html.escape(f"{data['model']}: {', '.join(data['methods'])}")
+    return TEMPLATE.read_text().replace("{{title}}", title).replace("{{data}}", inside)
+
+
+def main() -> None:
+    opt = parse_args()
+    llm = LLM(opt.checkpoint, calibration=opt.calibration)
+    methods = list(dict.fromkeys(["full", *opt.method]))
+    for method in methods:
+        llm.use(method)  # a wrong name is told before any work is done
+    text = read_text(opt.prompt_file)
+    ids = llm.encode(f"{text.strip()}\n\n{opt.question}" if opt.question else text, opt.chat)
+    shared = len(ids)
+    if opt.question and not opt.query_in_prompt:  # what does not depend on the question
+        other = llm.encode(f"{text.strip()}\n\n.", opt.chat)
+        shared = next(i for i, (x, y) in enumerate(zip(ids, other, strict=False)) if x != y)
+    llm.capacity(len(ids), opt.steps)  # what does not fit is told before any work is done
+    prompt, fed = ids[:shared], ids[shared:]
+    question = len(fed)
+    recordings = {method: run(llm, method, prompt, fed, question, opt.steps) for method in methods}
+    a, size = llm.model.args, len(prompt) + len(fed)
+    data = dict(
+        model=Path(opt.checkpoint).name, prompt_tokens=len(prompt), first=size - opt.steps, steps=opt.steps,
+        layers=a.n_layer, heads=a.n_head, kv_heads=a.n_kv_head, tokens=size, places=min(PLACES, size),
+        text=pieces(llm, prompt + fed), methods={},
+    )  # fmt: skip
+    for method, recording in recordings.items():
+        said = [llm.tokenizer.decode([i]) for i in recording.said]
+        data["methods"][method] = dict(said=said, **recording.packed(recordings["full"]))
+    tmp = temporary(Path(opt.out))
+    tmp.write_text(make_page(data))
+    os.replace(tmp, opt.out)
+    print(f"{opt.out}: {len(prompt)} tokens, {opt.steps} steps, {', '.join(methods)}; open it in a browser")
+
+
+if __name__ == "__main__":
+    run_cli(main)
