@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[0] = str(HERE.parent)  # python puts the folder of this file there; the project is the one above
 from engine import LLM  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import SMOLLM2_CALIBRATION, add_calibration, read_text, smollm2  # noqa: E402

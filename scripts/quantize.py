@@ -1,8 +1,8 @@
 """Write a checkpoint with its weights in few bits, or in none fewer, as a folder that loads without the original.
 
-    python scripts/quantize.py models/tiny /tmp/tiny-int4                    # 4 bits in groups of 32, the head in 8
-    python scripts/quantize.py Llama-3.2-1B.gguf OUT --weights int8:128      # from any checkpoint that is read
-    python scripts/quantize.py Llama-3.2-1B.gguf OUT --weights bf16          # a plain folder, for other tools
+    python -m scripts.quantize models/tiny /tmp/tiny-int4                    # 4 bits in groups of 32, the head in 8
+    python -m scripts.quantize Llama-3.2-1B.gguf OUT --weights int8:128      # from any checkpoint that is read
+    python -m scripts.quantize Llama-3.2-1B.gguf OUT --weights bf16          # a plain folder, for other tools
 
 The folder is in compressed-tensors' format: pack-quantized (4 bits, with zero points) or int-quantized (8 bits), scales
 in fp16. Tensors are quantized one at a time; what is not a linear layer is kept in bf16. With bf16 or fp32 it is a
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import args_from_hf  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from formats import Codes, open_checkpoint  # noqa: E402
-from kernels.linear import pack_bits  # noqa: E402
-from model import ModelArgs  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
-from weights import DENSE, WeightFormat, quantize  # noqa: E402
+from checkpoint import args_from_hf
+from errors import InputError, Parser, run_cli
+from formats import Codes, open_checkpoint
+from kernels.linear import pack_bits
+from model import ModelArgs
+from tokenizer import load_tokenizer
+from weights import DENSE, WeightFormat, quantize
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMAT = {4: "pack-quantized", 8: "int-quantized"}

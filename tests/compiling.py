@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def report(*args: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
     """Its rows, and how it ended: in a process of its own, because in this one kernels may be interpreted."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
-    command = [sys.executable, "scripts/report/kernel_report.py", "--json", *args]
+    command = [sys.executable, "-m", "scripts.report.kernel_report", "--json", *args]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done

@@ -33,7 +33,7 @@ def process(*command, cwd=ROOT):
 
 
 def launches(*argv):
-    done = process("scripts/report/launches.py", "--json", *argv)
+    done = process("-m", "scripts.report.launches", "--json", *argv)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -31,7 +31,7 @@ def test_every_block_of_python_is_tested():
 
 
 def test_generated_sections_are_current():
-    done = run("scripts/report/update_readme.py", "--check")
+    done = run("-m", "scripts.report.update_readme", "--check")
     assert done.returncode == 0, done.stderr
 
 
@@ -70,9 +70,11 @@ def test_linked_files_exist():
 
 
 def test_commands_name_flags_that_exist():
-    commands = re.findall(r"python ((?:scripts/\w+/|examples/)?\w+\.py)([^\n`]*)", README)
-    assert len(commands) >= 10
-    texts = helps(sorted({str(ROOT / script) for script, _ in commands}))
-    for script, rest in commands:
-        for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
-            assert flag in texts[str(ROOT / script)], (script, flag)
+    files = [(str(ROOT / f), rest) for f, rest in re.findall(r"python ((?:examples/)?\w+\.py)([^\n`]*)", README)]
+    modules = re.findall(r"python -m (scripts[\w.]+)([^\n`]*)", README)
+    assert len(files) >= 6 and len(modules) >= 4
+    for commands in (files, modules):
+        texts = helps(sorted({script for script, _ in commands}))
+        for script, rest in commands:
+            for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
+                assert flag in texts[script], (script, flag)

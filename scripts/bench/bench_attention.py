@@ -1,8 +1,8 @@
 """Time one layer's attention of a decode step, whole and by stage, beside the best dense attention in the same run.
 
-    python scripts/bench/bench_attention.py --length 32768 --threads 2                      # a CPU, Llama-3.1-8B shapes
-    python scripts/bench/bench_attention.py --model llama-2-7b --batch 8 16 --length 4096 --out results/attention.json
-    compute-sanitizer python scripts/bench/bench_attention.py --once --method all --batch 2 --length 300    # no timing
+    python -m scripts.bench.bench_attention --length 32768 --threads 2                      # a CPU, Llama-3.1-8B shapes
+    python -m scripts.bench.bench_attention --model llama-2-7b --batch 8 16 --length 4096 --out results/attention.json
+    compute-sanitizer python -m scripts.bench.bench_attention --once --method all --batch 2 --length 300    # no timing
 
 Caches are filled with random keys through the methods' own `compress`, at little more than the length asked for; no
 weights are needed. A method may carry knobs: `sals-12.5,budget=512`; one layer is timed, so that a spec by layers is
@@ -34,26 +34,23 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.base import KVMethod  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from model import ModelArgs  # noqa: E402
-from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads  # noqa: E402
-from scripts.bench.dense import prepare_dense  # noqa: E402
-from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls  # noqa: E402
-from scripts.shared.options import SPECS, check_run, earlier, expand, shapes  # noqa: E402
-from scripts.shared.progress import Progress  # noqa: E402
-from scripts.shared.results import record, write_json  # noqa: E402
-from scripts.shared.timing import (  # noqa: E402
+from cache.base import KVMethod
+from errors import InputError, Parser, run_cli
+from model import ModelArgs
+from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads
+from scripts.bench.dense import prepare_dense
+from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
+from scripts.shared.options import SPECS, check_run, earlier, expand, shapes
+from scripts.shared.progress import Progress
+from scripts.shared.results import record, write_json
+from scripts.shared.timing import (
     Call,
     Clock,
     ceilings,

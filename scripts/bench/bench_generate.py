@@ -1,9 +1,9 @@
 """Decode tokens/s end to end, each method eager and compiled, beside peers in the same run; and what prefill costs.
 
-    python scripts/bench/bench_generate.py --peer transformers
-    python scripts/bench/bench_generate.py --method full self_index --batch 1 8 --length 2048 --out generate.json
-    python scripts/bench/bench_generate.py --random-init llama-3.1-8b --synthetic --peer gpt-fast:../gpt-fast
-    python scripts/bench/bench_generate.py --prefill --method full self_index --size 1x4096 2x2048
+    python -m scripts.bench.bench_generate --peer transformers
+    python -m scripts.bench.bench_generate --method full self_index --batch 1 8 --length 2048 --out generate.json
+    python -m scripts.bench.bench_generate --random-init llama-3.1-8b --synthetic --peer gpt-fast:../gpt-fast
+    python -m scripts.bench.bench_generate --prefill --method full self_index --size 1x4096 2x2048
 
 Prompts are random tokens. `--synthetic` leaves the prefill out: every layer's cache is filled with random keys and
 values through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
@@ -34,7 +34,6 @@ import argparse
 import functools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,16 +41,15 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.spec import layer_methods  # noqa: E402
-from checkpoint import read_args  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from model import ModelArgs, Transformer  # noqa: E402
-from runtime import TINY, add_calibration, add_precision, pick_device, set_threads  # noqa: E402
-from scripts.bench.our_runs import MODES, Ours, Prefill  # noqa: E402
-from scripts.bench.peer_runs import Run, Work  # noqa: E402
-from scripts.bench.peers import check_peer, peer_runs  # noqa: E402
-from scripts.shared.options import (  # noqa: E402
+from cache.spec import layer_methods
+from checkpoint import read_args
+from errors import InputError, Parser, run_cli
+from model import ModelArgs, Transformer
+from runtime import TINY, add_calibration, add_precision, pick_device, set_threads
+from scripts.bench.our_runs import MODES, Ours, Prefill
+from scripts.bench.peer_runs import Run, Work
+from scripts.bench.peers import check_peer, peer_runs
+from scripts.shared.options import (
     SPECS_BY_LAYER,
     check_folder,
     check_run,
@@ -61,10 +59,10 @@ from scripts.shared.options import (  # noqa: E402
     precision,
     shapes,
 )
-from scripts.shared.progress import Progress  # noqa: E402
-from scripts.shared.results import record, write_json  # noqa: E402
-from scripts.shared.timing import ceilings, end, reason, recover, settled, spread  # noqa: E402
-from weights import PackedLinear, WeightFormat  # noqa: E402
+from scripts.shared.progress import Progress
+from scripts.shared.results import record, write_json
+from scripts.shared.timing import ceilings, end, reason, recover, settled, spread
+from weights import PackedLinear, WeightFormat
 
 # what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
 PEERS = {

@@ -1,6 +1,6 @@
 """What a product of the decoder costs by rows, inputs, outputs and the width of the weights, beside torch's own.
 
-    python scripts/bench/bench_linear.py --threads 2 --out results/linear_cpu.json
+    python -m scripts.bench.bench_linear --threads 2 --out results/linear_cpu.json
 
 y = x W^T of the layers of known models, M rows of x: 1 to 16 are a step's, 512 a prompt's (the head has the rows of a
 step alone). Ours takes fp32 rows; weights in 8 and 4 bits have groups of 32. torch: `linear` in fp32 and in bf16, and
@@ -15,25 +15,22 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from kernels import native  # noqa: E402
-from kernels.backend import use_native  # noqa: E402
-from kernels.linear import MANY  # noqa: E402
-from model import NAMED, ModelArgs  # noqa: E402
-from runtime import check_out, set_threads  # noqa: E402
-from scripts.shared.progress import Progress  # noqa: E402
-from scripts.shared.results import record, write_json  # noqa: E402
-from scripts.shared.timing import Call, Clock, ceilings, reason, summary  # noqa: E402
-from weights import Layout, Linear, PackedLinear  # noqa: E402
+from errors import InputError, Parser, run_cli
+from kernels import native
+from kernels.backend import use_native
+from kernels.linear import MANY
+from model import NAMED, ModelArgs
+from runtime import check_out, set_threads
+from scripts.shared.progress import Progress
+from scripts.shared.results import record, write_json
+from scripts.shared.timing import Call, Clock, ceilings, reason, summary
+from weights import Layout, Linear, PackedLinear
 
 CPU = torch.device("cpu")
 GROUP = 32

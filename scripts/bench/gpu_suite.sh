@@ -15,7 +15,7 @@
 # measure what is worth most first, write after every size, and stop in time. Each step is entered in OUT/steps.json with
 # its command, exit status and seconds. A part that is run again goes on where it stopped, on the same commit.
 # Exits with 1 if a step failed; one that was skipped, or ran out of its time, is no failure. Then
-# `python scripts/report/update_readme.py` writes the tables of results/README.md from results/h100.
+# `python -m scripts.report.update_readme` writes the tables of results/README.md from results/h100.
 set -uo pipefail
 die() { echo "error: $*" >&2; exit 2; }
 case ${1:-} in
@@ -100,11 +100,11 @@ step() {
 
 # attention NAME DEADLINE ARGS... and generate NAME DEADLINE ARGS...: into OUT/NAME.json, nothing begun in the last seconds
 attention() {
-    step "$1" "$2" "$PYTHON" scripts/bench/bench_attention.py --resume "${A[@]}" --time-limit $(($2 - SECONDS - 15)) \
+    step "$1" "$2" "$PYTHON" -m scripts.bench.bench_attention --resume "${A[@]}" --time-limit $(($2 - SECONDS - 15)) \
         --out "$OUT/$1.json" "${@:3}"
 }
 generate() {
-    step "$1" "$2" "$PYTHON" scripts/bench/bench_generate.py --resume "${G[@]}" --time-limit $(($2 - SECONDS - 25)) \
+    step "$1" "$2" "$PYTHON" -m scripts.bench.bench_generate --resume "${G[@]}" --time-limit $(($2 - SECONDS - 25)) \
         --out "$OUT/$1.json" "${@:3}"
 }
 
@@ -137,7 +137,7 @@ SALS=(sals-12.5 sals-25 double_sparsity,budget=0.125) # Table 6: 1/8 of the toke
 
 if [ "$PART" = 1 ]; then
     [ -n "$SMALL" ] || step nvidia-smi 20 nvidia-smi -q
-    step environment 35 "$PYTHON" scripts/bench/bench_attention.py "${A[@]}" --ceilings --out "$OUT/environment.json"
+    step environment 35 "$PYTHON" -m scripts.bench.bench_attention "${A[@]}" --ceilings --out "$OUT/environment.json"
     if [[ $ABSENT == *" pytest "* || $ABSENT == *" hypothesis "* ]]; then
         skip kernel_tests "pytest or hypothesis is not installed here"
     else
@@ -150,7 +150,7 @@ if [ "$PART" = 1 ]; then
     attention attention_self_index 425 --model "$LLAMA3" --size 10x16384 --method self_index-7.5
     # every method, and the settings that take other kernels or other bit widths, or have `maintain` run its own; more
     # than 16K slots are selected from by other kernels
-    ONCE=("$PYTHON" scripts/bench/bench_attention.py "${A[@]}" --no-compile --once --size 2x300 1x17000 --model "$LLAMA3"
+    ONCE=("$PYTHON" -m scripts.bench.bench_attention "${A[@]}" --no-compile --once --size 2x300 1x17000 --model "$LLAMA3"
           --method all sals-25,recent=16 sals-12.5,recent=16 sals,score=softmax,recent=16 self_index-7.5
           self_index,store_bits=8 self_index-16bit self_index,tail=8,flush=8 double_sparsity,label_bits=2
           double_sparsity,label_bits=16 flexgen
@@ -212,7 +212,7 @@ if [ "$PART" = 3 ]; then
     if [[ $ABSENT == *" matplotlib "* || ${#FILES[@]} = 0 ]]; then
         skip plots "matplotlib is not installed here, or nothing was measured yet"
     else
-        step plots 540 "$PYTHON" scripts/report/plot_results.py "${FILES[@]}" --out "$OUT"
+        step plots 540 "$PYTHON" -m scripts.report.plot_results "${FILES[@]}" --out "$OUT"
     fi
 fi
 echo "=== part $PART ended after $SECONDS s: $OUT/steps.json"

@@ -1,6 +1,6 @@
 """The other side of `bench_generate.py --peer KIND:PATH`: a peer's own decode step, in a process of its own.
 
-    python scripts/bench/peer_decode.py gpt-fast FOLDER '{"model": {"n_layer": 2, ...}, "batch": 1, "length": 512, ...}'
+    PYTHONPATH=FOLDER python scripts/bench/peer_decode.py gpt-fast '{"model": {...}, "batch": 1, "length": 512, ...}'
 
 Imports model.py and generate.py of FOLDER, in a checkout, which have the names of ours, as they are: shapes as ours,
 random weights, its `setup_caches` filled with random keys and values, its step compiled as its own main does it, its
@@ -60,8 +60,7 @@ def double_sparse(peer: Any, shapes: Any, setup: dict) -> tuple[Any, Callable, d
     return model, peer.sparse_decode_one_token, {}, ()
 
 
-def main(kind: str, folder: str, setup: dict) -> None:
-    sys.path.insert(0, folder)
+def main(kind: str, setup: dict) -> None:
     import torch
 
     torch.set_grad_enabled(False)
@@ -108,4 +107,4 @@ def main(kind: str, folder: str, setup: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -172,17 +173,11 @@ class Peer(Run):
         setup = dict(model=model, batch=w.batch, length=w.length, new=w.new, device=str(w.device),
                      dtype=str(w.dtype).removeprefix("torch."), threads=self.threads)  # fmt: skip
         pipe = subprocess.PIPE
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("peer_decode.py")),
-            self.name,
-            str(Path(self.path) / FOLDERS[self.name]),
-        ]
+        command = [sys.executable, str(Path(__file__).with_name("peer_decode.py")), self.name, json.dumps(setup)]
+        env = os.environ | dict(PYTHONPATH=str(Path(self.path) / FOLDERS[self.name]))
         # a pipe that nobody reads would fill up and stop it
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the process
-        self.process = subprocess.Popen(
-            [*command, json.dumps(setup)], text=True, stdin=pipe, stdout=pipe, stderr=self.log
-        )
+        self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=self.log, env=env)
         self.info = self._read()
 
     def _read(self) -> dict[str, Any]:

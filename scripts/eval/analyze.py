@@ -1,7 +1,7 @@
 """The analyses behind the methods, from their papers' own figures, on any checkpoint.
 
-    python scripts/eval/analyze.py --out results/analysis.json --plots results
-    python scripts/eval/analyze.py --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
+    python -m scripts.eval.analyze --out results/analysis.json --plots results
+    python -m scripts.eval.analyze --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
 
 spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
 overlap   attention mass that tokens chosen by latent scores cover (SALS, Sec. 3.2, Fig. 2)
@@ -31,23 +31,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.calibration import Calibration, beside  # noqa: E402
-from cache.spec import all_statistics  # noqa: E402
-from calibrate import calibrate, draw  # noqa: E402
-from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
-from corpus import collect  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from formats import open_checkpoint  # noqa: E402
-from kernels.rope import apply_rope  # noqa: E402
-from model import Transformer  # noqa: E402
-from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads  # noqa: E402
-from scripts.eval.analyses import ANALYSES  # noqa: E402
-from scripts.eval.analyses.axes import integer_axis  # noqa: E402
-from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
-from scripts.shared.results import check_out, record, save_figure, write_json  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from cache.calibration import Calibration, beside
+from cache.spec import all_statistics
+from calibrate import calibrate, draw
+from checkpoint import args_from_hf, load_checkpoint
+from corpus import collect
+from errors import InputError, Parser, run_cli
+from formats import open_checkpoint
+from kernels.rope import apply_rope
+from model import Transformer
+from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
+from scripts.eval.analyses import ANALYSES
+from scripts.eval.analyses.axes import integer_axis
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
+from scripts.shared.results import check_out, record, save_figure, write_json
+from tokenizer import load_tokenizer
+from weights import WeightFormat
 
 MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
 RANDOM_TOKENS = 512  # of the head scores, where no calibration file holds them

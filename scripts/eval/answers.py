@@ -1,7 +1,7 @@
 """Ten questions on one text: every method's answers, in words, beside those of the full cache.
 
-    python scripts/eval/answers.py --checkpoint m.gguf --calibration FILE --out results/answers.json
-    python scripts/eval/answers.py --checkpoint CKPT --method full sals-25 self_index,store_bits=4 --length 3000
+    python -m scripts.eval.answers --checkpoint m.gguf --calibration FILE --out results/answers.json
+    python -m scripts.eval.answers --checkpoint CKPT --method full sals-25 self_index,store_bits=4 --length 3000
 
 The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,
 and the answer's beginning is given, as RULER does; both come through decode when the text has been compressed, or with
@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.spec import layer_methods  # noqa: E402
-from checkpoint import read_args  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import ROOT, pick_device, read_text, set_threads  # noqa: E402
-from scripts.eval.evaluation import Evaluation, parse_flags  # noqa: E402
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from cache.spec import layer_methods
+from checkpoint import read_args
+from errors import InputError, Parser, run_cli
+from runtime import ROOT, pick_device, read_text, set_threads
+from scripts.eval.evaluation import Evaluation, parse_flags
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from scripts.shared.results import check_out, record, write_json
+from tokenizer import Tokenizer
+from weights import WeightFormat
 
 TEXT = ROOT / "examples" / "observatory.txt"
 FACTS = [  # question, beginning of the answer, its end, the word that counts; the first is in the text

@@ -1,7 +1,7 @@
 """Our eviction methods beside NVIDIA's kvpress: which tokens of a prompt each keeps, and what each then finds.
 
-    python scripts/eval/compare_kvpress.py                                  # the shipped model, 20 needles in 1K
-    python scripts/eval/compare_kvpress.py --samples 100 --seq-len 2048 --out results/kvpress.json
+    python -m scripts.eval.compare_kvpress                                  # the shipped model, 20 needles in 1K
+    python -m scripts.eval.compare_kvpress --samples 100 --seq-len 2048 --out results/kvpress.json
 
 Both sides read the same checkpoint in fp32 and the same prompts, and keep the same number of tokens. A pair is either
 both as they come ("default"), or ours set as theirs is ("alike"): what is left of a difference then is rounding among
@@ -15,7 +15,6 @@ kvpress wants an older transformers than our other tests: give it an environment
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,12 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, check_range, run_cli  # noqa: E402
-from runtime import TINY, set_threads  # noqa: E402
-from scripts.eval.evaluation import Evaluation  # noqa: E402
-from scripts.shared.options import check_folder  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from errors import InputError, Parser, check_range, run_cli
+from runtime import TINY, set_threads
+from scripts.eval.evaluation import Evaluation
+from scripts.shared.options import check_folder
+from scripts.shared.results import check_out, record, write_json
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress
 BETA = 5  # of the pyramid that both can make: theirs has 20, and then is SnapKV with up to 1280 tokens kept

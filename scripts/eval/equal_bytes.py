@@ -1,8 +1,8 @@
 """Methods at equal bytes: each one's knob is set so that its cache holds, or a step reads, a share of full's bytes.
 
-    python scripts/eval/equal_bytes.py --settings                              # what would be run, with its bytes
-    python scripts/eval/equal_bytes.py --out results/equal_bytes.json          # 1K, 2K and 4K, 100 samples a cell
-    python scripts/eval/equal_bytes.py --method quest sals --read 1/8 --lengths 2048 --samples 20
+    python -m scripts.eval.equal_bytes --settings                              # what would be run, with its bytes
+    python -m scripts.eval.equal_bytes --out results/equal_bytes.json          # 1K, 2K and 4K, 100 samples a cell
+    python -m scripts.eval.equal_bytes --method quest sals --read 1/8 --lengths 2048 --samples 20
 
 For every target and length a method gets the largest setting of its LADDER that stays within the target; the knobs that
 a ladder does not name are the method's defaults. A method whose smallest setting is above a target is left out there,
@@ -17,21 +17,19 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from model import Transformer  # noqa: E402
-from runtime import TINY, pick_device, set_threads  # noqa: E402
-from scripts.eval.evaluation import NEEDLES, NEW, Evaluation, evaluate, parse_flags  # noqa: E402
-from scripts.shared.options import earlier, load_model, precision  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from errors import InputError, Parser, run_cli
+from model import Transformer
+from runtime import TINY, pick_device, set_threads
+from scripts.eval.evaluation import NEEDLES, NEW, Evaluation, evaluate, parse_flags
+from scripts.shared.options import earlier, load_model, precision
+from scripts.shared.results import check_out, record, write_json
+from weights import WeightFormat
 
 Ladder = Callable[[int, float], Sequence[str]]  # (tokens, target share) -> specs, from few bytes to many
 

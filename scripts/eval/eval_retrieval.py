@@ -1,9 +1,9 @@
 """Retrieval and perplexity of a checkpoint under any KV-cache methods, side by side on the same samples.
 
-    python scripts/eval/eval_retrieval.py                                   # the shipped model, full cache
-    python scripts/eval/eval_retrieval.py --method full self_index --lengths 1024,2048 --samples 50
-    python scripts/eval/eval_retrieval.py --method all --out results/methods.json         # every method and preset
-    python scripts/eval/eval_retrieval.py --tasks perplexity --out results/perplexity.json
+    python -m scripts.eval.eval_retrieval                                   # the shipped model, full cache
+    python -m scripts.eval.eval_retrieval --method full self_index --lengths 1024,2048 --samples 50
+    python -m scripts.eval.eval_retrieval --method all --out results/methods.json         # every method and preset
+    python -m scripts.eval.eval_retrieval --tasks perplexity --out results/perplexity.json
 
 Tasks: needle (one plain statement in a haystack of held-out text), needle4 (four of them, one asked), ruler (one, in
 RULER's wording), ruler4, key_value (nothing but `"key": value` lines, one asked), repeats (random tokens twice;
@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.spec import layer_methods  # noqa: E402
-from checkpoint import read_args  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import TINY, pick_device, set_threads  # noqa: E402
-from scripts.eval.evaluation import NEEDLES, Evaluation, evaluate, parse_flags  # noqa: E402
-from scripts.shared.options import (  # noqa: E402
+from cache.spec import layer_methods
+from checkpoint import read_args
+from errors import InputError, Parser, run_cli
+from runtime import TINY, pick_device, set_threads
+from scripts.eval.evaluation import NEEDLES, Evaluation, evaluate, parse_flags
+from scripts.shared.options import (
     SPECS_BY_LAYER,
     earlier,
     expand,
@@ -39,8 +37,8 @@ from scripts.shared.options import (  # noqa: E402
     precision,
     takes,
 )
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from scripts.shared.results import check_out, record, write_json
+from weights import WeightFormat
 
 
 def parse_args() -> argparse.Namespace:

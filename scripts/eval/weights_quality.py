@@ -1,8 +1,8 @@
 """What rounding the weights costs, under any methods: perplexity, needles, and greedy tokens that stay the same.
 
-    python scripts/eval/weights_quality.py                                       # the shipped model
-    python scripts/eval/weights_quality.py --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
-    python scripts/eval/weights_quality.py --out results/weights.json
+    python -m scripts.eval.weights_quality                                       # the shipped model
+    python -m scripts.eval.weights_quality --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
+    python -m scripts.eval.weights_quality --out results/weights.json
 
 Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
 first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.spec import layer_methods  # noqa: E402
-from checkpoint import load_checkpoint, read_args  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import TINY, add_calibration, pick_device, set_threads  # noqa: E402
-from scripts.eval.evaluation import Evaluation  # noqa: E402
-from scripts.shared.options import expand  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from cache.spec import layer_methods
+from checkpoint import load_checkpoint, read_args
+from errors import InputError, Parser, run_cli
+from runtime import TINY, add_calibration, pick_device, set_threads
+from scripts.eval.evaluation import Evaluation
+from scripts.shared.options import expand
+from scripts.shared.results import check_out, record, write_json
+from weights import WeightFormat
 
 
 def parse_args() -> argparse.Namespace:

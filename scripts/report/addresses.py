@@ -1,7 +1,7 @@
 """Watches Triton's interpreter: every address that is loaded or stored lies in a tensor of the launch.
 
-    python scripts/report/addresses.py
-    python scripts/report/addresses.py --methods sals loki --out results/addresses.json
+    python -m scripts.report.addresses
+    python -m scripts.report.addresses --methods sals loki --out results/addresses.json
 
 A GPU reads beside a tensor and says nothing, and so does the interpreter, as long as the memory is the process's own.
 Here every masked-in address is held to the storages of the tensors that the kernel was launched with: in every
@@ -19,22 +19,20 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # read when triton is imported
     os.environ |= dict(TRITON_INTERPRET="1", KV_FAST_BACKEND="triton")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import numpy as np
+import torch
+from tqdm import tqdm
 
-from cache.harness import prompt, run, tiny  # noqa: E402
-from cache.spec import method_class, method_files  # noqa: E402
-from errors import run_cli  # noqa: E402
-from kernels import select  # noqa: E402
-from scripts.report.kernel_report import aligned  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from cache.harness import prompt, run, tiny
+from cache.spec import method_class, method_files
+from errors import run_cli
+from kernels import select
+from scripts.report.kernel_report import aligned
+from scripts.shared.results import check_out, record, write_json
 
 # how the rows of a selection are read: whole, by one program that lists candidates, by one a chunk
 BLOCKS: dict[str, dict[str, int]] = dict(

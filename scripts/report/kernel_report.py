@@ -1,8 +1,8 @@
 """Registers, spills, shared memory and occupancy of every Triton kernel, compiled ahead of time: no GPU is needed.
 
-    python scripts/report/kernel_report.py
-    python scripts/report/kernel_report.py --cc 90 --models llama-3.1-8b --files dense_attention packed_attention
-    python scripts/report/kernel_report.py --cc 80,89,90,100 --out results/kernels.json
+    python -m scripts.report.kernel_report
+    python -m scripts.report.kernel_report --cc 90 --models llama-3.1-8b --files dense_attention packed_attention
+    python -m scripts.report.kernel_report --cc 80,89,90,100 --out results/kernels.json
 
 Compiles what `aot` lists in the file of scripts/report/kernels/ that goes by the name of one of kernels/. Exits with 1
 if a kernel spills registers, needs more shared memory than a program may have on the card, or does not compile.
@@ -30,16 +30,15 @@ from typing import Any
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported; an interpreted kernel cannot be compiled
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import triton  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from errors import InputError, run_cli  # noqa: E402
-from model import ModelArgs  # noqa: E402
-from runtime import ROOT  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from errors import InputError, run_cli
+from model import ModelArgs
+from runtime import ROOT
+from scripts.shared.results import check_out, record, write_json
 
 KERNELS = ROOT / "kernels"
 MODELS = ("llama-2-7b", "llama-3.1-8b")

@@ -1,8 +1,8 @@
 """Every kernel that a model of a real size launches, through Triton's own launcher: no GPU is needed.
 
-    python scripts/report/launches.py
-    python scripts/report/launches.py --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
-    python scripts/report/launches.py --bind
+    python -m scripts.report.launches
+    python -m scripts.report.launches --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
+    python -m scripts.report.launches --bind
 
 A prompt, a step and the maintenance behind it run on tensors without numbers, and each launch is noted as the launcher
 sees it: dtypes, what is None, sizes of 1, alignment. Then each goes through `kernel.run(..., warmup=True)` for every
@@ -19,7 +19,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,27 +26,26 @@ from unittest import mock
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported; an interpreted kernel cannot be compiled
 os.environ["KV_FAST_BACKEND"] = "triton"
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import KernelInterface, MockTensor  # noqa: E402
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from tqdm import tqdm
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import KernelInterface, MockTensor
 
-from cache import lowrank  # noqa: E402
-from cache.calibration import RandomCalibration  # noqa: E402
-from cache.evicting import Evicting  # noqa: E402
-from errors import InputError, run_cli  # noqa: E402
-from kernels import observed_attention, offload, splits  # noqa: E402
-from kv_methods import double_sparsity_offload  # noqa: E402
-from kv_methods.razor import Razor  # noqa: E402
-from model import ModelArgs, empty_transformer  # noqa: E402
-from scripts.report.kernel_report import MODELS, aligned, needs, problem  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from weights import WeightFormat  # noqa: E402
+from cache import lowrank
+from cache.calibration import RandomCalibration
+from cache.evicting import Evicting
+from errors import InputError, run_cli
+from kernels import observed_attention, offload, splits
+from kv_methods import double_sparsity_offload
+from kv_methods.razor import Razor
+from model import ModelArgs, empty_transformer
+from scripts.report.kernel_report import MODELS, aligned, needs, problem
+from scripts.shared.results import check_out, record, write_json
+from weights import WeightFormat
 
 METHODS = (
     "full", "streaming", "double_sparsity", "double_sparsity,label_bits=2", "double_sparsity,label_bits=16",

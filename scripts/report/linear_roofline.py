@@ -1,6 +1,6 @@
 """Predicted times of products with packed weights on an H100, at the shapes of Llama-3.1-8B: no GPU is needed.
 
-    python scripts/report/linear_roofline.py --out results/linear_h100_prediction.json
+    python -m scripts.report.linear_roofline --out results/linear_h100_prediction.json
 
 A prediction from machine code and sizes, not a measurement: a product takes the longest of what its bytes take at the
 memory's full rate, what the instructions of its loop take in the issue slots of the multiprocessor with most programs,
@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported; an interpreted kernel cannot be compiled
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch  # noqa: E402
+import torch
 
-from errors import run_cli  # noqa: E402
-from kernels.linear import share_count, tile_of  # noqa: E402
-from model import ModelArgs  # noqa: E402
-from scripts.report.kernel_report import BANDWIDTH, LAUNCH, aligned, compile_kernel  # noqa: E402
-from scripts.report.kernels.linear import FORMATS, product  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
+from errors import run_cli
+from kernels.linear import share_count, tile_of
+from model import ModelArgs
+from scripts.report.kernel_report import BANDWIDTH, LAUNCH, aligned, compile_kernel
+from scripts.report.kernels.linear import FORMATS, product
+from scripts.shared.results import check_out, record, write_json
 
 SMS, CLOCK, ISSUE = 132, 1.755e9, 4  # multiprocessors of an H100 SXM5, its boost clock in Hz, warps that issue a clock
 TENSOR = 989e12  # bf16 operations/s without sparsity (data sheet)

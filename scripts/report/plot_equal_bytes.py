@@ -1,7 +1,7 @@
 """Draw results/equal_bytes*.json: what each method finds against the bytes it holds, and against those a step reads.
 
-    python scripts/report/plot_equal_bytes.py                    # -> results/equal_bytes_kv.png, equal_bytes_read.png
-    python scripts/report/plot_equal_bytes.py --task key_value --out /tmp
+    python -m scripts.report.plot_equal_bytes                    # -> results/equal_bytes_kv.png, equal_bytes_read.png
+    python -m scripts.report.plot_equal_bytes --task key_value --out /tmp
 
 A line a method, through its settings. The frontier, what no other setting beats with as few bytes, is grey; the
 setting in which it ends is named: no other finds more, nor as much with fewer bytes.
@@ -10,7 +10,6 @@ setting in which it ends is named: no other finds more, nor as much with fewer b
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import ROOT  # noqa: E402
-from scripts.report.tables.equal_bytes import BOUNDS, TASKS, Cell, cells, read_cells, share_of  # noqa: E402
-from scripts.shared.results import check_out, save_figure  # noqa: E402
+from errors import InputError, Parser, run_cli
+from runtime import ROOT
+from scripts.report.tables.equal_bytes import BOUNDS, TASKS, Cell, cells, read_cells, share_of
+from scripts.shared.results import check_out, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
 WHAT = dict(kv="bytes held", read="bytes that a step reads")
@@ -106,7 +104,7 @@ def main() -> None:
     every = cells()
     tasks = [t for t in opt.task or TASKS if any(t in c["row"] for c in every)]
     if not tasks:
-        raise InputError("no results/equal_bytes*.json has this: python scripts/eval/equal_bytes.py --out measures it")
+        raise InputError("no results/equal_bytes*.json has this: python -m scripts.eval.equal_bytes --out measures it")
     for axis in WHAT:
         check_out(Path(opt.out) / f"equal_bytes_{axis}.png")
     made = [str(f) for f in (draw(axis, every, tasks, Path(opt.out)) for axis in WHAT) if f]

@@ -1,25 +1,22 @@
 """Draw results/methods*.json: what each method retrieves against the bytes that a step reads and the cache holds.
 
-python scripts/report/plot_methods.py                       # -> results/methods.png
-python scripts/report/plot_methods.py --task key_value --out key_value.png
+python -m scripts.report.plot_methods                       # -> results/methods.png
+python -m scripts.report.plot_methods --task key_value --out key_value.png
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.spec import parse_spec, resolve  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import ROOT  # noqa: E402
-from scripts.shared.results import check_out, method_rows, save_figure  # noqa: E402
+from cache.spec import parse_spec, resolve
+from errors import InputError, Parser, run_cli
+from runtime import ROOT
+from scripts.shared.results import check_out, method_rows, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
 
@@ -38,7 +35,7 @@ def main() -> None:
     check_out(opt.out)
     rows = [r for r in method_rows() if opt.task in r]
     if not rows:
-        run = "python scripts/eval/eval_retrieval.py --method all"
+        run = "python -m scripts.eval.eval_retrieval --method all"
         raise InputError(f"no results/methods*.json has {opt.task}: {run} measures it")
     lengths = sorted({r["seq_len"] for r in rows})
     families = sorted({family(r["method"]) for r in rows})

@@ -1,7 +1,7 @@
 """Draw the results of bench_attention.py and bench_generate.py: time and speed-up against length, and a roofline.
 
-    python scripts/report/plot_results.py results/h100/attention*.json --out results/h100
-    python scripts/report/plot_results.py results/attention_cpu.json results/generate_cpu.json --out results
+    python -m scripts.report.plot_results results/h100/attention*.json --out results/h100
+    python -m scripts.report.plot_results results/attention_cpu.json results/generate_cpu.json --out results
 
 Writes, for each model and device in the files: attention_MODEL.png (a row a batch: time of the operator, and how many
 times the best dense attention of the same rounds), roofline_MODEL.png (bytes/s reached against bytes that must be
@@ -12,7 +12,6 @@ same mode).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from scripts.shared.results import check_out, save_figure  # noqa: E402
+from errors import InputError, Parser, run_cli
+from scripts.shared.results import check_out, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """Draw tokens/s over context from results of bench_generate.py: ours by method, llama.cpp and transformers, by weights.
 
-    python scripts/report/plot_speed.py results/generate_cpu_llama-3.2-1b_*[0-9].json --out results
+    python -m scripts.report.plot_speed results/generate_cpu_llama-3.2-1b_*[0-9].json --out results
 
 Writes speed_MODEL.png for each model: a panel for each width of the weights, all with the same axes, batch 1, the
 median over rounds with its quartiles. Of a run's modes the faster one is drawn at each length.
@@ -9,7 +9,6 @@ median over rounds with its quartiles. Of a run's modes the faster one is drawn 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from scripts.report.plot_results import MARKERS, Row, decorate, log_scale, spread_bars  # noqa: E402
-from scripts.shared.results import check_out, save_figure  # noqa: E402
+from errors import InputError, Parser, run_cli
+from scripts.report.plot_results import MARKERS, Row, decorate, log_scale, spread_bars
+from scripts.shared.results import check_out, save_figure
 
 WIDTHS = ["fp32", "bf16", "int8", "int4"]
 GAP = 0.055  # least distance of two labels, as a share of the panel's height

@@ -1,19 +1,17 @@
 """Draw the training curve of a checkpoint made by scripts/train/train_tiny.py from its training.json.
 
-python scripts/report/plot_training.py --out results/training.png
+python -m scripts.report.plot_training --out results/training.png
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.shards import read_object as read_json  # noqa: E402
-from runtime import ROOT, TINY  # noqa: E402
-from scripts.shared.results import check_out, save_figure  # noqa: E402
+from errors import InputError, Parser, run_cli
+from formats.shards import read_object as read_json
+from runtime import ROOT, TINY
+from scripts.shared.results import check_out, save_figure
 
 
 def main() -> None:

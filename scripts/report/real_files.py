@@ -1,7 +1,7 @@
 """Published files against what else reads them: vocabularies, chat templates, Mistral's tokenizers, quantized models.
 
-    python scripts/report/real_files.py --vocabularies models --templates models/templates --mistral data --ggufs quants
-    python scripts/report/real_files.py --vocabularies models --json
+    python -m scripts.report.real_files --vocabularies models --templates models/templates --mistral data --ggufs quants
+    python -m scripts.report.real_files --vocabularies models --json
 
 Vocabularies (ggml-vocab-*.gguf with .inp and .out, in vendor/llama.cpp/models of llama-cpp-python's sdist): the
 published ids of the published texts, and the texts again from the ids. Templates (models/templates there): what
@@ -12,7 +12,6 @@ tiktoken with the file's own pattern, and the texts again. Quantized models: the
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from base64 import b64decode
@@ -21,15 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import torch  # noqa: E402
+import torch
 
-from checkpoint import load_checkpoint, save_checkpoint_tensors  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.gguf import hf_name  # noqa: E402
-from formats.gguf_file import GGUFFile  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from tokenizer import Tokenizer, chat, load_tokenizer  # noqa: E402
+from checkpoint import load_checkpoint, save_checkpoint_tensors
+from errors import InputError, Parser, run_cli
+from formats.gguf import hf_name
+from formats.gguf_file import GGUFFile
+from scripts.shared.results import check_out, record, write_json
+from tokenizer import Tokenizer, chat, load_tokenizer
 
 BETWEEN = "\n__ggml_vocab_test__\n"  # the texts of an .inp file
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}  # for templates, which are published without a vocabulary

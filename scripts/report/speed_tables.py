@@ -1,6 +1,6 @@
 """Tables of a GPU run, results/h100/*.json, beside what the papers report: a section of results/README.md.
 
-    python scripts/report/speed_tables.py results/h100      # prints it; update_readme.py puts it into the page
+    python -m scripts.report.speed_tables results/h100      # prints it; update_readme.py puts it into the page
 
 A paper's figure is a ratio to its own baseline on its own card. It stands beside ours of the same shapes, batch, length
 and method.
@@ -9,12 +9,10 @@ and method.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from scripts.report.tables.gpu import load, section  # noqa: E402
+from errors import InputError, Parser, run_cli
+from scripts.report.tables.gpu import load, section
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Write what is generated of README.md, results/README.md and the model card, from the code and results/*.json.
 
-    python scripts/report/update_readme.py            # the tables
-    python scripts/report/update_readme.py --demo     # run `make demo` too and show its output
-    python scripts/report/update_readme.py --check    # exit 2 if a page is not what this would write
+    python -m scripts.report.update_readme            # the tables
+    python -m scripts.report.update_readme --demo     # run `make demo` too and show its output
+    python -m scripts.report.update_readme --check    # exit 2 if a page is not what this would write
 
 A section stands between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand.
 """
@@ -12,19 +12,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from errors import InputError, Parser, run_cli  # noqa: E402
-from runtime import ROOT, check_out, temporary  # noqa: E402
-from scripts.report.tables.accuracy import comparison, kvpress, losses, retrieval, weights  # noqa: E402
-from scripts.report.tables.claims import claims  # noqa: E402
-from scripts.report.tables.equal_bytes import equal_bytes  # noqa: E402
-from scripts.report.tables.methods import methods, settings  # noqa: E402
-from scripts.report.tables.published import answers, real_files  # noqa: E402
-from scripts.report.tables.speed import attention, gpu, kernels, launches, linear, speed  # noqa: E402
+from errors import InputError, Parser, run_cli
+from runtime import ROOT, check_out, temporary
+from scripts.report.tables.accuracy import comparison, kvpress, losses, retrieval, weights
+from scripts.report.tables.claims import claims
+from scripts.report.tables.equal_bytes import equal_bytes
+from scripts.report.tables.methods import methods, settings
+from scripts.report.tables.published import answers, real_files
+from scripts.report.tables.speed import attention, gpu, kernels, launches, linear, speed
 
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -79,7 +77,7 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
             changed[path] = text
     if check and changed:
         stale = next(iter(changed)).relative_to(root)
-        raise InputError(f"{stale} is not up to date: run python scripts/report/update_readme.py")
+        raise InputError(f"{stale} is not up to date: run python -m scripts.report.update_readme")
     for path, text in changed.items():
         temporary(path).write_text(text)
         temporary(path).replace(path)

@@ -77,7 +77,7 @@ def check_folder(checkpoint: str, who: str) -> None:
     """InputError if a library that reads folders alone is given a GGUF file."""
     if (path := open_checkpoint(checkpoint).path).is_file():
         raise InputError(f"{who} needs a Hugging Face folder, {path} is a GGUF file: write one by python "
-                         f"scripts/quantize.py {path} OUT --weights fp32, and give --checkpoint OUT")  # fmt: skip
+                         f"-m scripts.quantize {path} OUT --weights fp32, and give --checkpoint OUT")  # fmt: skip
 
 
 @functools.cache

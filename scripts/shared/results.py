@@ -52,6 +52,12 @@ def gpu(device: torch.device) -> dict[str, Any]:
         return out | dict(nvidia_smi=f"{type(e).__name__}: {e}")
 
 
+def program() -> str:
+    """`python -m scripts.bench.bench_linear`, as it was started."""
+    path = Path(os.path.relpath(sys.argv[0], ROOT))
+    return f"python -m {'.'.join(path.with_suffix('').parts)}" if path.parts[0] == "scripts" else f"python {path}"
+
+
 def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
     """The command, device, versions, commit and date, then the numbers."""
     device = torch.device(device)
@@ -63,7 +69,7 @@ def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
             continue
     cuda = device.type == "cuda"
     return dict(
-        command=" ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        command=" ".join([program(), *sys.argv[1:]]),
         device=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads",
         **(dict(gpu=gpu(device)) if cuda else {}),
         versions=dict(python=platform.python_version(), **packages),

@@ -1,7 +1,7 @@
 """Train the shipped model, models/tiny: a small Llama that retrieves and writes Python- and English-like text.
 
-    python scripts/train/train_tiny.py --out models/tiny                 # the CPU recipe, hours on two cores
-    python scripts/train/train_tiny.py --out models/tiny --recipe gpu    # longer, and up to 16K tokens of context
+    python -m scripts.train.train_tiny --out models/tiny                 # the CPU recipe, hours on two cores
+    python -m scripts.train.train_tiny --out models/tiny --recipe gpu    # longer, and up to 16K tokens of context
 
 The recipe. Nothing is seeded by hand: weights start random, and training starts with sequences of 64 tokens in which
 random tokens repeat and with the first 3 layers alone, until the model continues repeats (induction heads form); then
@@ -36,17 +36,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from checkpoint import save_checkpoint_tensors  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from kernels.rope import RopeArgs  # noqa: E402
-from model import Transformer  # noqa: E402
-from runtime import pick_device, set_threads  # noqa: E402
-from scripts.eval.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT  # noqa: E402
-from scripts.shared.results import check_out  # noqa: E402
-from scripts.train.data import VOCAB, Pieces, make_tasks, prepare  # noqa: E402
-from scripts.train.muon import Muon  # noqa: E402
-from scripts.train.recipe import ARGS, RECIPES  # noqa: E402
+from checkpoint import save_checkpoint_tensors
+from errors import InputError, Parser, run_cli
+from kernels.rope import RopeArgs
+from model import Transformer
+from runtime import pick_device, set_threads
+from scripts.eval.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
+from scripts.shared.results import check_out
+from scripts.train.data import VOCAB, Pieces, make_tasks, prepare
+from scripts.train.muon import Muon
+from scripts.train.recipe import ARGS, RECIPES
 
 MUON_LR, ADAM_LR = 0.01, 2.5e-3
 BACK = 4  # tokens back that the auxiliary loss asks for

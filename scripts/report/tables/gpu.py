@@ -193,7 +193,7 @@ def section(folder: Path) -> str:
     files = [f for f in sorted(folder.glob("*.json")) if f.name not in ("steps.json", "once.json")]
     if not files:
         return ("**Not run on a GPU yet.** On a machine with one, `scripts/bench/gpu_suite.sh 1`, `2` and `3` and then "
-                "`python scripts/report/update_readme.py` fill this section: attention over the papers' grids, decode "
+                "`python -m scripts.report.update_readme` fill this section: attention over the papers' grids, decode "
                 "beside gpt-fast, a prompt of 128K tokens, offloading, each beside the paper's figure and the byte "
                 "limit."
                 )  # fmt: skip
