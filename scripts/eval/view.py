@@ -44,6 +44,7 @@ def parse_args() -> argparse.Namespace:
     a("--chat", action="store_true", help="the text and the question are a turn by the chat template")
     a("--query-in-prompt", action="store_true", help="the question is known when the text is compressed")
     a("--steps", type=int, default=16, metavar="N", help="tokens of the answer (default: 16)")
+    a("--json", action="store_true", help="print what each method says, and its recall, as JSON")
     a("--out", default="view.html", metavar="FILE", help="the page (default: view.html)")
     opt = p.parse_args()
     if not 1 <= opt.steps <= 256:
@@ -158,6 +159,11 @@ def main() -> None:
     tmp = temporary(Path(opt.out))
     tmp.write_text(make_page(data))
     os.replace(tmp, opt.out)
+    if opt.json:
+        rows = [dict(method=name, said="".join(m["said"]), recall=round(float(torch.tensor(m["recall"]).mean()), 4))
+                for name, m in data["methods"].items()]  # fmt: skip
+        print(json.dumps(dict(out=opt.out, prompt_tokens=len(prompt), rows=rows), ensure_ascii=False))
+        return
     print(f"{opt.out}: {len(prompt)} tokens, {opt.steps} steps, {', '.join(methods)}; open it in a browser")
 
 

@@ -1,0 +1,241 @@
+"""scripts/eval/ruler.py against the generators of NVIDIA/RULER (scripts/data/synthetic at c3f5e3b)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from runtime import TINY
+from scripts.eval import rows as R
+from scripts.eval import ruler
+from scripts.eval.ruler import NOISE, Pairs, Sources, generate
+from tokenizer import load_tokenizer
+
+TK = load_tokenizer(TINY)
+
+
+def text_of(row):
+    return row["context"] + row["question"] + row["answer_prefix"]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Three samples of a task by its name, made once."""
+    known = {}
+
+    def of(task, length=2048, **sources):
+        if (task, length) not in known:
+            known[task, length] = list(generate(task, TK, length, 3, 42, Sources(**sources)))
+        return known[task, length]
+
+    return of
+
+
+# sha256 of what the published code wrote, run with this tokenizer and wonderwords 3.0.1: prompts and answers of the
+# first two samples of seed 42
+RECORDED = {
+    "niah_single_1": (2048, "92ff96796ac62865"), "niah_multikey_2": (2048, "89c11e2e4fb021cb"),
+    "niah_multikey_3": (2048, "a21a66729552de28"), "vt": (2048, "c3fab62f7f48aacc"),
+    "fwe": (2048, "6c02d398d7a035e9"), "cwe": (2048, "5ff3a5a3c0f83213"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", RECORDED)
+def test_samples_are_those_of_the_published_code(made, task):
+    length, digest = RECORDED[task]
+    rows = [[text_of(r), r["answer"]] for r in made(task, length)[:2]]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == digest
+
+
+def test_lengths_count_prompt_and_answer_and_fill_what_there_is(made):
+    for task, spare in dict(niah_single_1=60, niah_multikey_2=120, niah_multikey_3=200, vt=60, fwe=400).items():
+        for row in made(task):
+            n = len(TK.encode(text_of(row), bos=False)) + row["max_new_tokens"]
+            assert 2048 - spare < n <= 2048, (task, n)
+    shorter = next(generate("niah_single_1", TK, 2048, 1, reserve=500))
+    assert len(TK.encode(text_of(shorter), bos=False)) + 128 <= 1548
+
+
+def test_single_needles(made):
+    depths = set()
+    for row in made("niah_single_1"):
+        lines = row["context"].split("\n")
+        key = re.fullmatch(
+            r"What is the special magic number for (.*) mentioned in the provided text\? ", row["question"]
+        )[1]
+        needle = f"One of the special magic numbers for {key} is: {row['answer'][0]}."
+        assert lines[0].startswith("A special magic number is hidden within") and lines.count(needle) == 1
+        assert Counter(lines[1:-1]) == {NOISE: len(lines) - 3, needle: 1}
+        assert re.fullmatch(r"\d{7}", row["answer"][0]) and row["max_new_tokens"] == 128
+        assert row["answer_prefix"] == f"The special magic number for {key} mentioned in the provided text is"
+        assert abs(row["depth"] - lines.index(needle) / len(lines)) < 0.05
+        depths.add(row["depth"])
+    assert len(depths) == 3
+
+
+def test_haystacks_of_needles(made):
+    for task, value in (
+        ("niah_multikey_2", r"\d{7}"),
+        ("niah_multikey_3", r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+    ):
+        for row in made(task):
+            lines = row["context"].split("\n")[1:-1]
+            found = [
+                re.fullmatch(rf"One of the special magic (?:numbers|uuids) for (.*) is: ({value})\.", x) for x in lines
+            ]
+            assert all(found) and len({m[1] for m in found}) == len(lines) > 15
+            (own,) = [m for m in found if f" {m[1]} " in row["question"]]
+            assert row["answer"] == [own[2]]
+
+
+def test_chains(made):
+    for row in made("vt"):
+        example, shown = row["context"].split("\n\nMemorize")
+        value = re.search(r"assigned the value (\d{5}) in", row["question"])[1]
+        names = row["answer"]
+        assert len(set(names)) == 5 and all(re.fullmatch("[A-Z]{5}", n) for n in names)
+        lines = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
+        assert [x for x in shown.split("\n") if x.startswith("VAR")] == lines
+        assert row["answer_prefix"].endswith(f"5 variables are assigned the value {value}, they are: ")
+        own = example.split("they are: ")[1].split()
+        assert len(own) == 5 and all(re.fullmatch("[A-Z]{3}", n) for n in own) and "12345" not in example
+        assert len(TK.encode(example, bos=False)) < 600 and row["max_new_tokens"] == 30
+
+
+@pytest.mark.parametrize(("length", "counts"), [(2048, (6, 1, 3, 1)), (6144, (30, 3, 10, 3))])
+def test_common_words(made, length, counts):
+    often, seldom, example_often, example_seldom = counts
+    for row in made("cwe", length):
+        example, shown = row["context"].split("\nBelow")
+        for text, high, low in ((example, example_often, example_seldom), (shown, often, seldom)):
+            listed = re.findall(r"(\d+)\. (\D+?)(?= \d+\.|\n)", text.split("Answer:")[0])
+            assert [int(n) for n, _ in listed] == [*range(1, len(listed) + 1)]
+            found = Counter(word for _, word in listed)
+            assert Counter(found.values()) == {high: 10, low: len(found) - 10}
+        assert {w for w, n in found.items() if n == often} == set(row["answer"]) and row["max_new_tokens"] == 120
+
+
+def test_coded_words(made):
+    for row in made("fwe"):
+        found = Counter(row["context"].split(" coded words. ")[1].split())
+        (dots, most), *rest = found.most_common()
+        assert dots == "..." and [w for w, _ in rest[:3]] == row["answer"]
+        assert all(re.fullmatch("[a-z]{6}", w) for w, _ in rest)
+        assert [round(most / n) for _, n in rest[:3]] == [4, 9, 16]  # Zeta(2)
+    assert made("fwe")[0]["answer"] != made("fwe")[1]["answer"]
+
+
+def prose(n):
+    return " ".join(f"Sentence {i} has words of no weight." for i in range(n))
+
+
+def test_needles_in_essays(made, tmp_path, few_texts):
+    (tmp_path / "a.txt").write_text(prose(400)), (tmp_path / "b.txt").write_text(prose(400))
+    for task, n_value, n_query in (("niah_multivalue", 4, 1), ("niah_multiquery", 1, 4), ("niah_multikey_1", 1, 1)):
+        for row in made(task, 4096, essays=str(tmp_path)):
+            found = re.findall(r"One of the special magic numbers for (\S+|\S+ \S+) is: (\d{7})\.", row["context"])
+            assert len(found) == 4 and len(row["answer"]) == n_value * n_query and row["task"] == task
+            asked = {k for k, v in found if v in row["answer"]}
+            assert len(asked) == n_query and all(k in row["question"] for k in asked)
+            assert row["answer_prefix"].endswith(" are" if len(row["answer"]) > 1 else " is")
+            assert (", and " in row["question"]) == (n_query == 4) and "no weight. One of" in row["context"]
+    assert next(generate("niah_single_3", TK, 4096, 1))["task"] == "niah_single_3-style"
+
+
+def test_documents(made, tmp_path):
+    file = tmp_path / "squad.json"
+    paragraphs = [
+        dict(context=f"{prose(6)} {a}{i}", qas=[dict(question=f"q{a}{i}?", answers=[dict(text="x"), dict(text="y")],
+                                                     is_impossible=i == 2)])
+        for a in "abcdefgh" for i in range(4)
+    ]  # fmt: skip
+    file.write_text(json.dumps(dict(data=[dict(paragraphs=paragraphs[i : i + 4]) for i in range(0, 32, 4)])))
+    for i, row in enumerate(made("qa_1", 3000, squad=str(file))):
+        docs = re.split(r"Document \d+:\n", row["context"])[1:]
+        own = [d for d in docs if d.strip().endswith(f"a{i if i < 2 else 3}")]
+        assert len(own) == 1 and row["answer"] == ["x", "y"] and len({d.strip() for d in docs}) == len(docs) > 10
+        assert {d.strip()[-2:] for d in docs} >= {f"a{k}" for k in range(4)}  # the article's own come first
+        assert row["answer_prefix"] == "Answer:" and row["question"].endswith(f"Question: qa{i if i < 2 else 3}? ")
+
+
+def test_pairs_are_in_the_order_of_a_sorted_list(monkeypatch):
+    assert len(Pairs()) == 910 * 6782 and Pairs()[-1 % len(Pairs())].endswith("-zucchini")
+    few = dict(
+        adjective=["blue", "teal", "blue-eyed", "ad hoc", "bluer"], noun=["eel", "zoo", "eyed-cat", "ATM", "fox"]
+    )
+    monkeypatch.setattr(ruler, "words", few.get)
+    assert list(Pairs()) == sorted({f"{a}-{n}" for a in few["adjective"] for n in few["noun"]})
+
+
+SCORED = [
+    ("niah_multivalue", "it is 123, 456.", ["123", "456", "789", "000"], 0.5),
+    ("vt", "abc DEF", ["ABC", "def"], 1.0),
+    ("qa_1", "the Cat\nsat", ["dog", "cat"], 1.0),
+    ("qa_2", "nothing", ["dog", "cat"], 0.0),
+    ("hotpotqa", "The red, fox!", ["a red fox jumps", "blue"], 0.8),
+    ("narrativeqa", "", ["x"], 0.0),
+    ("gov_report", "the cat sat on the mat", ["the cat lay on a mat"], 8 / 12),
+    ("lcc", "# note\nreturn x + 1\nmore", ["return x + 2"], 0.92),
+    ("repobench-p", "`a`", ["b"], 0.0),
+    ("passage_count", "7 or 8", ["8"], 0.5),
+    ("passage_retrieval_en", "Paragraph 12", ["Paragraph 12"], 1.0),
+    ("trec", "Type: City\nState", ["City"], 1.0),
+    ("triviaqa", "\nParis\nQuestion: London", ["Paris"], 1.0),
+    ("passkey", " 71432. Remember", ["71432"], 1.0),
+    ("kv_retrieval", ' "ab-1".', ["ab-1"], 1.0),
+    ("longbook_choice_eng", "The answer is B.", ["B"], 1.0),
+    ("code_run", "it returns -3", [-3], 1.0),
+    ("math_find", "12.5", [12.5], 1.0),
+    ("longdialogue_qa_eng", "ace ventura", ["ACE", "X"], 1.0),
+]
+
+
+@pytest.mark.parametrize(("task", "said", "answer", "wanted"), SCORED, ids=[s[0] for s in SCORED])
+def test_scores(task, said, answer, wanted):
+    row = dict(task=task, answer=answer, all_classes=["City", "State", "Cit"])
+    assert R.score(row, said) == pytest.approx(wanted)
+    with pytest.raises(R.InputError, match="has no metric here"):
+        R.check_metric("vcsum")
+
+
+def test_command_line(cli, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    argv = ("--checkpoint", TINY, "--tasks", "niah_single_1,vt", "--length", 1024, "--samples", 2, "--out", out)
+    status, printed, err = cli(ruler, *argv, "--json")
+    rows = R.read_rows(out)
+    assert (
+        status == 0 and json.loads(printed) == rows and Counter(r["task"] for r in rows) == dict(niah_single_1=2, vt=2)
+    )
+    assert {"context", "question", "answer_prefix", "answer", "max_new_tokens", "task"} <= rows[0].keys()
+    again = list(generate("vt", TK, 1024, 2, 42, reserve=1))
+    assert again == rows[2:] and list(generate("vt", TK, 1024, 2, 43, reserve=1)) != again
+    assert "niah_single_1: 2 samples of at most" in cli(ruler, *argv)[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--tasks", "nothing"], "unknown task"), (["--tasks", "qa_1"], "needs --squad"), (["--length", 8], "--length"),
+        (["--length", 256, "--tasks", "cwe"], "cwe: the smallest sample"), (["--samples", 0], "--samples"),
+        (["--out", "/no/such/folder/x.jsonl"], "cannot write"),
+        (["--tasks", "niah_single_2", "--essays", "/no/such/folder"], "has no text"),
+        (["--tasks", "qa_2", "--hotpotqa", str(TINY / "config.json")], "is not hotpotqa as published"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_use(cli, argv, says):
+    status, out, err = cli(ruler, "--checkpoint", TINY, *argv)
+    said = err.rsplit("\r")[-1]  # after a progress bar
+    assert status == 2 and not out and said.startswith("error: ") and says in said and err.count("error") == 1
+
+
+def test_words_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr(
+        ruler.importlib.resources, "files", lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name))
+    )
+    with pytest.raises(R.InputError, match="pip install wonderwords"):
+        ruler.words.__wrapped__("noun")
