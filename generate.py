@@ -30,8 +30,8 @@ from runtime import (
     device_name,
     peak_memory,
     read_text,
-    temporary,
     versions,
+    written,
 )
 from tokenizer.chat import template_variable
 
@@ -172,8 +172,8 @@ def profiled(trace: str | None) -> Iterator[None]:
         with prof:
             yield
     finally:
-        prof.export_chrome_trace(str(temporary(path)))
-        temporary(path).replace(path)
+        with written(path) as tmp:
+            prof.export_chrome_trace(str(tmp))
 
 
 def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:

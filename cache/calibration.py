@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
 from errors import InputError
-from runtime import check_fetched, temporary
+from runtime import check_fetched, written
 
 FILE, VERSION = "calibration.safetensors", 3
 # of a model's sizes and numerics: what keys do not depend on, or a GGUF file does not tell
@@ -276,11 +275,10 @@ class RandomCalibration(Calibration):
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file, under another name and then renamed. InputError if it cannot be written."""
-    tmp = temporary(path)
     try:
-        save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, tmp, metadata=metadata)
-        tmp.chmod(0o644)  # safetensors writes files for their owner alone
-        os.replace(tmp, path)
+        with written(path) as tmp:
+            save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, tmp, metadata=metadata)
+            tmp.chmod(0o644)  # safetensors writes files for their owner alone
     except (SafetensorError, OSError) as e:
         raise InputError(f"cannot write {path}: {e}") from None
 

@@ -646,7 +646,7 @@ def test_a_measurement_that_takes_too_long_is_interrupted(tmp_path):
 
 
 def test_result_files_are_of_one_clean_commit():
-    """results/<machine>/<question>.json, and a commit that is in the history of this one."""
+    """results/<machine>/<question>.json; no run of changed files."""
     for file in (ROOT / "results").rglob("*.json"):
         if (file.parent / "steps.json").exists():  # scripts/bench/gpu_suite.sh keeps a file a step
             continue

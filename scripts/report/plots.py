@@ -38,7 +38,10 @@ def dots(panels: dict[str, Points], xlabel: str = "", one: bool = True) -> Any:
     height = 1.6 + 0.21 * max((len({label for label, _ in points}) for points in panels.values()), default=1)
     fig, axes = plt.subplots(1, len(panels), figsize=(1.4 + 3.9 * len(panels), height), squeeze=False)
     for ax, (title, points) in zip(axes[0], panels.items(), strict=True):
-        labels = sorted({label for label, _ in points}, key=lambda x: max(v for (n, _), v in points.items() if n == x))
+        most: dict[str, float] = {}
+        for (label, _), value in points.items():
+            most[label] = max(value, most.get(label, 0.0))
+        labels = sorted(most, key=lambda n: (most[n], n))
         for look in looks:
             xy = [(points[at], y) for y, n in enumerate(labels) if (at := (n, look["label"])) in points]
             if xy:

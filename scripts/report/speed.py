@@ -95,13 +95,16 @@ def products() -> str:
             count = ModelArgs.from_name(model).n_layer
             for bits in WIDTHS:
                 step: dict[str, float] = {}
-                size = 0.0
+                size, parts = 0.0, set()
                 for r in run["rows"]:
                     if (r["model"], r["M"]) == (model, 1) and r["product"].endswith(bits):
                         n = 1 if r["part"] == "head" else count
                         side = r["product"].split()[0]
                         step[side] = step.get(side, 0) + n * r["ms"]
                         size += n * r["bytes"] * (side == "ours")
+                        parts.add(r["part"])
+                if len(parts) < 5:  # an interrupted run has not all of them
+                    continue
                 limit = size / step["ours"] * 1e3 / run["bandwidth"]
                 times = f", {step['torch'] / step['ours']:.2f}x" if "torch" in step else ""
                 cells[(model, bits), run["machine"]] = f"{step['ours']:.3g} ({percent(limit)}{times})"

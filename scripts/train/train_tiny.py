@@ -31,10 +31,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from cache.calibration import write_tensors
 from checkpoint import save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
 from kernels.rope import RopeArgs
@@ -102,8 +102,7 @@ class Trainer:
 
     def save(self) -> None:
         path = self.run / "state.safetensors"
-        with written(path) as tmp:
-            save_file(self.state(), tmp, metadata={"at": json.dumps(self.at)})
+        write_tensors(path, self.state(), {"at": json.dumps(self.at)})
 
     def load(self) -> None:
         path = self.run / "state.safetensors"
@@ -283,9 +282,7 @@ class Trainer:
             recipe=self.opt.recipe, seed=self.opt.seed, stages=[asdict(s) for s in self.stages], corpus=corpus,
             tokens=self.at["tokens"], steps=self.at["step"], log=self.at["log"][:: max(1, len(self.at["log"]) // 150)],
         )  # fmt: skip
-        with written(out / "model.safetensors") as tmp:
-            save_file(save_checkpoint_tensors(self.model, torch.bfloat16), tmp, metadata={"format": "pt"})
-            tmp.chmod(0o644)  # safetensors writes files for their owner alone
+        write_tensors(out / "model.safetensors", save_checkpoint_tensors(self.model, torch.bfloat16), {"format": "pt"})
         for name, obj in (("config", config), ("tokenizer_config", tok_config), ("training", training)):
             write_json(out / f"{name}.json", obj)
         for name in ("tokenizer.model", "words.json"):
