@@ -359,17 +359,6 @@ def test_centring_raises_the_entropy_of_the_signs():
     assert entropy(k - k.mean(2, keepdim=True)) > 0.98 > 0.6 > entropy(k)
 
 
-def test_prompt_of_one_token_survives_the_flush():
-    """All its centred keys are zero: there is no largest magnitude to divide by."""
-    method = layer(dict(budget=8, sinks=2, tail=4, flush=4), 1, 1, 32, 1, 64)
-    q, k, v = keys(0, 1, 1, 32, (1,), 40)
-    method.prefill(q[:, :, :1], k[:, :, :1], v[:, :, :1], torch.tensor([1]))
-    for step in range(40):
-        pos = torch.tensor([1 + step])
-        assert method.decode(q[:, :, 1 + step], k[:, :, 1 + step], v[:, :, 1 + step], pos).isfinite().all()
-        method.maintain(step + 1)
-
-
 @pytest.mark.parametrize("permille", [70, 75, 100, 150, 300, 700, 999, 1000])
 def test_a_fraction_is_not_rounded_up_by_its_own_error(permille):
     """0.075 is no float: 0.075 of 200 tokens must be 15 all the same, in the mask and in the static size."""
