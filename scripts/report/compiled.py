@@ -5,6 +5,7 @@ from __future__ import annotations
 from scripts.report.markdown import NONE, Row, runs, sources, table
 
 CARD = 90  # compute capability of the table; the others are in the file
+FILES = 12  # of the table, by registers
 
 
 def kernels() -> str:
@@ -19,13 +20,14 @@ def kernels() -> str:
             known = most.get(r["file"])
             if r["cc"] == CARD and (known is None or r["registers"] > known["registers"]):
                 most[r["file"]] = r
+        largest = sorted(most.items(), key=lambda x: -x[1]["registers"])[:FILES]
         header = ["file", "its largest kernel", "registers", "spills", "shared", "programs a multiprocessor", "limit"]
         keys = ("kernel", "registers", "spills", "shared", "programs", "limit")
         out += [
             f"{len({(r['file'], r['kernel']) for r in rows})} kernels, {len(rows)} compilations for compute "
             f"capabilities {cards}: {bad} with a spill, too much shared memory or an error. "
-            f"Of compute capability {CARD / 10:g}:",
-            table(header, [[f, *(str(r[k]) for k in keys)] for f, r in sorted(most.items())]),
+            f"Of compute capability {CARD / 10:g}, the {len(largest)} files with the most registers:",
+            table(header, [[f, *(str(r[k]) for k in keys)] for f, r in largest]),
         ]
     return "\n\n".join(out) or NONE
 

@@ -2,6 +2,7 @@
 
     python -m scripts.report.measure                       # everything, hours on two cores
     python -m scripts.report.measure --only speed attention
+    python -m scripts.report.measure --only smollm2 --llama-bench F --gguf SmolLM2-135M-Instruct.Q4_0.gguf
     python -m scripts.report.measure --only weights --llama-bench llama.cpp/build/bin/llama-bench
     python -m scripts.report.measure --list                # the commands
 
@@ -16,20 +17,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from errors import InputError, Parser, run_cli
-from runtime import ROOT, check_out
+from runtime import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from scripts.shared.results import commit, machine, write_json
 
 METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 h2o tova snapkv "
            "pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare")  # fmt: skip
 LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
 DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
+PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
+CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
-def commands(llama_bench: str | None) -> dict[str, list[str]]:
+def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, list[str]]:
     """Question -> modules of scripts/ with their arguments; those that take one get --time-limit."""
     peer = f" --peer llama.cpp:{llama_bench}" if llama_bench else ""
     widths = ("bf16", "int8", "int4")
@@ -48,6 +52,14 @@ def commands(llama_bench: str | None) -> dict[str, list[str]]:
                                    ("llama-3.2-1b", 512, "--new 16 --warm-up 0"))
             for w in widths
         ],
+        smollm2=[
+            f"{DECODE}{peer} --checkpoint {file} --calibration {CALIBRATION} --method full self_index sals-25 "
+            "--length 2048 --new 64 --rounds 5"
+            for file in (PUBLISHED, *ggufs)
+        ],
+        answers=[f"eval.answers --checkpoint {PUBLISHED} --calibration {CALIBRATION} --max-new-tokens 12 --method all "
+                 "sals-25 sals-12.5 self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 kivi-4 "
+                 "ojakv,rank=0.8"],
         linear=["bench.bench_linear --threads 2 --rows 1 8 512"],
         accuracy=[
             "eval.eval_retrieval --threads 1 --batch-size 20 --method all --method-arg window=128 --lengths 2048 "
@@ -62,8 +74,9 @@ def commands(llama_bench: str | None) -> dict[str, list[str]]:
     )  # fmt: skip
 
 
-COMPILED = ("kernels", "launches", "addresses")  # no machine's speed is in them
-RESUME = ("bench.bench_generate", "bench.bench_attention", "eval.eval_retrieval", "eval.equal_bytes")
+# no machine's speed is in these
+FOLDERS = {"kernels": "compiled", "launches": "compiled", "addresses": "compiled", "answers": "published"}
+RESUME = ("bench.bench_generate", "bench.bench_attention", "eval.eval_retrieval", "eval.equal_bytes", "eval.answers")
 
 
 def part(question: str, i: int, command: str, limit: float) -> dict | None:
@@ -110,14 +123,15 @@ def main() -> None:
     a(
         "--llama-bench",
         metavar="F",
-        help="llama.cpp's llama-bench, for `weights` (how to build it: scripts/bench/llama_cpp.py)",
+        help="llama.cpp's llama-bench, for `weights` and `smollm2` (how to build it: scripts/bench/llama_cpp.py)",
     )
+    a("--gguf", nargs="+", default=[], metavar="F", help="for `smollm2`: other quantizations of it")
     a("--machine", default=machine(), help="the folder's name (default: %(default)s)")
     a("--limit", type=float, default=3600, metavar="S", help="seconds for each command (default: %(default)g)")
     a("--list", action="store_true", help="print the commands, run nothing")
     a("--json", action="store_true", help="print the names of the files as JSON")
     opt = p.parse_args()
-    todo = {q: lines for q, lines in commands(opt.llama_bench).items() if q in opt.only}
+    todo = {q: lines for q, lines in commands(opt.llama_bench, opt.gguf).items() if q in opt.only}
     if opt.list:
         print("\n".join(f"{q}: python -m scripts.{line}" for q, lines in todo.items() for line in lines))
         return
@@ -127,7 +141,7 @@ def main() -> None:
         raise InputError("tracked files are changed: results are of one clean commit, so commit first")
     written = []
     for question, lines in todo.items():
-        folder = ROOT / "results" / ("compiled" if question in COMPILED else opt.machine)
+        folder = ROOT / "results" / FOLDERS.get(question, opt.machine)
         folder.mkdir(exist_ok=True)
         out = folder / f"{question}.json"
         check_out(out, "measure")
