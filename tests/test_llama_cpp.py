@@ -40,7 +40,7 @@ MODELS = {
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gguf_is_our_model(name, weights, tmp_path):
-    """Read back by formats/gguf.py, which is tested on llama.cpp's own files: the same logits."""
+    """Read back by weights/gguf.py, which is tested on llama.cpp's own files: the same logits."""
     how = None if weights == "fp32" else WeightFormat.parse(weights)
     model = random_transformer(ModelArgs(**SIZES, **MODELS[name]), "cpu", torch.float32, seed=1, how=how)
     file = tmp_path / "model.gguf"

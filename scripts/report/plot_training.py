@@ -11,9 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from errors import InputError, Parser, run_cli  # noqa: E402
-from formats.shards import read_object as read_json  # noqa: E402
 from runtime import ROOT, TINY  # noqa: E402
 from scripts.shared.results import check_out, save_figure  # noqa: E402
+from weights.shards import read_object as read_json  # noqa: E402
 
 
 def main() -> None:
