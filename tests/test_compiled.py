@@ -46,12 +46,21 @@ def test_compiled_steps_of_several_caches_do_not_mix(tiny):
     assert tokens[True] == tokens[False]
 
 
-@pytest.mark.parametrize("method, kinds", [("full", 1), ("0-1:full,2-:self_index", 2), ("random", 6)])
-def test_layers_of_a_kind_share_a_graph(compiled_inputs, method, kinds):
+@pytest.mark.parametrize("method, kinds", [("full", 1), ("0-1:full,2-:self_index", 2), ("random", 3)])
+def test_layers_of_a_kind_share_a_graph(compiled_inputs, monkeypatch, method, kinds):
     """What a layer's code reads decides: the control `random` hashes the number of its layer."""
+    monkeypatch.setattr(compiled, "GROUP", 2)
     llm = E.LLM(TINY, method=method, compile=True)
     llm.session(1, 64, 32, E.Sampling())
-    assert len(compiled_inputs) == kinds + 1
+    assert len(compiled_inputs) == kinds + 2  # with the embedding and the choice of a token
+
+
+def test_groups_of_layers():
+    a, b = torch.nn.Linear(1, 1), torch.nn.ReLU()
+    for n, sizes in ((1, [1]), (24, [4] * 6), (27, [3] * 9), (26, [2] * 13), (29, [4] * 7 + [1])):
+        parts = [(i, a, None) for i in range(n)] + [(n, b, None), (n + 1, b, (a, b))]
+        groups = list(compiled.groups(parts))
+        assert [len(g) for g in groups] == [*sizes, 1, 1] and [p for g in groups for p in g] == parts
 
 
 def test_what_is_compiled_is_said(compiled_inputs, capsys):
@@ -63,7 +72,7 @@ def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
     """Neither the first real step nor the last batch of a run, which may be smaller, adds to a static graph."""
     args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
     model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
-    for graphs, batch in ((2, 3), (4, 2)):  # of a layer, and of the choice of a token
+    for graphs, batch in ((3, 3), (6, 2)):  # of the embedding, a layer, and the choice of a token
         model.setup_cache("full", batch, 16)
         s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
         s.warm_up(batch)
@@ -76,10 +85,10 @@ def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
 
 def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_inputs):
     talk = E.LLM(TINY, compile=True).conversation()
-    assert len(compiled_inputs) == 2  # by the warm-up: a layer, and the choice of a token
+    assert len(compiled_inputs) == 3  # by the warm-up
     for turn in ("import os", "def f", "class A"):
         assert talk.say(turn, 3).tokens
-        assert len(compiled_inputs) == 2, turn
+        assert len(compiled_inputs) == 3, turn
 
 
 def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
@@ -88,12 +97,12 @@ def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
     llm = E.LLM(TINY, compile=True)
     for n, new, seed in ((10, 5, 0), (200, 100, 1), (256, 256, 2)):
         llm.generate([[5] * n], new, E.Sampling(0.8, seed=seed))
-        assert len(compiled_inputs) == 2
+        assert len(compiled_inputs) == 3
     llm.generate([[5] * 257], 5, E.Sampling(0.8))
-    assert len(compiled_inputs) == 4
+    assert len(compiled_inputs) == 6
     for i in range(6):
         llm.generate([[5] * 300], 2, E.Sampling(0.8 + i / 10))
-    assert len(compiled_inputs) == 9 and len(llm._steps) == E.STEPS
+    assert len(compiled_inputs) == 11 and len(llm._steps) == E.STEPS
 
 
 def test_a_compiled_call_looks_its_tensors_up_once():
@@ -163,4 +172,4 @@ print(json.dumps(dict(counters["aot_autograd"])))
         assert done.returncode == 0, done.stderr
         counted = json.loads(done.stdout)
         found.append((counted.get("autograd_cache_miss", 0), counted.get("autograd_cache_hit", 0)))
-    assert found == [(2, 0), (0, 2)]
+    assert found == [(3, 0), (0, 3)]
