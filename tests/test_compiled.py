@@ -153,6 +153,12 @@ def test_a_step_looks_again_for_another_batch_or_number_of_threads(tiny, monkeyp
     step(pos[:2], pos[:2] + 7, pos[:2] + 1)
     assert len(asked) == 4
     step.head(torch.zeros(2, model.args.dim), pos[:2], pos[:2])  # the same tensor twice
+    other = E.make_step(model, E.Sampling(repetition_penalty=2.0), compile=True, like=step)
+    seen = torch.zeros(3, model.args.vocab_size, dtype=torch.bool)
+    for batch, f, given in ((3, other, [seen]), (2, step, [])):  # which share their layers
+        want = model.decode(pos[:batch], pos[:batch] + 9).argmax(-1)
+        assert torch.equal(f(pos[:batch], pos[:batch] + 9, pos[:batch] + 1, *given), want)
+    assert other.layers is step.layers and len(asked) == 5
 
 
 @pytest.mark.slow
