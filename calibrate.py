@@ -51,11 +51,10 @@ from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
 from checkpoint import args_from_hf, load_checkpoint
 from corpus import shuffled
 from errors import InputError, Parser, run_cli
-from formats import open_checkpoint
 from model import ModelArgs, Transformer
 from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
 from tokenizer import load_tokenizer
-from weights import WeightFormat
+from weights import WeightFormat, open_checkpoint
 
 SAMPLES = 12  # sequences of text (ours: docs/design.md says what more of them change)
 RANDOM = 2500  # random tokens (RazorAttention, Sec. 3.3)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from errors import InputError, short
-from formats import Codes, Reader, open_checkpoint
-from formats.shards import MERGE
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
-from weights import DENSE, Joined, PackedEmbedding, PackedLinear, WeightFormat
+from weights import DENSE, Codes, Joined, PackedEmbedding, PackedLinear, Reader, WeightFormat, open_checkpoint
+from weights.shards import MERGE
 
 # model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
 FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
@@ -96,7 +95,7 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         ffn_dim=_number(c, "intermediate_size", most=1 << 24),
         vocab_size=_number(c, "vocab_size"),
         max_seq_len=max_seq_len,
-        norm_eps=_number(c, "rms_norm_eps", 1e-6, whole=False),
+        norm_eps=_number(c, "rms_norm_eps", 1e-6, integer=False),
         rope=_rope_from_hf(c, max_seq_len),
         tie_embeddings=c.get("tie_word_embeddings", False),
         qkv_bias=bool(flag[0]),
@@ -115,18 +114,18 @@ def read_args(checkpoint: str | Path) -> ModelArgs:
 
 
 def _number(
-    c: dict[str, Any], key: str, default: float | None = None, whole: bool = True, most: float | None = None
+    c: dict[str, Any], key: str, default: float | None = None, integer: bool = True, most: float | None = None
 ) -> Any:
     """A positive number of the config, not above what any model has; InputError names the key if it is anything else.
 
     most: by default what an int32 holds, or 1e15 if it need not be whole.
     """
     value: Any = default if c.get(key) is None else c[key]
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        kind = "whole number" if whole else "number"
-        raise InputError(f"config.json: {key} must be a positive {kind}, found {short(value)}")
-    if value > (limit := most or (2**31 - 1 if whole else 1e15)):
+    types = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
+        expected = "whole number" if integer else "number"
+        raise InputError(f"config.json: {key} must be a positive {expected}, found {short(value)}")
+    if value > (limit := most or (2**31 - 1 if integer else 1e15)):
         raise InputError(f"config.json: {key} is {short(value)}, no model has more than {limit:,}: correct it")
     return value
 
@@ -163,32 +162,32 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
     p = dict(p)
     if any(isinstance(v, dict) for v in p.values()):
         raise InputError("config.json: rope_parameters per layer type are not supported")
-    kind = p.pop("rope_type", None) or p.pop("type", None) or "default"
+    rope_type = p.pop("rope_type", None) or p.pop("type", None) or "default"
     p.pop("type", None)
     theta = _number(
-        {"rope_theta": p.pop("rope_theta", None) or c.get("rope_theta")}, "rope_theta", 10_000.0, whole=False
+        {"rope_theta": p.pop("rope_theta", None) or c.get("rope_theta")}, "rope_theta", 10_000.0, integer=False
     )
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise InputError(f"unsupported rope type {kind!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_KEYS:
+        raise InputError(f"unsupported rope type {rope_type!r} in config.json: supported are {', '.join(ROPE_KEYS)}")
     if p.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
-    if kind == "yarn":
+    if rope_type == "yarn":
         p.pop("finetuned", None)  # how the model was trained: nothing is computed from it
-    known = {k: v for k, v in p.items() if k in ROPE_KEYS[kind] and v is not None}
-    extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[kind]
-    if kind != "default" and extra - {"original_max_position_embeddings"}:
-        raise InputError(f"config.json: rope parameter {sorted(extra)[0]!r} is not known for rope type {kind!r}")
-    if kind in ("llama3", "yarn") and c.get("original_max_position_embeddings"):
+    known = {k: v for k, v in p.items() if k in ROPE_KEYS[rope_type] and v is not None}
+    extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[rope_type]
+    if rope_type != "default" and extra - {"original_max_position_embeddings"}:
+        raise InputError(f"config.json: rope parameter {sorted(extra)[0]!r} is not known for rope type {rope_type!r}")
+    if rope_type in ("llama3", "yarn") and c.get("original_max_position_embeddings"):
         known["original_max_position_embeddings"] = c["original_max_position_embeddings"]
     for key in known.keys() - {"truncate"}:
-        _number(known, key, whole=False)
-    if "factor" in ROPE_KEYS[kind] and "factor" not in known:
-        if kind == "yarn" and "original_max_position_embeddings" in known:
+        _number(known, key, integer=False)
+    if "factor" in ROPE_KEYS[rope_type] and "factor" not in known:
+        if rope_type == "yarn" and "original_max_position_embeddings" in known:
             known["factor"] = max_seq_len / known["original_max_position_embeddings"]
         else:
-            raise InputError(f"config.json: rope type {kind!r} needs a factor")
-    rope = RopeArgs(theta=float(theta), type=kind, **known)
-    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+            raise InputError(f"config.json: rope type {rope_type!r} needs a factor")
+    rope = RopeArgs(theta=float(theta), type=rope_type, **known)
+    if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise InputError(f"config.json: rope's low_freq_factor {rope.low_freq_factor:g} is not below its "
                          f"high_freq_factor {rope.high_freq_factor:g}: correct them (Llama 3.1: 1 and 4)")  # fmt: skip
     return rope
@@ -198,14 +197,14 @@ def load_checkpoint(
     source: str | Path | Reader,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
-    how: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> Transformer:
-    """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (formats/).
+    """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (weights/).
 
     Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
-    checkpoint's. how: packed in few bits, a tensor at a time: no more than one is there unpacked; None: each as the
-    file has it. A line on stderr says what is held in more bits, or rounded again. InputError if a file is missing or
-    truncated, or a tensor is missing, unexpected or of a wrong shape.
+    checkpoint's. weight_format: packed in few bits, a tensor at a time, so that no more than one is there unpacked;
+    None: each as the file has it. A line on stderr says what is held in more bits, or rounded again. InputError if a
+    file is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
     """
     reader = source if isinstance(source, Reader) else open_checkpoint(source)
     path, args = reader.path, args_from_hf(reader.config)
@@ -214,12 +213,12 @@ def load_checkpoint(
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
         dtype = getattr(torch, args.dtype)
     notes = [reader.warning] if reader.warning else []
-    if how is None:
+    if weight_format is None:
         (layouts, note), names = reader.layouts(), dict(sources(args))
         choose = (lambda name, part, n: layouts.get(f"{names[name][part][0]}.weight")) if layouts else None
         notes += [f"{path}: {note}"] if note else []
     else:
-        choose = how.choose if how.bits != DENSE else None
+        choose = weight_format.choose if weight_format.bits != DENSE else None
     model = empty_transformer(args, device, dtype, choose)
     model.folder = path
     targets, head, again = tensors_of(model), None, 0
@@ -310,9 +309,9 @@ def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
             parts = parts[n:]
         return out
     names, sizes = zip(*parts, strict=True)
-    for kind, p in module.named_parameters(recurse=False):
+    for parameter, p in module.named_parameters(recurse=False):
         for name, part in zip(names, p.data.split(sizes), strict=True):
-            out[f"{name}.{kind}"] = Target(tuple(part.shape), part.copy_, part.detach)
+            out[f"{name}.{parameter}"] = Target(tuple(part.shape), part.copy_, part.detach)
     if isinstance(module, PackedLinear):
         for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
             put, read = partial(module.put, end - n), partial(module.dense, end - n, n)

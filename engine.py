@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,22 +23,18 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint
+from compiled import Step, compile_step, eager_step
 from errors import InputError, check_count, check_range, short
-from formats import open_checkpoint
-from kernels import native
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
-from weights import WeightFormat
+from weights import WeightFormat, open_checkpoint
 
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
 STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
-
-# tokens and pos [B], then what Sampling.draw takes beside logits and pos -> the next tokens [B]
-Step = Callable[..., Tensor]
 
 
 # ---- sampling ----
@@ -146,93 +142,13 @@ def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, *given: Tensor)
     return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, *given), NO_TOKEN)
 
 
-def make_step(model: Transformer, sampling: Sampling, compile: bool) -> Step:
-    """One decode step and the draw. Compiled with fullgraph, so that a graph break is an error and not a slowdown."""
+def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step | None = None) -> Step:
+    """One decode step and the draw. like: a compiled one on the same cache, whose layers serve this one, too."""
 
-    def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        # steps in flight may follow a NO_TOKEN before it is read
-        return draw_finite(sampling, model.decode(tokens.clamp(min=0), pos), pos, *given)
+    def choose(logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+        return draw_finite(sampling, logits, pos, *given)
 
-    if not compile:
-        return step
-    # code of its own: what is compiled for one cache is never tried for another
-    step = FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
-    options = compiler_options(model.device)
-    if model.device.type != "cuda":
-        return CompiledStep(step, options)
-    return torch_compiled(step, options=options)
-
-
-def torch_compiled(step: Step, **how: Any) -> Step:
-    # a cache of another size, as the last batch of a run may have, is another static graph, not one of any size
-    options = how.pop("options", {}) | {"guard_filter_fn": arguments_alone}
-    return torch.compile(step, fullgraph=True, dynamic=False, options=options, **how)
-
-
-class CompiledStep:
-    """A compiled step on a CPU, called as inductor made it, with the tensors that torch.compile found for it.
-
-    torch.compile looks up all weights and buffers by their names again at every step, some 400 of a model of 24 layers:
-    0.3 ms of 2.0 of a step of the shipped model. They stay what they were, since one graph serves all steps; so it is
-    asked once, and again for another batch. A step that changes what Python remembers is asked for each time.
-    """
-
-    def __init__(self, step: Step, options: dict[str, Any]):
-        self.options = options
-        self.by_name = torch_compiled(step, backend=self._compile)
-        self.key: Any = None  # what the tensors were found for
-        self.tensors: list[Tensor] = []
-        self.places: list[int | None] = []  # of the arguments among them; None: the graph does not read it
-
-    def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        from torch import _inductor as inductor  # takes seconds, which an eager step need not
-
-        compiled = inductor.compile(graph, list(inputs), self.options)
-
-        def call(*tensors: Tensor) -> Any:
-            out = compiled(*tensors)
-            if len(out) == 1:  # else torch.compile assigns the rest to attributes
-                self.compiled, self.tensors = compiled, list(tensors)
-            return out
-
-        return call
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        key = *(x.shape for x in args), torch.get_num_threads()
-        if self.key == key:
-            tensors = self.tensors.copy()
-            for place, x in zip(self.places, args, strict=True):
-                if place is not None:
-                    tensors[place] = x
-            return self.compiled(*tensors)[0]
-        self.key, self.tensors = None, []
-        out = self.by_name(*args)
-        at = {id(x): i for i, x in enumerate(self.tensors)}
-        if self.tensors and len(set(map(id, args))) == len(args):
-            self.key, self.places = key, [at.get(id(x)) for x in args]
-        return out
-
-
-def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any]:
-    """Inductor's, of a decode step: on CUDA its own products of one row, tuned, which reach the bandwidth of memory
-    where a library's kernels do not, and, unless the caller captures the step itself, CUDA graphs. On a CPU a step
-    calls its operators from C++, compiled apart with little optimization: from Python, one of the shipped model took
-    0.5 ms longer, and 0.13 ms longer where sizes, which are part of what was compiled, are asserted at every step."""
-    if device.type != "cuda":
-        options: dict[str, Any] = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
-        if native.available():
-            options["aot_inductor.custom_ops_to_c_shims"] = native.Declarations()
-        return options
-    return {"coordinate_descent_tuning": True, "triton.cudagraphs": graphs}
-
-
-def arguments_alone(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch.compile's guards a step checks: of its arguments' shapes and of torch's settings.
-
-    The rest, over 1000, took 0.4 ms a step. They ask whether model and cache are what was compiled: they are, since
-    every step is compiled for its own, and the contract of a method is that one graph serves all steps.
-    """
-    return [g.name in ("", "tokens", "pos") or g.name.startswith("given") for g in guards]
+    return compile_step(model, choose, like) if compile else eager_step(model, choose)
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -540,9 +456,14 @@ class LLM:
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
+<<<<<<< HEAD
     torch.compile the decode step, by default on a GPU; the cache then has room for more tokens than asked for, so that
     other lengths need no other step. max_seq_len: room for so many tokens of prompt and answer in every call.
     prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once.
+=======
+    torch.compile the decode step, by default on a GPU; the cache's capacity is then rounded up, so that other lengths
+    need no other step. max_seq_len: the capacity, in tokens of prompt and answer, of every call.
+>>>>>>> comp
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.
@@ -567,21 +488,19 @@ class LLM:
         prefill_chunk: int | None = None,
         **knobs: Any,
     ):
-        where = pick_device(None if device is None else str(device))
-        kind = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, where)
-        how = WeightFormat.parse(weights, head)
-        self.compile = where.type == "cuda" if compile is None else compile
+        device = pick_device(None if device is None else str(device))
+        dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
+        weight_format = WeightFormat.parse(weights, head)
+        self.compile = device.type == "cuda" if compile is None else compile
         self.tokenizer: Any
         if random_init:
-            self.model = random_transformer(ModelArgs.from_name(random_init), where, kind, seed, how)
+            self.model = random_transformer(ModelArgs.from_name(random_init), device, dtype, seed, weight_format)
             self.tokenizer = RandomVocabulary()
         else:
             reader = open_checkpoint(checkpoint)
-            self.model, self.tokenizer = (
-                load_checkpoint(reader, where, kind, how),
-                load_tokenizer(reader.tokenizer),
-            )
-        self.model.kv_dtype = pick_dtype(kv_dtype, where) if isinstance(kv_dtype, str) else kv_dtype
+            self.model = load_checkpoint(reader, device, dtype, weight_format)
+            self.tokenizer = load_tokenizer(reader.tokenizer)
+        self.model.kv_dtype = pick_dtype(kv_dtype, device) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
         if max_seq_len is not None:
             check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
@@ -618,12 +537,13 @@ class LLM:
             self.model.setup(self.method, *size, self.knobs)
             self._ready = (self.model.cache, size)
         key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
-        step = self._steps.pop(key, None)
-        session = Session(self.model, step or make_step(self.model, sampling, self.compile), sampling)
+        step, like = self._steps.pop(key, None), next(iter(self._steps.values()), None)
+        session = Session(self.model, step or make_step(self.model, sampling, self.compile, like), sampling)
         self._steps[key] = session.step  # as the newest
         if len(self._steps) > STEPS:
             del self._steps[next(iter(self._steps))]
         if step is None and self.compile:
+            print(f"compiling the decode step: {self.method}, {batch} rows of {max_seq_len} tokens", file=sys.stderr)
             session.compile_s = session.warm_up(batch)
         return session
 
@@ -658,8 +578,8 @@ class LLM:
         messages = self.open_chat(chat, system, chat_args)
         if isinstance(prompt, str):
             if chat:
-                said = [*messages, {"role": "user", "content": prompt}]
-                prompt = self.tokenizer.encode_chat(said, **(chat_args or {}))
+                turns = [*messages, {"role": "user", "content": prompt}]
+                prompt = self.tokenizer.encode_chat(turns, **(chat_args or {}))
             else:
                 prompt = self.tokenizer.encode(prompt, bos=True)
         if not (ids := self._check_ids(prompt)):
@@ -833,7 +753,7 @@ class Conversation:
     def forget(self) -> None:
         """Start over."""
         self.messages: list[dict[str, str]] = self.opening
-        self.held: list[int] = []  # tokens in the cache
+        self.tokens: list[int] = []  # tokens in the cache
         self.keys: list[int] = []  # of the noise, by the first turn
         self.stale = False  # or not there any more: a turn that failed has overwritten them
 
@@ -844,24 +764,24 @@ class Conversation:
         if not isinstance(text, str):
             raise InputError(f"a turn is a {type(text).__name__}: give text")
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
-        messages, held = [*self.messages, {"role": "user", "content": text}], self.held
+        messages, cached = [*self.messages, {"role": "user", "content": text}], self.tokens
         if self.chat:
             ids = tk.encode_chat(messages, **self.chat_args)
         else:
-            ids = held + tk.encode(text if not held else "\n" + text, bos=not held)
+            ids = cached + tk.encode(text if not cached else "\n" + text, bos=not cached)
         # another call has the cache, or the template rewrote an earlier turn: start over from the whole
-        if self.stale or not session.owns_cache or ids[: len(held)] != held:
-            held = []
+        if self.stale or not session.owns_cache or ids[: len(cached)] != cached:
+            cached = []
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
-        if not held:
+        if not cached:
             session = self._open()
-        result = Result([[]], [len(ids) - len(held)], compile_s=self.compile_s)
+        result = Result([[]], [len(ids) - len(cached)], compile_s=self.compile_s)
         self.compile_s = 0.0
         synchronize(session.device)
         start, self.stale = time.perf_counter(), True
-        if held:
-            session.feed(ids[len(held) :])
+        if cached:
+            session.feed(ids[len(cached) :])
         else:
             self.keys = self.keys or noise_keys(session.sampling.seed, [ids])
             session.prefill([ids], self.keys)
@@ -879,9 +799,9 @@ class Conversation:
         piece = answer.flush()
         if on_text is not None:
             on_text(piece)
-        self.held = ids + result.tokens[0]
+        self.tokens = ids + result.tokens[0]
         # the last token, drawn but not fed if max_new_tokens ended the turn
-        session.feed(self.held[int(session.pos[0]) :])
+        session.feed(self.tokens[int(session.pos[0]) :])
         self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
         return Completion(answer.text, result.tokens[0], result.prompt_tokens[0], result)

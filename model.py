@@ -23,13 +23,13 @@ from cache.calibration import Calibration, RandomCalibration
 from cache.prompt import Angles, Text
 from cache.spec import build_cache
 from errors import InputError
-from formats.codes import BF16
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime import require_memory
 from weights import DENSE, Choose, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
+from weights.codes import BF16
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
@@ -373,17 +373,24 @@ class Transformer(nn.Module):
         )
 
     def decode(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; engine.py compiles it."""
-        assert self.cache is not None, "call setup_cache first"
+        """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; compiled.py compiles it."""
         # no autograd history, whoever calls; inference mode cannot be entered in a graph
         with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
-            x = self.embed(tokens)
-            for i, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
-                if i + 1 < len(self.layers) and self.cache[i + 1].predicts:
-                    q_hat = self.layers[i + 1].predicted_query(x)
-                    self.cache[i + 1].prefetch(q_hat.to(method.shape.dtype), pos)
-                x = block(x, step_attention(method, pos))
-            return self.logits(x)
+            return self.logits(self.decode_hidden(tokens, pos))
+
+    def decode_hidden(self, tokens: Tensor, pos: Tensor) -> Tensor:
+        """`decode`, up to the last block's output [B, dim]."""
+        x = self.embed(tokens)
+        for block, method, ahead in self.decode_parts():
+            x = decode_layer(block, method, ahead, x, pos)
+        return x
+
+    def decode_parts(self) -> list[Any]:
+        """Of each layer: its block, its method, and those of the next layer, if that one predicts what to fetch."""
+        assert self.cache is not None, "call setup_cache first"
+        layers = list(zip(self.layers, self.cache, strict=True))
+        ahead = [after if after[1].predicts else None for after in layers[1:]]
+        return [(*layer, after) for layer, after in zip(layers, [*ahead, None], strict=True)]
 
     @torch.inference_mode()
     def maintain(self, step: int) -> None:
@@ -432,9 +439,16 @@ def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles
     """A method's attention of a text of its second pass, of q [B, n, Hq, D] and so on, behind prompts of lengths [B]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+<<<<<<< HEAD
         kind = method.shape.dtype
         q_rot, k_rot = (angles.rotate(x.transpose(1, 2).to(kind)) for x in (q, k))
         y = method.reread(q_rot, k_rot, v.transpose(1, 2).to(kind), lengths, text)
+=======
+        dtype = method.shape.dtype
+        y = method.prefill(
+            q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype), lengths
+        )
+>>>>>>> comp
         return y.transpose(1, 2).to(q.dtype)
 
     return attend
@@ -444,10 +458,20 @@ def step_attention(method: KVMethod, pos: Tensor) -> Attend:
     """A method's attention of one token a row, of q [B, Hq, D] and so on, in the dtype of its cache."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kind = method.shape.dtype
-        return method.decode(q.to(kind), k.to(kind), v.to(kind), pos).to(q.dtype)
+        dtype = method.shape.dtype
+        return method.decode(q.to(dtype), k.to(dtype), v.to(dtype), pos).to(q.dtype)
 
     return attend
+
+
+def decode_layer(
+    block: Block, method: KVMethod, ahead: tuple[Block, KVMethod] | None, x: Tensor, pos: Tensor
+) -> Tensor:
+    """One step of a layer: x [B, dim] at positions pos [B] -> [B, dim]. ahead: the next layer, which prefetches."""
+    if ahead is not None:
+        after, fetching = ahead
+        fetching.prefetch(after.predicted_query(x).to(method.shape.dtype), pos)
+    return block(x, step_attention(method, pos))
 
 
 # ---- making one ----
@@ -489,10 +513,16 @@ def empty_transformer(
 
 
 def random_transformer(
-    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, seed: int = 0, how: WeightFormat | None = None
+    args: ModelArgs,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weight_format: WeightFormat | None = None,
 ) -> Transformer:
     """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
-    model = empty_transformer(args, device, dtype, how.choose if how and how.bits != DENSE else None)
+    model = empty_transformer(
+        args, device, dtype, weight_format.choose if weight_format and weight_format.bits != DENSE else None
+    )
     gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+<<<<<<< HEAD
 from checkpoint import args_from_hf
 from errors import InputError, Parser, run_cli
 from formats import Codes, open_checkpoint
@@ -30,6 +31,15 @@ from kernels.linear import pack_bits
 from model import ModelArgs
 from tokenizer import load_tokenizer
 from weights import DENSE, WeightFormat, quantize
+=======
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import args_from_hf  # noqa: E402
+from errors import InputError, Parser, run_cli  # noqa: E402
+from kernels.linear import pack_bits  # noqa: E402
+from model import ModelArgs  # noqa: E402
+from tokenizer import load_tokenizer  # noqa: E402
+from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize  # noqa: E402  # noqa: E402
+>>>>>>> comp
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMAT = {4: "pack-quantized", 8: "int-quantized"}
@@ -62,29 +72,29 @@ def scheme(bits: int, group: int | None, targets: list[str]) -> dict[str, Any]:
     return dict(targets=targets, weights=weights, format=FORMAT[bits])
 
 
-def config_of(config: dict[str, Any], how: WeightFormat, head: str) -> dict[str, Any]:
+def config_of(config: dict[str, Any], weight_format: WeightFormat, head: str) -> dict[str, Any]:
     """The config.json of the new folder."""
     config = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype")}
-    config["torch_dtype"] = str(PLAIN.get(how.bits, torch.bfloat16)).removeprefix("torch.")
-    if how.bits in PLAIN:
+    config["torch_dtype"] = str(PLAIN.get(weight_format.bits, torch.bfloat16)).removeprefix("torch.")
+    if weight_format.bits in PLAIN:
         return config
-    groups = {"group_0": scheme(how.bits, how.group, ["re:.*_proj$"])}
-    if how.head_bits in FORMAT:
-        groups["group_1"] = scheme(how.head_bits, how.group, [head])
+    groups = {"group_0": scheme(weight_format.bits, weight_format.group, ["re:.*_proj$"])}
+    if weight_format.head_bits in FORMAT:
+        groups["group_1"] = scheme(weight_format.head_bits, weight_format.group, [head])
     kinds = {g["format"] for g in groups.values()}
-    said = dict(quant_method="compressed-tensors", quantization_status="compressed", config_groups=groups,
-                ignore=[] if how.head_bits in FORMAT else [head],
+    quantization = dict(quant_method="compressed-tensors", quantization_status="compressed", config_groups=groups,
+                ignore=[] if weight_format.head_bits in FORMAT else [head],
                 format=kinds.pop() if len(kinds) == 1 else "mixed-precision")  # fmt: skip
-    return config | dict(quantization_config=said)
+    return config | dict(quantization_config=quantization)
 
 
-def bits_of(name: str, args: ModelArgs, how: WeightFormat) -> int:
+def bits_of(name: str, args: ModelArgs, weight_format: WeightFormat) -> int:
     """Of a tensor; 16: it is kept."""
-    if how.bits in PLAIN:
+    if weight_format.bits in PLAIN:
         return 16
     if name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
-        return how.head_bits
-    return how.bits if name.endswith(tuple(f".{p}.weight" for p in PROJECTIONS)) else 16
+        return weight_format.head_bits
+    return weight_format.bits if name.endswith(tuple(f".{p}.weight" for p in PROJECTIONS)) else 16
 
 
 def main() -> None:
@@ -97,9 +107,9 @@ def main() -> None:
     a("--head", metavar="W", help="bf16, int8 or int4 of the output head (default: int8)")
     a("--json", action="store_true", help="print one JSON object")
     opt = p.parse_args()
-    how, out = WeightFormat.parse(opt.weights, opt.head), Path(opt.out)
-    assert how is not None  # there is a default
-    if how.bits in PLAIN and opt.head:
+    weight_format, out = WeightFormat.parse(opt.weights, opt.head), Path(opt.out)
+    assert weight_format is not None  # there is a default
+    if weight_format.bits in PLAIN and opt.head:
         raise InputError(f"--head {opt.head} is for --weights int4 and int8: --weights {opt.weights} is of all tensors")
     if out.exists():
         raise InputError(f"{out} is there already: give the name of a new folder")
@@ -115,15 +125,15 @@ def main() -> None:
         before += dense.numel() * 2
         if not dense.isfinite().all():
             raise InputError(f"tensor {name} in {opt.source} holds NaN or infinity: download it again")
-        bits = bits_of(name, args, how)
+        bits = bits_of(name, args, weight_format)
         if bits == 16:
-            tensors[name] = dense.to(PLAIN.get(how.bits, torch.bfloat16))
+            tensors[name] = dense.to(PLAIN.get(weight_format.bits, torch.bfloat16))
             if not tensors[name].isfinite().all():
                 raise InputError(f"tensor {name} in {opt.source} holds numbers that bf16 does not: use --weights fp32")
         else:
-            c = quantize(dense, bits, how.group_of(dense.shape[1], bits))
+            c = quantize(dense, bits, weight_format.group_of(dense.shape[1], bits))
             tensors |= module(name.removesuffix(".weight"), c)
-    write(Path(opt.source), out, tensors, config_of(reader.config, how, head), reader.gguf)
+    write(Path(opt.source), out, tensors, config_of(reader.config, weight_format, head), reader.gguf)
     size = sum(t.nbytes for t in tensors.values())
     if opt.json:
         print(json.dumps(dict(out=str(out), bytes=size, bytes_bf16=before)))

@@ -148,7 +148,7 @@ def test_a_plain_folder_from_a_gguf(weights, dtype, files, tmp_path, cli):
     ids = torch.randint(5, 2000, (1, 40))
     got = load_checkpoint(tmp_path / "out")
     if weights == "fp32":
-        want = load_checkpoint(files / "m.Q8_0.gguf", how=C.WeightFormat.parse("fp32"))
+        want = load_checkpoint(files / "m.Q8_0.gguf", weight_format=C.WeightFormat.parse("fp32"))
         assert all(torch.equal(a, b) for a, b in zip(got.parameters(), want.parameters(), strict=True))
     from transformers import AutoModelForCausalLM
 

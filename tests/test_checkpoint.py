@@ -132,9 +132,11 @@ def test_tied_weights_under_the_name_of_the_head(folder):
     change_weights(folder, lambda w: w.pop("lm_head.weight"))
     want = load_checkpoint(folder).output.weight
     change_weights(folder, lambda w: w.update({"lm_head.weight": w.pop(EMBED)}))
-    for how in (None, WeightFormat.parse("bf16", None)):
-        model = load_checkpoint(folder, how=how)
-        assert torch.equal(tensors_of(model)[EMBED].read().float(), want.to(torch.bfloat16).float() if how else want)
+    for weight_format in (None, WeightFormat.parse("bf16", None)):
+        model = load_checkpoint(folder, weight_format=weight_format)
+        assert torch.equal(
+            tensors_of(model)[EMBED].read().float(), want.to(torch.bfloat16).float() if weight_format else want
+        )
     change_weights(folder, lambda w: w.pop("lm_head.weight"))
     with pytest.raises(InputError, match=EMBED + " is missing"):
         load_checkpoint(folder)

@@ -26,14 +26,13 @@ from watch import Hang, within
 
 from checkpoint import args_from_hf
 from errors import InputError
-from formats import Codes, gguf_config, gguf_tensors, is_gguf, open_checkpoint
-from formats.codes import Layout, grouped
-from formats.gguf import gguf_layouts
-from formats.gguf_file import GGUFFile
 from runtime import TINY
 from tokenizer import load_tokenizer
 from tokenizer.library import CHAR_BYTES
-from weights import PackedLinear
+from weights import Codes, PackedLinear, gguf_config, gguf_tensors, is_gguf, open_checkpoint
+from weights.codes import Layout, grouped
+from weights.gguf import gguf_layouts
+from weights.gguf_file import GGUFFile
 
 CONFIG = dict(
     model_type="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -297,7 +296,7 @@ def test_gptq(bits, group, sym, version, tmp_path):
                           {NAME: module, "lm_head.weight": plain} | bias)  # fmt: skip
     reader = open_checkpoint(folder)
     read = dict(reader.tensors())
-    assert reader.kind == "gptq" and args_from_hf(reader.config).dim == 64
+    assert reader.format == "gptq" and args_from_hf(reader.config).dim == 64
     assert read.keys() == {f"{NAME}.weight", "lm_head.weight"}
     assert torch.equal(read["lm_head.weight"], plain)
     t = read[f"{NAME}.weight"]
@@ -528,7 +527,7 @@ def test_compressed_tensors_broken(what, tmp_path):
 def test_plain_folder_and_shards(tmp_path):
     config, tensors = CONFIG | dict(tie_word_embeddings=True), model_tensors(CONFIG)
     reader = open_checkpoint(write_folder(tmp_path / "a", config, None, tensors))
-    assert reader.kind == "dense" and reader.warning is None
+    assert reader.format == "dense" and reader.warning is None
     assert all(torch.equal(t, tensors[name]) for name, t in reader.tensors())
     codes, zeros, scales, w = random_codes(64, 16, 32, 4, False)
     folder = write_folder(tmp_path / "b", CONFIG, gptq_settings(), {})
@@ -548,7 +547,7 @@ def test_plain_folder_and_shards(tmp_path):
 
 def test_a_folder_of_one_gguf(tmp_path):
     write_gguf(tmp_path / "a.gguf", CONFIG, model_tensors(CONFIG))
-    assert open_checkpoint(tmp_path).kind == "gguf"
+    assert open_checkpoint(tmp_path).format == "gguf"
     write_gguf(tmp_path / "b.gguf", CONFIG, model_tensors(CONFIG))
     with pytest.raises(InputError, match="2 GGUF files"):
         open_checkpoint(tmp_path)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,75 +56,6 @@ def test_greedy_is_teacher_forced_argmax(tiny):
     with torch.inference_mode():
         expected = model(ids)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     assert result.tokens[0] == expected and result.steps == 23
-
-
-def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
-    """Neither the first real step nor the last batch of a run, which may be smaller, adds to a static graph."""
-    args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
-    model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
-    for graphs, batch in ((1, 3), (2, 2)):
-        model.setup_cache("full", batch, 16)
-        s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
-        s.warm_up(batch)
-        assert len(compiled_inputs) == graphs
-        E.generate(s, [[1, 2]] * batch, 4)
-        assert len(compiled_inputs) == graphs
-    # a size that may change would be a number
-    assert all(isinstance(x, torch.Tensor) for inputs in compiled_inputs for x in inputs)
-
-
-@pytest.mark.parametrize("method", sampled(sorted(method_files()), ("double_sparsity",)))
-def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
-    """With inductor's options of this device, which on a CPU call operators from C++."""
-    prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
-    runs = [E.LLM(TINY, method=method, compile=compile).generate(prompts, 12) for compile in (False, True)]
-    assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
-
-
-def test_a_compiled_step_looks_its_tensors_up_once(compiled_inputs, monkeypatch):
-    """And again for another batch or number of threads; each time, if it changes what Python remembers."""
-    held, threads = torch.nn.Linear(2, 2), torch.get_num_threads()
-    held.calls = torch.zeros(3)
-
-    def plain(tokens, pos):
-        return tokens * 10 + pos + held.bias.long().sum() * 0
-
-    def remembers(tokens, pos):
-        held.calls = held.calls + 1
-        return tokens + pos
-
-    for f, lookups in ((plain, 1), (remembers, 3)):
-        step = E.CompiledStep(f, {})
-        asked, by_name = [], step.by_name
-        step.by_name = lambda *given, by_name=by_name, asked=asked: asked.append(0) or by_name(*given)
-        for i in range(3):
-            tokens, pos = torch.tensor([i, 5]), torch.tensor([2, i])
-            assert torch.equal(step(tokens, pos), f(tokens, pos))
-        assert len(asked) == lookups
-    assert held.calls[0] == 6  # both the compiled step and the plain function counted
-
-    step = E.CompiledStep(plain, {})
-    for batch in (2, 3):
-        tokens, pos = torch.arange(batch), torch.arange(batch) + 7
-        for _ in range(2):
-            assert torch.equal(step(tokens, pos), plain(tokens, pos))
-        assert len(step.tensors) == 3 and step.key[0] == (batch,)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert torch.equal(step(tokens, pos), plain(tokens, pos)) and step.key[2] == threads + 1
-    assert torch.equal(step(tokens, tokens), plain(tokens, tokens))
-    assert torch.equal(step(pos, tokens), plain(pos, tokens))
-
-
-@pytest.mark.slow
-def test_compiled_steps_of_several_caches_do_not_mix(tiny):
-    """A step checks its arguments alone: it must never be handed the cache of another."""
-    prompt = tiny[1].encode("import os\n" * 20, bos=True)
-    specs, tokens = ("full", "streaming,recent=64", "full", "self_index,budget=96"), {}
-    for compile in (False, True):
-        llms = [E.LLM(TINY, method=m, compile=compile) for m in specs]
-        tokens[compile] = [llm.generate([prompt], 16)[0].tokens for _ in range(2) for llm in llms]
-        tokens[compile] += [llms[0].use(m).generate([prompt] * 2, 16)[1].tokens for m in specs[1:]]
-    assert tokens[True] == tokens[False]
 
 
 # in every run one method of each archetype; the contract has all of them, on a smaller model
@@ -316,27 +248,6 @@ def test_a_conversation_goes_on_after_a_turn_that_failed(monkeypatch):
         with pytest.raises(InputError, match="NaN"):
             talk.say(turns[1], 5, None)
     assert [*got, talk.say(turns[2], 5, None).tokens] == want
-
-
-def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_inputs):
-    talk = E.LLM(TINY, compile=True).conversation()
-    assert len(compiled_inputs) == 1  # by the warm-up
-    for turn in ("import os", "def f", "class A"):
-        assert talk.say(turn, 3).tokens
-        assert len(compiled_inputs) == 1, turn
-
-
-def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
-    """It is compiled for a capacity, which is rounded up, and a way of sampling; what is kept of it is bounded."""
-    llm = E.LLM(TINY, compile=True)
-    for n, new, seed in ((10, 5, 0), (200, 100, 1), (256, 256, 2)):
-        llm.generate([[5] * n], new, E.Sampling(0.8, seed=seed))
-        assert len(compiled_inputs) == 1
-    llm.generate([[5] * 257], 5, E.Sampling(0.8))
-    assert len(compiled_inputs) == 2
-    for i in range(6):
-        llm.generate([[5] * 300], 2, E.Sampling(0.8 + i / 10))
-    assert len(compiled_inputs) == 7 and len(llm._steps) == E.STEPS
 
 
 def test_max_seq_len_is_one_cache_for_all_lengths():
@@ -566,6 +477,9 @@ BAD = {
     "dtype": (["--prompt", "a", "--dtype", "int1"], "--dtype"),
     "interactive with a prompt": (["--interactive", "--prompt", "a"], "--interactive"),
     "no chat template": (["--chat", "--prompt", "a"], "chat template"),
+    "system without chat": (["--system", "Be brief.", "--prompt", "a"], "for the chat template: add --chat"),
+    "variable without chat": (["--chat-arg", "think=false", "--prompt", "a"], "for the chat template: add --chat"),
+    "variable without a value": (["--chat", "--chat-arg", "think", "--prompt", "a"], "--chat-arg 'think' is not of"),
     "profile at a folder": (["--prompt", "a", "--profile", "/tmp"], "--profile: cannot write /tmp: it is a folder"),
     "profile where nothing is written": (["--prompt", "a", "--profile", "/proc/t.json"], "cannot write /proc/t.json"),
     "profile of a long name": (["--prompt", "a", "--profile", "/tmp/" + "x" * 300], "name too long"),
@@ -579,6 +493,29 @@ def test_bad_input_is_one_line_and_exit_code_2(name, capsys):
     code, out, err = run(capsys, *argv)
     assert code == 2 and not out
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+
+
+def test_system_message_and_template_variables(tmp_path, capsys, monkeypatch):
+    """They reach the template, from the command line and the library, in one turn and in a conversation."""
+    folder = tmp_path / "chat"
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ 'hm' if think else 'so' }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=template)))
+    llm, asked = E.LLM(folder), dict(chat=True, system="Be brief.", chat_args=dict(think=True))
+    want = "system: Be brief.;user: import os;hm"
+    assert llm.tokenizer.decode(llm.encode("import os", **asked)) == want
+    assert llm.tokenizer.decode(llm.encode("import os", chat=True)) == "user: import os;so"
+    tokens = llm.generate("import os", 4, **asked)[0].tokens
+    assert tokens == llm.generate([llm.encode("import os", **asked)], 4)[0].tokens
+    talk = llm.conversation(**asked)
+    for _ in range(2):  # from the start, after the second
+        assert talk.say("import os", 4).tokens == tokens
+        talk.forget()
+    given = ["--checkpoint", str(folder), "--chat", "--system", "Be brief.", "--chat-arg", "think=true", "--json"]
+    for argv, stdin in ((["--prompt", "import os"], None), (["--interactive"], b"import os\n")):
+        code, out, _ = run(capsys, *given, *argv, "--max-new-tokens", "4", stdin=stdin, monkeypatch=monkeypatch)
+        assert code == 0 and json.loads(out)["tokens"] == [tokens]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")

@@ -40,13 +40,15 @@ MODELS = {
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gguf_is_our_model(name, weights, tmp_path):
-    """Read back by formats/gguf.py, which is tested on llama.cpp's own files: the same logits."""
-    how = None if weights == "fp32" else WeightFormat.parse(weights)
-    model = random_transformer(ModelArgs(**SIZES, **MODELS[name]), "cpu", torch.float32, seed=1, how=how)
+    """Read back by weights/gguf.py, which is tested on llama.cpp's own files: the same logits."""
+    weight_format = None if weights == "fp32" else WeightFormat.parse(weights)
+    model = random_transformer(
+        ModelArgs(**SIZES, **MODELS[name]), "cpu", torch.float32, seed=1, weight_format=weight_format
+    )
     file = tmp_path / "model.gguf"
     write_gguf(model, file)
     assert kind_of(model) == dict(fp32="F32", bf16="BF16", int8="Q8_0", int4="Q4_0")[weights]
-    again = load_checkpoint(file, how=WeightFormat.parse("fp32"))
+    again = load_checkpoint(file, weight_format=WeightFormat.parse("fp32"))
     tokens = torch.randint(128, (1, 40))
     with torch.inference_mode():
         want, got = model(tokens), again(tokens)

@@ -103,14 +103,14 @@ def held():  # what is this process's own: pages of the checkpoint's file are no
     return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith("RssAnon"))
 
 torch.set_num_threads(1)
-load_checkpoint(sys.argv[1], how=WeightFormat.parse(sys.argv[2]))  # what the libraries allocate once
+load_checkpoint(sys.argv[1], weight_format=WeightFormat.parse(sys.argv[2]))  # what the libraries allocate once
 ended, peak, before = threading.Event(), [0], held()
 def watch():
     while not ended.wait(0.0005):
         peak[0] = max(peak[0], held())
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = load_checkpoint(sys.argv[1], how=WeightFormat.parse(sys.argv[2]))
+model = load_checkpoint(sys.argv[1], weight_format=WeightFormat.parse(sys.argv[2]))
 ended.set(), watcher.join()
 print(max(peak[0], held()) - before, sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
 """

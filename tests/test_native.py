@@ -30,7 +30,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import compiler_options
+from compiled import compiler_options
 from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention

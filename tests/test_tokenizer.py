@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from errors import InputError
-from formats.gguf_config import stop_ids
-from formats.gguf_file import GGUFFile
 from runtime import TINY
 from tokenizer import load_tokenizer
 from tokenizer.chat import template_variable
 from tokenizer.gguf import PRE
 from tokenizer.library import CHAR_BYTES, GPT2, LLAMA3, QWEN2
+from weights.gguf_config import stop_ids
+from weights.gguf_file import GGUFFile
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|end|>x", "<|im_start|>", "<|im_end|>"]
 CORPUS = [

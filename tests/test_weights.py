@@ -24,13 +24,12 @@ from cache.spec import method_class, method_files
 from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
 from engine import LLM
 from errors import InputError
-from formats import open_checkpoint
 from kernels import linear as K
 from kernels import native
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
-from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, quantize
+from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, open_checkpoint, quantize
 
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
 
@@ -297,7 +296,7 @@ def advised(x):
 def test_weights_and_caches_lie_in_huge_pages(kind):
     """A model is made without memory first: what is asked of the tensors of then is lost."""
     model = random_transformer(
-        ModelArgs(**ARGS | dict(dim=1024, ffn_dim=2048)), "cpu", torch.float32, how=WeightFormat.parse(kind)
+        ModelArgs(**ARGS | dict(dim=1024, ffn_dim=2048)), "cpu", torch.float32, weight_format=WeightFormat.parse(kind)
     )
     model.setup_cache("full", 32, 256)
     weights = [t for t in (*model.parameters(), *model.buffers()) if t.nbytes >= 1 << 20]
@@ -392,16 +391,16 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_packed_while_it_is_read(folder, kind):
     dense = save_checkpoint_tensors(load_checkpoint(folder), torch.float32)
-    how = WeightFormat.parse(kind)
-    model = load_checkpoint(folder, how=how)
+    weight_format = WeightFormat.parse(kind)
+    model = load_checkpoint(folder, weight_format=weight_format)
     packed = save_checkpoint_tensors(model, torch.float32)
     assert packed.keys() == dense.keys()
     for name, w in dense.items():
-        bits = how.bits if w.dim() == 2 and "embed" not in name else 0
-        bits = how.head_bits if "lm_head" in name else bits
+        bits = weight_format.bits if w.dim() == 2 and "embed" not in name else 0
+        bits = weight_format.head_bits if "lm_head" in name else bits
         want = w
         if bits in (4, 8):
-            want = quantize(w, bits, how.group_of(w.shape[1], bits)).dequantize()
+            want = quantize(w, bits, weight_format.group_of(w.shape[1], bits)).dequantize()
         elif bits == 16 or w.dim() == 2:
             want = w.bfloat16().float()
         assert torch.equal(packed[name], want), name
@@ -417,11 +416,11 @@ def test_what_cannot_be_packed_is_one_line(folder, tmp_path):
     with pytest.raises(InputError, match="--head"):
         WeightFormat.parse(None, "int8")
     with pytest.raises(InputError, match="no groups of 128"):
-        load_checkpoint(folder, how=WeightFormat.parse("int4:128"))
+        load_checkpoint(folder, weight_format=WeightFormat.parse("int4:128"))
     write(tmp_path, lambda t: t["model.layers.0.mlp.up_proj.weight"][3].fill_(float("nan")))
     for kind in KINDS:
         with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight"):
-            load_checkpoint(tmp_path, how=WeightFormat.parse(kind))
+            load_checkpoint(tmp_path, weight_format=WeightFormat.parse(kind))
 
 
 def test_llm_takes_them():
@@ -471,7 +470,7 @@ def test_codes_of_a_gguf_are_held_as_they_are(as_gguf, kind, bits):
     for name, t in file.items():
         assert torch.equal(held[name], t.dequantize() if isinstance(t, Codes) else t.float()), name
     ids = torch.randint(3, 2048, (1, 50))
-    want = load_checkpoint(path, how=WeightFormat.parse("int8"))(ids)  # of another format, where it is asked for
+    want = load_checkpoint(path, weight_format=WeightFormat.parse("int8"))(ids)  # of another format, if asked for
     got = model(ids)
     assert (got - want).abs().max() < 0.02 * want.abs().max()
 
@@ -534,7 +533,7 @@ def test_a_mixed_gguf_is_held_as_it_is(tied, tmp_path, capsys):
     assert [part.layout for part in first.attention.wqkv.parts] == [Layout(4, 32, 8, True), Layout(8, 16, 16)]
     assert first.feed_forward.w13.layout == Layout(4, 16, 16) and len(second.attention.wqkv.parts) == 3
     assert [type(part) for part in second.feed_forward.w13.parts] == [Linear, PackedLinear]
-    dense, ids = load_checkpoint(path, how=WeightFormat.parse("fp32")), torch.randint(0, 90, (2, 40))
+    dense, ids = load_checkpoint(path, weight_format=WeightFormat.parse("fp32")), torch.randint(0, 90, (2, 40))
     assert not any(isinstance(m, PackedLinear) for m in dense.modules())
     got, exact = model(ids), dense(ids)
     assert (got - exact).abs().max() < 2e-4 * exact.abs().max()
@@ -547,7 +546,7 @@ def test_a_mixed_gguf_is_held_as_it_is(tied, tmp_path, capsys):
     model.prefill(ids, pos)
     with torch.inference_mode():
         assert (step(ids[:, 0], pos) - model.decode(ids[:, 0], pos)).abs().max() < 1e-4 * exact.abs().max()
-    load_checkpoint(path, how=WeightFormat.parse("int4"))
+    load_checkpoint(path, weight_format=WeightFormat.parse("int4"))
     assert re.search(r"note: 13 tensors of .*mixed.gguf are quantized already", capsys.readouterr().err)
 
 
@@ -604,7 +603,7 @@ def test_gptq_runs_in_its_own_groups(tmp_path):
     for name, w in want.items():
         assert torch.equal(held[name], w), name
     assert isinstance(model.output, Linear)  # the head, which is not quantized, as it is
-    exact = save_checkpoint_tensors(load_checkpoint(folder, how=WeightFormat.parse("fp32")), torch.float32)
+    exact = save_checkpoint_tensors(load_checkpoint(folder, weight_format=WeightFormat.parse("fp32")), torch.float32)
     assert all(torch.equal(exact[name], w) for name, w in want.items())
 
 
@@ -629,8 +628,8 @@ def test_a_quantized_folder_loads_without_the_original(tied, flags, tmp_path):
     source = write(tmp_path, config=CONFIG | dict(tie_word_embeddings=tied, intermediate_size=128))
     out = quantized(source, tmp_path / "out", *flags)
     given = dict(zip(flags[::2], flags[1::2], strict=True))
-    how = WeightFormat.parse(given.get("--weights", "int4"), given.get("--head"))
-    want, got = load_checkpoint(source, how=how), load_checkpoint(out)
+    weight_format = WeightFormat.parse(given.get("--weights", "int4"), given.get("--head"))
+    want, got = load_checkpoint(source, weight_format=weight_format), load_checkpoint(out)
     for name, t in save_checkpoint_tensors(want, torch.float32).items():
         held = save_checkpoint_tensors(got, torch.float32)[name]
         assert torch.equal(held, t if t.dim() == 2 else t.bfloat16().float()), name

@@ -14,13 +14,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from errors import InputError
-from formats import GGUFFile, find_gguf
 from tokenizer.base import Stream, Tokenizer
 from tokenizer.folder import Folder
 from tokenizer.gguf import gguf_tokenizer
 from tokenizer.library import LibraryTokenizer, from_tokenizer_json, from_vocab_and_merges
 from tokenizer.sentencepiece_model import SentencePieceTokenizer
 from tokenizer.tiktoken_model import TIKTOKEN_LINE, TiktokenTokenizer
+from weights import GGUFFile, find_gguf
 
 __all__ = ["LibraryTokenizer", "SentencePieceTokenizer", "Stream", "TiktokenTokenizer", "Tokenizer", "load_tokenizer"]
 

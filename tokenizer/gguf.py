@@ -15,9 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Engine
 
 from errors import InputError, short
-from formats.gguf_config import stop_ids
-from formats.gguf_file import GGUFFile
 from tokenizer.library import GPT2, LLAMA3, QWEN2, WORDS, LibraryTokenizer, byte_level_bpe
+from weights.gguf_config import stop_ids
+from weights.gguf_file import GGUFFile
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # token types, SentencePiece's numbers
 SPACE = "▁"

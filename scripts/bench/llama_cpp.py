@@ -36,11 +36,11 @@ from torch import Tensor
 
 from checkpoint import tensors_of
 from errors import InputError
-from formats.gguf import LAYOUTS, NAMES, PARTS
-from formats.gguf_file import GGUFFile, type_name
 from model import ModelArgs, Transformer
 from scripts.bench.peer_runs import Run, Work
 from weights import PackedLinear
+from weights.gguf import LAYOUTS, NAMES, PARTS
+from weights.gguf_file import GGUFFile, type_name
 
 BITS = {32: "F32", 16: "BF16", 8: "Q8_0", 4: "Q4_0"}
 OURS = {v: k for k, v in NAMES.items()}, {v: k for k, v in PARTS.items()}  # Hugging Face's names -> GGUF's

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import Result, Sampling, Session, Step, compiler_options, continue_rows, make_step
+from compiled import Step, compiler_options
+from engine import Result, Sampling, Session, continue_rows, make_step
 from model import Transformer
 from runtime import synchronize
 from scripts.bench.layer import fill

@@ -15,13 +15,12 @@ import torch
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
-from formats import open_checkpoint
-from formats.shards import read_object as read_json
 from model import ModelArgs, Transformer, random_transformer
 from runtime import pick_dtype
 from scripts.shared.results import check_out
 from scripts.shared.timing import reason
-from weights import WeightFormat
+from weights import WeightFormat, open_checkpoint
+from weights.shards import read_object as read_json
 
 SPECS = "methods and presets, with knobs or without: full sals-12.5,budget=0.1"
 SPECS_BY_LAYER = SPECS + ", or by layers: 0-1:full,2-:self_index"
@@ -40,11 +39,11 @@ def takes(spec: str, knob: str) -> bool:
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
     """The checkpoint, or --random-init where a script has it, in the precision asked for, with its --calibration."""
-    dtype, how = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
+    dtype, weight_format = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
     if name := getattr(opt, "random_init", None):
-        model = random_transformer(shapes(name), device, dtype, how=how)
+        model = random_transformer(shapes(name), device, dtype, weight_format=weight_format)
     else:
-        model = load_checkpoint(opt.checkpoint, device, dtype, how)
+        model = load_checkpoint(opt.checkpoint, device, dtype, weight_format)
     model.use_calibration(getattr(opt, "calibration", None))
     model.kv_dtype = pick_dtype(opt.kv_dtype, device) if opt.kv_dtype else None
     return model

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from errors import short
-from formats.gguf_file import GGUFFile, rows_of
 from kernels.rope import RopeArgs, rope_inv_freq
+from weights.gguf_file import GGUFFile, rows_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # Keys that change the numbers and are not computed here, with the values that do not.
@@ -58,8 +58,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     arch = file.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise file.error(f"unsupported architecture {short(arch)}: supported are {', '.join(ARCHITECTURES)}")
-    if (kind := file.text("general.type", "model")) != "model":
-        raise file.error(f"is a {short(kind)}, expected a model")
+    if (file_type := file.text("general.type", "model")) != "model":
+        raise file.error(f"is a {short(file_type)}, expected a model")
     if file.number("split.count", 0) > 1:
         raise file.error("is one part of several: join them with llama-gguf-split --merge")
     for key, neutral in NEUTRAL.items():
@@ -153,18 +153,18 @@ def _dtype(file: GGUFFile) -> str:
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
     """Hugging Face's rope_scaling: linear and yarn by metadata, llama3 by the tensor of what it divides by."""
-    kind = file.text(f"{arch}.rope.scaling.type", "none")
+    scaling = file.text(f"{arch}.rope.scaling.type", "none")
     factor = _real(file, f"{arch}.rope.scaling.factor", _real(file, f"{arch}.rope.scale_linear", 0.0))
-    scaled = kind != "none" and factor not in (0.0, 1.0)
-    if kind not in ("none", "linear", "yarn") or any(n.startswith("rope_factors") for n in file.tensors):
-        raise file.error(f"rope scaling {short(kind)} is not supported, expected none, linear, yarn or llama3's")
+    scaled = scaling != "none" and factor not in (0.0, 1.0)
+    if scaling not in ("none", "linear", "yarn") or any(n.startswith("rope_factors") for n in file.tensors):
+        raise file.error(f"rope scaling {short(scaling)} is not supported, expected none, linear, yarn or llama3's")
     if "rope_freqs.weight" in file.tensors:
         if scaled:
-            raise file.error(f"has rope_freqs.weight beside rope scaling {kind!r}, which is not supported")
+            raise file.error(f"has rope_freqs.weight beside rope scaling {scaling!r}, which is not supported")
         return _llama3(file, config)
     if not scaled:
         return None
-    if kind == "linear":
+    if scaling == "linear":
         return {"rope_type": "linear", "factor": factor}
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if (key := f"{arch}.rope.scaling.original_context_length") in file.metadata:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from errors import InputError, short
-from formats.codes import Codes, grouped, unpack
-from formats.settings import Settings
-from formats.shards import FLOATS, Held, Shards, held, with_suffix
+from weights.codes import Codes, grouped, unpack
+from weights.settings import Settings
+from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
 
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -35,7 +35,7 @@ class GPTQ:
         self.first = s.one_of(("gptq", "gptq_v2"), "gptq", "checkpoint_format", "format") == "gptq"
         for pattern, change in (s.get("dynamic") or {}).items() if isinstance(s.get("dynamic"), dict) else ():
             if change:  # an empty one leaves modules as they are, which shows in the tensors
-                raise InputError(f"{s.where}: dynamic gives {short(pattern)} other settings, which is not supported")
+                raise InputError(f"{s.source}: dynamic gives {short(pattern)} other settings, which is not supported")
 
     def read(self, shards: Shards, biased: set[str] | None = None) -> Iterator[tuple[str, Tensor | Codes]]:
         """(name, tensor) of everything; biases of zeros that the model has not (AutoGPTQ writes them) are left out."""
@@ -50,45 +50,45 @@ class GPTQ:
                 t = shards.get(name, FLOATS)
                 if part == "bias" and module in modules and module.rpartition(".")[2] not in (biased or ()):
                     if t.any():
-                        raise InputError(f"{shards.where(name)} is not zero, and config.json says there is no bias")
+                        raise InputError(f"{shards.source(name)} is not zero, and config.json says there is no bias")
                     continue
                 yield name, t
 
-    def layouts(self, shards: Shards) -> Held:
+    def layouts(self, shards: Shards) -> Layouts:
         """How the weights are held, by the shapes of codes and scales."""
         found = {}
         for m in with_suffix(shards, ".qweight"):
             inputs = shards.shape(f"{m}.qweight")[0] * 32 // self.bits
             found[f"{m}.weight"] = (f"{m}.scales", self.bits, self.group or inputs)
-        return held(shards, found)
+        return layouts_of(shards, found)
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""
-        where, by = shards.where(f"{module}.qweight"), f"{module}.qweight"
+        source, by = shards.source(f"{module}.qweight"), f"{module}.qweight"
         packed = shards.get(f"{module}.qweight", (torch.int32,))
         scales = shards.get(f"{module}.scales", FLOATS, by)
         zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
         if packed.dim() != 2 or scales.dim() != 2 or zeros.dim() != 2 or not packed.numel():
-            raise InputError(f"{where}: qweight, scales and qzeros must be matrices: download it again")
+            raise InputError(f"{source}: qweight, scales and qzeros must be matrices: download it again")
         n = 32 // self.bits
         inputs, out = packed.shape[0] * n, packed.shape[1]
         group = self.group or inputs
         expected = [inputs // group, out], [inputs // group, out // n]
         if inputs % group or out % n or [list(scales.shape), list(zeros.shape)] != list(expected):
             raise InputError(
-                f"{where} has {inputs} inputs and {out} outputs, scales {list(scales.shape)} and qzeros "
+                f"{source} has {inputs} inputs and {out} outputs, scales {list(scales.shape)} and qzeros "
                 f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
             )
         if f"{module}.g_idx" in shards:
             order = shards.get(f"{module}.g_idx", (torch.int32, torch.int64))
             if order.numel() and not torch.equal(order.long(), torch.arange(inputs) // group):
                 raise InputError(
-                    f"{shards.where(f'{module}.g_idx')} puts inputs in another order (act-order), which is not "
+                    f"{shards.source(f'{module}.g_idx')} puts inputs in another order (act-order), which is not "
                     f"supported: take a checkpoint quantized with desc_act=false"
                 )
         codes = unpack(packed.t(), self.bits).flatten(1)  # [out, in / n] words -> [out, in]
         zero = unpack(self.zeros(zeros), self.bits).flatten(1).t()
-        return grouped(where, codes, scales.t(), zero, self.bits)
+        return grouped(source, codes, scales.t(), zero, self.bits)
 
     def zeros(self, words: Tensor) -> Tensor:
         """Version 1 -> 2: plus one each. As GPTQModel does it, on whole words: what borrowed when it was written

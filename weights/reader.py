@@ -15,16 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from errors import InputError, short
-from formats.awq import AWQ
-from formats.codes import Codes
-from formats.compressed_tensors import CompressedTensors
-from formats.gguf import gguf_config, gguf_layouts, gguf_tensors, is_gguf
-from formats.gguf_file import GGUFFile
-from formats.gptq import GPTQ, biased_projections
-from formats.settings import Settings
-from formats.shards import FLOATS, Held, Shards, check_fetched, read_object
-
-__all__ = ["Codes", "GGUFFile", "Reader", "find_gguf", "gguf_config", "gguf_tensors", "is_gguf", "open_checkpoint"]
+from weights.awq import AWQ
+from weights.codes import Codes
+from weights.compressed_tensors import CompressedTensors
+from weights.gguf import gguf_config, gguf_layouts, gguf_tensors, is_gguf
+from weights.gguf_file import GGUFFile
+from weights.gptq import GPTQ, biased_projections
+from weights.settings import Settings
+from weights.shards import FLOATS, Layouts, Shards, check_fetched, read_object
 
 METHODS = ("gptq", "awq", "compressed-tensors")
 Named = Iterator[tuple[str, Tensor | Codes]]
@@ -34,16 +32,16 @@ Named = Iterator[tuple[str, Tensor | Codes]]
 class Reader:
     """An opened checkpoint.
 
-    path: the file or folder; kind: "gguf", one of METHODS, or "dense"; config: a config.json without its
+    path: the file or folder; format: "gguf", one of METHODS, or "dense"; config: a config.json without its
     quantization_config; tensors(): a pass over (name, tensor), one read at a time; layouts(): how its matrices are held
-    as they are, told without reading them; warning: a line to show; gguf: the file; None: a folder.
+    as they are, known without reading them; warning: a line to show; gguf: the file; None: a folder.
     """
 
     path: Path
-    kind: str
+    format: str
     config: dict[str, Any]
     tensors: Callable[[], Named]
-    layouts: Callable[[], Held]
+    layouts: Callable[[], Layouts]
     warning: str | None = None
     gguf: GGUFFile | None = None
 
@@ -83,20 +81,20 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
-    where, said = "quantization_config in config.json", config.get("quantization_config")
-    if said is None:  # older ones say it in a file of their own
+    source, quantization = "quantization_config in config.json", config.get("quantization_config")
+    if quantization is None:  # older ones say it in a file of their own
         for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
             if (folder / name).is_file():
-                where, said = name, {"quant_method": method} | read_object(folder / name)
+                source, quantization = name, {"quant_method": method} | read_object(folder / name)
     if "quantization" in config:
         raise InputError(f"{folder}: config.json sets quantization, which is MLX's: not supported. Take the checkpoint "
                          "in bf16 or fp16, or one of GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
-    if said is None:
+    if quantization is None:
         return Reader(folder, "dense", plain, lambda: _dense(Shards(folder)), lambda: ({}, None))
-    if not isinstance(said, dict):
-        raise InputError(f"config.json: quantization_config must be an object, found {short(said)}")
-    settings = Settings(said, where)
+    if not isinstance(quantization, dict):
+        raise InputError(f"config.json: quantization_config must be an object, found {short(quantization)}")
+    settings = Settings(quantization, source)
     match settings.one_of(METHODS, None, "quant_method"):
         case "gptq":
             gptq, biased = GPTQ(settings), biased_projections(config)

@@ -1,16 +1,8 @@
-"""What the model multiplies with: weights as they are, or packed in bf16, 8 or 4 bits, whatever the compute dtype is.
-
-    --weights int4          8- and 4-bit codes share a scale in groups of 32 inputs
-    --weights int4:128      or of 64 or 128; int8:channel, one scale a row
-
-The output head, and the embedding where it is the same matrix, are in 8 bits with 4-bit weights (`head`, as given).
-Quantization is by rounding: 8 bits symmetric by the largest |w| of a group, 4 bits between its least and largest w.
-"""
+"""What the model multiplies with: weights as they are, or packed in bf16, 8 or 4 bits, whatever it computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import BF16, Codes, Layout
 from kernels.linear import (
     ROWS,
     WORD,
@@ -34,65 +25,11 @@ from kernels.linear import (
     unpack_bits,
 )
 from kernels.native import in_huge_pages
+from weights.codes import Codes, Layout
+from weights.quantization import quantize
 
-BITS = {"bf16": 16, "int8": 8, "int4": 4}
-GROUPS = ("32", "64", "128", "channel")
 PART = 256  # rows that are quantized at a time, a multiple of 16: the copies that it takes stay small
 RANDOM_BLOCK = 1 << 24  # numbers that are drawn for random weights
-DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
-
-
-def quantize(w: Tensor, bits: int, group: int) -> Codes:
-    """w [out, in] -> codes of 8 or 4 bits, with fp16 scales, by rounding to nearest."""
-    x = w.float().unflatten(1, (-1, group))
-    if bits == 8:
-        scale = (x.abs().amax(-1) / 127).clamp(6e-8, 65504).half()
-        codes = (x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
-        return Codes(codes.flatten(1), scale, None, 8)
-    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
-    scale = ((high - low) / 15).clamp(6e-8, 65504).half()
-    step = scale.float()
-    zero = (-low / step).round().clamp(0, 15)
-    codes = (x / step[..., None] + zero[..., None]).round().clamp(0, 15)
-    return Codes(codes.to(torch.uint8).flatten(1), scale, zero.to(torch.uint8), 4)
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """How the weights of a model are held: bits, inputs that share a scale (None: all of a row), bits of the head."""
-
-    bits: int
-    group: int | None = None
-    head_bits: int = 8
-
-    @classmethod
-    def parse(cls, text: str | None, head: str | None = None) -> WeightFormat | None:
-        """`int4`, `int8:channel`, `bf16`; `fp32`: not packed; None: as the checkpoint is. InputError if none."""
-        if text is None or text == "fp32":
-            if head not in (None, "fp32"):
-                raise InputError(f"--head {head} needs --weights bf16, int8 or int4")
-            return cls(DENSE) if text else None
-        kind, colon, group = text.partition(":")
-        if kind not in BITS or (colon and (kind == "bf16" or group not in GROUPS)):
-            raise InputError(f"--weights {text}: use fp32, bf16, int8 or int4, these also with a group: int4:64, "
-                             "int8:channel (32, 64, 128 or channel inputs share a scale)")  # fmt: skip
-        if head is not None and head not in BITS:
-            raise InputError(f"--head {head}: use bf16, int8 or int4")
-        size = None if group == "channel" else int(group or 32)
-        return cls(BITS[kind], size, BITS[head] if head else max(8, BITS[kind]))
-
-    def group_of(self, n: int, bits: int) -> int:
-        """For a row of n inputs. InputError if they do not divide."""
-        group = n if self.group is None or bits == 16 else self.group
-        if n % group or group % ROWS:
-            raise InputError(f"weights of {n} inputs have no groups of {group}: use --weights int8:channel, "
-                             "or another group")  # fmt: skip
-        return group
-
-    def choose(self, name: str, part: int, n: int) -> Layout | None:
-        """The layout of a layer with n inputs: see `Choose`."""
-        bits = {"output": self.head_bits, "tok_embeddings": 16}.get(name, self.bits)
-        return BF16 if bits == 16 else Layout(bits, self.group_of(n, bits))
 
 
 def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
@@ -100,9 +37,6 @@ def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
     flat[:RANDOM_BLOCK].normal_(0, std, generator=gen)
     for part in flat.split(RANDOM_BLOCK)[1:]:
         part.copy_(flat[: len(part)])
-
-
-# ---- modules ----
 
 
 class Linear(nn.Linear):
@@ -139,11 +73,11 @@ class PackedLinear(nn.Module):
         for name in (*Weight._fields, "bias"):
             self.register_buffer(name, None)
         self.groups = 0 if self.bits == 16 else n // self.group
-        self._hold("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
+        self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
         for name, step in (("scale", "step"), ("minimum", "min_step"))[: bool(self.groups) + layout.minimum]:
-            self._hold(name, (self.groups, ROWS), torch.int8 if layout.steps else torch.float16, device)
+            self._allocate(name, (self.groups, ROWS), torch.int8 if layout.steps else torch.float16, device)
             if layout.steps:
-                self._hold(step, (self.groups // layout.steps, ROWS), torch.float16, device)
+                self._allocate(step, (self.groups // layout.steps, ROWS), torch.float16, device)
         if bias:
             self.bias = in_huge_pages(torch.empty(self.blocks * ROWS, device=device))
 
@@ -156,7 +90,7 @@ class PackedLinear(nn.Module):
     def weight(self) -> Weight:
         return Weight(*(getattr(self, name) for name in Weight._fields))
 
-    def _hold(self, name: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    def _allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         setattr(self, name, in_huge_pages(torch.empty((self.blocks, *size), dtype=dtype, device=device)))
         return getattr(self, name)
 
@@ -193,33 +127,33 @@ class PackedLinear(nn.Module):
         if first % ROWS or (out % ROWS and first + out != self.out_features):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
-        at, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
-        self.packed[at] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
+        blocks, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
+        self.packed[blocks] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
         if c is None:
             return
 
         def by_groups(t: Tensor) -> Tensor:  # [rows, groups] -> [blocks, groups, 16]
             return F.pad(t, (0, 0, 0, pad)).view(-1, ROWS, t.shape[1]).transpose(1, 2)
 
-        self._hold_more(c)
+        self._allocate_zeros(c)
         for name in ("scale", "step", "minimum", "min_step"):
-            held, given = getattr(self, name), getattr(c, name)
-            if held is not None:
-                held[at] = 0 if given is None else by_groups(given.to(held.dtype))
+            buffer, given = getattr(self, name), getattr(c, name)
+            if buffer is not None:
+                buffer[blocks] = 0 if given is None else by_groups(given.to(buffer.dtype))
         if self.zero is not None:
             zero = torch.full_like(c.codes[:, : self.groups], 8) if c.zero is None else c.zero
-            self.zero[at] = pack_zeros(by_groups(zero))
+            self.zero[blocks] = pack_zeros(by_groups(zero))
 
-    def _hold_more(self, c: Codes) -> None:
+    def _allocate_zeros(self, c: Codes) -> None:
         """Room for the first zeros, or minima of 8-bit codes, as of rows before that have none."""
         device = self.packed.device
         if self.zero is None and c.zero is not None and bool((c.zero != 8).any()):
-            self._hold("zero", (self.groups, ROWS // 2), torch.uint8, device).fill_(8 | 8 << 4)
+            self._allocate("zero", (self.groups, ROWS // 2), torch.uint8, device).fill_(8 | 8 << 4)
         if self.minimum is None and c.minimum is not None:
             dtype = torch.float16 if c.min_step is None else torch.int8
-            self._hold("minimum", (self.groups, ROWS), dtype, device).zero_()
+            self._allocate("minimum", (self.groups, ROWS), dtype, device).zero_()
             if c.min_step is not None:
-                self._hold("min_step", (c.min_step.shape[1], ROWS), torch.float16, device).zero_()
+                self._allocate("min_step", (c.min_step.shape[1], ROWS), torch.float16, device).zero_()
 
     def dense(self, first: int, n: int) -> Tensor:
         """The same in fp32 or bf16."""
@@ -249,8 +183,8 @@ class PackedLinear(nn.Module):
 
     def rows(self, first: int, n: int) -> Codes | Tensor:
         """What `put` was given, as codes, or in bf16."""
-        at, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)
-        w = separate_all(self.weight.blocks(at), self.bits).blocks(take)
+        blocks, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)
+        w = separate_all(self.weight.blocks(blocks), self.bits).blocks(take)
         return w.packed if w.scale is None else Codes(w.packed, w.scale, w.zero, self.bits, *w[2:3], *w[4:])
 
 
@@ -286,10 +220,10 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         w = self.matrix.weight
-        at, row = tokens.flatten() // ROWS, tokens.flatten() % ROWS
-        codes = unpack_bits(w.packed[at, :, row].flatten(1), self.matrix.bits)  # [N, dim]
-        scale, step, minimum, min_step = (None if t is None else t[at, :, row] for t in (*w[1:3], *w[4:]))
-        zero = None if w.zero is None else w.zero[at, :, row % 8] >> (row // 8 * 4)[:, None] & 15
+        block, row = tokens.flatten() // ROWS, tokens.flatten() % ROWS
+        codes = unpack_bits(w.packed[block, :, row].flatten(1), self.matrix.bits)  # [N, dim]
+        scale, step, minimum, min_step = (None if t is None else t[block, :, row] for t in (*w[1:3], *w[4:]))
+        zero = None if w.zero is None else w.zero[block, :, row % 8] >> (row // 8 * 4)[:, None] & 15
         rows = dequantize(codes, scale, step, zero, minimum, min_step, self.matrix.bits)
         return rows.to(self.dtype).unflatten(0, tokens.shape)
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import BF16 as HELD_BF16
-from formats.codes import Codes, Layout, check_finite
-from formats.gguf_config import config_of
-from formats.gguf_file import MAGIC, GGUFFile, TensorInfo, rows_of, type_name, type_sizes
-from formats.shards import Held
+from weights.codes import BF16 as HELD_BF16
+from weights.codes import Codes, Layout, check_finite
+from weights.gguf_config import config_of
+from weights.gguf_file import MAGIC, GGUFFile, TensorInfo, rows_of, type_name, type_sizes
+from weights.shards import Layouts
 
 F32, F16, BF16 = 0, 1, 30  # ggml's numbers
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23
@@ -60,7 +60,7 @@ def gguf_config(path: str | Path | GGUFFile) -> dict[str, Any]:
     return config_of(_open(path))
 
 
-def gguf_layouts(path: str | Path | GGUFFile) -> Held:
+def gguf_layouts(path: str | Path | GGUFFile) -> Layouts:
     """How the file's matrices are held, by Hugging Face's names, and a note on those that no codes hold exactly."""
     file = _open(path)
     n_layer = config_of(file)["num_hidden_layers"]
@@ -141,20 +141,20 @@ def _codes(file: GGUFFile, t: TensorInfo) -> Codes:
 Unpacked = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _half(b: Tensor, at: int) -> Tensor:
+def _half(b: Tensor, offset: int) -> Tensor:
     """The fp16 number at a byte of each block: [out, blocks, 1]."""
-    return b[..., at : at + 2].contiguous().view(torch.float16)
+    return b[..., offset : offset + 2].contiguous().view(torch.float16)
 
 
-def _nibbles(b: Tensor, at: int) -> Tensor:
+def _nibbles(b: Tensor, offset: int) -> Tensor:
     """The 16 bytes at a byte of each block: low halves are numbers 0 to 15, high halves 16 to 31."""
-    q = b[..., at : at + 16]
+    q = b[..., offset : offset + 16]
     return torch.cat((q & 15, q >> 4), -1)
 
 
-def _fifths(b: Tensor, at: int) -> Tensor:
+def _fifths(b: Tensor, offset: int) -> Tensor:
     """Bit j of the 4 bytes at a byte, at place 4: the highest bit of number j."""
-    return (b[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+    return (b[..., offset : offset + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
 def _q4_0(b: Tensor) -> Unpacked:
@@ -246,16 +246,16 @@ def _dequantized(file: GGUFFile, t: TensorInfo) -> Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind, rows = GGMLQuantizationType(t.type), rows_of(t)
+    ggml_type, rows = GGMLQuantizationType(t.type), rows_of(t)
     flat = torch.empty(rows, t.shape[-1])
     step = max(1, CHUNK // t.shape[-1])
     for i in range(0, rows, step):
         try:
             with np.errstate(all="ignore"):
-                part = torch.from_numpy(dequantize(file.raw(t.name, slice(i, i + step)), kind))
+                part = torch.from_numpy(dequantize(file.raw(t.name, slice(i, i + step)), ggml_type))
         except (NotImplementedError, KeyError):
-            raise InputError(f"{file.path}: tensor {t.name} is {kind.name}, which the gguf package cannot dequantize: "
-                             "quantize it otherwise") from None  # fmt: skip
+            raise InputError(f"{file.path}: tensor {t.name} is {ggml_type.name}, which the gguf package cannot "
+                             "dequantize: quantize it otherwise") from None  # fmt: skip
         if not part.isfinite().all():
             raise file.error(f"tensor {t.name} holds NaN or infinity: download it again")
         flat[i : i + step] = part

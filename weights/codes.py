@@ -82,13 +82,13 @@ class Codes:
         return dequantize(self.codes, *groups, self.bits).to(dtype)
 
 
-def grouped(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Codes | Tensor:
+def grouped(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Codes | Tensor:
     """Codes of unsigned codes and zeros, checked; fp32 [out, in] where Codes are not exact (`asymmetric`).
 
     codes [out, in] uint8, 0..2^bits - 1; scale [out, in / group] of any float; zero [out, in / group] uint8, or None:
-    half the range. InputError begins with `where`.
+    half the range. InputError begins with `source`.
     """
-    check(where, codes, scale, zero)
+    check(source, codes, scale, zero)
     half = 1 << (bits - 1)
     if zero is not None and bool((zero == half).all()):
         zero = None
@@ -113,22 +113,22 @@ def exact_in_fp16(scale: Tensor) -> bool:
     return scale.dtype == torch.float16 or torch.equal(scale.half().double(), scale.double())
 
 
-def check(where: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
+def check(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
     """InputError unless the shapes fit each other and every scale is finite."""
     if codes.dim() != 2 or not codes.numel():
-        raise InputError(f"{where} has shape {list(codes.shape)}, expected rows and columns: download it again")
+        raise InputError(f"{source} has shape {list(codes.shape)}, expected rows and columns: download it again")
     out, n = codes.shape
     if scale.dim() != 2 or scale.shape[0] != out or not scale.shape[1] or n % scale.shape[1]:
-        raise InputError(f"{where}: scales {list(scale.shape)} do not fit weights [{out}, {n}]: rows of whole groups")
+        raise InputError(f"{source}: scales {list(scale.shape)} do not fit weights [{out}, {n}]: rows of whole groups")
     if zero is not None and zero.shape != scale.shape:
-        raise InputError(f"{where}: zero points {list(zero.shape)} do not fit scales {list(scale.shape)}")
-    check_finite(where, scale)
+        raise InputError(f"{source}: zero points {list(zero.shape)} do not fit scales {list(scale.shape)}")
+    check_finite(source, scale)
 
 
-def check_finite(where: str, scale: Tensor) -> None:
+def check_finite(source: str, scale: Tensor) -> None:
     """InputError unless every scale is a finite number."""
     if not scale.float().isfinite().all():
-        raise InputError(f"{where} has scales that are NaN or infinity: download it again")
+        raise InputError(f"{source} has scales that are NaN or infinity: download it again")
 
 
 def nibbles(words: Tensor) -> Tensor:

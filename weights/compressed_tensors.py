@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from errors import InputError, short
-from formats.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
-from formats.settings import Settings
-from formats.shards import FLOATS, Held, Shards, held, with_suffix
+from weights.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
+from weights.settings import Settings
+from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
@@ -47,7 +47,7 @@ class CompressedTensors:
         self.symmetric: set[bool] = set()
         acts = [self._read_group(s, name, group) for name, group in groups.items()]
         self.warning = (
-            f"{s.where}: {found[0]}-bit activations are asked for and not performed, the weights alone are quantized"
+            f"{s.source}: {found[0]}-bit activations are asked for and not performed, the weights alone are quantized"
             if (found := [a for a in acts if a])
             else None
         )
@@ -55,11 +55,11 @@ class CompressedTensors:
     def _read_group(self, s: Settings, name: str, group: Any) -> int | None:
         """Takes in a scheme; -> the bits of the activations it asks for."""
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-            raise InputError(f"{s.where}: config_groups.{name} = {short(group)}, expected one with weights")
-        own, w = Settings(group, f"{s.where}: {name}"), Settings(group["weights"], f"{s.where}: {name}: weights")
+            raise InputError(f"{s.source}: config_groups.{name} = {short(group)}, expected one with weights")
+        own, w = Settings(group, f"{s.source}: {name}"), Settings(group["weights"], f"{s.source}: {name}: weights")
         own.one_of(FORMATS, "dense", "format")
-        kind = w.one_of(("int", "float"), "int", "type")
-        self.bits.add(w.one_of((4, 8) if kind == "int" else (8,), 8, "num_bits"))
+        number_type = w.one_of(("int", "float"), "int", "type")
+        self.bits.add(w.one_of((4, 8) if number_type == "int" else (8,), 8, "num_bits"))
         self.symmetric.add(w.one_of((True, False), True, "symmetric"))
         w.one_of(("weight", "static", False), False, "actorder")
         strategy = w.one_of(("tensor", "channel", "group", "block"), "tensor", "strategy")
@@ -81,14 +81,14 @@ class CompressedTensors:
                 yield f"{module}.weight", self.packed(shards, module)
             elif part == "weight" and module in modules:
                 if module in packed:
-                    raise InputError(f"{shards.where(name)} is there packed too: remove one")
+                    raise InputError(f"{shards.source(name)} is there packed too: remove one")
                 yield name, self.plain(shards, module)
             elif part == "weight_g_idx":
-                raise InputError(f"{shards.where(name)}: activation ordering by group is not supported")
+                raise InputError(f"{shards.source(name)}: activation ordering by group is not supported")
             elif part not in PARTS or module not in modules:
                 yield name, shards.get(name, FLOATS)
 
-    def layouts(self, shards: Shards) -> Held:
+    def layouts(self, shards: Shards) -> Layouts:
         """How the weights are held, by the shapes of codes and scales; 8-bit floats are unpacked."""
         found = {}
         for m in with_suffix(shards, ".weight_scale"):
@@ -99,46 +99,46 @@ class CompressedTensors:
             n, groups = size[1], scale[1] if len(scale) == 2 else 1
             bits = next((b for b in sorted(self.bits) if words and words[1] == -(-n * b // 32)), 8)
             found[f"{m}.weight"] = (f"{m}.weight_scale", bits, n // max(groups, 1))
-        return held(shards, found)
+        return layouts_of(shards, found)
 
     def packed(self, shards: Shards, module: str) -> Codes | Tensor:
         """4 or 8 bits in words, each number plus half the range; -> [out, in]."""
         by = f"{module}.weight_packed"
-        where, words = shards.where(by), shards.get(by, (torch.int32,))
+        source, words = shards.source(by), shards.get(by, (torch.int32,))
         scale = shards.get(f"{module}.weight_scale", FLOATS, by)
         size = shards.get(f"{module}.weight_shape", (torch.int64, torch.int32), by).tolist()
         if not isinstance(size, list) or len(size) != 2 or words.dim() != 2 or not all(0 < n < 1 << 31 for n in size):
-            raise InputError(f"{where} has shape {list(words.shape)} and weight_shape {size}, expected matrices")
+            raise InputError(f"{source} has shape {list(words.shape)} and weight_shape {size}, expected matrices")
         out, n = size
         fits = [b for b in sorted(self.bits) if list(words.shape) == [out, -(-n * b // 32)]]
         if not fits:
-            raise InputError(f"{where} has shape {list(words.shape)}, which holds no [{out}, {n}] of "
+            raise InputError(f"{source} has shape {list(words.shape)}, which holds no [{out}, {n}] of "
                              f"{' or '.join(map(str, sorted(self.bits)))} bits")  # fmt: skip
         bits, zero = fits[0], None
         scale = self.scales(scale, out)
         if (z := self.zeros(shards, module, torch.int32)) is not None:
             if list(z.shape) != [-(-out * bits // 32), scale.shape[1]]:
-                raise InputError(f"{where}: zero points {list(z.shape)} do not fit scales {list(scale.shape)}")
+                raise InputError(f"{source}: zero points {list(z.shape)} do not fit scales {list(scale.shape)}")
             zero = unpack(z.t(), bits).flatten(1)[:, :out].t()
-        return grouped(where, unpack(words, bits).flatten(1)[:, :n], scale, zero, bits)
+        return grouped(source, unpack(words, bits).flatten(1)[:, :n], scale, zero, bits)
 
     def plain(self, shards: Shards, module: str) -> Codes | Tensor:
         """int8 -> Codes, or fp32; float8_e4m3fn -> fp32."""
         by = f"{module}.weight"
-        where, w = shards.where(by), shards.get(by)
+        source, w = shards.source(by), shards.get(by)
         scale = shards.get(f"{module}.weight_scale", FLOATS, by)
         if w.dtype not in (torch.int8, torch.float8_e4m3fn):
-            raise InputError(f"{where} is {dtype_name(w)} beside a weight_scale, expected int8 or float8_e4m3fn")
+            raise InputError(f"{source} is {dtype_name(w)} beside a weight_scale, expected int8 or float8_e4m3fn")
         if w.dim() != 2 or not w.numel():
-            raise InputError(f"{where} has shape {list(w.shape)}, expected a matrix")
+            raise InputError(f"{source} has shape {list(w.shape)}, expected a matrix")
         if w.dtype == torch.float8_e4m3fn:
-            return self.float8(where, w, scale)
+            return self.float8(source, w, scale)
         scale = self.scales(scale, len(w))
-        check(where, w, scale)
+        check(source, w, scale)
         scale = scale.float().contiguous()
         if (zero := self.zeros(shards, module, torch.int8)) is None or not zero.any():
             return Codes(w, scale, None, 8)
-        check(where, w, scale, zero := self.scales(zero, len(w)))
+        check(source, w, scale, zero := self.scales(zero, len(w)))
         return asymmetric(w, scale, zero)
 
     def zeros(self, shards: Shards, module: str, dtype: torch.dtype) -> Tensor | None:
@@ -148,17 +148,17 @@ class CompressedTensors:
             return shards.get(name, (dtype,), f"{module}.weight")
         return None
 
-    def float8(self, where: str, w: Tensor, scale: Tensor) -> Tensor:
+    def float8(self, source: str, w: Tensor, scale: Tensor) -> Tensor:
         """w [out, in] float8_e4m3fn times its scales -> fp32."""
         if not w.float().isfinite().all():
-            raise InputError(f"{where} holds NaN: download it again")
+            raise InputError(f"{source} holds NaN: download it again")
         for rows, cols in self.blocks:
             if list(scale.shape) == [-(-w.shape[0] // rows), -(-w.shape[1] // cols)]:
-                check_finite(where, scale)
+                check_finite(source, scale)
                 spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(cols, 1)
                 return w.float() * spread[: w.shape[0], : w.shape[1]]
         scale = self.scales(scale, len(w))
-        check(where, w, scale)
+        check(source, w, scale)
         return (w.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
 
     def scales(self, scale: Tensor, out: int) -> Tensor:

@@ -54,12 +54,12 @@ class GGUFFile:
         return InputError(f"{self.path}: {message}")
 
     def _read(self) -> None:
-        self.at = 0
+        self.offset = 0
         if self._bytes(4) != MAGIC:
             raise self.error("is no GGUF file")
         if (version := self._number("I")) not in (2, 3):
-            kind = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version}"
-            raise self.error(f"is GGUF of {kind}, expected little-endian of version 2 or 3: convert it again")
+            found = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version}"
+            raise self.error(f"is GGUF of {found}, expected little-endian of version 2 or 3: convert it again")
         n_tensor, n_value = self._count(), self._count()
         self.metadata: dict[str, Any] = {}
         for _ in range(n_value):
@@ -71,7 +71,7 @@ class GGUFFile:
         align = self.metadata.get("general.alignment", 32)
         if type(align) is not int or not 8 <= align <= 1 << 20 or align & (align - 1):
             raise self.error(f"general.alignment is {short(align)}, expected a power of 2 of at least 8")
-        start = -(-self.at // align) * align
+        start = -(-self.offset // align) * align
         self.tensors: dict[str, TensorInfo] = {}
         for t in infos:
             self._place(t, start, align)
@@ -93,10 +93,10 @@ class GGUFFile:
                              f"{len(self.data):,}: download it again")  # fmt: skip
 
     def _bytes(self, n: int) -> memoryview:
-        if n > len(self.data) - self.at:
+        if n > len(self.data) - self.offset:
             raise self.error(CUT)
-        self.at += n
-        return self.data[self.at - n : self.at]
+        self.offset += n
+        return self.data[self.offset - n : self.offset]
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
@@ -111,30 +111,30 @@ class GGUFFile:
 
     def _strings(self, n: int) -> list[str]:
         """The same n times, in a tight loop: vocabularies have 400,000 tokens and merges."""
-        data, at, end, size, out = self.data, self.at, len(self.data) - 8, struct.Struct("<Q").unpack_from, []
+        data, position, end, size, out = self.data, self.offset, len(self.data) - 8, struct.Struct("<Q").unpack_from, []
         for _ in range(n):
-            start = at + 8
-            at = start + size(data, at)[0] if at <= end else end + 9
-            if at > end + 8:
+            start = position + 8
+            position = start + size(data, position)[0] if position <= end else end + 9
+            if position > end + 8:
                 raise self.error(CUT)
-            out.append(str(data[start:at], "utf-8"))
-        self.at = at
+            out.append(str(data[start:position], "utf-8"))
+        self.offset = position
         return out
 
-    def _value(self, key: str, kind: int) -> Any:
-        if kind == STRING:
+    def _value(self, key: str, value_type: int) -> Any:
+        if value_type == STRING:
             return self._string()
-        if kind == ARRAY:
+        if value_type == ARRAY:
             of, n = self._number("I"), self._count()
             if of == STRING:
                 return self._strings(n)
             if of in SCALARS:
                 dtype = np.dtype(f"<{SCALARS[of]}") if of != BOOL else np.dtype(bool)
                 return np.frombuffer(self._bytes(n * dtype.itemsize), dtype)
-            kind = of
-        if kind not in SCALARS:
-            raise self.error(f"{short(key)} is of kind {kind}, expected a number, text, or a list of these")
-        return self._number(SCALARS[kind])
+            value_type = of
+        if value_type not in SCALARS:
+            raise self.error(f"{short(key)} is of type {value_type}, expected a number, text, or a list of these")
+        return self._number(SCALARS[value_type])
 
     def _tensor(self) -> TensorInfo:
         name, n = self._string(), self._number("I")
@@ -192,8 +192,8 @@ def type_sizes() -> dict[int, tuple[int, int]]:
     return {int(t): size for t, size in GGML_QUANT_SIZES.items()}
 
 
-def type_name(kind: int) -> str:
+def type_name(value_type: int) -> str:
     """As ggml calls it: Q4_K."""
     from gguf.constants import GGMLQuantizationType
 
-    return GGMLQuantizationType(kind).name
+    return GGMLQuantizationType(value_type).name

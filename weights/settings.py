@@ -10,15 +10,15 @@ from errors import InputError, short
 class Settings:
     """A dictionary, and what messages call it."""
 
-    def __init__(self, values: dict[str, Any], where: str):
-        self.values, self.where = values, where
+    def __init__(self, values: dict[str, Any], source: str):
+        self.values, self.source = values, source
 
     def get(self, *keys: str) -> Any:
         """The value of the first of these keys that is there and not null; None if none is."""
         return next((self.values[k] for k in keys if self.values.get(k) is not None), None)
 
     def refuse(self, key: str, expected: str) -> InputError:
-        return InputError(f"{self.where}: {key} = {short(self.values.get(key))} is not supported, expected {expected}")
+        return InputError(f"{self.source}: {key} = {short(self.values.get(key))} is not supported, expected {expected}")
 
     def one_of(self, expected: tuple[Any, ...], default: Any, *keys: str) -> Any:
         """The value of the first key there is, which must be one of `expected`, also in its type."""

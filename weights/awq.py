@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import Codes, grouped, nibbles
-from formats.settings import Settings
-from formats.shards import FLOATS, Held, Shards, held, with_suffix
+from weights.codes import Codes, grouped, nibbles
+from weights.settings import Settings
+from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
 
 PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of channels 0 to 7 in a word
 
@@ -42,28 +42,28 @@ class AWQ:
             elif part not in ("qzeros", "scales") or module not in modules:
                 yield name, shards.get(name, FLOATS)
 
-    def layouts(self, shards: Shards) -> Held:
+    def layouts(self, shards: Shards) -> Layouts:
         """How the weights are held, by the shapes of codes and scales."""
         found = {}
         for m in with_suffix(shards, ".qweight"):
             found[f"{m}.weight"] = (f"{m}.scales", 4, self.group or shards.shape(f"{m}.qweight")[0])
-        return held(shards, found)
+        return layouts_of(shards, found)
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""
-        where, by = shards.where(f"{module}.qweight"), f"{module}.qweight"
+        source, by = shards.source(f"{module}.qweight"), f"{module}.qweight"
         packed = shards.get(f"{module}.qweight", (torch.int32,))
         scales = shards.get(f"{module}.scales", FLOATS, by)
         zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
         if packed.dim() != 2 or not packed.numel():
-            raise InputError(f"{where} has shape {list(packed.shape)}, expected a matrix: download it again")
+            raise InputError(f"{source} has shape {list(packed.shape)}, expected a matrix: download it again")
         inputs, words = packed.shape
         group = self.group or inputs
         expected = [inputs // group, 8 * words], [inputs // group, words]
         if inputs % group or [list(scales.shape), list(zeros.shape)] != list(expected):
             raise InputError(
-                f"{where} has {inputs} inputs and {8 * words} outputs, scales {list(scales.shape)} and qzeros "
+                f"{source} has {inputs} inputs and {8 * words} outputs, scales {list(scales.shape)} and qzeros "
                 f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
             )
         codes, zero = (nibbles(t)[..., PLACE].flatten(1).t() for t in (packed, zeros))
-        return grouped(where, codes, scales.t(), zero, 4)
+        return grouped(source, codes, scales.t(), zero, 4)

@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import InputError
-from formats.codes import BF16, Layout, dtype_name, exact_in_fp16
 from kernels.linear import ROWS
 from runtime import check_fetched
+from weights.codes import BF16, Layout, dtype_name, exact_in_fp16
 
 # What older versions of transformers saved, and computes anew: no parameters.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias", "attn.bias")
-Held = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
+Layouts = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
 MERGE = "merge it into its model (peft's merge_and_unload) and save that"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,7 +92,7 @@ class Shards:
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
-    def where(self, name: str) -> str:
+    def source(self, name: str) -> str:
         """How messages name a tensor."""
         return f"tensor {name} in {self.files[name][0]}"
 
@@ -113,18 +113,18 @@ class Shards:
         except (SafetensorError, OSError) as e:
             raise self.broken(path, e) from None
         except (RuntimeError, ValueError, AttributeError, KeyError) as e:  # a dtype or a shape that torch cannot hold
-            raise InputError(f"{self.where(name)} cannot be read as a tensor: {e}") from None
+            raise InputError(f"{self.source(name)} cannot be read as a tensor: {e}") from None
         if dtypes and t.dtype not in dtypes:
             if dtypes == FLOATS and not needed_by:
-                raise InputError(f"{self.where(name)} is {dtype_name(t)}: quantized weights, without scales beside "
+                raise InputError(f"{self.source(name)} is {dtype_name(t)}: quantized weights, without scales beside "
                                  "them, or config.json has no quantization_config that says how. Take the checkpoint "
                                  "in bf16 or fp16, or one of GPTQ, AWQ, compressed-tensors or GGUF")  # fmt: skip
             expected = " or ".join(map(dtype_name, dtypes))
-            raise InputError(f"{self.where(name)} is {dtype_name(t)}, expected {expected}: download it again")
+            raise InputError(f"{self.source(name)} is {dtype_name(t)}, expected {expected}: download it again")
         return t
 
 
-def held(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Held:
+def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layouts:
     """How matrices are held as they are, and a note on those that packed weights do not hold exactly.
 
     codes: a weight's name -> the name of its scales, the bits of a code, and the inputs that share a scale. Beside

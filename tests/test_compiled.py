@@ -1,0 +1,181 @@
+"""Decode steps compiled by inductor: the same tokens, a graph a kind of layer, and what is compiled when."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sampled import sampled
+
+import compiled
+import engine as E
+from cache.spec import method_files
+from checkpoint import load_checkpoint
+from model import ModelArgs, random_transformer
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_checkpoint(TINY), load_tokenizer(TINY)
+
+
+@pytest.mark.parametrize("method", sampled(sorted(method_files()), ("double_sparsity",)))
+def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
+    """With inductor's options of this device, which on a CPU call operators from C++."""
+    prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
+    runs = [E.LLM(TINY, method=method, compile=compile).generate(prompts, 12) for compile in (False, True)]
+    assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_several_caches_do_not_mix(tiny):
+    """A step checks its arguments alone: it must never be handed the cache of another."""
+    prompt = tiny[1].encode("import os\n" * 20, bos=True)
+    specs, tokens = ("full", "streaming,recent=64", "full", "self_index,budget=96"), {}
+    for compile in (False, True):
+        llms = [E.LLM(TINY, method=m, compile=compile) for m in specs]
+        tokens[compile] = [llm.generate([prompt], 16)[0].tokens for _ in range(2) for llm in llms]
+        tokens[compile] += [llms[0].use(m).generate([prompt] * 2, 16)[1].tokens for m in specs[1:]]
+    assert tokens[True] == tokens[False]
+
+
+@pytest.mark.parametrize("method, kinds", [("full", 1), ("0-1:full,2-:self_index", 2), ("random", 3)])
+def test_layers_of_a_kind_share_a_graph(compiled_inputs, monkeypatch, method, kinds):
+    """What a layer's code reads decides: the control `random` hashes the number of its layer."""
+    monkeypatch.setattr(compiled, "GROUP", 2)
+    llm = E.LLM(TINY, method=method, compile=True)
+    llm.session(1, 64, 32, E.Sampling())
+    assert len(compiled_inputs) == kinds + 2  # with the embedding and the choice of a token
+
+
+def test_groups_of_layers():
+    a, b = torch.nn.Linear(1, 1), torch.nn.ReLU()
+    for n, sizes in ((1, [1]), (24, [4] * 6), (27, [3] * 9), (26, [2] * 13), (29, [4] * 7 + [1])):
+        parts = [(i, a, None) for i in range(n)] + [(n, b, None), (n + 1, b, (a, b))]
+        groups = list(compiled.groups(parts))
+        assert [len(g) for g in groups] == [*sizes, 1, 1] and [p for g in groups for p in g] == parts
+
+
+def test_what_is_compiled_is_said(compiled_inputs, capsys):
+    E.LLM(TINY, method="streaming", compile=True).session(2, 64, 32, E.Sampling())
+    assert capsys.readouterr().err.endswith("compiling the decode step: streaming, 2 rows of 64 tokens\n")
+
+
+def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
+    """Neither the first real step nor the last batch of a run, which may be smaller, adds to a static graph."""
+    args = ModelArgs(dim=32, n_layer=1, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=16, max_seq_len=64)
+    model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
+    for graphs, batch in ((3, 3), (6, 2)):  # of the embedding, a layer, and the choice of a token
+        model.setup_cache("full", batch, 16)
+        s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
+        s.warm_up(batch)
+        assert len(compiled_inputs) == graphs
+        E.generate(s, [[1, 2]] * batch, 4)
+        assert len(compiled_inputs) == graphs
+    # a size that may change would be a number
+    assert all(isinstance(x, torch.Tensor) for inputs in compiled_inputs for x in inputs)
+
+
+def test_further_turns_of_a_compiled_conversation_compile_nothing(compiled_inputs):
+    talk = E.LLM(TINY, compile=True).conversation()
+    assert len(compiled_inputs) == 3  # by the warm-up
+    for turn in ("import os", "def f", "class A"):
+        assert talk.say(turn, 3).tokens
+        assert len(compiled_inputs) == 3, turn
+
+
+def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
+    """It is compiled for a capacity, which is rounded up. For another way of sampling that alone is compiled, and what
+    is kept is bounded."""
+    llm = E.LLM(TINY, compile=True)
+    for n, new, seed in ((10, 5, 0), (200, 100, 1), (256, 256, 2)):
+        llm.generate([[5] * n], new, E.Sampling(0.8, seed=seed))
+        assert len(compiled_inputs) == 3
+    llm.generate([[5] * 257], 5, E.Sampling(0.8))
+    assert len(compiled_inputs) == 6
+    for i in range(6):
+        llm.generate([[5] * 300], 2, E.Sampling(0.8 + i / 10))
+    assert len(compiled_inputs) == 11 and len(llm._steps) == E.STEPS
+
+
+def test_a_compiled_call_looks_its_tensors_up_once():
+    """And each time, if it changes what Python remembers; of each layer it gets the layer's own."""
+
+    class Held(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.bias, self.calls, self.number = torch.full((2,), number), torch.zeros(3), 7
+
+    def plain(held, tokens, pos):
+        return tokens * 10 + pos + held.bias * held.number
+
+    def remembers(held, tokens, pos):
+        held.calls = held.calls + 1
+        return tokens + pos
+
+    held, tokens, pos = [Held(100), Held(200), Held(300)], torch.tensor([3, 5]), torch.tensor([2, 1])
+    held[2].number = 8  # a kind of its own
+    for function, graphs, lookups in ((plain, 2, 1), (remembers, 1, 3)):
+        asked, step = [], compiled.torch_compile(function, torch.device("cpu"))
+        counted = [
+            compiled.CompiledCall(lambda *x, step=step, asked=asked: asked.append(0) or step(*x), h) for h in held
+        ]
+        with torch.inference_mode():
+            for i in range(3):
+                for call in counted:
+                    assert torch.equal(call(tokens + i, pos), function(*call.fixed, tokens + i, pos))
+            assert torch.equal(counted[0](pos, tokens), function(held[0], pos, tokens))
+        assert len(asked) == 3 * lookups + (lookups == 3)
+        assert len({call.graph for call in counted}) == graphs
+    assert held[0].calls[0] == 8 and held[1].calls[0] == 6  # both the compiled step and the plain function counted
+
+
+def test_a_step_looks_again_for_another_batch_or_number_of_threads(tiny, monkeypatch):
+    model, threads = tiny[0], torch.get_num_threads()
+    model.setup_cache("full", 3, 64)
+    step = E.make_step(model, E.Sampling(), compile=True)
+    asked, head = [], step.head.function
+    step.head.function = lambda *x: asked.append(0) or head(*x)
+    pos = torch.arange(3)
+    for batch, lookups in ((2, 1), (3, 2), (2, 3)):
+        for _ in range(2):
+            want = model.decode(pos[:batch], pos[:batch] + 7).argmax(-1)
+            assert torch.equal(step(pos[:batch], pos[:batch] + 7, pos[:batch] + 1), want)
+        assert len(asked) == lookups
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    step(pos[:2], pos[:2] + 7, pos[:2] + 1)
+    assert len(asked) == 4
+    step.head(torch.zeros(2, model.args.dim), pos[:2], pos[:2])  # the same tensor twice
+    other = E.make_step(model, E.Sampling(repetition_penalty=2.0), compile=True, like=step)
+    seen = torch.zeros(3, model.args.vocab_size, dtype=torch.bool)
+    for batch, f, given in ((3, other, [seen]), (2, step, [])):  # which share their layers
+        want = model.decode(pos[:batch], pos[:batch] + 9).argmax(-1)
+        assert torch.equal(f(pos[:batch], pos[:batch] + 9, pos[:batch] + 1, *given), want)
+    assert other.layers is step.layers and len(asked) == 5
+
+
+@pytest.mark.slow
+def test_the_next_run_compiles_nothing(tmp_path):
+    """It finds everything in inductor's cache on disk, for another prompt and seed, too."""
+    code = """
+import json, sys
+import torch, engine as E
+from torch._dynamo.utils import counters
+llm = E.LLM(method="self_index", compile=True)
+llm.generate([[5] * int(sys.argv[1])], int(sys.argv[2]), E.Sampling(0.8, seed=int(sys.argv[1])))
+print(json.dumps(dict(counters["aot_autograd"])))
+"""
+    env, found = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)), []
+    for given in (("200", "3"), ("20", "5")):
+        done = subprocess.run([sys.executable, "-c", code, *given], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        counted = json.loads(done.stdout)
+        found.append((counted.get("autograd_cache_miss", 0), counted.get("autograd_cache_hit", 0)))
+    assert found == [(3, 0), (0, 3)]

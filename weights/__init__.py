@@ -1,0 +1,24 @@
+"""Weights behind `Linear`: the files that hold them, what a matrix is held in, and quantization.
+
+reader.py                   `open_checkpoint`: what a path holds, and a pass over its tensors
+gguf*.py  gptq.py  awq.py   one published format a file, to tensors or `Codes` (codes.py); shards.py: safetensors
+compressed_tensors.py
+quantization.py             --weights: rounding to 8 and 4 bits
+linear.py                   the modules that multiply
+"""
+
+from weights.codes import BF16, Codes, Layout
+from weights.gguf import gguf_config, gguf_tensors, is_gguf
+from weights.gguf_file import GGUFFile
+from weights.linear import (
+    Choose,
+    Joined,
+    Linear,
+    PackedEmbedding,
+    PackedLinear,
+    fill_normal,
+    first_outputs,
+    pack,
+)
+from weights.quantization import DENSE, WeightFormat, quantize
+from weights.reader import Reader, find_gguf, open_checkpoint
