@@ -42,11 +42,7 @@ test-real: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-<<<<<<< HEAD
-	.venv/bin/mypy *.py cache contract formats kernels kv_methods tokenizer
-=======
-	.venv/bin/mypy *.py cache kernels kv_methods tokenizer weights
->>>>>>> comp
+	.venv/bin/mypy *.py cache contract kernels kv_methods tokenizer weights
 	.venv/bin/lint-imports
 
 clean:

@@ -456,14 +456,9 @@ class LLM:
     method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
     gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
-<<<<<<< HEAD
-    torch.compile the decode step, by default on a GPU; the cache then has room for more tokens than asked for, so that
-    other lengths need no other step. max_seq_len: room for so many tokens of prompt and answer in every call.
-    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once.
-=======
     torch.compile the decode step, by default on a GPU; the cache's capacity is then rounded up, so that other lengths
     need no other step. max_seq_len: the capacity, in tokens of prompt and answer, of every call.
->>>>>>> comp
+    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once.
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.

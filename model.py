@@ -439,16 +439,9 @@ def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles
     """A method's attention of a text of its second pass, of q [B, n, Hq, D] and so on, behind prompts of lengths [B]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-<<<<<<< HEAD
-        kind = method.shape.dtype
-        q_rot, k_rot = (angles.rotate(x.transpose(1, 2).to(kind)) for x in (q, k))
-        y = method.reread(q_rot, k_rot, v.transpose(1, 2).to(kind), lengths, text)
-=======
         dtype = method.shape.dtype
-        y = method.prefill(
-            q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype), v.transpose(1, 2).to(dtype), lengths
-        )
->>>>>>> comp
+        q_rot, k_rot = (angles.rotate(x.transpose(1, 2).to(dtype)) for x in (q, k))
+        y = method.reread(q_rot, k_rot, v.transpose(1, 2).to(dtype), lengths, text)
         return y.transpose(1, 2).to(q.dtype)
 
     return attend

@@ -23,23 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-<<<<<<< HEAD
 from checkpoint import args_from_hf
 from errors import InputError, Parser, run_cli
-from formats import Codes, open_checkpoint
 from kernels.linear import pack_bits
 from model import ModelArgs
 from tokenizer import load_tokenizer
-from weights import DENSE, WeightFormat, quantize
-=======
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import args_from_hf  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from kernels.linear import pack_bits  # noqa: E402
-from model import ModelArgs  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
-from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize  # noqa: E402  # noqa: E402
->>>>>>> comp
+from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FORMAT = {4: "pack-quantized", 8: "int-quantized"}

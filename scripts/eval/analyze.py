@@ -31,14 +31,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-<<<<<<< HEAD
 from cache.calibration import Calibration, beside
 from cache.spec import all_statistics
 from calibrate import calibrate, draw
 from checkpoint import args_from_hf, load_checkpoint
 from corpus import collect
 from errors import InputError, Parser, run_cli
-from formats import open_checkpoint
 from kernels.rope import apply_rope
 from model import Transformer
 from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
@@ -47,28 +45,10 @@ from scripts.eval.analyses.axes import integer_axis
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
 from scripts.shared.results import check_out, record, save_figure, write_json
 from tokenizer import load_tokenizer
-from weights import WeightFormat
-=======
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from cache.calibration import Calibration, beside  # noqa: E402
-from cache.spec import all_statistics  # noqa: E402
-from calibrate import calibrate, draw  # noqa: E402
-from checkpoint import args_from_hf, load_checkpoint  # noqa: E402
-from corpus import collect  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from kernels.rope import apply_rope  # noqa: E402
-from model import Transformer  # noqa: E402
-from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads  # noqa: E402
-from scripts.eval.analyses import ANALYSES  # noqa: E402
-from scripts.eval.analyses.axes import integer_axis  # noqa: E402
-from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table  # noqa: E402
-from scripts.shared.results import check_out, record, save_figure, write_json  # noqa: E402
-from tokenizer import load_tokenizer  # noqa: E402
 from weights import (
-    WeightFormat,  # noqa: E402
-    open_checkpoint,  # noqa: E402
+    WeightFormat,
+    open_checkpoint,
 )
->>>>>>> comp
 
 MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
 RANDOM_TOKENS = 512  # of the head scores, where no calibration file holds them

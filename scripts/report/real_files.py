@@ -22,21 +22,12 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
 from checkpoint import load_checkpoint, save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
-from formats.gguf import hf_name
-from formats.gguf_file import GGUFFile
 from scripts.shared.results import check_out, record, write_json
 from tokenizer import Tokenizer, chat, load_tokenizer
-=======
-from checkpoint import load_checkpoint, save_checkpoint_tensors  # noqa: E402
-from errors import InputError, Parser, run_cli  # noqa: E402
-from scripts.shared.results import check_out, record, write_json  # noqa: E402
-from tokenizer import Tokenizer, chat, load_tokenizer  # noqa: E402
-from weights.gguf import hf_name  # noqa: E402
-from weights.gguf_file import GGUFFile  # noqa: E402
->>>>>>> comp
+from weights.gguf import hf_name
+from weights.gguf_file import GGUFFile
 
 BETWEEN = "\n__ggml_vocab_test__\n"  # the texts of an .inp file
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}  # for templates, which are published without a vocabulary
