@@ -25,7 +25,7 @@ from cache.spec import layer_methods
 from checkpoint import load_checkpoint
 from errors import InputError, check_count, check_range, short
 from formats import open_checkpoint
-from kernels import native
+from kernels import native, op
 from model import ModelArgs, Transformer, random_transformer
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import load_tokenizer
@@ -221,7 +221,7 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
     if device.type != "cuda":
         options: dict[str, Any] = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
         if native.available():
-            options["aot_inductor.custom_ops_to_c_shims"] = native.Declarations()
+            options["aot_inductor.custom_ops_to_c_shims"] = op.Declarations()
         return options
     return {"coordinate_descent_tuning": True, "triton.cudagraphs": graphs}
 

@@ -23,15 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 from errors import run_cli  # noqa: E402
-from kernels.linear import share_count, tile_of  # noqa: E402
+from kernels.linear import ROWS, Weight, _in_triton, share_count, tile_of  # noqa: E402
 from model import ModelArgs  # noqa: E402
-from scripts.report.kernel_report import BANDWIDTH, LAUNCH, aligned, compile_kernel  # noqa: E402
-from scripts.report.kernels.linear import FORMATS, product  # noqa: E402
+from scripts.report.kernel_report import BANDWIDTH, LAUNCH, aligned, launch  # noqa: E402
+from scripts.report.launches import recording  # noqa: E402
 from scripts.shared.results import check_out, record, write_json  # noqa: E402
 
 SMS, CLOCK, ISSUE = 132, 1.755e9, 4  # multiprocessors of an H100 SXM5, its boost clock in Hz, warps that issue a clock
 TENSOR = 989e12  # bf16 operations/s without sparsity (data sheet)
 BITS_A_WEIGHT = {"4 bits": 4 + 20 / 32, "4 bits in steps": 4 + 16 / 32 + 32 / 256, "8 bits": 8 + 16 / 32, "16 bits": 16}
+GROUP, SHARED = 32, 8  # inputs of a scale; scales that share a step, where they are in steps, as of GGUF's Q4_K
 
 
 def shapes(a: ModelArgs) -> dict[str, tuple[int, int, int]]:
@@ -46,15 +47,38 @@ def shapes(a: ModelArgs) -> dict[str, tuple[int, int, int]]:
     )
 
 
+def weight(form: str, bits: int, blocks: int, n: int) -> Weight:
+    """A packed weight without numbers."""
+
+    def empty(dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.empty(blocks, *size, dtype=dtype, device="meta")
+
+    packed, groups = empty(torch.uint8, n * bits // 32, ROWS, 4), n // GROUP
+    if bits == 16:
+        return Weight(packed)
+    if form.endswith("in steps"):
+        parts = empty(torch.int8, groups, ROWS), empty(torch.float16, groups // SHARED, ROWS)
+        return Weight(packed, *parts, None, *parts)
+    zero = empty(torch.uint8, groups, ROWS // 2) if bits == 4 else None
+    return Weight(packed, empty(torch.float16, groups, ROWS), None, zero)
+
+
+def loop_of(form: str, bits: int, M: int, blocks: int, n: int) -> int:
+    """Instructions of the loop of a product, as it is launched and compiled for an H100."""
+    with recording() as launches:
+        x = torch.empty(M, n, dtype=torch.bfloat16, device="meta")
+        _in_triton(x, *weight(form, bits, blocks, n), None, bits)
+    (entry,) = launches.seen.values()
+    return sum(launch(entry, 90)["loop"].values())
+
+
 def predict(form: str, M: int, out: int, n: int, loops: dict[tuple[Any, ...], int]) -> dict[str, Any]:
     """Seconds of one product, each limit of its own; loops: instructions of loops that are already compiled."""
-    bits, change = next((bits, change) for name, bits, change in FORMATS if name == form)
-    blocks = -(-out // 16)
+    bits, blocks = int(form.split()[0]), -(-out // ROWS)
     tile = tile_of(M, bits, blocks, torch.bfloat16, torch.device("cpu"))  # an H100's where there is no GPU
     key = (form, *tile.values())
     if key not in loops:
-        _, fn, signature, constants, options = product(form, bits, change, tile, n, torch.bfloat16)
-        loops[key] = sum(compile_kernel(fn, signature, constants, options, 90)["loop"].values())
+        loops[key] = loop_of(form, bits, M, blocks, n)
     tiles = -(-n * bits // 32 // tile["C"])
     programs = -(-blocks // tile["R"]) * -(-M // tile["ROWS_X"])
     shares = share_count(programs, tiles, torch.device("cpu"))

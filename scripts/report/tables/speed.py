@@ -121,7 +121,9 @@ def kernels() -> str:
         [f"{r['file']}: {r['kernel']}", *(str(r[c]) for c in ("registers", "spills", "shared", "programs", "limit"))]
         for r in sorted(first.values(), key=lambda r: r["file"])
     ]
-    moved = [r for r in data["account"] if r["model"] == model]
+    moved = [r for r in data["account"] if (r["model"], r["batch"], r["length"]) == (model, 8, 32768)]
+    for r in moved:
+        r["op"] = ": ".join(r[c] for c in ("method", "op") if c in r)
     ops = [[r["op"], f"{r['bytes'] / 1e6:.1f}", str(r["launches"]), f"{1e6 * r['seconds']:.0f}"] for r in moved]
     size = f"batch {moved[0]['batch']}, {moved[0]['length']} tokens"
     assumed = f"{data['assumed']['bandwidth'] / 1e12:g} TB/s and {1e6 * data['assumed']['launch']:g} us a launch"
