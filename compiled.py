@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kernels import native
+from kernels import native, op
 from model import Transformer, decode_layer
 
 # Layers in a graph, at most. A call takes about 30 us, because its Python code has left the processor's caches by the
@@ -70,7 +70,7 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
     if device.type != "cuda":
         options: dict[str, Any] = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
         if native.available():
-            options["aot_inductor.custom_ops_to_c_shims"] = native.Declarations()
+            options["aot_inductor.custom_ops_to_c_shims"] = op.Declarations()
         return options
     return {"coordinate_descent_tuning": True, "triton.cudagraphs": graphs}
 

@@ -11,6 +11,7 @@ head's own, the budget may be a share of the attention, `budget=p0.95`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from cache.base import Attended, knob
 from cache.budget import Selection, TopP
 from cache.dense import Dense
 from errors import InputError
-from kernels.gather_attention import gather_attention, gather_rows
+from kernels.gather_attention import gather_attention, gather_rows, weighted_gather_attention
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 
@@ -105,12 +106,13 @@ class Selecting(Dense):
 
     def attend(self, q, idx, count, pos):
         H, weights = self.shape.n_kv_head, self.log_weights(idx, count, pos)
+        gather: Any = gather_attention if weights is None else weighted_gather_attention
+        given = (idx, count) if weights is None else (idx, count, weights)
         if idx.shape[1] <= H:
-            return gather_attention(q, self.k, self.v, idx, count, weights)
+            return gather(q, self.k, self.v, *given)
         # every query of a group reads for itself
-        given = (q, idx, count) if weights is None else (q, idx, count, weights)
-        parts = zip(*(x.unflatten(1, (H, -1)).unbind(2) for x in given), strict=True)
-        each = [gather_attention(q.contiguous(), self.k, self.v, *lists) for q, *lists in parts]
+        parts = zip(*(x.unflatten(1, (H, -1)).unbind(2) for x in (q, *given)), strict=True)
+        each = [gather(q.contiguous(), self.k, self.v, *lists) for q, *lists in parts]
         return torch.stack(each, 2).flatten(1, 2)
 
     def attended(self, q, idx, count, pos):

@@ -1,16 +1,14 @@
 """Which version of an operation runs: its Triton kernels, C++, or torch.
 
-Every operation of this folder is a function that calls its Triton kernel for CUDA tensors. For CPU tensors it calls
-C++ (native/) where torch is slow at it, else, and without a C++ compiler, its torch version. KV_FAST_BACKEND=torch
-turns all kernels off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its
-interpreter, which needs TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and
-splits.py; scripts/report/kernels/ says as what they are launched, to be compiled without a GPU.
+Every operation of this folder (op.py) calls its Triton version for CUDA tensors. For CPU tensors it calls C++ (native/)
+where torch is slow at it, else, and without a C++ compiler, its torch version. KV_FAST_BACKEND=torch turns all kernels
+off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its interpreter, which needs
+TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,8 +51,9 @@ def chosen_backend() -> str:
 def use_triton(x: Tensor) -> bool:
     """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
     backend = chosen_backend()
-    wanted = backend == "triton" if x.device.type != "cuda" else backend != "torch"
-    if wanted and isinstance(triton, _Absent):
+    on_gpu = x.device.type in ("cuda", "meta")  # what is on `meta` is asked for shapes and bytes: those of a GPU
+    wanted = backend != "torch" if on_gpu else backend == "triton"
+    if wanted and isinstance(triton, _Absent) and x.device.type != "meta":
         raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
     if wanted and x.device.type == "cpu" and not INTERPRETED:
         raise InputError("KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too")
@@ -65,8 +64,3 @@ def use_native(x: Tensor, channels: int = native.VECTOR) -> bool:
     """Whether operations on tensors like x, with rows of `channels` numbers, run in C++; the others do not take it."""
     fits = x.device.type == "cpu" and x.dtype in native.DTYPES and channels % native.VECTOR == 0
     return fits and chosen_backend() == "" and native.available()
-
-
-def on_cpu(in_triton: Callable[..., Any], in_cpp: Callable[..., Any]) -> Callable[..., Any]:
-    """What an operator is on a CPU, of tensors of which the first says which version is taken."""
-    return lambda *args: (in_cpp if use_native(args[0]) else in_triton)(*args)

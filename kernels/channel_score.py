@@ -6,28 +6,29 @@ query heads of a group are scored while a channel is at hand.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
+from kernels.op import operation, picked
 from kernels.splits import empty_scores
 from kernels.tiles import filled
 
 TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
 
+@operation(
+    triton=lambda *args: launch(*args),
+    cpp=lambda q, channels, keys, pos: use_native(keys),
+    fake=lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
+    reads=lambda q, channels, keys, pos: dict(keys=picked(channels, keys)),
+)
 def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Tensor:
     """Sum over r channels of q times the tokens' keys, without softmax and scale.
 
     q [B, H, G, r], the chosen channels of a group's queries; channels [B, H, r] int64; keys [>= B, H, D, T]; pos [B]
     the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read, and give anything.
     """
-    if use_triton(q):
-        return torch.ops.kv_fast.channel_score(q, channels, keys, pos)
-    if use_native(keys):
-        return native.channel_score(q, channels, keys, pos)
     return q.float() @ gather_rows(keys, channels).float()
 
 
@@ -75,14 +76,3 @@ def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | 
         G=G, R=R, **blocks, num_warps=WARPS,
     )  # fmt: skip
     return out
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("channel_score(Tensor q, Tensor channels, Tensor keys, Tensor pos) -> Tensor")
-_lib.impl("channel_score", lambda *args: launch(*args), "CPU")
-_lib.impl("channel_score", lambda *args: launch(*args), "CUDA")
-torch.library.register_fake(
-    "kv_fast::channel_score",
-    lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
-    lib=_lib,
-)

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 from kernels.splits import COMBINE_D, blocks_of, multiprocessors
 from kernels.tiles import LOG2_E, dot
 
@@ -323,18 +323,18 @@ def split_attention(
 
 # ---- the operator ----
 
-_lib = torch.library.Library("kv_fast", "DEF")
-_lib.define("decode_attention(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor stop) -> Tensor")
 
-
+@operation(
+    triton=lambda q, k, v, start, stop: split_attention(q, k, v, stop, start),
+    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    opaque=True,
+)
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """One query per row over slots start <= t < stop of its row; start None: from the first one, and no zeros are read.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, D]. Scale 1/sqrt(D).
     """
-    if not use_triton(q) and use_native(q, q.shape[2]):
-        return native.decode_attention(q, k, v, start, stop)
-    return torch.ops.kv_fast.decode_attention(q, k, v, start, stop)
+    return (_decode_attention_cpu if q.device.type == "cpu" else _decode_attention_masked)(q, k, v, start, stop)
 
 
 def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
@@ -359,14 +359,3 @@ def _decode_attention_masked(q: Tensor, k: Tensor, v: Tensor, start: Tensor | No
     if start is not None:
         mask &= t >= start[:, None]
     return masked_attention(q, k[: len(q)], v[: len(q)], mask[:, None])
-
-
-def _decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    if use_triton(q):
-        return split_attention(q, k, v, stop, start)
-    return (_decode_attention_masked if q.is_cuda else _decode_attention_cpu)(q, k, v, start, stop)
-
-
-_lib.impl("decode_attention", _decode_attention, "CPU")
-_lib.impl("decode_attention", _decode_attention, "CUDA")
-torch.library.register_fake("kv_fast::decode_attention", lambda q, k, v, start, stop: q.new_empty(q.shape), lib=_lib)

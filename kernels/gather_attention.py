@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation, picked
 from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
@@ -28,19 +28,26 @@ def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
     return buffer.reshape(-1, C).index_select(0, (idx + base).reshape(-1)).view(B, H, K, C)
 
 
-def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor, log_weights: Tensor | None = None
-) -> Tensor:
+@operation(
+    triton=lambda *args: launch(*args),
+    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    reads=lambda q, k, v, idx, count: dict(k=picked(idx, k), v=picked(idx, v)),
+)
+def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
     """Softmax attention over the first `count` of the slots idx; later entries may point anywhere.
 
     q [B, Hq, D], k and v [>= B, Hkv, T, D] (rotated), idx [B, Hkv or 1, K] int64, count [B, Hkv or 1] -> [B, Hq, D].
-    log_weights fp32 [B, Hkv or 1, K]: added to the logits, as a token that stands for n is worth log n, and one that
-    was drawn with probability p is worth -log p. With them the torch version serves on every device.
     """
-    if log_weights is None and use_triton(q):
-        return torch.ops.kv_fast.gather_attention(q, k, v, idx, count)
-    if log_weights is None and use_native(q, q.shape[2]):
-        return native.gather_attention(q, k, v, idx, count)
+    return weighted_gather_attention(q, k, v, idx, count, None)
+
+
+def weighted_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor, log_weights: Tensor | None
+) -> Tensor:
+    """`gather_attention` in torch, on every device, with log_weights fp32 [B, Hkv or 1, K] added to the logits.
+
+    A token that stands for n is worth log n, and one that was drawn with probability p is worth -log p.
+    """
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
     idx = torch.where(chosen, idx, idx[..., :1])  # in place of what may hold NaN a token that is chosen, at weight 0
@@ -114,10 +121,3 @@ def launch(
         **tile, BLOCK_N=block, **options_of(tile, k.element_size()),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) -> Tensor")
-for _device in ("CPU", "CUDA"):
-    _lib.impl("gather_attention", lambda *args: launch(*args), _device)
-torch.library.register_fake("kv_fast::gather_attention", lambda q, k, v, idx, count: q.new_empty(q.shape), lib=_lib)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 from kernels.quantize import WORDS, dequantize
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, parts_of, split_count
@@ -33,6 +33,8 @@ from kernels.tiles import (
     softmax_step,
     unpack_units,
 )
+
+RANKS = 32  # coordinates at a time, in C++
 
 
 def group_attention(
@@ -55,9 +57,7 @@ def group_attention(
     sin [1 or >= B, T, D/2].
     """
     params = (None, None) if bits == 16 else (k[1], v[1])
-    return torch.ops.kv_fast.group_attention(
-        q, k[0], params[0], v[0], params[1], k_basis, v_basis, k_bias, v_bias, pos, cos, sin, bits
-    )
+    return _group_attention(q, k[0], params[0], v[0], params[1], k_basis, v_basis, k_bias, v_bias, pos, cos, sin, bits)
 
 
 def coordinates(data: Tensor, params: Tensor | None, bits: int) -> Tensor:
@@ -71,6 +71,12 @@ def rebuild(x: Tensor, basis: Tensor, bias: Tensor, head_dim: int) -> Tensor:
     return out.unflatten(3, (-1, head_dim)).transpose(2, 3).flatten(1, 2)
 
 
+def _serves(q: Tensor, *rest: Any) -> bool:
+    """Halves are rotated; bases are multiplied with RANKS coordinates at a time."""
+    return use_native(q, q.shape[2] // 2) and rest[4].shape[2] % RANKS == 0
+
+
+@operation(triton=lambda *args: launch(*args), cpp=_serves, opaque=True)
 def _group_attention(
     q: Tensor, k: Tensor, k_params: Tensor | None, v: Tensor, v_params: Tensor | None, k_basis: Tensor, v_basis: Tensor,
     k_bias: Tensor, v_bias: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int,
@@ -210,26 +216,3 @@ def _expand_values(mean: Tensor, basis: Tensor, bias: Tensor, q: Tensor) -> Tens
     (B, Hq, D), (N, width, r) = q.shape, basis.shape
     y = mean.view(B, N, width // D, -1, r) @ basis.float().view(N, -1, D, r).mT + bias.float().view(N, -1, 1, D)
     return y.to(q.dtype).view(B, Hq, D)
-
-
-def _on_cpu(q: Tensor, *rest: Any) -> Tensor:
-    r = rest[4].shape[2]
-    if use_triton(q):
-        return launch(q, *rest)
-    if use_native(q, q.shape[2] // 2) and r % native.RANKS == 0:  # halves are rotated
-        return native.group_attention(q, *rest)
-    return _group_attention(q, *rest)
-
-
-def _on_cuda(q: Tensor, *rest: Any) -> Tensor:
-    return (launch if use_triton(q) else _group_attention)(q, *rest)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "group_attention(Tensor q, Tensor k, Tensor? k_params, Tensor v, Tensor? v_params, Tensor k_basis, Tensor v_basis, "
-    "Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int bits) -> Tensor"
-)
-_lib.impl("group_attention", _on_cpu, "CPU")
-_lib.impl("group_attention", _on_cuda, "CUDA")
-torch.library.register_fake("kv_fast::group_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.latent_score import head_scores
+from kernels.op import nbytes, operation
 from kernels.quantize import half_params, pack
 from kernels.splits import empty_scores
 from kernels.tiles import filled, scale_zero
@@ -39,19 +39,37 @@ def store_labels(
 
     k [B, H, S, D], channels [H, r] int64, start [B]; labels and params, [>= B, H, T, ...], as in `label_score`.
     """
-    if params is not None and use_triton(k):
-        return torch.ops.kv_fast.store_labels(k, channels, start, labels, params, bits)
-    if params is not None and use_native(k):
-        return native.store_labels(k, channels, start, labels, params, bits)
-    B, _, S, _ = k.shape
-    x = k.gather(3, channels[None, :, None].expand(B, -1, S, -1))
-    parts = ((labels, x),) if params is None else zip((labels, params), quantize_labels(x, bits), strict=True)
-    row = torch.arange(B, device=k.device)[:, None]
-    for buffer, part in parts:
-        if start is None:
-            buffer[:B, :, :S] = part
-        else:  # advanced indices around a slice put the head behind
-            buffer[row, :, start[:, None] + torch.arange(S, device=k.device)] = part.transpose(1, 2).to(buffer.dtype)
+    if params is None:
+        _put(labels, _of_channels(k, channels), start)
+    else:
+        _store_labels(k, channels, start, labels, params, bits)
+
+
+@operation(
+    triton=lambda *args: _store_labels_triton(*args),
+    cpp=lambda k, *_: use_native(k),
+    mutates=("labels", "params"),
+    reads=lambda k, channels, *_: dict(k=nbytes(k) * channels.shape[1] // k.shape[3]),
+)
+def _store_labels(
+    k: Tensor, channels: Tensor, start: Tensor | None, labels: Tensor, params: Tensor, bits: int
+) -> None:  # fmt: skip
+    for buffer, part in zip((labels, params), quantize_labels(_of_channels(k, channels), bits), strict=True):
+        _put(buffer, part, start)
+
+
+def _of_channels(k: Tensor, channels: Tensor) -> Tensor:
+    """[B, H, S, r]"""
+    return k.gather(3, channels[None, :, None].expand(len(k), -1, k.shape[2], -1))
+
+
+def _put(buffer: Tensor, part: Tensor, start: Tensor | None) -> None:
+    B, _, S, _ = part.shape
+    if start is None:
+        buffer[:B, :, :S] = part
+    else:  # advanced indices around a slice put the head behind
+        row, slot = torch.arange(B, device=part.device)[:, None], torch.arange(S, device=part.device)
+        buffer[row, :, start[:, None] + slot] = part.transpose(1, 2).to(buffer.dtype)
 
 
 def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos: Tensor | None = None) -> Tensor:
@@ -61,12 +79,17 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
     if given, is the last slot that matters: later ones need not be read, and give anything, too.
     """
-    if params is not None and use_triton(q):
-        return torch.ops.kv_fast.label_score(q, labels, params, bits, pos)
-    if params is not None and use_native(q):
-        return native.label_score(q, labels, params, bits, pos)
     if params is None:
         return head_scores(q[:, :, None], labels, pos)[:, :, 0]
+    return _label_score(q, labels, params, bits, pos)
+
+
+@operation(
+    triton=lambda *args: _label_score_triton(*args),
+    cpp=lambda q, *_: use_native(q),
+    fake=lambda q, labels, *_: empty_scores(len(q), *labels.shape[1:3], device=q.device),
+)
+def _label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
     # order: the i-th codes of all bytes are a matrix of their own
     parts = [((labels >> i * bits & 2**bits - 1).float(), q[..., i :: 8 // bits]) for i in range(8 // bits)]
@@ -82,7 +105,7 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
 
 
 @triton.jit
-def _label_score(
+def _label_score_kernel(
     q, labels, pairs, pos, out,
     label_row, label_head, pair_row, pair_head, out_row, out_head, H, T,
     R: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -123,7 +146,7 @@ def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, po
     if W % 4 == 0:
         labels, W = labels.view(torch.int32), W // 4
     params = params.view(torch.int32)[..., 0]
-    _label_score[(B * H, triton.cdiv(T, SCORED))](
+    _label_score_kernel[(B * H, triton.cdiv(T, SCORED))](
         q.contiguous(), labels, params, None if pos is None else pos.contiguous(), out,
         *labels.stride()[:2], *params.stride()[:2], *out.stride()[:2], H, T,
         R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED, num_warps=WARPS,
@@ -135,7 +158,7 @@ def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, po
 
 
 @triton.jit
-def _store_labels(
+def _store_labels_kernel(
     k, channels, start, labels, pairs,
     k_row, k_head, k_slot, label_row, label_head, pair_row, pair_head, H, S,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -177,25 +200,8 @@ def _store_labels_triton(
     W = labels.shape[3]
     k = k if k.stride(3) == 1 else k.contiguous()
     block = min(STORED, triton.next_power_of_2(S))
-    _store_labels[(B * H, triton.cdiv(S, block))](
+    _store_labels_kernel[(B * H, triton.cdiv(S, block))](
         k, channels, None if start is None else start.contiguous(), labels, params,
         *k.stride()[:3], *labels.stride()[:2], *params.stride()[:2], H, S,
         R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), BLOCK_S=block, num_warps=1,
     )  # fmt: skip
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("label_score(Tensor q, Tensor labels, Tensor params, int bits, Tensor? pos) -> Tensor")
-_lib.define(
-    "store_labels(Tensor k, Tensor channels, Tensor? start, Tensor(a!) labels, Tensor(b!) params, int bits) -> ()"
-)
-_lib.impl("label_score", _label_score_triton, "CPU")
-_lib.impl("store_labels", _store_labels_triton, "CPU")
-_lib.impl("label_score", _label_score_triton, "CUDA")
-_lib.impl("store_labels", _store_labels_triton, "CUDA")
-torch.library.register_fake(
-    "kv_fast::label_score",
-    lambda q, labels, params, bits, pos: empty_scores(*labels.shape[:3], device=q.device),
-    lib=_lib,
-)
-torch.library.register_fake("kv_fast::store_labels", lambda k, channels, start, labels, params, bits: None, lib=_lib)

@@ -13,15 +13,15 @@ In decode, one kernel moves the token that leaves the ring, at the target ratio,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
-from kernels.quantize import dequantize, quantize
+from kernels.op import operation, slots
+from kernels.quantize import GROUP, dequantize, quantize
 from kernels.tiles import dot, encode_groups, scale_zero
 
 
@@ -35,6 +35,13 @@ class LatentTokens(NamedTuple):
     def coded(self) -> tuple[Tensor, Tensor | None]:
         """The values, and their scales and zeros if they have some."""
         return self.values[0], self.values[1] if self.bits < 16 else None
+
+
+def latent_tokens(latents: tuple[Tensor, ...], v: Tensor, params: Tensor | None) -> LatentTokens:
+    """Of buffers as an operation takes them: a group of 32 channels has a pair of params."""
+    if params is None:
+        return LatentTokens(latents, (v,), 16)
+    return LatentTokens(latents, (v, params), v.shape[2] * 8 // (params.shape[2] * GROUP))
 
 
 def write_tokens(tokens: LatentTokens, row: Tensor, slot: Tensor, latents: Tensor, values: Tensor) -> None:
@@ -70,16 +77,19 @@ def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengt
     """
     keys, values = k.transpose(1, 2).flatten(2), v.transpose(1, 2)
     B, S, _ = keys.shape
-    if use_triton(k):
-        torch.ops.kv_fast.project(keys, basis, lengths, *store.latents)
-    else:
-        widths = [part.shape[2] for part in store.latents]
-        latents = keys @ basis[: sum(widths)].T  # eq. 1
-        for part, x in zip(store.latents, latents.split(widths, -1), strict=True):
-            part[:B, :S] = x
+    _project(keys, basis, lengths, *store.latents)
     coded = (values,) if store.bits == 16 else quantize(values, store.bits)
     for part, x in zip(store.values, coded, strict=True):
         part[:B, :S] = x.reshape(B, S, *part.shape[2:])
+
+
+@operation(triton=lambda *args: _project_launch(*args), mutates=("lead", "rest"))
+def _project(x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tensor) -> None:
+    """Keys x [B, S, n*D] into the latent space (eq. 1), coordinates to two buffers [>= B, >= S, r_i]."""
+    widths = [part.shape[2] for part in (lead, rest)]
+    latents = x @ basis[: sum(widths)].T
+    for part, y in zip((lead, rest), latents.split(widths, -1), strict=True):
+        part[: len(x), : x.shape[1]] = y
 
 
 def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
@@ -99,15 +109,24 @@ def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, value
     The token at pos - R leaves it for the store, at the target ratio. Where there is none yet, what its slot holds goes
     to one of the store's last slots: their tokens can never leave the ring.
     """
-    kernel: Any = None
-    if use_triton(values):
-        kernel = torch.ops.kv_fast.append_token
-    elif use_native(values, values.shape[1]) and len(store.latents) == 2:
-        kernel = native.latent_append
-    if kernel is not None:
-        kernel(latents, values, pos, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), store.bits)
-        return
-    R, T = ring.latents[0].shape[1], store.latents[0].shape[1]
+    lead, rest = store.latents
+    _latent_append(latents, values, pos, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), store.bits)
+
+
+@operation(
+    triton=lambda *args: _append_launch(*args),
+    cpp=lambda latents, values, *_: use_native(values, values.shape[1]),
+    mutates=("ring_k", "ring_v", "ring_params", "lead", "rest", "v", "params"),
+    reads=lambda latents, values, pos, ring_k, ring_v, ring_params, *_: {  # the token that leaves
+        name: slots(len(pos), x, 1) for name, x in dict(ring_k=ring_k, ring_v=ring_v, ring_params=ring_params).items()
+    },
+)
+def _latent_append(
+    latents: Tensor, values: Tensor, pos: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
+    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int,
+) -> None:  # fmt: skip
+    ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
+    R, T = ring_k.shape[1], lead.shape[1]
     row, slot = torch.arange(len(pos), device=pos.device), pos % R
     old_latents, old_values = read_tokens(ring, slot[:, None])
     write_tokens(store, row, (pos - R) % T, old_latents[:, 0], old_values[:, 0])
@@ -121,7 +140,7 @@ NUM_WARPS, NUM_STAGES = 8, 3
 
 
 @triton.jit
-def _project(
+def _project_kernel(
     x, basis, lengths, lead, rest, x_row, x_token, lead_row, rest_row, S, tiles,
     WIDTH: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -167,7 +186,7 @@ def _project_launch(
     ranks, block_k = dict(LEAD=lead.shape[2], REST=rest.shape[2]), BLOCK_K * 2 // x.element_size()
     block_t, block_r = (tile, tile) if tile else tiles_of(x.element_size())
     tiles = triton.cdiv(sum(ranks.values()), block_r)
-    _project[(triton.cdiv(S, block_t) * tiles, B)](
+    _project_kernel[(triton.cdiv(S, block_t) * tiles, B)](
         x, basis, lengths.contiguous(), lead, rest, *x.stride()[:2], lead.stride(0), rest.stride(0), S, tiles,
         WIDTH=width, **ranks, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=min(block_k, block_r),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
@@ -254,16 +273,3 @@ def _append_launch(
         RING_RANK=rank, LEAD=lead.shape[2], REST=rest.shape[2], WIDTH=width, BITS=bits, PART=part,
         num_warps=APPEND_WARPS,
     )  # fmt: skip
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("project(Tensor x, Tensor basis, Tensor lengths, Tensor(a!) lead, Tensor(b!) rest) -> ()")
-_lib.define(
-    "append_token(Tensor latents, Tensor values, Tensor pos, Tensor(a!) ring_k, Tensor(b!) ring_v, "
-    "Tensor(c!)? ring_params, Tensor(d!) lead, Tensor(e!) rest, Tensor(f!) v, Tensor(g!)? params, int bits) -> ()"
-)
-for _device in ("CPU", "CUDA"):
-    _lib.impl("project", lambda *args: _project_launch(*args), _device)
-    _lib.impl("append_token", lambda *args: _append_launch(*args), _device)
-torch.library.register_fake("kv_fast::project", lambda *args: None, lib=_lib)
-torch.library.register_fake("kv_fast::append_token", lambda *args: None, lib=_lib)

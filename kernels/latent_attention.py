@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.dense_attention import masked_attention
-from kernels.latent import LatentTokens, read_tokens
+from kernels.latent import LatentTokens, latent_tokens, read_tokens
+from kernels.op import operation, picked
 from kernels.quantize import WORDS
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
@@ -61,18 +61,31 @@ def latent_attention(
     the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
     None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
     """
-    kernel: Any = None
-    if use_triton(q):
-        kernel = torch.ops.kv_fast.latent_attention
-    elif use_native(q, q.shape[2] // 2):  # halves are rotated
-        kernel = native.latent_attention
-    if kernel is not None:
-        return kernel(
-            q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), pos, idx, count, cos, sin,
-            ring.bits, store.bits,
-        )  # fmt: skip
-    k, v, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, q.shape[2])
-    return masked_attention(q, k, v, mask[:, None])
+    lead, rest = store.latents
+    return _latent_attention(
+        q, basis, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), pos, idx, count, cos, sin,
+        ring.bits, store.bits,
+    )  # fmt: skip
+
+
+def _reads(q: Tensor, *args: Any) -> dict[str, int]:
+    names, idx = ("lead", "rest", "v", "params"), args[9]
+    return {} if idx is None else {name: picked(idx, x, 1) for name, x in zip(names, args[4:8], strict=True)}
+
+
+@operation(
+    triton=lambda *args: _launch(*args),
+    cpp=lambda q, *_: use_native(q, q.shape[2] // 2),  # halves are rotated
+    reads=_reads,
+)
+def _latent_attention(
+    q: Tensor, basis: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None, lead: Tensor, rest: Tensor,
+    v: Tensor, params: Tensor | None, pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
+    ring_bits: int, bits: int,
+) -> Tensor:  # fmt: skip
+    ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
+    k, values, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, q.shape[2])
+    return masked_attention(q, k, values, mask[:, None])
 
 
 def expand_tokens(
@@ -172,7 +185,7 @@ def _attend(
 
 
 @triton.jit
-def _latent_attention(
+def _latent_attention_kernel(
     q, basis, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, pos, idx, count, cos, sin, part, lse,
     q_row, q_head, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
@@ -280,20 +293,9 @@ def _launch(
         v, params = v.view(WORDS[bits]), params.view(torch.int32)
     idx, count = (None if x is None else x.contiguous() for x in (idx, count))
     part, lse = parts_of(q, splits)
-    _latent_attention[(B * H, splits)](
+    _latent_attention_kernel[(B * H, splits)](
         q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos.contiguous(), idx, count, cos, sin, part, lse,
         *q.stride()[:2], 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
         *ranks.values(),         H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Tensor? ring_params, "
-    "Tensor lead, Tensor rest, Tensor v, Tensor? params, Tensor pos, Tensor? idx, Tensor? count, Tensor cos, "
-    "Tensor sin, int ring_bits, int bits) -> Tensor"
-)
-_lib.impl("latent_attention", _launch, "CPU")
-_lib.impl("latent_attention", _launch, "CUDA")
-torch.library.register_fake("kv_fast::latent_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

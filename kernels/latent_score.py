@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 from kernels.splits import empty_scores
 from kernels.tiles import dot, filled
 
@@ -44,12 +44,13 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: floa
     return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
 
 
+@operation(
+    triton=lambda *args: _latent_score_triton(*args),
+    cpp=lambda q, latents, pos: use_native(latents, q.shape[3]),
+    fake=lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
+)
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
     """Where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]; pos as above."""
-    if use_triton(q):
-        return torch.ops.kv_fast.latent_score(q, latents, pos)
-    if use_native(latents, q.shape[3]):
-        return native.head_scores(q, latents, pos)
     return q.float() @ latents[: len(q)].float().mT
 
 
@@ -121,14 +122,3 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
         BLOCK_T=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("latent_score(Tensor q, Tensor latents, Tensor? pos) -> Tensor")
-_lib.impl("latent_score", _latent_score_triton, "CPU")
-_lib.impl("latent_score", _latent_score_triton, "CUDA")
-torch.library.register_fake(
-    "kv_fast::latent_score",
-    lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
-    lib=_lib,
-)

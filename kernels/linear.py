@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.native import ask
+from kernels.op import operation
 from kernels.splits import multiprocessors, share_of
 from kernels.tiles import dot
 
@@ -122,30 +123,28 @@ def sharing(x: Tensor | None, step: Tensor | None) -> int:
 # ---- the products ----
 
 
-def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in] not packed, bias [out] -> [..., out].
+def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16.
 
-    On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16. One
-    in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as long
+    One in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as long
     without AVX-512, two to three times as long with it.
     """
     rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
     here = rows < MANY and weight.dtype == x.dtype and weight.is_contiguous()
-    here = here and not torch.is_grad_enabled() and use_native(x, x.shape[-1]) and not use_triton(x)
-    here = here and (rows > 1 or bf16 or native.multiplies_one_row())
-    if here and not (bf16 and rows >= MANY_BF16 and native.has_tiles()):
-        return native.dense_linear(x.flatten(0, -2).contiguous(), weight, bias).unflatten(0, x.shape[:-1])
+    here = here and not torch.is_grad_enabled() and use_native(x, x.shape[-1])
+    here = here and (rows > 1 or bf16 or ask("multiplies_one_row"))
+    return here and not (bf16 and rows >= MANY_BF16 and ask("has_tiles"))
+
+
+@operation(cpp=_serves, fake=lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in], weight [out, in] not packed, bias [out] -> [..., out]."""
     return F.linear(x, weight, bias)
 
 
 def packed_linear(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
     """x [..., in] fp32 or bf16, bias fp32 [out] -> [..., out] in its dtype; sums in fp32."""
-    rows = x.flatten(0, -2)
-    kernel = use_triton(x) or use_native(x, x.shape[-1])
-    if len(rows) < MANY and not use_triton(x) and kernel:
-        return native.linear(rows.contiguous(), *w, bias, bits).unflatten(0, x.shape[:-1])
-    y = (torch.ops.kv_fast.packed_linear if kernel else _in_torch)(rows, *w, bias, bits)
-    return y.unflatten(0, x.shape[:-1])
+    return _packed_linear(x, *w, bias, bits)
 
 
 def separate_all(w: Weight, bits: int) -> Weight:
@@ -155,28 +154,18 @@ def separate_all(w: Weight, bits: int) -> Weight:
     return Weight(unpack_bits(separate(w.packed), bits), *rows)
 
 
-def _in_torch(
+@operation(
+    triton=lambda *args: _in_triton(*args),
+    cpp=lambda x, *_: use_native(x, x.shape[-1]),
+    fake=lambda x, packed, *_: x.new_empty(*x.shape[:-1], packed.shape[0] * ROWS),
+)
+def _packed_linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
     minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
 ) -> Tensor:  # fmt: skip
     w = Weight(packed, scale, step, zero, minimum, min_step)
     weight = dequantize(*separate_all(w, bits), bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-
-
-def _in_cpp(
-    x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
-    minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
-) -> Tensor:  # fmt: skip
-    x, w = x.detach().contiguous(), (packed, scale, step, zero, minimum, min_step)  # codes are not trained
-    if native.has_many_rows(bits):
-        return native.many_rows(x, w, bias, bits)
-    out, n = packed.shape[0] * ROWS, max(1, TILE // (x.shape[1] * ROWS))
-    y = x.new_empty(len(x), out)
-    for first in range(0, packed.shape[0], n):
-        rows = native.unpack_rows(x.dtype, w, bits, first, min(n, packed.shape[0] - first))
-        torch.mm(x, rows, out=y[:, first * ROWS : (first + n) * ROWS])
-    return y if bias is None else y.add_(bias)
 
 
 # ---- Triton ----
@@ -265,7 +254,7 @@ def _numbers(word, mask, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _packed_linear(
+def _packed_linear_kernel(
     x, packed, scale, step, zero, minimum, min_step, bias, y, mask, M, blocks, IN,
     BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
@@ -374,15 +363,16 @@ def _in_triton(
     minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
 ) -> Tensor:  # fmt: skip
     w = Weight(packed.view(torch.int32), scale, step, zero, minimum, min_step)
-    (M, n), blocks, x = x.shape, packed.shape[0], x.contiguous()
+    lead, blocks, x = x.shape[:-1], packed.shape[0], x.flatten(0, -2).contiguous()
+    M, n = x.shape
     if M >= UNPACKED:
-        return _unpacked_product(x, w, bias, bits)
+        return _unpacked_product(x, w, bias, bits).unflatten(0, lead)
     tile = tile_of(M, bits, blocks, x.dtype, x.device)
     grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
-    _packed_linear[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
-    return y[0] if shares == 1 else y.sum(0).to(x.dtype)
+    _packed_linear_kernel[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
+    return (y[0] if shares == 1 else y.sum(0).to(x.dtype)).unflatten(0, lead)
 
 
 def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
@@ -399,17 +389,3 @@ def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> T
         )
         torch.mm(x, rows[: count * ROWS].T, out=y[:, first * ROWS : (first + count) * ROWS])
     return y if bias is None else y.add_(bias)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? step, Tensor? zero, Tensor? minimum, "
-    "Tensor? min_step, Tensor? bias, int bits) -> Tensor"
-)
-_lib.impl("packed_linear", on_cpu(_in_triton, _in_cpp), "CPU")
-_lib.impl("packed_linear", _in_triton, "CUDA")
-torch.library.register_fake(
-    "kv_fast::packed_linear",
-    lambda x, packed, *rest: x.new_empty(len(x), packed.shape[0] * ROWS),
-    lib=_lib,
-)

@@ -17,14 +17,12 @@ the paper; the slots C are to be a multiple of SLOTS. The kernels take either la
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
+from kernels.op import operation
 from kernels.splits import blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step
 
@@ -62,10 +60,8 @@ def lowrank_attention(
     is of widths r_k and r_v (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding
     (App. A.3).
     """
-    if latent and use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1:
-        return native.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     if latent or use_triton(q):
-        return torch.ops.kv_fast.lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
+        return _lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     keys = torch.cat((reconstruct(k_lat, k_basis), k_full), 2)
     values = torch.cat((reconstruct(v_lat, v_basis), v_full), 2)
     held = torch.cat((torch.arange(k_lat.shape[2], device=q.device) < stored[:, None], filled), 1)
@@ -97,12 +93,21 @@ def _latent_space(
     return y.to(q.dtype).view(B, Hq, D)
 
 
-def _lowrank_attention_cpu(
-    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
-) -> Tensor:
-    """Reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
-    if use_triton(q):
-        return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
+def _serves(q: Tensor, k_lat: Tensor, v_lat: Tensor, *rest: object) -> bool:
+    """Latents lie coordinate by coordinate in memory."""
+    return use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1
+
+
+@operation(triton=lambda *args: launch(*args), cpp=_serves, opaque=True)
+def _lowrank_attention(
+    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
+    v_full: Tensor, filled: Tensor,
+) -> Tensor:  # fmt: skip
+    """On a CPU reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
+    rest = k_full, v_full, filled
+    if q.device.type != "cpu":  # no length may reach the host
+        held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]
+        return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held, *rest)
     counts = stored.tolist()
     if len(set(counts)) == 1:
         n = counts[0]
@@ -113,15 +118,6 @@ def _lowrank_attention_cpu(
         k, v, row = k_lat[b : b + 1, :, :n], v_lat[b : b + 1, :, :n], slice(b, b + 1)
         out.append(_latent_space(q[row], k, v, k_turn, v_turn, None, *(x[row] for x in rest)))
     return torch.cat(out)
-
-
-def _lowrank_attention_cuda(
-    q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, *rest: Any
-) -> Tensor:
-    if use_triton(q):
-        return launch(q, k_lat, v_lat, k_basis, v_basis, stored, *rest)
-    held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]  # no length may reach the host
-    return _latent_space(q, k_lat, v_lat, k_basis, v_basis, held, *rest)
 
 
 # ---- Triton ----
@@ -309,13 +305,3 @@ def launch(
         num_warps=expand_warps(s_lat), num_stages=1,
     )  # fmt: skip
     return out
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "lowrank_attention(Tensor q, Tensor k_lat, Tensor v_lat, Tensor k_basis, Tensor v_basis, Tensor stored, "
-    "Tensor k_full, Tensor v_full, Tensor filled) -> Tensor"
-)
-_lib.impl("lowrank_attention", _lowrank_attention_cpu, "CPU")
-_lib.impl("lowrank_attention", _lowrank_attention_cuda, "CUDA")
-torch.library.register_fake("kv_fast::lowrank_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.dense_attention import prefill_attention
-from kernels.native import ops
+from kernels.op import operation
 from kernels.splits import COMBINE_D, block_size, blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
@@ -213,29 +213,23 @@ def launch(
     return y, weights
 
 
-# ---- decode: the operator ----
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("observed_attention(Tensor q, Tensor k, Tensor v, Tensor stop) -> (Tensor, Tensor)")
+# ---- decode: the operation ----
 
 
+def _outputs(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(len(q), *k.shape[1:3], dtype=torch.float32)
+
+
+@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]), fake=_outputs, opaque=True)
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """One query per row over slots t < stop of its row, and each slot's softmax weight summed over a group's heads.
 
     q [B, Hq, D], k and v [>= B, Hkv, N, D] (rotated), stop [B] int64, at least 1 -> y [B, Hq, D] and weights fp32
     [B, Hkv, N], 0 at slots >= stop, which may hold anything. Scale 1/sqrt(D).
     """
-    return torch.ops.kv_fast.observed_attention(q, k, v, stop)
-
-
-def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(len(q), *k.shape[1:3], dtype=torch.float32)
-
-
-def _observed_attention_torch(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """On a CPU up to the last slot that any row has filled; on a GPU no length may reach the host."""
+    # on a CPU up to the last slot that any row has filled; on a GPU no length may reach the host
     (B, Hq, D), (H, N) = q.shape, k.shape[1:3]
-    ends = [] if q.is_cuda else stop.tolist()
+    ends = stop.tolist() if q.device.type == "cpu" else []
     n = max(ends, default=N)
     keys, values = k[:B, :, :n].float(), v[:B, :, :n].float()
     empty = torch.arange(n, device=q.device) >= stop[:, None]  # [B, n]
@@ -245,26 +239,3 @@ def _observed_attention_torch(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> 
     p = logits.masked_fill(empty[:, None, None], float("-inf")).softmax(-1)
     y = (p @ values).to(q.dtype).view(B, Hq, D)
     return y, F.pad(p.sum(2), (0, N - n))
-
-
-def _observed_attention_cpp(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    (B, Hq, D), (H, N) = q.shape, k.shape[1:3]
-    assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
-    ops.expect(torch.int64, stop)
-    (y, weights), stop = _outputs(q, k), stop.contiguous()
-    ops.call("kvf_observed_attention", ops.is_bf16(q, k, v), q, k, v, stop, y, weights, *q.stride()[:2],
-             *k.stride()[:3], *v.stride()[:3], B, H, Hq // H, D, N)  # fmt: skip
-    return y, weights
-
-
-def _observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    if use_triton(q):
-        return launch(q, k, v, stop)
-    if use_native(q, q.shape[2]):
-        return _observed_attention_cpp(q, k, v, stop)
-    return _observed_attention_torch(q, k, v, stop)
-
-
-_lib.impl("observed_attention", _observed_attention, "CPU")
-_lib.impl("observed_attention", _observed_attention, "CUDA")
-torch.library.register_fake("kv_fast::observed_attention", lambda q, k, v, stop: _outputs(q, k), lib=_lib)

@@ -23,23 +23,22 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels import native
 from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
+from kernels.native import in_huge_pages
+from kernels.op import operation, picked
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
 from kernels.ring import held
 
 PROGRAMS = 32  # of a fetch, whatever its size
 TILE_BYTES, MAX_ROWS = 8192, 64  # of K or V that a program has on the way
 
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "fetch_rows(Tensor host_k, Tensor host_v, Tensor idx, Tensor after, "
-    "Tensor(a!) asked, Tensor(b!) out_k, Tensor(c!) out_v) -> ()"
+
+@operation(
+    opaque=True,
+    mutates=("asked", "out_k", "out_v"),
+    reads=lambda host_k, host_v, idx, *_: dict(host_k=picked(idx, host_k), host_v=picked(idx, host_v)),
 )
-_lib.define("await_rows(Tensor(a!) asked, Tensor(b!) out_k, Tensor(c!) out_v) -> ()")
-
-
 def fetch_rows(
     host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
 ) -> None:
@@ -51,15 +50,17 @@ def fetch_rows(
     compiled graph frees idx, a temporary of its own, while the copy is under way. It is a buffer that outlives a step.
     after: any result of what last read the outputs; a compiled graph that fetched before it would copy them first.
     """
-    torch.ops.kv_fast.fetch_rows(host_k, host_v, idx, after, asked, out_k, out_v)
+    (_fetch_rows_cpu if idx.device.type == "cpu" else _fetch_rows_cuda)(host_k, host_v, idx, asked, out_k, out_v)
 
 
+@operation(opaque=True, mutates=("asked", "out_k", "out_v"))
 def await_rows(asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     """What is computed after this from these three sees what the last `fetch_rows` to them brought.
 
     All are said to be written here: so a compiled graph reads them after it, and asks for more after that.
     """
-    torch.ops.kv_fast.await_rows(asked, out_k, out_v)
+    if asked.device.type != "cpu":
+        torch.cuda.current_stream(asked.device).wait_event(_arrival(asked.device, out_k.data_ptr()))
 
 
 def fetched_attention(
@@ -137,9 +138,7 @@ def _flat_rows(idx: Tensor, T: int) -> Tensor:
     return (idx.clamp(min=0) + torch.arange(B * H, device=idx.device).view(B, H, 1) * T).flatten()
 
 
-def _fetch_rows_cpu(
-    host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
-) -> None:
+def _fetch_rows_cpu(host_k: Tensor, host_v: Tensor, idx: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     asked = asked[: len(idx)].copy_(idx)
     if use_triton(asked):
         return launch(host_k, host_v, asked, out_k, out_v)
@@ -165,9 +164,7 @@ def _arrival(device: torch.device, address: int) -> torch.cuda.Event:
     return torch.cuda.Event()
 
 
-def _fetch_rows_cuda(
-    host_k: Tensor, host_v: Tensor, idx: Tensor, after: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor
-) -> None:
+def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     """Nothing waits on the host, and only streams wait on streams: fork and join are captured into a CUDA graph.
 
     The side stream waits for the compute stream as of now: `asked` is written, the layer that used this half of the
@@ -187,20 +184,6 @@ def _fetch_rows_cuda(
                 D = host.shape[-1]
                 torch.index_select(host.view(-1, D), 0, rows, out=out[:B].view(-1, D))
         _arrival(idx.device, out_k.data_ptr()).record(side)
-
-
-def _await_rows_cuda(asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
-    torch.cuda.current_stream(asked.device).wait_event(_arrival(asked.device, out_k.data_ptr()))
-
-
-_lib.impl("fetch_rows", _fetch_rows_cpu, "CPU")
-_lib.impl("fetch_rows", _fetch_rows_cuda, "CUDA")
-_lib.impl("await_rows", lambda asked, out_k, out_v: None, "CPU")
-_lib.impl("await_rows", _await_rows_cuda, "CUDA")
-torch.library.register_fake(
-    "kv_fast::fetch_rows", lambda host_k, host_v, idx, after, asked, out_k, out_v: None, lib=_lib
-)
-torch.library.register_fake("kv_fast::await_rows", lambda asked, out_k, out_v: None, lib=_lib)
 
 
 # ---- host memory ----
@@ -228,7 +211,7 @@ class _Mapped:
 def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in the memory of the host that kernels of `device` can read and write: a tensor of that device."""
     if device.type != "cuda":
-        return native.in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
+        return in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
     pinned = _Mapped(math.prod(size) * dtype.itemsize, device)
     return torch.as_tensor(pinned, device=device).view(dtype).view(size)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 
 # Of rule "column": a column that holds less than this many tokens would, were they spread over all D channels, is
 # divided by what they would hold. Otherwise the few tokens of a short prompt, or of one step, turn columns towards
@@ -44,15 +44,14 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> 
     return basis + eta * step
 
 
+@operation(
+    triton=lambda *args: launch(*args), cpp=lambda basis, x: use_native(x) and x.dtype == basis.dtype == torch.float32
+)
 def sequential(basis: Tensor, x: Tensor) -> Tensor:
     """Bases U [N, D, r] after tokens x [N, m, D], one by one: U += (x - U y) y^T with y = U^T x of the running U.
 
     All N at once, of which a kernel keeps each close to where it computes: a token costs 6 D r flops and no memory.
     """
-    if use_triton(x):
-        return launch(basis, x)
-    if x.dtype == torch.float32 and use_native(x):
-        return native.oja_sequential(basis, x)
     basis = basis.clone()
     for token in x.split(1, 1):  # [N, 1, D]
         y = token @ basis

@@ -11,15 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import use_native, use_triton
+from kernels.backend import use_native
 from kernels.dense_attention import split_attention
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, "
-    "Tensor? mean_k, Tensor? mean_v, Tensor? count) -> Tensor"
-)
+from kernels.op import nbytes, operation
 
 
 def packed_attention(
@@ -46,32 +40,37 @@ def packed_attention(
         count = None if count is None else count.flatten()
         rows = q.reshape(B * H, -1, q.shape[2])
         return packed_attention(rows, k, v, stop.flatten(), mean_k, mean_v, count).view(q.shape)
-    if not use_triton(q) and use_native(q, q.shape[2]):
-        return native.decode_attention(q, k, v, None, stop, (mean_k, mean_v, count))
-    return torch.ops.kv_fast.packed_attention(q, k, v, stop, mean_k, mean_v, count)
+    return _packed_attention(q, k, v, stop, mean_k, mean_v, count)
 
 
-_lib.define("replace_token(Tensor(a!) cache, Tensor slot, Tensor x) -> Tensor")
+@operation(
+    triton=lambda q, k, v, stop, *mean: split_attention(q, k, v, stop, mean=None if mean[2] is None else mean),
+    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    opaque=True,
+)
+def _packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
+) -> Tensor:
+    return (_packed_attention_cpu if q.device.type == "cpu" else _packed_attention_masked)(
+        q, k, v, stop, mean_k, mean_v, count
+    )
 
 
+@operation(
+    fake=lambda cache, slot, x: cache.new_empty(x.shape),
+    opaque=True,
+    mutates=("cache",),
+    reads=lambda cache, slot, x: dict(cache=nbytes(x)),
+)
 def replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
     """In place, x [B, H, D] into slot [B] of cache [>= B, H, C, D] -> what was there, [B, H, D].
 
     An operator, because a compiled graph that reads a slot before it writes it copies the whole cache, at every step.
     """
-    return torch.ops.kv_fast.replace_token(cache, slot, x)
-
-
-def _replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
     row = torch.arange(len(slot), device=slot.device)
     old = cache[row, :, slot]
     cache[row, :, slot] = x
     return old
-
-
-_lib.impl("replace_token", _replace_token, "CPU")
-_lib.impl("replace_token", _replace_token, "CUDA")
-torch.library.register_fake("kv_fast::replace_token", lambda cache, slot, x: cache.new_empty(x.shape), lib=_lib)
 
 
 def _attend(
@@ -130,19 +129,3 @@ def _packed_attention_masked(
     """On a GPU no length may reach the host: every slot is read and masked."""
     mask = torch.arange(k.shape[2], device=q.device) < stop[:, None]
     return _attend(q, k[: len(q)], v[: len(q)], mean_k, mean_v, count, mask)
-
-
-def _packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
-) -> Tensor:
-    if use_triton(q):
-        mean = None if mean_k is None or mean_v is None or count is None else (mean_k, mean_v, count)
-        return split_attention(q, k, v, stop, mean=mean)
-    return (_packed_attention_masked if q.is_cuda else _packed_attention_cpu)(q, k, v, stop, mean_k, mean_v, count)
-
-
-_lib.impl("packed_attention", _packed_attention, "CPU")
-_lib.impl("packed_attention", _packed_attention, "CUDA")
-torch.library.register_fake(
-    "kv_fast::packed_attention", lambda q, k, v, stop, mean_k, mean_v, count: q.new_empty(q.shape), lib=_lib
-)

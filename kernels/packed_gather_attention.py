@@ -6,14 +6,14 @@ of decoded tokens in full precision, under one softmax.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
+from kernels.op import operation, picked
 from kernels.quantize import GROUP, WORDS
 from kernels.ring import held
 from kernels.sign_codes import SUB
@@ -60,37 +60,43 @@ def packed_gather_attention(
     flushed [1]: decoded tokens that are packed already, so that the ring holds positions prompt_len + flushed to pos
     -> [B, Hq, D]. Scale 1/sqrt(D). Entries of idx past the count point anywhere.
     """
-    kernel = (
-        torch.ops.kv_fast.packed_gather_attention
-        if use_triton(q)
-        else native.packed_gather_attention
-        if use_native(q, q.shape[2])
-        else None
-    )
-    if kernel is not None:
-        return kernel(
-            q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
-            *whole, pos, prompt_len, flushed, packed.bits,
-        )  # fmt: skip
+    return _packed_gather_attention(
+        q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
+        *whole, pos, prompt_len, flushed, packed.bits,
+    )  # fmt: skip
+
+
+def _reads(q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, *rest: Any) -> dict[str, int]:
+    chosen = dict(k=k, v=v, k_params=rest[0], v_params=rest[1], codes=rest[3])
+    return {name: picked(idx, x) for name, x in chosen.items()}
+
+
+@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]), reads=_reads)
+def _packed_gather_attention(
+    q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,
+    alpha: Tensor | None, codes: Tensor | None, sink_k: Tensor, sink_v: Tensor, tail_k: Tensor, tail_v: Tensor,
+    pos: Tensor, prompt_len: Tensor, flushed: Tensor, bits: int,
+) -> Tensor:  # fmt: skip
+    packed = PackedTokens(k, v, bits, k_params, v_params, alpha, codes)
     B, Hq, D = q.shape
     H = idx.shape[1]
     grouped = q.view(B, H, -1, D)
-    k, v = fetch(packed, idx)
+    chosen_k, chosen_v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
-    sinks = torch.arange(whole.sink_k.shape[2], device=q.device) < prompt_len[:B, None]
-    tail = held(pos - prompt_len[:B], whole.tail_k.shape[2]) >= flushed
+    sinks = torch.arange(sink_k.shape[2], device=q.device) < prompt_len[:B, None]
+    tail = held(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
-    scaled = grouped if packed.alpha is None else (grouped * packed.alpha[:B, :, None]).to(q.dtype)
-    scaled = scaled if packed.k_params is None else unit_order(scaled)
+    scaled = grouped if alpha is None else (grouped * alpha[:B, :, None]).to(q.dtype)
+    scaled = scaled if k_params is None else unit_order(scaled)
     # one softmax over three parts: joining their logits copies a number a token, joining the keys would copy D
-    parts = ((grouped, whole.sink_k[:B]), (scaled, k.to(q.dtype)), (grouped, whole.tail_k[:B]))
+    parts = ((grouped, sink_k[:B]), (scaled, chosen_k.to(q.dtype)), (grouped, tail_k[:B]))
     logits = torch.cat([x @ keys.transpose(2, 3) for x, keys in parts], 3).float() * D**-0.5
     p = torch.where(mask[:, :, None], logits, float("-inf")).softmax(-1).to(q.dtype)
-    values = (whole.sink_v[:B], v.to(q.dtype).masked_fill(~chosen[..., None], 0), whole.tail_v[:B])
+    values = (sink_v[:B], chosen_v.to(q.dtype).masked_fill(~chosen[..., None], 0), tail_v[:B])
     split = p.split([x.shape[2] for x in values], 3)
     y = [(part @ x).float() for part, x in zip(split, values, strict=True)]
-    y[1] = y[1] if packed.v_params is None else y[1].unflatten(-1, (UNIT, -1)).mT.flatten(-2)
+    y[1] = y[1] if v_params is None else y[1].unflatten(-1, (UNIT, -1)).mT.flatten(-2)
     return (y[0] + y[1] + y[2]).to(q.dtype).view(B, Hq, D)
 
 
@@ -151,7 +157,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
-def _packed_gather_attention(
+def _packed_gather_attention_kernel(
     q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v, pos, prompt_len, flushed,
     part, lse, q_row, q_head, idx_row, idx_head, count_row, count_head, H, T, K, sinks, ring, S,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
@@ -253,21 +259,10 @@ def launch(
     if bits < 16:  # as words of 8 channels, and pairs of scale and zero
         k, v = k.view(WORDS[bits]), v.view(WORDS[bits])
         k_params, v_params = (None if x is None else x.view(torch.int32) for x in (k_params, v_params))
-    _packed_gather_attention[(B * H, splits)](
+    _packed_gather_attention_kernel[(B * H, splits)](
         q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
         pos.contiguous(), prompt_len, flushed, part, lse,
         *q.stride()[:2], *idx.stride()[:2], *count.stride(), H, T, K, sinks, ring, splits,
         **blocks_of(Hq, H, D), BITS=bits, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Tensor v, Tensor? k_params, "
-    "Tensor? v_params, Tensor? alpha, Tensor? codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v, "
-    "Tensor pos, Tensor prompt_len, Tensor flushed, int bits) -> Tensor"
-)
-for _device in ("CPU", "CUDA"):
-    _lib.impl("packed_gather_attention", lambda *args: launch(*args), _device)
-torch.library.register_fake("kv_fast::packed_gather_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels.backend import tl, triton
 from kernels.latent_score import head_scores
+from kernels.op import operation
 from kernels.splits import empty_scores
 from kernels.tiles import filled
 
@@ -42,14 +43,16 @@ def join_page(low: Tensor, high: Tensor, k: Tensor, pos: Tensor, page: int) -> N
     high[row, :, at] = torch.where(first, k, high[row, :, at].maximum(k))
 
 
+@operation(
+    triton=lambda *args: _page_score_triton(*args),
+    fake=lambda q, low, high, last: empty_scores(len(q), *low.shape[1:3], device=q.device),
+)
 def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None) -> Tensor:
     """Upper bounds of q . k over the keys of every page, summed over the query heads of a group.
 
     q [B, Hq, D], low and high [>= B, Hkv, P, D] -> fp32 [B, Hkv, P]. last [B], if given, is the last page that matters:
     later ones need not be read, and their scores may be anything.
     """
-    if use_triton(q):
-        return torch.ops.kv_fast.page_score(q, low, high, last)
     # a positive channel of a query takes the greatest, a negative one the least: a sum over the group comes first
     groups = q.float().unflatten(1, (low.shape[1], -1))
     up, down = groups.clamp(min=0).sum(2, keepdim=True), groups.clamp(max=0).sum(2, keepdim=True)
@@ -92,14 +95,3 @@ def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None
         G=Hq // H, D=D, BLOCK_D=width, BLOCK_P=block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("page_score(Tensor q, Tensor low, Tensor high, Tensor? last) -> Tensor")
-_lib.impl("page_score", lambda *args: _page_score_triton(*args), "CPU")
-_lib.impl("page_score", lambda *args: _page_score_triton(*args), "CUDA")
-torch.library.register_fake(
-    "kv_fast::page_score",
-    lambda q, low, high, last: empty_scores(len(q), *low.shape[1:3], device=q.device),
-    lib=_lib,
-)

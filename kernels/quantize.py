@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels.backend import tl, triton
+from kernels.op import operation
 from kernels.tiles import encode_groups
 
 GROUP = 32  # channels that share a scale and a zero, or tokens that do
@@ -18,6 +19,17 @@ WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels of so man
 FP16_MAX = 65504.0
 
 
+def _outputs(x: Tensor, bits: int, *rest: object) -> tuple[Tensor, Tensor]:
+    *lead, D = x.shape
+    packed = torch.empty(*lead, D * bits // 8, dtype=torch.uint8, device=x.device)
+    return packed, torch.empty(*lead, D // GROUP, 2, dtype=torch.float16, device=x.device)
+
+
+@operation(
+    triton=lambda *args: launch(*args[:5]),
+    fake=_outputs,
+    when=lambda x, bits, mean, alpha, magnitude, group, clip: group == GROUP and clip == 1 and bits in WORDS,
+)
 def quantize(
     x: Tensor,
     bits: int,
@@ -35,8 +47,6 @@ def quantize(
     magnitude; either may be left out. clip: min and max are taken times it (QuaRot), what lies beyond saturates. The
     group is a multiple of 32.
     """
-    if use_triton(x) and group == GROUP and clip == 1 and bits in WORDS:
-        return torch.ops.kv_fast.quantize(x, bits, mean, alpha, magnitude)
     x = x.float()
     x = x if mean is None else x - mean[:, :, None]
     x = x if alpha is None else x / alpha[:, :, None]
@@ -63,16 +73,17 @@ def _codes(g: Tensor, dim: int, bits: int, clip: float) -> tuple[Tensor, Tensor]
     return codes, torch.stack((scale, zero), -1)
 
 
+def _halves(lo: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(lo, dtype=torch.float16), torch.empty_like(lo, dtype=torch.float16)
+
+
+@operation(fake=_halves, opaque=True)
 def half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """fp16 scale and zero of codes 0..levels from lo to hi, fp32 of any shape. Outliers of bf16 saturate: an infinite
     zero would give NaN.
 
     An operator, so that inductor, which keeps what it fuses in fp32, takes codes against the rounded numbers, too.
     """
-    return torch.ops.kv_fast.half_params(lo, hi, levels)
-
-
-def _half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     zero = lo.clamp(-FP16_MAX, FP16_MAX).half()
     return ((hi - zero.float()) / levels).clamp(0, FP16_MAX).half(), zero
 
@@ -163,26 +174,3 @@ def launch(
         D=D, BITS=bits, MAGNITUDE=magnitude, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     return packed, params
-
-
-def _outputs(x: Tensor, bits: int, *rest: object) -> tuple[Tensor, Tensor]:
-    *lead, D = x.shape
-    packed = torch.empty(*lead, D * bits // 8, dtype=torch.uint8, device=x.device)
-    return packed, torch.empty(*lead, D // GROUP, 2, dtype=torch.float16, device=x.device)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "quantize(Tensor x, int bits, Tensor? mean=None, Tensor? alpha=None, bool magnitude=False) -> (Tensor, Tensor)"
-)
-_lib.impl("quantize", lambda *args: launch(*args), "CPU")
-_lib.impl("quantize", lambda *args: launch(*args), "CUDA")
-torch.library.register_fake("kv_fast::quantize", _outputs, lib=_lib)
-_lib.define("half_params(Tensor lo, Tensor hi, int levels) -> (Tensor, Tensor)")
-for _device in ("CPU", "CUDA"):
-    _lib.impl("half_params", _half_params, _device)
-torch.library.register_fake(
-    "kv_fast::half_params",
-    lambda lo, hi, levels: (torch.empty_like(lo, dtype=torch.float16), torch.empty_like(lo, dtype=torch.float16)),
-    lib=_lib,
-)

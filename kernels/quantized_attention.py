@@ -8,15 +8,15 @@ D = 128, 96 bytes a token and KV head (KIVI) where dense bf16 reads 512.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import gather_rows
+from kernels.op import nbytes, operation
 from kernels.quantize import GROUP, WORDS, dequantize, dequantize_channels, quantize, quantize_channels
 from kernels.ring import held
 from kernels.splits import blocks_of, combine, parts_of, split_count
@@ -81,13 +81,18 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
 
     An operator: a compiled graph that reads a slot of the ring before it writes it would copy the ring.
     """
-    in_cpp = use_native(x, x.shape[2]) and x.dtype == tokens.whole.dtype
-    (native.quantized_append if in_cpp else torch.ops.kv_fast.quantized_append)(
+    _quantized_append(
         x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.block, tokens.clip
     )
 
 
-def _append(
+@operation(
+    cpp=lambda x, pos, whole, *_: use_native(x, x.shape[2]) and x.dtype == whole.dtype,
+    opaque=True,
+    mutates=("whole", "data", "params"),
+    reads=lambda x, pos, whole, *_: dict(whole=nbytes(x)),
+)
+def _quantized_append(
     x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None,
     bits: int, sinks: int, block: int, clip: float,
 ) -> None:  # fmt: skip
@@ -129,8 +134,10 @@ def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
         part[row, :, at] = torch.where(there, new, part[row, :, at])
 
 
-def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int) -> Tensor:
+def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tensor | None = None) -> Tensor:
     """Tokens at positions 0..n-1 in the clear, the newest at pos [B] -> [B, Hkv, n, D] in the dtype of whole ones."""
+    if packed_until is None:
+        packed_until = tokens.packed_until(pos)
     B, t, data, params = len(pos), torch.arange(n, device=pos.device), tokens.data[: len(pos), :, :n], tokens.params
     if params is None:
         packed = data
@@ -139,7 +146,7 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int) -> Tensor:
         packed = dequantize_channels(tokens.data[:B, :, :slots], params[:B, :, : slots // GROUP], tokens.bits)[:, :, :n]
     else:
         packed = dequantize(data, params[:B, :, :n], tokens.bits)
-    is_packed = (t >= tokens.sinks) & (t < tokens.packed_until(pos)[:, None])
+    is_packed = (t >= tokens.sinks) & (t < packed_until[:, None])
     whole = tokens.whole[:B, :, slot_of(t, tokens.sinks, tokens.ring)]
     return torch.where(is_packed[:, None, :, None], packed.to(whole.dtype), whole)
 
@@ -153,20 +160,23 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     Sinks and rings of keys and of values are of one size, and no value is packed that has a whole key. Other slots may
     hold anything.
     """
-    kernel: Any = None
-    if use_triton(q):
-        kernel = torch.ops.kv_fast.quantized_attention
-    elif use_native(q, q.shape[2]):
-        kernel = native.quantized_attention
-    if kernel is not None:
-        # a whole key has a whole value: the ring of keys holds none that the ring of values does not
-        return kernel(
-            q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
-            k.sinks, k.bits, v.bits, k.channels,
-        )  # fmt: skip
-    n = v.data.shape[2]
+    # a whole key has a whole value: the ring of keys holds none that the ring of values does not
+    return _quantized_attention(
+        q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
+        k.sinks, k.bits, v.bits, k.channels,
+    )  # fmt: skip
+
+
+@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]))
+def _quantized_attention(
+    q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
+    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, sinks: int, k_bits: int, v_bits: int, channels: bool,
+) -> Tensor:  # fmt: skip
+    n = v.shape[2]
     there = torch.arange(n, device=pos.device) <= pos[:, None]
-    return masked_attention(q, read_tokens(k, pos, n), read_tokens(v, pos, n), there[:, None])
+    keys = read_tokens(QuantizedTokens(k, k_params, k_whole, k_bits, sinks, GROUP * channels), pos, n, k_stop)
+    values = read_tokens(QuantizedTokens(v, v_params, v_whole, v_bits, sinks), pos, n, v_stop)
+    return masked_attention(q, keys, values, there[:, None])
 
 
 # ---- Triton ----
@@ -187,7 +197,7 @@ def _unpacked(
 
 
 @triton.jit
-def _quantized_attention(
+def _quantized_attention_kernel(
     q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, part, lse,
     q_row, q_head, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
     G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
@@ -276,7 +286,7 @@ def launch(
     pairs = [None if x is None else x.view(torch.int32) for x in (k_params, v_params)]
     words = [x if bits == 16 else x.view(WORDS.get(bits, torch.int16)) for x, bits in ((k, k_bits), (v, v_bits))]
     third = [x if bits == 3 else None for x, bits in ((k, k_bits), (v, v_bits))]
-    _quantized_attention[(B * H, sum(splits))](
+    _quantized_attention_kernel[(B * H, sum(splits))](
         q, words[0], third[0], pairs[0], k_whole, words[1], third[1], pairs[1], v_whole,
         pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), part, lse,
         *q.stride()[:2], H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
@@ -284,21 +294,3 @@ def launch(
         BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "quantized_append(Tensor x, Tensor pos, Tensor(a!) whole, Tensor(b!) data, Tensor(c!)? params, int bits, "
-    "int sinks, int block, float clip) -> ()"
-)
-for _device in ("CPU", "CUDA"):
-    _lib.impl("quantized_append", _append, _device)
-torch.library.register_fake("kv_fast::quantized_append", lambda *args: None, lib=_lib)
-_lib.define(
-    "quantized_attention(Tensor q, Tensor k, Tensor? k_params, Tensor k_whole, Tensor v, Tensor? v_params, "
-    "Tensor v_whole, Tensor pos, Tensor k_stop, Tensor v_stop, int sinks, int k_bits, int v_bits, "
-    "bool channels) -> Tensor"
-)
-_lib.impl("quantized_attention", lambda *args: launch(*args), "CPU")
-_lib.impl("quantized_attention", lambda *args: launch(*args), "CUDA")
-torch.library.register_fake("kv_fast::quantized_attention", lambda q, *rest: q.new_empty(q.shape), lib=_lib)

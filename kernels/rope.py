@@ -84,6 +84,13 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
+def angles(table: Tensor, pos: Tensor) -> Tensor:
+    """A table [1 or >= B, T, D/2] at positions pos [B, ...] int64 -> [B, ..., D/2]."""
+    if len(table) == 1:
+        return table[0][pos]
+    return table[torch.arange(len(pos), device=pos.device).view(-1, *[1] * (pos.dim() - 1)), pos]
+
+
 class Rope(nn.Module):
     """cos and sin of every position a cache can hold, [R, T, D/2] fp32; what a method rotates with.
 
@@ -131,10 +138,7 @@ class Rope(nn.Module):
 
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [B, ..., D/2] at positions pos [B, ...] int64."""
-        if not self.per_row:
-            return self.cos[0][pos], self.sin[0][pos]
-        row = torch.arange(pos.shape[0], device=pos.device).view(-1, *[1] * (pos.dim() - 1))
-        return self.cos[row, pos], self.sin[row, pos]
+        return angles(self.cos, pos), angles(self.sin, pos)
 
     def rotate_prompt(self, x: Tensor, start: int = 0) -> Tensor:
         """x [B, H, S, D] from position `start` on, PROMPT_CHUNK tokens at a time: in fp32, all are several times x."""

@@ -11,30 +11,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
-from kernels.rope import Rope, apply_rope
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("rotate_token(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor pos) -> (Tensor, Tensor)")
-_lib.define(
-    "rotate_append(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor pos, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache) -> Tensor"
-)
+from kernels.backend import tl, triton
+from kernels.op import operation
+from kernels.rope import Rope, angles, apply_rope
 
 
 def rotate_token(rope: Rope, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64."""
-    if use_triton(q):
-        return torch.ops.kv_fast.rotate_token(q, k, rope.cos, rope.sin, pos)
-    cos, sin = (t[:, None] for t in rope.at(pos))
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    return _rotate_token(q, k, rope.cos, rope.sin, pos)
 
 
 def rotate_append(rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     """`rotate_token` -> q; in place, k rotated and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
-    if use_triton(q):
-        return torch.ops.kv_fast.rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
-    q, k = rotate_token(rope, q, k, pos)
+    return _rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
+
+
+def _new(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
+    """Of one position a row."""
+    return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
+
+
+@operation(triton=lambda *args: _token(*args), fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
+def _rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = angles(cos, pos)[:, None], angles(sin, pos)[:, None]
+    return apply_rope(q, a, b), apply_rope(k, a, b)
+
+
+@operation(
+    triton=lambda *args: _launch(*args), fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles
+)
+def _rotate_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    q, k = _rotate_token(q, k, cos, sin, pos)
     row = torch.arange(len(pos), device=pos.device)
     k_cache[row, :, pos], v_cache[row, :, pos] = k, v
     return q
@@ -53,7 +66,7 @@ def _rotate(x, x_head, to, to_head, a, b, head, real, D: tl.constexpr, c):
 
 
 @triton.jit
-def _rotate_append(
+def _rotate_append_kernel(
     q, k, v, cos, sin, pos, q_out, k_out, v_out,
     q_row, q_head, k_row, k_head, v_row, v_head, table_row, k_out_row, k_out_head, k_out_slot,
     v_out_row, v_out_head, v_out_slot, H,
@@ -96,7 +109,7 @@ def _launch(
     constants, options = _config(Hq // H, D)
     of_v, out_v = ((0, 0), (0, 0, 0)) if v is None or v_out is None else (v.stride()[:2], v_out.stride()[:3])
     out_k = (*k_out.stride()[:2], 0) if v is None else k_out.stride()[:3]
-    _rotate_append[(B * H,)](
+    _rotate_append_kernel[(B * H,)](
         q, k, v, cos, sin, pos.contiguous(), q_out, k_out, v_out, *q.stride()[:2], *k.stride()[:2], *of_v,
         0 if len(cos) == 1 else cos.stride(0), *out_k, *out_v, H, **constants, **options,
     )  # fmt: skip
@@ -106,14 +119,3 @@ def _launch(
 def _token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     return _launch(q, k, None, cos, sin, pos, k_out, None), k_out
-
-
-def _new(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-for _device in ("CPU", "CUDA"):
-    _lib.impl("rotate_token", _token, _device)
-    _lib.impl("rotate_append", lambda *args: _launch(*args), _device)
-torch.library.register_fake("kv_fast::rotate_token", lambda q, k, *rest: (_new(q), _new(k)), lib=_lib)
-torch.library.register_fake("kv_fast::rotate_append", lambda q, *rest: _new(q), lib=_lib)

@@ -19,8 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import HIP, tl, triton, use_native, use_triton
+from kernels.backend import HIP, tl, triton, use_native
 from kernels.bisection import (
     HIGH,
     LOW,
@@ -32,6 +31,7 @@ from kernels.bisection import (
     write_flagged,
     write_slots,
 )
+from kernels.op import operation
 
 ROW = 4096  # keys that a program holds whole, 16 a thread
 KEYS = 16  # keys a thread of such a program
@@ -47,6 +47,20 @@ SLACK = 16  # keys of the sample that the floor may lie lower
 LISTED = 8192  # most candidates held in registers; any more are read again at every step
 
 
+def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    B, H, T = scores.shape
+    return scores.new_empty(B, H, min(k, T), dtype=torch.int64), scores.new_empty(B, H, dtype=torch.int64)
+
+
+def _of_fp32(scores: Tensor, *_: object) -> bool:
+    return scores.dtype == torch.float32 and use_native(scores)
+
+
+@operation(
+    triton=lambda scores, mask, k, count: select(scores, mask, None, count, k),
+    cpp=_of_fp32,
+    fake=lambda scores, mask, k, count: _lists(scores, k),
+)
 def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
     """The `count` highest-scoring allowed slots of every row and head, in any order (torch: highest first).
 
@@ -54,16 +68,17 @@ def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Te
     -> idx [B, H, k] int64, count [B, H] clamped to what is allowed and to k. Entries past the count point anywhere. Of
     equal scores the kernels take the first slots; they write slots in an order that is always the same.
     """
-    if use_triton(scores):
-        return torch.ops.kv_fast.topk_select(scores, mask, k, count)
-    if use_native(scores):
-        return native.select(scores, mask, None, count, k)
     scores = torch.where(mask, scores, float("-inf"))
     idx = scores.topk(min(k, scores.shape[-1]), dim=-1).indices
     allowed = mask.expand_as(scores).sum(-1)
     return idx, torch.minimum(count, allowed).clamp(max=idx.shape[-1])
 
 
+@operation(
+    triton=lambda scores, pos, wanted, *rest: select(scores, None, pos, wanted, *rest),
+    cpp=_of_fp32,
+    fake=lambda scores, pos, wanted, k, *_: _lists(scores, k),
+)
 def budget_select(
     scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int = 0, recent: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -73,10 +88,6 @@ def budget_select(
     raised to what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point
     anywhere. Order and ties as in `topk_select`.
     """
-    if use_triton(scores):
-        return torch.ops.kv_fast.budget_select(scores, pos, wanted, k, sinks, recent)
-    if use_native(scores):
-        return native.select(scores, None, pos, wanted, k, sinks, recent)
     t = torch.arange(scores.shape[-1], device=scores.device)
     forced = (t < sinks) | (t > pos[:, None] - recent)
     filled = t <= pos[:, None]
@@ -336,7 +347,7 @@ def select(
     """The Triton version of `topk_select` (mask) and of `budget_select` (pos). Tests give it small blocks."""
     B, H, T = scores.shape
     scores = scores if scores.stride(2) == 1 else scores.contiguous()
-    k, (idx, count) = min(k, T), _outputs(scores, k)
+    k, (idx, count) = min(k, T), _lists(scores, k)
     if mask is not None:
         mask = mask.expand(B, H, T).view(torch.uint8)
         mask = mask if mask.stride(2) == 1 else mask.contiguous()
@@ -401,33 +412,3 @@ def limit(listed: int) -> dict[str, int]:
 def _listed(T: int, k: int) -> int:
     """What the list of k wanted slots of T holds, and as much again as the floor is low, as a power of two."""
     return min(LISTED, triton.next_power_of_2(k + T // 16))
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("topk_select(Tensor scores, Tensor mask, int k, Tensor count) -> (Tensor, Tensor)")
-_lib.define("budget_select(Tensor scores, Tensor pos, Tensor wanted, int k, int sinks, int recent) -> (Tensor, Tensor)")
-
-
-def _topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    return select(scores, mask, None, count, k)
-
-
-def _budget_select(
-    scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int, recent: int
-) -> tuple[Tensor, Tensor]:
-    return select(scores, None, pos, wanted, k, sinks, recent)
-
-
-def _outputs(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    B, H, T = scores.shape
-    return scores.new_empty(B, H, min(k, T), dtype=torch.int64), scores.new_empty(B, H, dtype=torch.int64)
-
-
-_lib.impl("topk_select", _topk_select, "CPU")
-_lib.impl("budget_select", _budget_select, "CPU")
-_lib.impl("topk_select", _topk_select, "CUDA")
-_lib.impl("budget_select", _budget_select, "CUDA")
-torch.library.register_fake("kv_fast::topk_select", lambda scores, mask, k, count: _outputs(scores, k), lib=_lib)
-torch.library.register_fake(
-    "kv_fast::budget_select", lambda scores, pos, wanted, k, sinks, recent: _outputs(scores, k), lib=_lib
-)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 from kernels.quantize import pack
 from kernels.splits import empty_scores, multiprocessors
 from kernels.tiles import filled
@@ -59,6 +59,11 @@ def codebook(x: Tensor, codes: Tensor, valid: Tensor) -> Tensor:
     return torch.where(counts > 0, sums / counts.clamp(min=1), sign_patterns(x.device) * magnitude)
 
 
+@operation(
+    triton=lambda *args: _lut_score_triton(*args),
+    cpp=lambda q, *_: use_native(q),
+    fake=lambda q, book, packed, *_: empty_scores(*packed.shape[:3], device=q.device),
+)
 def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
     """Approximate q . k of every token by a look-up and an add per code, eq. 8; q is the mean of a group's queries.
 
@@ -66,10 +71,6 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None
     is the last slot that matters: later ones need not be read, and their scores may be anything. skip [B, H, n] int64,
     if given, are slots that get -inf.
     """
-    if use_triton(q):
-        return torch.ops.kv_fast.lut_score(q, book, packed, pos, skip)
-    if use_native(q):
-        return native.lut_score(q, book, packed, pos, skip)
     B, H, _, D = packed.shape
     # a byte holds two codes, so the table is taken over pairs of subvectors: 256 entries, half the look-ups
     table = code_table(q, book)
@@ -150,14 +151,3 @@ def _lut_score_triton(
         BLOCK_S=triton.next_power_of_2(max(n, 1)), num_warps=4,
     )  # fmt: skip
     return out
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("lut_score(Tensor q, Tensor book, Tensor packed, Tensor? pos, Tensor? skip=None) -> Tensor")
-_lib.impl("lut_score", _lut_score_triton, "CPU")
-_lib.impl("lut_score", _lut_score_triton, "CUDA")
-torch.library.register_fake(
-    "kv_fast::lut_score",
-    lambda q, book, packed, pos, skip=None: empty_scores(*packed.shape[:3], device=q.device),
-    lib=_lib,
-)

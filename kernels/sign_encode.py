@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels.backend import tl, triton
+from kernels.op import operation
 from kernels.sign_codes import SUB, codebook, pack_codes, sign_codes, sign_patterns
 from kernels.splits import split_count
 
@@ -21,30 +22,38 @@ def key_range(k: Tensor, lengths: Tensor, mean: Tensor | None = None) -> tuple[T
     k [B, H, S, D], of which the first lengths [B] >= 1 count; mean [B, H, D], if given, is that of other keys
     -> two fp32 [B, H, D].
     """
-    if use_triton(k):
-        own, low, high = torch.ops.kv_fast.key_range(k, lengths)
-        mean = own if mean is None else mean
-        largest, alpha = torch.maximum(-low, high).amax(2, keepdim=True), torch.maximum(high - mean, mean - low)
-    else:
-        keep = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, :, None]
-        inside = torch.where(keep, k, 0)
-        if mean is None:
-            mean = inside.sum(2, dtype=torch.float32) / lengths.view(-1, 1, 1)
-        largest = inside.abs().amax((2, 3)).float()[..., None]
-        alpha = torch.where(keep, k.float() - mean[:, :, None], 0).abs().amax(2)
+    own, low, high = _key_range(k, lengths)
+    mean = own if mean is None else mean
+    largest, alpha = torch.maximum(-low, high).amax(2, keepdim=True), torch.maximum(high - mean, mean - low)
     # The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded later, which
     # a tiny alpha would send out of fp16's range.
     return mean, alpha.maximum(1e-3 * largest).clamp(min=1e-8)
 
 
+@operation(
+    triton=lambda *args: _key_range_triton(*args),
+    fake=lambda k, lengths: k.new_empty(3, *k.shape[:2], k.shape[3], dtype=torch.float32),
+)
+def _key_range(k: Tensor, lengths: Tensor) -> Tensor:
+    """Mean, lowest and highest of every channel -> fp32 [3, B, H, D]."""
+    keep = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, :, None]
+    total = torch.where(keep, k, 0).sum(2, dtype=torch.float32)
+    low, high = torch.where(keep, k, float("inf")).amin(2), torch.where(keep, k, float("-inf")).amax(2)
+    return torch.stack((total / lengths.view(-1, 1, 1), low.float(), high.float()))
+
+
+def _fake(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    B, H, S, D = k.shape
+    return k.new_empty(B, H, S, D // 8, dtype=torch.uint8), mean.new_empty(B, H, D // SUB, 16, SUB)
+
+
+@operation(triton=lambda *args: launch(*args), fake=_fake)
 def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Keys less their mean -> packed sign codes (eq. 2-3) and the centroids of their cells (eq. 4); see `codebook`.
 
     k [B, H, S, D], of which the first lengths [B] count for the centroids, mean fp32 [B, H, D]
     -> uint8 [B, H, S, D / 8], fp32 [B, H, D / 4, 16, 4].
     """
-    if use_triton(k):
-        return torch.ops.kv_fast.encode_keys(k, mean, lengths)
     x, valid = k.float() - mean[:, :, None], torch.arange(k.shape[2], device=k.device) < lengths[:, None]
     codes = sign_codes(x)
     return pack_codes(codes), codebook(x, codes, valid)
@@ -73,7 +82,7 @@ RANGE_T = 64  # tokens at a time in `_key_range`: 16 KB of bf16
 
 
 @triton.jit
-def _key_range(
+def _key_range_kernel(
     k, lengths, part, k_row, k_head, k_token, H, S, parts,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -145,12 +154,12 @@ def _encode_keys(
 
 
 def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> Tensor:
-    """Mean, lowest and highest of every channel -> fp32 [3, B, H, D]. Tests give the number of parts."""
+    """The Triton version of `_key_range`; tests give the number of parts."""
     B, H, S, D = k.shape
     k = k if k.stride(3) == 1 else k.contiguous()
     parts = parts or split_count(B * H, S, RANGE_T, k.device)
     part = torch.empty(B, H, parts, 3, D, dtype=torch.float32, device=k.device)
-    _key_range[(B * H, parts)](
+    _key_range_kernel[(B * H, parts)](
         k, lengths.contiguous(), part, *k.stride()[:3], H, S, parts,
         D=D, BLOCK_T=RANGE_T, BLOCK_D=triton.next_power_of_2(D), num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -176,22 +185,3 @@ def launch(k: Tensor, mean: Tensor, lengths: Tensor, parts: int | None = None) -
     # all numbers of a cell have the sign of its pattern, so that sums of magnitudes are magnitudes of sums
     magnitude = sums.abs().sum(3, keepdim=True) / lengths.clamp(min=1).view(B, 1, 1, 1, 1)
     return packed, torch.where(counts > 0, sums / counts.clamp(min=1), sign_patterns(k.device) * magnitude)
-
-
-def _fake(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    B, H, S, D = k.shape
-    return k.new_empty(B, H, S, D // 8, dtype=torch.uint8), mean.new_empty(B, H, D // SUB, 16, SUB)
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("key_range(Tensor k, Tensor lengths) -> Tensor")
-_lib.define("encode_keys(Tensor k, Tensor mean, Tensor lengths) -> (Tensor, Tensor)")
-for _device in ("CPU", "CUDA"):
-    _lib.impl("key_range", lambda *args: _key_range_triton(*args), _device)
-    _lib.impl("encode_keys", lambda *args: launch(*args), _device)
-torch.library.register_fake("kv_fast::encode_keys", _fake, lib=_lib)
-torch.library.register_fake(
-    "kv_fast::key_range",
-    lambda k, lengths: k.new_empty(3, *k.shape[:2], k.shape[3], dtype=torch.float32),
-    lib=_lib,
-)

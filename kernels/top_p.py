@@ -11,20 +11,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import native
-from kernels.backend import on_cpu, tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, use_native
+from kernels.op import operation
 
 BLOCK, WARPS = 4096, 8  # weights summed at a time: 16 a thread
 
 
+@operation(
+    triton=lambda *args: launch(*args),
+    cpp=lambda weights, *_: use_native(weights),
+    fake=lambda weights, *_: weights.new_empty(weights.shape[:2], dtype=torch.int64),
+)
 def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: int = 0) -> Tensor:
     """The fewest tokens whose weights sum to p or more, the first `sinks` and the last `recent` always among them.
 
     weights fp32 [B, H, T] >= 0, each row summing to 1 over slots 0 to pos [B]; later slots may hold anything -> int64
     [B, H], at most pos + 1. p = 1 takes all. Where a sum comes within fp32's rounding of p, versions may differ by one.
     """
-    if use_triton(weights) or use_native(weights):
-        return torch.ops.kv_fast.top_p_count(weights, pos, p, sinks, recent)
     t, n = torch.arange(weights.shape[2], device=weights.device), (pos + 1).clamp(max=weights.shape[2])[:, None]
     there = (t < n)[:, None]
     forced = ((t < sinks) | (t >= n - recent))[:, None] & there
@@ -87,14 +90,3 @@ def launch(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int, bloc
         weights, pos.contiguous(), count, *weights.stride()[:2], H, T, sinks, recent, p, BLOCK=block, num_warps=WARPS
     )
     return count
-
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define("top_p_count(Tensor weights, Tensor pos, float p, int sinks, int recent) -> Tensor")
-_lib.impl("top_p_count", on_cpu(launch, native.top_p_count), "CPU")
-_lib.impl("top_p_count", lambda *args: launch(*args), "CUDA")
-torch.library.register_fake(
-    "kv_fast::top_p_count",
-    lambda weights, pos, p, sinks, recent: weights.new_empty(weights.shape[:2], dtype=torch.int64),
-    lib=_lib,
-)

@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_triton
+from kernels.backend import tl, triton
+from kernels.op import operation
 from kernels.packed_attention import replace_token
-
-_lib = torch.library.Library("kv_fast", "FRAGMENT")
-_lib.define(
-    "window_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) slot_of, Tensor(d!)? mean_k, "
-    "Tensor(e!)? mean_v, Tensor k, Tensor v, Tensor place, Tensor fresh, Tensor dropped) -> ()"
-)
 
 
 def window_append(
@@ -37,9 +32,14 @@ def window_append(
     of the then `dropped` tokens (fp32, two of [>= B, H, D]) that have left so: RazorAttention, Eq. 4.
     """
     mean_k, mean_v = mean or (None, None)
-    if use_triton(k):
-        torch.ops.kv_fast.window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
-        return
+    _window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
+
+
+@operation(triton=lambda *args: launch(*args), mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
+def _window_append(
+    k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None, mean_v: Tensor | None,
+    k: Tensor, v: Tensor, place: Tensor, fresh: Tensor, dropped: Tensor,
+) -> None:  # fmt: skip
     B, ring = len(place), slot_of.shape[1]
     oldest = slot_of[:B].gather(1, ((dropped - 1) % ring)[:, None])[:, 0]
     slot = torch.where(fresh < 0, oldest, fresh)
@@ -106,8 +106,3 @@ def launch(
         k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped, *k.stride()[:2], *v.stride()[:2],
         H, k_cache.shape[2], slot_of.shape[1], D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
     )  # fmt: skip
-
-
-for _device in ("CPU", "CUDA"):
-    _lib.impl("window_append", lambda *args: launch(*args), _device)
-torch.library.register_fake("kv_fast::window_append", lambda *args: None, lib=_lib)

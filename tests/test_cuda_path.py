@@ -55,7 +55,7 @@ STEP = (
     dict(
         full={"decode_attention"},
         streaming={"decode_attention"},
-        oracle={"latent_score", "budget_select", "gather_attention"},
+        oracle={"head_scores", "budget_select", "gather_attention"},
         random={"budget_select", "gather_attention"},
         double_sparsity=LABELS | {"gather_attention"},
         hadamard={"quantized_append", "quantized_attention"},
@@ -64,31 +64,31 @@ STEP = (
         ojakv={"lowrank_attention"},
         palu={"group_attention"},
         razor=RAZOR | {"decode_attention"},
-        sals={"append_token", "latent_score", "budget_select", "latent_attention"},
+        sals={"latent_append", "head_scores", "budget_select", "latent_attention"},
         self_index={"lut_score", "budget_select", "packed_gather_attention"},
         quest={"page_score", "budget_select", "gather_attention"},
         sparq={"channel_score", "budget_select", "gather_attention"},
-        loki={"latent_score", "budget_select", "gather_attention"},
+        loki={"head_scores", "budget_select", "gather_attention"},
         hshare=LABELS | {"gather_attention"},
     )
     | {
         "flexgen": FETCH,
-        "double_sparsity,label_bits=16": {"latent_score", "budget_select", "gather_attention"},
-        "double_sparsity_offload,label_bits=16": {"latent_score", "budget_select"} | FETCH,
+        "double_sparsity,label_bits=16": {"head_scores", "budget_select", "gather_attention"},
+        "double_sparsity_offload,label_bits=16": {"head_scores", "budget_select"} | FETCH,
         "razor-none": RAZOR,
         "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
         "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
         "palu-30": {"half_params", "group_attention"},  # 3 bits
         "palu-50": {"half_params", "group_attention"},
-        "sals,budget=1.0": {"append_token", "latent_attention"},
-        "sals,budget=p0.9": {"append_token", "latent_score", "top_p_count", "budget_select", "latent_attention"},
+        "sals,budget=1.0": {"latent_append", "latent_attention"},
+        "sals,budget=p0.9": {"latent_append", "head_scores", "top_p_count", "budget_select", "latent_attention"},
         "quest,budget=p0.9": {"page_score", "top_p_count", "budget_select", "gather_attention"},
-        "loki,budget=p0.9": {"latent_score", "top_p_count", "budget_select", "gather_attention"},
-        "sparq-1xk": {"latent_score", "budget_select", "gather_attention"},
-        "double_sparsity-160": {"latent_score", "budget_select", "gather_attention"},
-        "double_sparsity-7.5": {"latent_score", "budget_select", "gather_attention"},
+        "loki,budget=p0.9": {"head_scores", "top_p_count", "budget_select", "gather_attention"},
+        "sparq-1xk": {"head_scores", "budget_select", "gather_attention"},
+        "double_sparsity-160": {"head_scores", "budget_select", "gather_attention"},
+        "double_sparsity-7.5": {"head_scores", "budget_select", "gather_attention"},
     }
-    | {f"sals-{size}-{n}": {"append_token", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
+    | {f"sals-{size}-{n}": {"latent_append", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
 )
 # the presets of the last line have a budget larger than the context here
 # one launch rotates q and k and stores k and v; where a method's own `append` does that, it rotates alone

@@ -147,7 +147,7 @@ import json, torch
 torch.version.hip = {hip!r}
 from kernels import tiles
 from scripts.report import launches
-found = launches.recorded(["llama-3.1-8b"], ["sparq"], [], ["1x12288"])
+found = launches.recorded(["llama-3.1-8b"], ["sparq"], [], ["1x12288"]).seen.values()
 print(json.dumps([tiles._PRECISION.value, sorted({{x for e in found for x in e["options"]}})]))
 """
     assert in_process(code.format(hip="6.4")) == ["ieee", ["enable_fp_fusion", "num_stages", "num_warps"]]

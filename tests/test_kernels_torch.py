@@ -289,5 +289,5 @@ def test_on_a_gpu_no_prompt_is_quadratic_in_memory(kv_heads, window, dtype, card
 def test_decode_attention_registers_as_an_operator():
     q, k, v = rand(0, 2, 4, 32), rand(1, 2, 2, 9, 32), rand(2, 2, 2, 9, 32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.kv_fast.decode_attention, (q, k, v, torch.tensor([0, 1]), torch.tensor([3, 9])),
-                          test_utils=checks)  # fmt: skip
+    args = q, k, v, torch.tensor([0, 1]), torch.tensor([3, 9])
+    torch.library.opcheck(torch.ops.kv_fast.decode_attention.default, args, test_utils=checks)

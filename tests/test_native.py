@@ -31,12 +31,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled import compiler_options
-from kernels import backend, native
+from kernels import backend, latent_attention, native
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
 from kernels.label_score import label_score, store_labels
 from kernels.latent import LatentTokens, append_token
-from kernels.native import build, ops
+from kernels.native import build
+from kernels.op import OPERATIONS, Declarations
 from kernels.packed_attention import packed_attention
 from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
 from kernels.quantize import unpack
@@ -70,7 +71,6 @@ def in_cpp(monkeypatch):
 def torch_versions():
     with pytest.MonkeyPatch.context() as m:
         m.setenv("KV_FAST_BACKEND", "torch")
-        m.setattr(ops, "call", lambda name, *rest: pytest.fail(f"{name} was called"))
         with Operators() as operators:
             yield
         assert not operators.called
@@ -84,7 +84,7 @@ class Operators(TorchDispatchMode):
         self.called = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "kv_fast_cpp":
+        if func.namespace == "kv_fast" and func._overloadname == "cpp":
             self.called.append((func, args))
         return func(*args, **(kwargs or {}))
 
@@ -415,9 +415,9 @@ def lowrank_is_float64(seed, B, H, g, r, dtype, C, places, r_v, F=5, D=32, share
         k[b, :, n:] = v[b, :, n:] = NAN
         k_full[b, :, ~filled[b]] = v_full[b, :, ~filled[b]] = NAN
     args = (q, k, v, *bases, stored, k_full, v_full, filled)
-    y = native.lowrank_attention(*args)
+    y = OPERATIONS["lowrank_attention"].cpp(*args)
     with threads(1):
-        assert torch.equal(y, native.lowrank_attention(*args))
+        assert torch.equal(y, OPERATIONS["lowrank_attention"].cpp(*args))
     for b, h in product(range(B), range(H * g)):
         n, at, there = stored[b].item(), 0 if shared else b, filled[b].numpy()
         keys, values = (
@@ -519,7 +519,7 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
         x = strided(token, "part") if step % 2 else token
         with Operators() as operators:
             append_whole(ours, x, start + step)
-        assert [str(f) for f, _ in operators.called] == ["kv_fast_cpp.quantized_append.default"]
+        assert [str(f) for f, _ in operators.called] == ["kv_fast.quantized_append.cpp"]
         with torch_versions():
             append_whole(theirs, token, start + step)
     assert torch.equal(ours.whole, theirs.whole)
@@ -551,7 +551,7 @@ def test_labels_are_those_of_torch(bits, r, start, S, dtype):
     ours, theirs = empty(), empty()
     with Operators() as operators:
         store_labels(k, channels, at, *ours, bits)
-    assert [str(f) for f, _ in operators.called] == ["kv_fast_cpp.store_labels.default"]
+    assert [str(f) for f, _ in operators.called] == ["kv_fast.store_labels.cpp"]
     with torch_versions():
         store_labels(k, channels, at, *theirs, bits)
     assert all(map(torch.equal, ours, theirs)) and not torch.equal(ours[0], empty()[0])
@@ -591,7 +591,7 @@ def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits
         ring_k[b, pos[b] + 1 :] = NAN
     lead, rest = latents[..., :split].contiguous(), latents[..., split:].contiguous()
     args = (q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos, idx, count, angles.cos(), angles.sin())
-    y = native.latent_attention(*args, ring_bits, bits)
+    y = latent_attention._latent_attention.cpp(*args, ring_bits, bits)
     for b in range(B):
         at = [(pos[b].item() - i, "ring") for i in range(min(ring, pos[b].item() + 1))]
         chosen = range(gone[b]) if idx is None else idx[b, : count[b]].tolist()
@@ -1106,7 +1106,7 @@ def test_compiled_is_eager(name):
     torch._dynamo.reset()
     got = torch.compile(function, fullgraph=True, backend=keep)(*tensors)
     (graph,), (called,) = graphs, operators.called
-    in_graph = [node.target for node in graph.graph.nodes if getattr(node.target, "namespace", "") == "kv_fast_cpp"]
+    in_graph = [node.target for node in graph.graph.nodes if getattr(node.target, "namespace", "") == "kv_fast"]
     assert in_graph == [called[0]]
     for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
@@ -1115,7 +1115,7 @@ def test_compiled_is_eager(name):
 
 def test_compiled_steps_call_operators_directly(tmp_path):
     """What inductor is told of them is what they are in C++; an error is the eager one."""
-    told = sum(native.Declarations().values(), [])
+    told = sum(Declarations().values(), [])
     for declaration in told:
         assert hasattr(build.library(), re.findall(r"aoti_\w+", declaration)[0])
     file = tmp_path / "told.cpp"  # a second declaration of another type is an error
@@ -1127,7 +1127,7 @@ def test_compiled_steps_call_operators_directly(tmp_path):
         build.run(build.compiler(), *flags, str(file))
 
     def function(x, labels, params):
-        return native.label_score(x, labels, params, 4, None)
+        return label_score(x, labels, params, 4)
 
     step = torch.compile(function, options=compiler_options(torch.device("cpu")))
     x, params = rand(generator(0), 1, 2, 16), rand(generator(1), 1, 2, 20, 2).half()
@@ -1368,13 +1368,13 @@ def test_wrong_types_are_refused():
     q, k, v = rand(gen, 1, 2, 32), rand(gen, 1, 1, 40, 32), rand(gen, 1, 1, 40, 32)
     stop = torch.tensor([40])
     with pytest.raises(RuntimeError, match="dtype Long is needed, not of Int"):
-        native.decode_attention(q, k, v, None, stop.int())
+        decode_attention(q, k, v, None, stop.int())
     with pytest.raises(RuntimeError, match="dtype Float is needed, not of Double"):
-        native.decode_attention(q, k, v, None, stop, (k[:, :, 0].double(), v[:, :, 0].double(), stop))
+        packed_attention(q, k, v, stop, k[:, :, 0].double(), v[:, :, 0].double(), stop)
     with pytest.raises(RuntimeError, match="idx: a tensor of dtype Long"):
-        native.gather_attention(q, k, v, torch.zeros(1, 1, 4, dtype=torch.int32), stop[:, None])
+        gather_attention(q, k, v, torch.zeros(1, 1, 4, dtype=torch.int32), stop[:, None])
     with pytest.raises(RuntimeError, match="mask: a tensor of dtype Bool"):
-        native.select(rand(gen, 1, 1, 40), torch.ones(1, 1, 40), None, stop[:, None], 4)
+        topk_select(rand(gen, 1, 1, 40), torch.ones(1, 1, 40), 4, stop[:, None])
 
 
 # ---- other instruction sets ----

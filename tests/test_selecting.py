@@ -19,7 +19,7 @@ from cache.calibration import Calibration
 from cache.selecting import Selecting
 from cache.spec import layer_methods, make_args, method_class, presets
 from contract import checks, step_checks
-from kernels.gather_attention import gather_attention
+from kernels.gather_attention import gather_attention, weighted_gather_attention
 from model import ModelArgs
 
 N_LAYER, LAYER, STEPS = 5, 2, 10
@@ -314,7 +314,7 @@ def test_a_token_that_counts_n_times_is_n_tokens(dtype, tol):
     q, k, v = (torch.randn(2, heads, *n, 32).to(dtype) for heads, n in ((4, ()), (2, (9,)), (2, (9,))))
     idx, count, times = torch.tensor([3, 5, 0, 8]).expand(2, 2, 4), torch.full((2, 2), 3), torch.tensor([1, 4, 2, 9])
     again = torch.tensor([3, 5, 5, 5, 5, 0, 0]).expand(2, 2, 7)
-    got = gather_attention(q, k, v, idx, count, times.log().expand(2, 2, 4))
+    got = weighted_gather_attention(q, k, v, idx, count, times.log().expand(2, 2, 4))
     assert got.dtype == dtype
     assert (got - gather_attention(q, k, v, again, torch.full((2, 2), 7))).abs().max() < tol
 

@@ -37,7 +37,7 @@ def pick(version, by_torch, by_native, by_triton, monkeypatch):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("g, d, r, T", [(1, 32, 1, 1), (3, 64, 7, 50), (5, 32, 4, 530)])
 def test_channel_score(version, dtype, g, d, r, T, monkeypatch):
-    score = pick(version, channel_score, native.channel_score, lambda *x: channels_module.launch(*x, 256), monkeypatch)
+    score = pick(version, channel_score, channel_score.cpp, lambda *x: channels_module.launch(*x, 256), monkeypatch)
     q, keys = rand(1, 2, 2, g, r), rand(2, 3, 2, d, T, dtype=dtype)
     channels = rand(3, 2, 2, d).argsort(-1)[..., :r]
     pos = torch.tensor([T - 1, T // 2], device=DEVICE)
@@ -84,7 +84,7 @@ SLOW = [pytest.param("triton", T, sharp, marks=pytest.mark.slow) for T, sharp in
 )
 def test_top_p_count(version, T, sharp, monkeypatch):
     """Peaked, flat and tied rows; weights so small that they are zero."""
-    count = pick(version, top_p_count, native.top_p_count, lambda *x: top_p.launch(*x, 256), monkeypatch)
+    count = pick(version, top_p_count, top_p_count.cpp, lambda *x: top_p.launch(*x, 256), monkeypatch)
     pos = torch.tensor([T - 1, T // 2], device=DEVICE)
     weights = weights_of(T, T, pos, sharp)
     for p, sinks, recent in ((0.901, 3, 20), (0.05, 0, 0), (0.5, 0, 1), (0.99, 0, 1), (1.0, 3, 0)):

@@ -398,7 +398,7 @@ def test_registered(triton_backend, which):
     args = dict(decode_attention=(start, stop), packed_attention=(stop, None, None, None))
     args["gather_attention"] = (lists, stop[:, None].contiguous())
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(torch.ops.kv_fast, which), (q, k, v, *args[which]), test_utils=checks)
+    torch.library.opcheck(getattr(torch.ops.kv_fast, which).default, (q, k, v, *args[which]), test_utils=checks)
 
 
 @pytest.mark.parametrize("which", ["triton", "torch", ""])

@@ -12,36 +12,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
-from errors import InputError
-from scripts.report import kernel_report
-from scripts.report.kernel_report import (
-    BANDWIDTH,
-    LAUNCH,
-    MODELS,
-    accounts,
-    kernel_files,
-    launched,
-    load_widths,
-    longest_loop,
-    occupancy,
-    problem,
-)
-from tests.compiling import report
+from scripts.report.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
+from tests.compiling import FEW, report
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [name for name, _ in kernel_files([])]
 SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, shared=1024, programs=8, limit="threads")
-
-
-def compiled(*args):
-    """Rows with problems or without; the script exits with 1 if there are any."""
-    rows, done = report(*args)
-    assert done.returncode == any(map(problem, rows)), done.stderr
-    return rows
 
 
 def sound(rows):
@@ -50,34 +28,32 @@ def sound(rows):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module", params=[MODELS[-1], *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[:-1])])
-def main_kernels(request):
-    """The main kernel of each file at the shapes of a model, Llama-3.1-8B always."""
-    return compiled("--cc", "90", "--first", "1", "--models", request.param)
+@pytest.fixture(scope="module")
+def rows():
+    """A launch of every kernel at the shapes of Llama-3.1-8B, for an H100."""
+    found, done = report("--one", "--cc", "90", *FEW)
+    assert done.returncode == any(map(problem, found)), done.stderr
+    return {(r["file"], r["kernel"]): r for r in found}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_main_kernel_compiles_for_an_h100(main_kernels, file):
-    rows = [r for r in main_kernels if r["file"] == file]
-    assert rows, f"{file}: aot lists no kernel"
-    sound(rows)
-    for r in rows:
-        assert max(map(int, r["loads"]), default=0) >= 4, (
-            f"{r['kernel']} ({r['model']}) loads single bytes: {r['loads']}"
-        )
+@pytest.mark.parametrize("file, kernel", list(kernels()))
+def test_every_kernel_compiles_for_an_h100(rows, file, kernel):
+    r = rows[file, kernel]
+    sound([r])
+    assert max(map(int, r["loads"]), default=0) >= 4, f"loads single bytes: {r['loads']}"
 
 
-def test_attention_reads_whole_vectors_with_two_programs_a_multiprocessor(main_kernels):
-    """What dense_attention.PROGRAMS and splits.split_count count on."""
-    for r in main_kernels:
-        if r["file"] in ("dense_attention", "packed_attention", "gather_attention"):
-            assert r["programs"] >= 2 and r["loads"]["16"] >= 16, r
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_every_kernel_compiles_for_every_card(file):
-    sound(compiled("--cc", "80,89,90,100", "--files", file))
+# programs a multiprocessor, loads of 16 bytes: what dense_attention.PROGRAMS and splits.split_count count on
+@pytest.mark.parametrize("file, kernel, programs, wide", [
+    ("dense_attention", "_split_attention", 2, 16), ("gather_attention", "_gather_attention", 2, 16),
+    ("lowrank", "_attend", 2, 16), ("sign_codes", "_lut_score", 2, 1), ("quantize", "_quantize", 2, 1),
+    ("packed_gather_attention", "_packed_gather_attention_kernel", 2, 1), ("label_score", "_label_score_kernel", 2, 1),
+    ("select", "_select_alone", 1, 1), ("select", "_list_chunk", 1, 1), ("offload", "_fetch", 4, 8),
+    ("latent_attention", "_latent_attention_kernel", 1, 16),
+])  # fmt: skip
+def test_the_memory_is_read_in_whole_vectors(rows, file, kernel, programs, wide):
+    r = rows[file, kernel]
+    assert r["programs"] >= programs and r["loads"].get("16", 0) >= wide, r
 
 
 # ---- which kernels there are ----
@@ -99,36 +75,17 @@ def launch(x, table):
 """
 
 
-@pytest.mark.parametrize(("file", "module"), list(kernel_files([])))
-def test_every_kernel_that_is_launched_is_listed(file, module):
-    listed = {entry[1].__name__ for entry in module.aot(32, 8, 128)}
-    assert launched((ROOT / "kernels" / f"{file}.py").read_text()) <= listed
-
-
-def test_a_file_of_kernels_without_an_entry_is_an_error(tmp_path, monkeypatch):
-    assert launched(LAUNCHING) == {"_kernel"}
-    (tmp_path / "newest.py").write_text(LAUNCHING)
-    monkeypatch.setattr(kernel_report, "KERNELS", tmp_path)
-    with pytest.raises(InputError, match="kernels/newest.py has kernels: list them in scripts/.*/newest.py"):
-        list(kernel_files([]))
-    (tmp_path / "newest.py").write_text(LAUNCHING.replace("_kernel[(1,)](x)", ""))
-    assert list(kernel_files([])) == [], "functions that kernels share are none"
+def test_what_is_launched_is_read_from_the_source():
+    assert launched(LAUNCHING) == {"_kernel"}, "functions that kernels share are none"
 
 
 # ---- the launcher ----
 
 
-class Card:
-    """What Triton asks of a driver before it launches: an H100 that is not there."""
-
-    get_current_device = get_current_stream = staticmethod(lambda *device: 0)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-
-
 @pytest.fixture
 def launcher(monkeypatch):
     """Arguments go through what Triton generates for a kernel's launch; nothing is compiled."""
-    monkeypatch.setattr(driver, "_active", Card())
+    monkeypatch.setattr(driver, "_active", Card(90))
     monkeypatch.setattr(JITFunction, "_do_compile", lambda *args: None)
     return lambda kernel, *args: JITFunction(kernel.fn).run(*args, grid=(1,), warmup=True, num_warps=4)
 
@@ -172,6 +129,8 @@ def test_problems_are_told():
 
 
 SPILLING = """
+import sys
+
 import triton
 import triton.language as tl
 from scripts.report import kernel_report
@@ -186,8 +145,9 @@ def many(x, out, N: tl.constexpr):
     tl.store(out + i, (a + s) * (b + s) * (c + s))
 
 
-signature = dict(x="*fp32", out="*fp32", N="constexpr")
-row = kernel_report.compile_kernel(many, signature, dict(N=128), dict(num_warps=4), 90)
+sys.modules["kernels.__main__"] = sys.modules[__name__]  # as if it were a file of kernels/
+args = dict(x=("tensor", "float32", 0), out=("tensor", "float32", 0), N=128)
+row = kernel_report.launch(dict(file="__main__", kernel="many", args=args, options=dict(num_warps=4)), 90)
 print(kernel_report.problem(row))
 """
 
@@ -234,20 +194,3 @@ def test_the_longest_loop_is_read_from_sass():
     """
     assert longest_loop(sass) == dict(FFMA=2, BRA=2, LDG=1)
     assert longest_loop("/*0000*/ EXIT ;") == {}
-
-
-# ---- the static account ----
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_account(model):
-    """Bytes do not fall with batch and length, the time is that of the bytes and the launches."""
-    small, large = (accounts([], [model], *size) for size in ((1, 4096), (8, 32768)))
-    assert [r["op"] for r in small] == [r["op"] for r in large]
-    for a, b in zip(small, large, strict=True):
-        assert 0 < a["bytes"] <= b["bytes"] and a["launches"] >= 0, a
-        limit = b["bytes"] / b.get("bandwidth", BANDWIDTH)
-        assert b["seconds"] == pytest.approx(limit + b["launches"] * LAUNCH)
-    dense = next(r for r in large if r["op"] == "decode_attention")
-    kv = 2 * 8 * 32768 * 128 * 2 * (8 if model == "llama-3.1-8b" else 32)
-    assert kv < dense["bytes"] < 1.01 * kv, "what is not K and V is small"

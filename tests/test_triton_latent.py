@@ -17,8 +17,6 @@ from kernels.latent import LatentTokens, append_token, store_prompt
 from kernels.latent_attention import _launch as attention_launch
 from kernels.latent_attention import block_size, latent_attention
 from kernels.quantize import dequantize, quantize
-from scripts.report.kernels.latent_attention import account
-from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -352,12 +350,12 @@ def test_registered(triton_backend):
     flat = (ring.latents[0], *ring.coded(), *store.latents, *store.coded())
     # schemas are compared by value: NaN would differ from itself
     q, basis, *flat = (torch.nan_to_num(x) if x.is_floating_point() else x for x in (q, basis, *flat))
-    torch.library.opcheck(torch.ops.kv_fast.latent_attention, (q, basis, *flat, *rest, 8, 4), test_utils=checks)
+    torch.library.opcheck(torch.ops.kv_fast.latent_attention.default, (q, basis, *flat, *rest, 8, 4), test_utils=checks)
     B, width = len(q), basis.shape[1]
     new = torch.ones(B, basis.shape[0], device=DEVICE), torch.ones(B, width, device=DEVICE)
-    torch.library.opcheck(torch.ops.kv_fast.append_token, (*new, rest[0], *flat, 4), test_utils=checks)
+    torch.library.opcheck(torch.ops.kv_fast.latent_append.default, (*new, rest[0], *flat, 4), test_utils=checks)
     x, lengths = torch.ones(B, 5, width, device=DEVICE), torch.tensor([5, 3], device=DEVICE)
-    torch.library.opcheck(torch.ops.kv_fast.project, (x, basis, lengths, *flat[3:5]), test_utils=checks)
+    torch.library.opcheck(torch.ops.kv_fast.project.default, (x, basis, lengths, *flat[3:5]), test_utils=checks)
 
 
 @pytest.mark.slow
@@ -374,31 +372,3 @@ def test_offsets_beyond_32_bits():
     store = LatentTokens((lead, lead.new_empty(1, T, 0)), (values,), 16)
     args = (q, basis, ring, store, slots[-1:], slots[None, :4], torch.tensor([4], device=DEVICE), cos, sin)
     close(launch(args, 16, 1), attention_oracle(args, [slots.tolist()]), torch.float16)
-
-
-@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
-def test_compiles_for_an_h100_without_spills():
-    rows = compiled("--cc", "90", "--models", "llama-3.1-8b", "--files", "latent", "latent_attention", "--only",
-                    "^sals-25, tiles of 128|^append, sals-25|^project, sals-25$")  # fmt: skip
-    assert [r["kernel"] for r in rows] == ["append, sals-25", "project, sals-25", "sals-25, tiles of 128"]
-    for r in rows:
-        assert r["spills"] == 0 and r["programs"] >= 1, r
-        if r["file"] == "latent_attention":
-            widths = {int(width): n for width, n in r["loads"].items()}
-            assert widths[16] > 0.8 * sum(widths.values()), "latents, basis and angles must be read 16 bytes a thread"
-
-
-@pytest.mark.slow
-def test_every_kernel_compiles_for_every_card():
-    rows = compiled("--files", "latent", "latent_attention", "--cc", "80,89,90,100")
-    assert {r["file"] for r in rows} == {"latent", "latent_attention"} and not any(r["problem"] for r in rows)
-
-
-@pytest.mark.parametrize(("name", "size"), [("sals-25", 144), ("sals-12.5", 80)])
-def test_account_is_the_cards(name, size):
-    """docs/design.md, SALS: 144 and 80 bytes a token and KV head at D = 128; a position's angles, once for all rows."""
-    short, long = (
-        {r["op"]: r for r in account(32, 8, 128, 4, n)}[f"latent attention {name}, all"] for n in (2**15, 2**16)
-    )
-    assert (long["bytes"] - short["bytes"]) / 2**15 == 4 * 8 * size + 2 * 64 * 4
-    assert long["flops"] > 1.9 * short["flops"] and long["launches"] == 2

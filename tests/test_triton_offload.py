@@ -17,8 +17,6 @@ from test_contract import TOL, check_poison, prompt, run, same, teacher, tiny
 from contract.step_checks import step_code
 from kernels import offload
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer, launch, rows_of
-from scripts.report.kernels.offload import account
-from tests.compiling import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,26 +242,3 @@ def test_offload_traces_to_one_graph(triton_backend):
     decode = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         same(run(model, prompts, 6, fed, decode)[0], eager, "compiled")
-
-
-# ---- compiled without a GPU ----
-
-
-@pytest.mark.slow  # tests/test_triton_compile.py compiles the main kernel of every file in every run
-def test_compiles_for_an_h100_without_spills():
-    (row,) = compiled("--files", "offload", "--cc", "90", "--models", "llama-3.1-8b", "--only", "^fetch bf16")
-    widths = {int(width): n for width, n in row["loads"].items()}
-    assert row["spills"] == 0 and row["registers"] <= 64, "it runs beside the layer that computes"
-    assert widths[16] == 8, "K and V, 16 bytes a thread"
-
-
-@pytest.mark.slow
-def test_every_kernel_compiles_for_every_card():
-    rows = compiled("--files", "offload", "--cc", "80,89,90,100")
-    assert len(rows) == 4 * 2 * 2 and not any(r["problem"] for r in rows)
-
-
-def test_account():
-    """1/16 of the tokens but for those of the ring: written by the fetch, read by the attention."""
-    fetch, attend = account(32, 8, 128, 8, 32768)
-    assert fetch["bytes"] == 8 * 8 * (2048 - 16) * (512 + 8) and fetch["bytes"] < attend["bytes"] < 1.1 * fetch["bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import re
@@ -26,6 +27,7 @@ from engine import LLM
 from errors import InputError
 from kernels import linear as K
 from kernels import native
+from kernels.native import build
 from model import ModelArgs, empty_transformer, random_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
@@ -151,8 +153,8 @@ def test_products_with_weights_as_they_are(data):
     want = x.double() @ w.double().T + b.double()
     with torch.no_grad():
         got, alone = K.dense_linear(x, w, b), K.dense_linear(x[[-1, -1]], w, b)[:1]
-    many = K.MANY_BF16 if dtype == torch.bfloat16 and native.has_tiles() else K.MANY
-    few = (rows > 1 or native.multiplies_one_row()) and rows < many
+    many = K.MANY_BF16 if dtype == torch.bfloat16 and native.ask("has_tiles") else K.MANY
+    few = (rows > 1 or native.ask("multiplies_one_row")) and rows < many
     assert native.available() and got.dtype == dtype and (not few or torch.equal(got[-1:], alone))
     error = (got.double() - want).abs().max() / want.abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 8e-3), error
@@ -188,11 +190,11 @@ def test_gradients_flow_through_weights_as_they_are():
 @pytest.mark.parametrize("own", [True, False])
 def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
     """More rows than are multiplied in registers, more of W than one tile."""
-    monkeypatch.setattr(native, "has_many_rows", lambda bits, has=native.has_many_rows: own and has(bits))
-    monkeypatch.setattr(K, "TILE", 256 * 96)
-    check_product(0, 70, 1000, 256, 4, 64, "zeros", False, torch.float32, "")
+    if native.available():
+        monkeypatch.setattr(ctypes.c_int64.in_dll(build.library(), "kvf_own_ways"), "value", own)
+    check_product(0, 70, 9000, 256, 4, 64, "zeros", False, torch.float32, "")
     check_product(0, 70, 1000, 256, 4, 32, "steps and minima", False, torch.float32, "")
-    if own and not native.has_tiles() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    if own and not native.ask("has_tiles") and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return  # rows of x in 16 bits
     gen = torch.Generator().manual_seed(0)
     layer, c = PackedLinear(256, 1000, False, Layout(4, 64)), codes(gen, 1000, 256, 4, 64, "zeros")

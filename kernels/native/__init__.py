@@ -5,69 +5,12 @@ unpacks tokens in registers or reads each row of a list once. Compiling takes a 
 compiler a note says so, once, and the torch versions run.
 """
 
-from kernels.native.build import available
-from kernels.native.ops import (
-    DTYPES,
-    RANKS,
-    VECTOR,
-    Declarations,
-    channel_score,
-    decode_attention,
-    dense_linear,
-    gather_attention,
-    group_attention,
-    has_many_rows,
-    has_tiles,
-    head_scores,
-    label_score,
-    latent_append,
-    latent_attention,
-    linear,
-    lowrank_attention,
-    lut_score,
-    many_rows,
-    multiplies_one_row,
-    oja_sequential,
-    packed_gather_attention,
-    quantized_append,
-    quantized_attention,
-    select,
-    store_labels,
-    top_p_count,
-    unpack_rows,
-)
+import torch
+
+from kernels.native.build import ask, available
 from kernels.native.pages import OnePiece, in_huge_pages
 
-__all__ = [
-    "DTYPES",
-    "RANKS",
-    "VECTOR",
-    "Declarations",
-    "OnePiece",
-    "available",
-    "channel_score",
-    "decode_attention",
-    "dense_linear",
-    "gather_attention",
-    "group_attention",
-    "has_many_rows",
-    "has_tiles",
-    "head_scores",
-    "in_huge_pages",
-    "label_score",
-    "latent_append",
-    "latent_attention",
-    "linear",
-    "lowrank_attention",
-    "lut_score",
-    "many_rows",
-    "multiplies_one_row",
-    "oja_sequential",
-    "packed_gather_attention",
-    "quantized_append",
-    "quantized_attention",
-    "select",
-    "store_labels",
-    "top_p_count",
-    "unpack_rows",
-]
+VECTOR = 16  # floats: rows are read in whole vectors
+DTYPES = (torch.float32, torch.bfloat16)
+
+__all__ = ["DTYPES", "VECTOR", "OnePiece", "ask", "available", "in_huge_pages"]

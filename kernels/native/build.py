@@ -143,7 +143,7 @@ def library() -> ctypes.CDLL:
                     f.write(seal(key, Path(built).read_bytes()))
                 os.chmod(built, 0o700)
                 os.replace(built, path)  # complete, or not there
-    lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # compiled steps call its operators (ops.py)
+    lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # compiled steps call its operators (`Declarations`)
     lib.kvf_register()
     return lib
 
@@ -166,3 +166,13 @@ def _available() -> bool:
         print(f"note: the CPU kernels in C++ are not used ({e}): torch's are slower", file=sys.stderr)
         return False
     return True
+
+
+def ask(question: str, *args: int) -> bool:
+    """has_tiles: whether the processor multiplies tiles of bf16, and the system lets us. has_many_rows, bits: whether
+    there is a way of its own to multiply prompts with such weights. multiplies_one_row: whether `dense_linear`
+    multiplies a single row in fp32 faster than torch. multiplies_pairs: whether bf16 is multiplied as it is."""
+    return bool(getattr(library(), f"kvf_{question}")(*args))
+
+
+ask._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `available`

@@ -322,6 +322,8 @@ void many_rows(const Weight& w, const T* x, const float* bias, T* y, int64_t row
 #endif
 #endif
 
+extern "C" { int64_t kvf_own_ways = true; }  // tests turn them off
+
 extern "C" int64_t kvf_has_tiles() { return has_tiles(); }
 
 extern "C" int64_t kvf_has_many_rows([[maybe_unused]] int64_t bits) {

@@ -1,10 +1,11 @@
 // What decode does with a KV cache on a CPU: all files of this folder as one unit, which build.py compiles.
 //
-// ops.py says what every argument is. Work is cut by sizes alone, never by the number of threads: the same numbers come
+// The files of kernels/ say what every argument is. Work is cut by sizes alone, never by the number of threads: the same numbers come
 // out with any.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include "attention.cpp"
 #include "dense_linear.cpp"

@@ -1,7 +1,7 @@
 // What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150,
 // and from a compiled step, which calls them as functions in C, 2 to 7 us less.
 //
-// Through torch's stable interface, which compiles in seconds. ops.py has their schemas, and says what they give.
+// Through torch's stable interface, which compiles in seconds. The files of kernels/ declare them, and say what they give.
 #include "tensor.h"
 
 namespace {
@@ -50,12 +50,12 @@ int64_t is_bf16(std::initializer_list<const Tensor*> some) {
 }
 
 // Not by the dispatcher, which takes longer than to allocate
-Tensor like(const Tensor& q, std::initializer_list<int64_t> size, std::optional<ScalarType> type = {}) {
-    int64_t strides[4];
-    for (size_t i = size.size(), n = 1; i-- > 0; n *= size.begin()[i]) strides[i] = n;
+Tensor like(const Tensor& q, const std::vector<int64_t>& size, std::optional<ScalarType> type = {}) {
+    std::vector<int64_t> strides(size.size());
+    for (size_t i = size.size(), n = 1; i-- > 0; n *= size[i]) strides[i] = n;
     AtenTensorHandle made;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        size.size(), size.begin(), strides, (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
+        size.size(), size.data(), strides.data(), (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
     return Tensor::made(made);
 }
 
@@ -76,7 +76,7 @@ int64_t threads() { return torch::stable::get_num_threads(); }
 struct Lists { int64_t row, head; };  // one list may serve all heads
 Lists strides_of(const Tensor& x) { return {x.stride(0), x.size(1) > 1 ? x.stride(1) : 0}; }
 
-Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
+Tensor attention_of_slots(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
     STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
     make_whole(start, stop, mean_k, mean_v, count);
@@ -86,6 +86,26 @@ Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, 
                          out.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0),
                          v.stride(1), v.stride(2), B, H, Hq / H, D, threads());
     return out;
+}
+
+Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop) {
+    return attention_of_slots(std::move(q), std::move(k), std::move(v), std::move(start), std::move(stop), {}, {}, {});
+}
+
+Tensor packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
+    return attention_of_slots(std::move(q), std::move(k), std::move(v), {}, std::move(stop), std::move(mean_k),
+                              std::move(mean_v), std::move(count));
+}
+
+std::tuple<Tensor, Tensor> observed_attention(Tensor q, Tensor k, Tensor v, Tensor stop) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1), T = k.size(2);
+    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
+    make_whole(stop);
+    Tensor out = like(q, {B, Hq, D}), weights = like(q, {B, H, T}, ScalarType::Float);
+    kvf_observed_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(stop, "stop"),
+                           out.data_ptr(), (float*)weights.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+                           k.stride(2), v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H, D, T, threads());
+    return {std::move(out), std::move(weights)};
 }
 
 Tensor gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) {
@@ -138,6 +158,24 @@ std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, T
                ints(idx, "idx"), ints(count, "count"), scores.stride(0), scores.stride(1), mask_row, mask_head,
                wanted.stride(0), wanted_head, B, H, T, K, sinks, recent, threads());
     return {std::move(idx), std::move(count)};
+}
+
+std::tuple<Tensor, Tensor> topk_select(Tensor scores, Tensor mask, int64_t k, Tensor count) {
+    return select_tokens(std::move(scores), std::move(mask), {}, std::move(count), k, 0, 0);
+}
+
+std::tuple<Tensor, Tensor> budget_select(Tensor scores, Tensor pos, Tensor wanted, int64_t k, int64_t sinks, int64_t recent) {
+    return select_tokens(std::move(scores), {}, std::move(pos), std::move(wanted), k, sinks, recent);
+}
+
+Tensor top_p_count(Tensor weights, Tensor pos, double p, int64_t sinks, int64_t recent) {
+    int64_t B = weights.size(0), H = weights.size(1), T = weights.size(2);
+    if (weights.stride(2) != 1) make_whole(weights);
+    make_whole(pos);
+    Tensor count = like(weights, {B, H}, ScalarType::Long);
+    kvf_top_p(floats(weights, "weights"), ints(pos, "pos"), &p, ints(count, "count"), weights.stride(0), weights.stride(1),
+              B, H, T, sinks, recent, threads());
+    return count;
 }
 
 // Scores [B, H, T]
@@ -231,11 +269,20 @@ Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
     return out;
 }
 
+// [..., outputs] for x [..., inputs]
+Tensor products_like(const Tensor& x, int64_t outputs) {
+    std::vector<int64_t> size;
+    for (int64_t d = 0; d < x.dim() - 1; d++) size.push_back(x.size(d));
+    size.push_back(outputs);
+    return like(x, size);
+}
+
 Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
-    int64_t M = x.size(0), n = x.size(1), out = weight.size(0);
-    STD_TORCH_CHECK(lies_whole(x) && lies_whole(weight) && lies_whole(bias), "x and the weight must be contiguous");
+    int64_t n = x.size(x.dim() - 1), M = x.numel() / n, out = weight.size(0);
+    make_whole(x);
+    STD_TORCH_CHECK(lies_whole(weight) && lies_whole(bias), "the weight must be contiguous");
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
-    Tensor y = like(x, {M, out});
+    Tensor y = products_like(x, out);
     int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
     kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out,
                      threads());
@@ -243,6 +290,16 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
 }
 
 constexpr int64_t FROM_TILES = 8;  // rows from which tiles of bf16 weights are faster than vectors
+constexpr int64_t MANY = 32;  // rows from which a matrix product of unpacked rows is faster than unpacking in registers
+constexpr int64_t UNPACKED_AT_ONCE = 1 << 21;  // numbers that are unpacked for one matrix product: 8 MB in fp32, which caches hold
+
+// The same memory as a matrix [rows, columns], a row `stride` numbers behind the one before it
+Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t stride, int64_t first = 0) {
+    const int64_t size[] = {rows, columns}, strides[] = {stride, 1};
+    AtenTensorHandle view;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), 2, size, strides, first, &view));
+    return Tensor::made(view);
+}
 
 // Of numbers a group in fp16, or int8 that counts steps in fp16: how many groups share a step
 int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
@@ -255,20 +312,42 @@ int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
 
 Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step, Maybe bias,
                      int64_t bits) {
-    int64_t M = x.size(0), n = x.size(1), blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
-    STD_TORCH_CHECK(lies_whole(x) && lies_whole(packed) && lies_whole(zero) && lies_whole(bias),
-                    "x and the packed weight must be contiguous");
+    make_whole(x);
+    int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
+    STD_TORCH_CHECK(lies_whole(packed) && lies_whole(zero) && lies_whole(bias),
+                    "the packed weight must be contiguous");
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
                     bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()), "a zero is of 4-bit codes, and has 4 bits");
     STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero), "a group has one minimum, or a zero");
     const int64_t shared = sharing(scale, step, "scale"), min_shared = sharing(minimum, min_step, "minimum");
-    Tensor y = like(x, {M, blocks * SIDE});
-    bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
-    (tiles ? kvf_many_rows : kvf_linear)(
-        is_bf16({&x}), bits, x.data_ptr(), bytes(packed, "packed"), data<uint8_t>(scale), data<uint16_t>(step), bytes(zero, "zero"),
-        data<uint8_t>(minimum), data<uint16_t>(min_step), floats(bias, "bias"), y.data_ptr(), M, n, blocks, n / groups,
-        shared, min_shared, threads());
+    Tensor y = products_like(x, blocks * SIDE);
+    const int64_t half = is_bf16({&x}), group = n / groups;
+    const auto codes = bytes(packed, "packed"), per = data<uint8_t>(scale), zeros = bytes(zero, "zero"), least = data<uint8_t>(minimum);
+    const auto steps = data<uint16_t>(step), min_steps = data<uint16_t>(min_step);
+    const float* more = floats(bias, "bias");
+    const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
+    if (own || M < MANY) {
+        (own ? kvf_many_rows : kvf_linear)(half, bits, x.data_ptr(), codes, per, steps, zeros, least, min_steps, more,
+                                           y.data_ptr(), M, n, blocks, group, shared, min_shared, threads());
+        return y;
+    }
+    const int64_t out = blocks * SIDE, most = std::max<int64_t>(1, UNPACKED_AT_ONCE / (n * SIDE));
+    const Tensor rows = like(x, {n, std::min(most, blocks) * SIDE}), from = matrix(x, M, n, n);
+    for (int64_t first = 0; first < blocks; first += most) {
+        const int64_t count = std::min(most, blocks - first);
+        kvf_unpack_rows(half, bits, codes, per, steps, zeros, least, min_steps, rows.data_ptr(), n, group, shared, min_shared,
+                        first, count, threads());
+        const Tensor part = matrix(rows, n, count * SIDE, count * SIDE), to = matrix(y, M, count * SIDE, out, first * SIDE);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), from.get(), part.get()));
+    }
+    const auto add = [&](auto* at) {
+#pragma omp parallel for num_threads(threads())
+        for (int64_t m = 0; m < M; m++)
+            for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(more + o));
+    };
+    if (more && half) add((bf16*)y.data_ptr());
+    else if (more) add((float*)y.data_ptr());
     return y;
 }
 
@@ -441,9 +520,18 @@ Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_par
     return out;
 }
 
+Tensor oja_sequential(Tensor basis, Tensor x) {
+    int64_t N = basis.size(0), D = basis.size(1), r = basis.size(2);
+    make_whole(basis, x);
+    Tensor out = like(basis, {N, D, r});
+    kvf_oja_sequential(floats(x, "x"), floats(basis, "basis"), (float*)out.data_ptr(), N, x.size(1), D, r, threads());
+    return out;
+}
+
 }  // namespace
 
 #define OPERATORS(EACH) \
+    EACH(budget_select, budget_select) \
     EACH(channel_score, score_channels) \
     EACH(decode_attention, decode_attention) \
     EACH(dense_linear, dense_linear) \
@@ -453,14 +541,18 @@ Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_par
     EACH(label_score, label_score) \
     EACH(latent_append, latent_append) \
     EACH(latent_attention, latent_attention) \
-    EACH(linear, packed_linear) \
     EACH(lowrank_attention, lowrank_attention) \
     EACH(lut_score, lut_score) \
+    EACH(observed_attention, observed_attention) \
+    EACH(packed_attention, packed_attention) \
     EACH(packed_gather_attention, packed_gather_attention) \
+    EACH(packed_linear, packed_linear) \
     EACH(quantized_append, quantized_append) \
     EACH(quantized_attention, quantized_attention) \
-    EACH(select, select_tokens) \
-    EACH(store_labels, store_labels)
+    EACH(sequential, oja_sequential) \
+    EACH(store_labels, store_labels) \
+    EACH(top_p_count, top_p_count) \
+    EACH(topk_select, topk_select)
 
 // Under the names by which inductor calls what it is told of
 #define DIRECT(name, f) extern "C" auto* const aoti_torch_cpu_##name = Operator<&f>::direct();
@@ -468,7 +560,7 @@ OPERATORS(DIRECT)
 
 extern "C" void kvf_register() {  // they stay registered until the next library is loaded, and it registers its own
     using torch::stable::detail::StableLibrary;
-    auto& lib = *new StableLibrary(StableLibrary::Kind::IMPL, "kv_fast_cpp", "CPU", __FILE__, __LINE__);
-#define BOXED(name, f) lib.impl(#name, &Operator<&f>::boxed);
+    auto& lib = *new StableLibrary(StableLibrary::Kind::IMPL, "kv_fast", "CPU", __FILE__, __LINE__);
+#define BOXED(name, f) lib.impl(#name ".cpp", &Operator<&f>::boxed);
     OPERATORS(BOXED)
 }

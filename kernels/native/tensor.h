@@ -37,7 +37,7 @@ class Tensor {
 
 typedef std::optional<Tensor> Maybe;
 
-// How torch calls an operator f: through its dispatcher; or, from a compiled step, directly (ops.py, `Declarations`)
+// How torch calls an operator f: through its dispatcher; or, from a compiled step, directly (op.py, `Declarations`)
 template <auto f> struct Operator;
 template <class R, class... A, R (*f)(A...)> struct Operator<f> {
     typedef AtenTensorHandle Handle;

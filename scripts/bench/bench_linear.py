@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from errors import InputError, Parser, run_cli
-from kernels import native
 from kernels.backend import use_native
-from kernels.linear import MANY
+from kernels.linear import MANY, dense_linear
+from kernels.op import OPERATIONS
 from model import NAMED, ModelArgs
 from runtime import check_out, set_threads
 from scripts.shared.options import add_run
@@ -52,11 +52,11 @@ def ours(n: int, out: int, bits: int, gen: torch.Generator) -> tuple[Any, int]:
     if bits == 32:
         layer = Linear(n, out, bias=False)
         layer.weight.data.normal_(generator=gen)
-        few = lambda x: native.dense_linear(x, layer.weight, None)  # noqa: E731
+        few = lambda x: dense_linear.cpp(x, layer.weight, None)  # noqa: E731
     else:
         layer = PackedLinear(n, out, False, Layout(bits, GROUP))
         layer.fill_random(0.02, gen)
-        few = lambda x: native.linear(x, *layer.weight, None, bits)  # noqa: E731
+        few = lambda x: OPERATIONS["packed_linear"].cpp(x, *layer.weight, None, bits)  # noqa: E731
     size = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
     here = use_native(torch.zeros(1), n)
     return (lambda x: few(x) if here and len(x) < MANY else layer(x)), size

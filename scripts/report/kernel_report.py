@@ -1,15 +1,15 @@
-"""Registers, spills, shared memory and occupancy of every Triton kernel, compiled ahead of time: no GPU is needed.
+"""Registers, spills, shared memory and occupancy of every Triton kernel as it is launched: no GPU is needed.
 
-    python -m scripts.report.kernel_report
-    python -m scripts.report.kernel_report --cc 90 --models llama-3.1-8b --files dense_attention packed_attention
+    python -m scripts.report.kernel_report --one
+    python -m scripts.report.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
     python -m scripts.report.kernel_report --cc 80,89,90,100 --out results/kernels.json
 
-Compiles what `aot` lists in the file of scripts/report/kernels/ that goes by the name of one of kernels/. Exits with 1
-if a kernel spills registers, needs more shared memory than a program may have on the card, or does not compile.
+Records every launch of methods and weights (launches.py) and passes each through Triton's own launcher, up to the
+machine code of each card. Exits with 1 if a kernel cannot be launched, spills registers or needs more shared memory
+than a program may have on the card.
 
-A second table is the static account, where the file has an `account`: the bytes that one decode step of a layer moves
-by each of its operations, the kernels it launches, and the time that follows on an H100. It is an estimate from sizes,
-not a measurement.
+A second table is the static account: bytes that every operation of a decode step reads and gives, the kernels that it
+launches, and the time that follows on an H100. It is an estimate from sizes, not a measurement.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported; an interpreted kernel cannot be compiled
+import torch
 import triton
 from tqdm import tqdm
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
 
 from errors import InputError, run_cli
-from model import ModelArgs
 from runtime import ROOT
+from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, recorded
 from scripts.shared.results import check_out, record, write_json
 
 KERNELS = ROOT / "kernels"
-MODELS = ("llama-2-7b", "llama-3.1-8b")
 # compute capability -> shared memory of a multiprocessor in KB, its most threads, its most programs (CUDA C++
 # Programming Guide, table of technical specifications). A program may have 1 KB less than all: the system keeps that.
 CARDS = {80: (164, 2048, 32), 86: (100, 1536, 16), 89: (100, 1536, 24), 90: (228, 2048, 32), 100: (228, 2048, 32),
@@ -53,43 +55,51 @@ LAUNCH = (
 )
 
 
-def compile_kernel(
-    fn: Any, signature: dict[str, str], constexprs: dict[str, Any], options: dict[str, int], cc: int
-) -> dict[str, Any]:
-    """Compile one kernel for compute capability `cc` (90 = H100) and read what it needs from its machine code.
+class Card:
+    """What Triton asks of a driver before a launch: a card that is not there."""
 
-    signature: argument -> Triton type or "constexpr". Pointers count as aligned to 16 bytes, as tensors of torch are;
-    an integer that is a multiple of 16 says so, as in "i32:16": launches specialize on both, and without them no load
-    is vectorized.
+    def __init__(self, cc: int):
+        self.get_current_target = lambda: GPUTarget("cuda", cc, 32)
 
-    -> registers a thread; spills, bytes a thread keeps in local memory; shared, bytes a program; warps; programs a
-    multiprocessor can hold and what limits them; loads, bytes a thread reads at once -> how many global loads; loop,
-    instruction -> how many in the longest loop's body.
+    get_current_device = get_current_stream = staticmethod(lambda *device: 0)
+
+
+def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]:
+    """A recorded launch through the launcher, up to the machine code for compute capability `cc` (90 = H100).
+
+    bind: no further than the launcher, nothing is compiled -> {}, or an error. Else -> registers a thread; spills,
+    bytes a thread keeps in local memory; shared, bytes a program; warps; programs a multiprocessor can hold and what
+    limits them; loads, bytes a thread reads at once -> how many global loads; loop, instruction -> how many in the
+    longest loop's body.
     """
-    if not isinstance(fn, triton.JITFunction):
-        raise InputError(f"{fn.__name__} is interpreted: unset TRITON_INTERPRET before triton is imported")
     if cc not in CARDS:
         raise InputError(f"compute capability {cc} is not known: use one of {', '.join(map(str, CARDS))}")
-    if missing := set(fn.arg_names) ^ set(signature):
-        raise InputError(f"{fn.__name__}: the signature and the arguments differ in {', '.join(sorted(missing))}")
-    if unset := {a for a, t in signature.items() if t == "constexpr"} ^ set(constexprs):
-        raise InputError(f"{fn.__name__}: {', '.join(sorted(unset))} must be both a constexpr and have a value")
-    signature = {a: signature[a] for a in fn.arg_names}
-    aligned = [i for i, t in enumerate(signature.values()) if t.startswith("*") or t.endswith(":16")]
-    source = ASTSource(
-        fn,
-        {a: t.removesuffix(":16") for a, t in signature.items()},
-        constexprs,
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
-    return needs(compiled, cc) | dict(
-        loads=load_widths(compiled.asm["ptx"]), loop=longest_loop(_dumped(compiled, "--dump-sass"))
-    )
+
+    def given(x: Any) -> Any:
+        if not isinstance(x, tuple):
+            return x
+        tensor = MockTensor(getattr(torch, x[1]))
+        tensor.data_ptr = lambda: x[2]  # type: ignore[method-assign]
+        return tensor
+
+    kernel = getattr(importlib.import_module(f"kernels.{entry['file']}"), entry["kernel"])
+    if not isinstance(kernel, triton.JITFunction):
+        raise InputError(f"{entry['kernel']} is interpreted: unset TRITON_INTERPRET before triton is imported")
+    kernel.device_caches.clear()  # of another card
+    with (
+        mock.patch.object(driver, "_active", Card(cc)),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", (lambda **_: True) if bind else None),
+    ):
+        try:
+            args = {n: given(x) for n, x in entry["args"].items()}
+            compiled = kernel.run(grid=(1,), warmup=True, **args, **entry["options"])
+            return {} if compiled is None else needs(compiled, cc)
+        except Exception as e:  # whatever the launcher or the compiler throws, the others are still to be seen
+            return dict(error=f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
 
 
 def needs(compiled: Any, cc: int) -> dict[str, Any]:
-    """registers, spills, shared, warps, programs and limit of a compiled kernel: see `compile_kernel`."""
+    """What the machine code of a compiled kernel takes: see `launch`."""
     # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
     # system keeps is in SHARED, while the kernel's own is given at launch
     usage = _dumped(compiled, "--dump-resource-usage")
@@ -101,6 +111,8 @@ def needs(compiled: Any, cc: int) -> dict[str, Any]:
         shared=meta.shared,
         warps=meta.num_warps,
         **occupancy(used["REG"], meta.shared, meta.num_warps, cc),
+        loads=load_widths(compiled.asm["ptx"]),
+        loop=longest_loop(_dumped(compiled, "--dump-sass")),
     )
 
 
@@ -156,48 +168,15 @@ def launched(source: str) -> set[str]:
     return kernels & {x.id for x in targets if isinstance(x, ast.Name)}
 
 
-def kernel_files(names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Files of kernels/ with kernels, and what is to be reported of each; all of them, or those named."""
-    files = {p.stem: p for p in sorted(KERNELS.glob("[!_]*.py"))}
-    known = [name for name in files if Path(__file__).with_name("kernels").joinpath(f"{name}.py").exists()]
-    asked = {name: path for name, path in files.items() if name in names or not names}
-    if missing := [name for name in asked if name not in known and launched(asked[name].read_text())]:
-        raise InputError(f"kernels/{missing[0]}.py has kernels: list them in scripts/report/kernels/{missing[0]}.py")
-    if unknown := [name for name in names if name not in known]:
-        raise InputError(f"no kernels in kernels/{unknown[0]}.py: use some of {', '.join(known)}")
-    for name in names or known:
-        yield name, importlib.import_module(f"scripts.report.kernels.{name}")
-
-
-def report(
-    files: list[str], models: list[str], ccs: list[int], only: str = "", first: int | None = None
-) -> list[dict[str, Any]]:
-    """One row per kernel, model and card: file, kernel, model, cc, then what `compile_kernel` says or an error.
-
-    only: a regular expression that names of kernels match; first: so many of each file's list, for each model.
-    """
-    work = []
-    for file, module in kernel_files(files):
-        for model in models:
-            a = ModelArgs.from_name(model)
-            for name, *kernel in module.aot(a.n_head, a.n_kv_head, a.head_dim)[:first]:
-                if re.search(only, name):
-                    work += [(dict(file=file, kernel=name, model=model, cc=cc), kernel) for cc in ccs]
-    rows = []
-    for head, (fn, signature, constexprs, options) in tqdm(work, disable=None, unit="kernel"):
-        try:
-            row = head | compile_kernel(fn, signature, constexprs, options, head["cc"])
-        except InputError:
-            raise
-        except Exception as e:  # whatever the compiler throws, the others are still to be seen
-            row = head | dict(error=f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
-        rows.append(row | dict(problem=problem(row)))
-    return rows
+def kernels() -> Iterator[tuple[str, str]]:
+    """File and name of every kernel of kernels/ that is launched."""
+    for path in sorted(KERNELS.glob("[!_]*.py")):
+        yield from ((path.stem, name) for name in sorted(launched(path.read_text())))
 
 
 def problem(row: dict[str, Any]) -> str | None:
-    if "error" in row:
-        return row["error"]
+    if "error" in row or not row:
+        return row.get("error")
     if row["spills"]:
         return f"spills {row['spills']} bytes a thread"
     if not row["programs"]:
@@ -205,33 +184,14 @@ def problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def accounts(files: list[str], models: list[str], batch: int, length: int) -> list[dict[str, Any]]:
-    """One row per operation and model of the files that have an `account`: bytes, launches and seconds on an H100.
-
-    Sizes are those of bf16 unless the file says otherwise; seconds are bytes at full bandwidth and LAUNCH a kernel.
-    """
-    rows = []
-    for file, module in kernel_files(files):
-        if not hasattr(module, "account"):
-            continue
-        for model in models:
-            a = ModelArgs.from_name(model)
-            for row in module.account(a.n_head, a.n_kv_head, a.head_dim, batch, length):
-                head = dict(file=file, model=model, batch=batch, length=length)
-                rows.append(
-                    head | row | dict(seconds=row["bytes"] / row.get("bandwidth", BANDWIDTH) + row["launches"] * LAUNCH)
-                )
-    return rows
-
-
 def account_table(rows: list[dict[str, Any]]) -> str:
     lines: list[tuple[str, ...]] = [
-        ("file", "operation", "model", "batch", "length", "MB", "launches", "us at the limit")
+        ("operation", "method", "model", "batch", "length", "MB", "launches", "us at the limit")
     ]
     for r in rows:
         sizes = (str(r[c]) for c in ("batch", "length"))
         numbers = (f"{r['bytes'] / 1e6:.2f}", str(r["launches"]), f"{r['seconds'] * 1e6:.1f}")
-        lines.append((r["file"], r["op"], r["model"], *sizes, *numbers))
+        lines.append((r["op"], r["method"], r["model"], *sizes, *numbers))
     return aligned(lines)
 
 
@@ -241,67 +201,70 @@ def aligned(lines: list[tuple[str, ...]], width: list[int] | None = None) -> str
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Aligned columns; loads as width x count."""
-    head: tuple[str, ...] = (
-        "file",
-        "kernel",
-        "model",
-        "cc",
-        "registers",
-        "spills",
-        "shared",
-        "warps",
-        "programs",
-        "limit",
-        "loads",
-    )
-    lines = [head]
+    """Aligned columns; loads as width x count. An error may run on over the columns that its row has not."""
+    head = ("file", "kernel", "model", "method", "cc", "registers", "spills", "shared", "warps", "programs", "limit")
+    lines: list[tuple[str, ...]] = [(*head, "loads")]
     for r in rows:
-        if "error" in r:
-            lines.append((*(str(r[c]) for c in head[:4]), r["error"], *("",) * 6))
+        if "error" in r or "loads" not in r:
+            lines.append((*(str(r[c]) for c in head[:5]), r.get("error", ""), *("",) * 6))
         else:
             loads = " ".join(f"{width}Bx{n}" for width, n in r["loads"].items())
-            lines.append((*(str(r[c]) for c in head[:-1]), loads))
-    # an error may run on over the columns that its row has not
-    return aligned(lines, [max(len(line[i]) for line in lines if i != 4 or line[5]) for i in range(len(head))])
+            lines.append((*(str(r[c]) for c in head), loads))
+    return aligned(lines, [max(len(line[i]) for line in lines if i != 5 or line[6]) for i in range(len(lines[0]))])
 
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--cc", default="80,89,90,100", help="compute capabilities, 90 = H100 (default: %(default)s)")
-    p.add_argument("--models", default=",".join(MODELS), help="whose shapes (default: %(default)s)")
-    p.add_argument("--files", nargs="*", default=[], help="of kernels/, without .py (default: all that list kernels)")
-    p.add_argument("--only", default="", metavar="REGEX", help="kernels whose name matches")
-    p.add_argument(
-        "--first", type=int, metavar="N", help="the first N kernels of each file: it lists the main one first"
-    )
-    p.add_argument("--batch", type=int, default=8, help="rows of the static account (default: %(default)s)")
-    p.add_argument("--length", type=int, default=32768, help="tokens of each (default: %(default)s)")
-    p.add_argument("--out", help="write both tables as JSON")
+    p.add_argument("--models", nargs="*", default=list(MODELS), help="whose shapes (default: %(default)s)")
+    p.add_argument("--methods", nargs="*", default=list(METHODS), help="methods and presets, with knobs")
+    p.add_argument("--weights", nargs="*", default=list(WEIGHTS), help="packed weights, with the method full")
+    p.add_argument("--sizes", nargs="*", default=list(SIZES), metavar="BxT", help="rows x slots (default: %(default)s)")
+    p.add_argument("--files", nargs="*", default=[], help="kernels of these files of kernels/ alone, without .py")
+    p.add_argument("--bind", action="store_true", help="no further than the launcher: nothing is compiled")
+    p.add_argument("--one", action="store_true", help="of each kernel one launch alone")
+    p.add_argument("--out", help="write as JSON")
     p.add_argument("--json", action="store_true", help="print the kernels' rows as JSON, nothing else")
     a = p.parse_args(argv)
     try:
-        ccs = [int(cc) for cc in a.cc.split(",")]
+        cards = [int(cc) for cc in a.cc.split(",")]
     except ValueError:
         raise InputError(f"--cc {a.cc} is not a list such as 80,89,90,100") from None
-    if a.batch < 1 or a.length < 1:
-        raise InputError(f"--batch {a.batch} and --length {a.length} must be at least 1")
+    if unknown := set(a.files) - {file for file, _ in kernels()}:
+        raise InputError(f"no kernels in kernels/{unknown.pop()}.py")
     check_out(a.out)
-    models = a.models.split(",")
-    rows = report(a.files, models, ccs, a.only, a.first)
-    if not rows:
-        raise InputError("no kernel matches: see --files and --only")
-    account = accounts(a.files, models, a.batch, a.length)
-    if a.out:
-        assumed = dict(bandwidth=BANDWIDTH, launch=LAUNCH)
-        write_json(a.out, record("cpu", rows=rows, account=account, assumed=assumed))
+    found = recorded(a.models, a.methods, a.weights, a.sizes)
+    entries = [e for e in found.seen.values() if not a.files or e["file"] in a.files]
+    if a.one:
+        entries = list({(e["file"], e["kernel"]): e for e in reversed(entries)}.values())
+    account = [r | dict(seconds=r["bytes"] / BANDWIDTH + r["launches"] * LAUNCH) for r in found.steps]
+    rows: list[dict[str, Any]] = []
+
+    def write(complete: bool) -> None:
+        if a.out:
+            assumed = dict(bandwidth=BANDWIDTH, launch=LAUNCH)
+            write_json(a.out, record("cpu", rows=rows, account=account, assumed=assumed, complete=complete))
+
+    for cc in cards:  # a card at a time: what is cut short is whole cards
+        for i, e in enumerate(tqdm(entries, disable=None, unit=f"launch for cc {cc}")):
+            model, method, *_ = e["by"][0]
+            methods = sorted({by[1] for by in e["by"]})
+            head = dict(file=e["file"], kernel=e["kernel"], model=model, method=method, methods=methods, cc=cc)
+            row = launch(e, cc, a.bind)
+            form = dict(args=e["args"], options=e["options"], launches=e["launches"])
+            rows.append(head | form | row | dict(problem=problem(row)))
+            if i % 50 == 49:
+                write(False)
+    write(True)
     print(json.dumps(rows) if a.json else table(rows))
-    if account and not a.json:
+    if not a.json:
         print(f"\nStatic account, H100: {BANDWIDTH / 1e12} TB/s, {LAUNCH * 1e6:g} us a launch assumed")
         print(account_table(account))
     problems = [r for r in rows if r["problem"]]
     for r in problems:
-        print(f"{r['file']}: {r['kernel']} ({r['model']}, cc {r['cc']}): {r['problem']}", file=sys.stderr)
+        print(
+            f"{r['file']}: {r['kernel']} (cc {r['cc']}, {r['model']}, {r['method']}): {r['problem']}", file=sys.stderr
+        )
     return bool(problems)
 
 

@@ -1,0 +1,201 @@
+"""An operation is said once, where it stands: its arguments, what it gives, and its versions in torch, Triton and C++.
+
+    @operation(triton=lambda *args: _launch(*args), cpp=lambda q, *_: use_native(q))
+    def score(q: Tensor, keys: Tensor, pos: Tensor | None = None) -> Tensor:
+        ...  # the torch version
+
+The declared object is what callers call. CUDA tensors take the Triton version; CPU tensors take the C++ version where
+it serves, else the torch version; tensors on `meta` go where CUDA tensors go, and a TorchDispatchMode sees all of them.
+The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a version is
+opaque to the compiler. Its overload `cpp` is the function of the same name in C++ (kernels/native/).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.backend import use_triton
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LIB = torch.library.Library("kv_fast", "DEF")
+OPERATIONS: dict[str, Operation] = {}  # by name, in the order of their files' imports
+_IN_C = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "int": "int64_t", "bool": "int32_t",
+         "float": "double"}  # fmt: skip
+
+
+class Operation(Generic[P, R]):
+    """See `operation`. reference: the torch version; op: the operator; cpp: its overload in C++."""
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        triton: Callable[..., R] | None,
+        cpp: Callable[..., bool] | None,
+        fake: Callable[..., Any] | None,
+        when: Callable[..., bool] | None,
+        opaque: bool,
+        mutates: tuple[str, ...],
+        reads: Callable[..., dict[str, int]] | None,
+    ):
+        functools.update_wrapper(self, reference)
+        self.reference: Callable[..., R] = reference
+        self.triton, self.serves, self.when, self.opaque = triton, cpp, when, opaque
+        self.mutates, self.parts = mutates, reads
+        self.name = reference.__name__.lstrip("_")
+        parameters = inspect.signature(reference).parameters.values()
+        self.defaults = [(p.name, p.default) for p in parameters]
+        schema = torch.library.infer_schema(reference, mutates_args=mutates).replace("SymInt", "int")
+        if fake is None:
+            fake = _nothing if schema.endswith("()") else _like_the_first
+        shapes = lambda *args, fake=fake, **kwargs: fake(*self.filled(args, kwargs))  # noqa: E731
+        versions = ("", ".cpp") if cpp else ("",)
+        for version in versions:
+            _LIB.define(self.name + version + schema)
+            torch.library.register_fake(f"kv_fast::{self.name}{version}", shapes, lib=_LIB)
+        for device in ("CPU", "CUDA"):
+            _LIB.impl(self.name, self._run, device)
+        packet = getattr(torch.ops.kv_fast, self.name)
+        self.op: Any = packet.default
+        self.cpp: Any = packet.cpp if cpp else None
+        OPERATIONS[self.name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        given = self.filled(args, kwargs)
+        if self.when is None or self.when(*given):
+            if self.triton is not None and use_triton(given[0]):
+                return self.op(*given)
+            if self.serves is not None and self.serves(*given):
+                return self.cpp(*given)
+            if self.opaque:
+                return self.op(*given)
+        return self.reference(*given)
+
+    def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All arguments in order: torch leaves out those at the end that are their defaults."""
+        if len(args) == len(self.defaults):
+            return args
+        return (*args, *[kwargs.get(name, default) for name, default in self.defaults[len(args) :]])
+
+    def reads(self, *args: Any) -> dict[str, int]:
+        """Bytes that are read of each argument that is a tensor."""
+        names, args = [name for name, _ in self.defaults], self.filled(args, {})
+        given = {name: x for name, x in zip(names, args, strict=False) if isinstance(x, Tensor)}
+        whole = {name: 0 if name in self.mutates else nbytes(x) for name, x in given.items()}
+        return whole | ({} if self.parts is None else {n: size for n, size in self.parts(*args).items() if n in whole})
+
+    def _run(self, *args: Any, **kwargs: Any) -> R:
+        """What the operator is in Python, on any device."""
+        args = self.filled(args, kwargs)
+        if self.triton is not None and (not self.opaque or use_triton(args[0])):
+            return self.triton(*args)
+        return self.reference(*args)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _like_the_first(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def operation(
+    triton: Callable[..., Any] | None = None,
+    cpp: Callable[..., bool] | None = None,
+    fake: Callable[..., Any] | None = None,
+    when: Callable[..., bool] | None = None,
+    opaque: bool = False,
+    mutates: tuple[str, ...] = (),
+    reads: Callable[..., dict[str, int]] | None = None,
+) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Declare the operation of which the decorated function is the torch version.
+
+    All take the arguments of that function. triton: the Triton version; cpp: whether the C++ version, the function of
+    kernels/native/ by the same name, serves tensors on a CPU; fake: empty results of the right shapes, by default one
+    like the first argument; when: whether there is any but the torch version; opaque: a compiled graph calls the torch
+    version, too, as it stands, where others are open to the compiler; mutates: arguments that are written in place;
+    reads: bytes of each argument of which only a part is read, or which is written and read.
+    """
+    return lambda reference: Operation(reference, triton, cpp, fake, when, opaque, mutates, reads)
+
+
+def nbytes(x: Tensor | None) -> int:
+    """Of the numbers of a tensor, which may be part of a larger one."""
+    return 0 if x is None else x.numel() * x.element_size()
+
+
+def picked(idx: Tensor | None, x: Tensor | None, dim: int = 2) -> int:
+    """Bytes of chosen slots of x [>= B, H, T, ...], or [>= B, T, ...] with dim=1: a list idx [B, ..., K] for each row,
+    of all heads or of each. None: of all slots."""
+    if idx is None or x is None or not x.numel():
+        return nbytes(x)
+    lists = idx.numel() if dim == 1 or idx.shape[1] >= x.shape[1] else idx.numel() * x.shape[1] // idx.shape[1]
+    return lists * (nbytes(x) // math.prod(x.shape[: dim + 1]))
+
+
+def slots(n: int, x: Tensor | None, dim: int = 2) -> int:
+    """Bytes of one slot of each of n rows of x, all heads of it."""
+    return 0 if x is None or not x.numel() else n * (nbytes(x) // (len(x) * x.shape[dim]))
+
+
+class _Reads(TorchDispatchMode):
+    """Sums what is read of some buffers."""
+
+    def __init__(self, buffers: Iterable[Tensor]):
+        super().__init__()
+        self.storages = {x.untyped_storage()._cdata for x in buffers}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if func.is_view:
+            return out
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        if func.namespace == "kv_fast":
+            sizes = OPERATIONS[func._opname].reads(*args)
+        else:  # rows that are gathered are as many as come out
+            sizes = {name: nbytes(out) for name in ("self",) if func.overloadpacket in _GATHERS}
+        for name, x in named.items():
+            for part in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(part, Tensor) and part.untyped_storage()._cdata in self.storages:
+                    self.bytes += sizes.get(name, 0 if name in written else nbytes(part))
+        return out
+
+
+_GATHERS = {torch.ops.aten.index, torch.ops.aten.gather, torch.ops.aten.index_select}
+
+
+def bytes_read(step: Callable[[], object], buffers: Iterable[Tensor]) -> int:
+    """Bytes of `buffers` that a step reads, all of them on `meta`: every operation tells what it reads, and one of
+    torch's own reads what it is given. Lists and caches count as full, lengths being numbers that `meta` has not."""
+    with _Reads(buffers) as seen, torch.no_grad():
+        step()
+    return seen.bytes
+
+
+class Declarations(dict[str, list[str]]):
+    """Operators as functions in C, for inductor's `aot_inductor.custom_ops_to_c_shims`: a compiled step calls them so
+    (`Operator` in native/tensor.h), not through torch's dispatcher. Inductor asks for an operator, but its cache of
+    compiled code can't tell whether operators are the same ones: so they are under their names."""
+
+    def __init__(self) -> None:
+        for operation in OPERATIONS.values():
+            if operation.cpp is not None:
+                schema = operation.cpp._schema
+                given = [_IN_C[str(x.type)] for x in schema.arguments]
+                given += ["AtenTensorHandle*"] * max(1, len(schema.returns))
+                name = f"AOTITorchError (*const aoti_torch_cpu_{operation.name})({', '.join(given)})"
+                self[str(operation.cpp)] = [name]
+
+    def __contains__(self, op: object) -> bool:
+        return super().__contains__(str(op))

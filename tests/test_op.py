@@ -1,0 +1,89 @@
+"""What a declaration gives: which version runs, the operator's schema, and the bytes that a step reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.spec import make_args, method_files, resolve
+from kernels.gather_attention import gather_attention
+from kernels.op import OPERATIONS, bytes_read
+from kv_methods.full import Full
+from model import ModelArgs
+
+LLAMA = ModelArgs.from_name("llama-3.1-8b")
+
+
+def on_meta(cls, knobs, batch, T):
+    shape = LLAMA.cache_shape(2, batch, T, torch.bfloat16, "cpu").on("meta")
+    return cls(make_args(cls, knobs), shape, 2, LLAMA.rotary(batch, 1, "meta"), None)
+
+
+def read_by(method, B):
+    s = method.shape
+    q, k, v = (torch.empty(B, n, s.head_dim, dtype=s.dtype, device="meta") for n in (s.n_head, *[s.n_kv_head] * 2))
+    pos = torch.empty(B, dtype=torch.int64, device="meta")
+    return bytes_read(lambda: method.decode(q, k, v, pos), method.buffers())
+
+
+# Lengths are numbers, which `meta` has not: caches count as full, and so these read more than at the end of a prompt
+ROOM = {"self_index": "a ring of decoded tokens", "snapkv": "slots of decoded tokens", "pyramidkv": "the same"}
+AHEAD = {"double_sparsity_offload": "tokens are fetched by `prefetch`, before the step"}
+
+
+@pytest.mark.parametrize("batch, T", [(8, 4096), (2, 8192)])
+@pytest.mark.parametrize("name", sorted(method_files().keys() - ROOM.keys() - AHEAD.keys()))
+def test_a_step_reads_what_its_method_tells(name, batch, T):
+    """By operations, at the end of a text, against `traffic`: no less, and not much more."""
+    method = on_meta(*resolve(name), batch, T)
+    assert 1 <= read_by(method, batch) / method.traffic(T - 1) < 1.4
+
+
+@pytest.mark.parametrize("name", ["full", "streaming", "double_sparsity", "quest", "random", "razor", "sparq", "tova"])
+def test_and_where_lengths_are_those_of_the_text_it_is_the_same(name):
+    method = on_meta(*resolve(name), 8, 4096)
+    assert read_by(method, 8) == pytest.approx(method.traffic(4095), rel=0.01)
+
+
+class Rereads(Full):
+    """Tells what `Full` does, and takes all keys a second time, in an operation of torch."""
+
+    def attend(self, q, idx, count, pos):
+        return super().attend(q, idx, count, pos) + self.k.sum(2).mean(1, keepdim=True)
+
+
+class Gathers(Full):
+    """Takes some of them."""
+
+    def attend(self, q, idx, count, pos):
+        return super().attend(q, idx, count, pos) + self.k[:, :, pos].sum()
+
+
+@pytest.mark.parametrize("cls, more", [(Full, 0), (Rereads, 4096), (Gathers, 8)])
+def test_a_method_that_reads_more_than_it_says_is_seen(cls, more):
+    """In keys of every row and head."""
+    method = on_meta(cls, {}, 8, 4096)
+    assert read_by(method, 8) == method.traffic(4095) + more * 8 * 8 * 128 * 2
+
+
+def test_bytes_of_a_token_are_the_papers():
+    """16 bytes a token and head are looked up (Self-Indexing KVCache), 77 of 128 coordinates attended to (OjaKV)."""
+    empty = lambda *size, dtype=torch.bfloat16: torch.empty(size, dtype=dtype, device="meta")  # noqa: E731
+    q, pos = empty(2, 32, 128), empty(2, dtype=torch.int64)
+    codes, book = empty(2, 8, 1000, 16, dtype=torch.uint8), empty(2, 8, 32, 16, 4, dtype=torch.float32)
+    assert OPERATIONS["lut_score"].reads(q, book, codes, pos, None)["packed"] == 2 * 8 * 1000 * 16
+    read = OPERATIONS["lowrank_attention"].reads(q, *[empty(2, 8, 1000, 77)] * 2, *[empty(2, 8, 128, 77)] * 2, pos)
+    assert read["k_lat"] + read["v_lat"] == 2 * 8 * 1000 * 2 * 77 * 2
+    ring = empty(2, 64, 512), empty(2, 64, 1024, dtype=torch.uint8), empty(2, 64, 32, 2, dtype=torch.float16)
+    store = empty(2, 1000, 128), empty(2, 1000, 128), empty(2, 1000, 512, dtype=torch.uint8), empty(2, 1000, 32, 2)
+    read = OPERATIONS["latent_attention"].reads(q, empty(512, 1024), *ring, *store, pos, None, None)
+    assert sum(read[name] for name in ("lead", "rest", "v", "params")) == 2 * 1000 * 8 * 144  # sals-25, a KV head
+    few = OPERATIONS["latent_attention"].reads(q, empty(512, 1024), *ring, *store, pos, empty(2, 100), None)
+    assert sum(few[name] for name in ("lead", "rest", "v", "params")) == 2 * 100 * 8 * 144
+
+
+def test_one_list_for_all_heads_is_as_many_rows():
+    q, k = torch.empty(2, 8, 64), torch.empty(3, 4, 100, 64)
+    for heads in (1, 4):
+        idx = torch.empty(2, heads, 10, dtype=torch.int64)
+        assert gather_attention.reads(q, k, k, idx, idx[..., 0])["k"] == 2 * 4 * 10 * 64 * 4
