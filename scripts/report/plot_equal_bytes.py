@@ -104,7 +104,7 @@ def main() -> None:
     every = cells()
     tasks = [t for t in opt.task or TASKS if any(t in c["row"] for c in every)]
     if not tasks:
-        raise InputError("no results/equal_bytes*.json has this: python -m scripts.eval.equal_bytes --out measures it")
+        raise InputError("no results/equal_bytes*.json has this: scripts.eval.compare with --kv and --read measures it")
     for axis in WHAT:
         check_out(Path(opt.out) / f"equal_bytes_{axis}.png")
     made = [str(f) for f in (draw(axis, every, tasks, Path(opt.out)) for axis in WHAT) if f]

@@ -35,7 +35,7 @@ def main() -> None:
     check_out(opt.out)
     rows = [r for r in method_rows() if opt.task in r]
     if not rows:
-        run = "python -m scripts.eval.eval_retrieval --method all"
+        run = "python -m scripts.eval.compare --method all"
         raise InputError(f"no results/methods*.json has {opt.task}: {run} measures it")
     lengths = sorted({r["seq_len"] for r in rows})
     families = sorted({family(r["method"]) for r in rows})
