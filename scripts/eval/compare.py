@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     a("--tasks", default="needle,key_value", help=f"some of {', '.join(TASKS)}")
     a("--dataset", help="rows of kvpress's form, .jsonl or .parquet, in place of --tasks and --lengths")
     a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer")
-    a("--samples", type=int, default=50, help="of every task and length, at most")
+    a("--samples", type=int, help="of every task and length, at most; default: 50, of a dataset all")
     a("--batch-size", type=int, default=4)
     a("--at-once", type=int, default=24, help="settings whose caches are in memory together: they share prefills")
     a("--multi-turn", action="store_true", help="questions on one context in turn, each after the answers before it")
@@ -96,8 +96,10 @@ def parse_args() -> argparse.Namespace:
         for spec in opt.method:
             layer_methods(spec, args.n_layer, {})  # a wrong name or knob ends the run before it starts
     opt.rows, opt.tasks = None, opt.tasks.split(",")
+    opt.samples = 50 if opt.samples is None and not opt.dataset else opt.samples
     if opt.dataset:
         opt.rows, opt.lengths = read_rows(opt.dataset), [0]
+        opt.samples = len(opt.rows) if opt.samples is None else opt.samples
         opt.tasks = list(dict.fromkeys(r["task"] for r in opt.rows))
         for task in opt.tasks:
             check_metric(task)

@@ -31,6 +31,7 @@ from cache.trace import Trace, observe
 from checkpoint import read_args
 from errors import InputError, Parser, check_range, run_cli
 from formats import open_checkpoint
+from model import ModelArgs
 from runtime import TINY, pick_device, read_text, set_threads
 from scripts.eval.evaluation import Evaluation, parse_flags
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
@@ -74,26 +75,21 @@ def windows_of(ev: Evaluation, text: str, length: int, most: int) -> list[list[i
     return [ids[s : s + length] for s in torch.linspace(0, len(ids) - length, n).long().tolist()]
 
 
-def seen(trace: Trace, n_layer: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """By layer, of one step: full's or a method's weights by position [B, Hq, length], and where it looks at all."""
+def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of one step, by layer: the weights by position [B, Hq, length], and where a head looks at all."""
+    group = args.n_head // args.n_kv_head
     weights, looked = [], []
-    for layer in range(n_layer):
-        steps = trace.layer(layer)
-        B, H = steps[0].weight.shape[0], max(s.weight.shape[1] for s in steps)
-        if steps[0].heads is not None:  # two kinds of heads, each with its own
-            group = sum(s.weight.shape[1] for s in steps) // sum(len(s.heads or ()) for s in steps)
-            H = group * sum(len(s.heads or ()) for s in steps)
-        mass, there = torch.zeros(B, H, length), torch.zeros(B, H, length, dtype=torch.bool)
-        for s in steps:
-            own = slice(None)
-            if s.heads is not None:
-                own = torch.tensor([h * group + g for h in s.heads for g in range(group)])
-            mass[:, own] = s.mass(length).cpu()
+    for steps in map(trace.layer, range(args.n_layer)):
+        mass = torch.zeros(len(steps[0].weight), args.n_head, length)
+        there = torch.zeros(len(mass), args.n_head, length + 1, dtype=torch.bool)
+        for s in steps:  # of two kinds of heads, each its own
+            heads = range(args.n_kv_head) if s.heads is None else s.heads
+            own = torch.tensor([h * group + g for h in heads for g in range(group)])
             at = s.position.repeat_interleave(s.weight.shape[1] // s.position.shape[1], 1).cpu()
-            flags = torch.zeros(B, at.shape[1], length + 1, dtype=torch.bool)
-            there[:, own] = flags.scatter_(2, torch.where((at >= 0) & (at < length), at, length), True)[..., :length]
+            mass[:, own] = s.mass(length).cpu()
+            there[:, own] = there[:, own].scatter(2, torch.where((at >= 0) & (at < length), at, length), True)
         weights.append(mass)
-        looked.append(there)
+        looked.append(there[..., :length])
     return weights, looked
 
 
@@ -131,7 +127,7 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
             if i in looks:
                 with observe(model) as trace:
                     logits = model.decode(token, pos)
-                weights, looked = seen(trace, model.args.n_layer, cut + i + 1)
+                weights, looked = seen(trace, model.args, cut + i + 1)
                 if label == reference:
                     masses[i] = weights
                 shares.append([(m * there).sum(-1).mean().item() for m, there in zip(masses[i], looked, strict=True)])
