@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from fractions import Fraction
 from types import SimpleNamespace
@@ -11,14 +12,15 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint
+from model import Transformer
 from runtime import TINY
-from scripts.eval import compare, perplexity, samples
+from scripts.eval import answers, compare, perplexity, samples
 from scripts.eval.evaluation import Context, Evaluation, Snapshot, contexts
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import ChatParts, chat_parts, read_rows, write_rows
 from scripts.eval.samples import rows_of
 from scripts.shared import options
-from tokenizer import load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
 T = SIZE - NEW
@@ -315,6 +317,28 @@ def test_settings_alone(cli, few_texts):
     status, out, _ = cli(compare, *argv, "--device", "cpu")
     assert status == 0 and "tova,budget=" in out and "loki,dims=" in out
     assert {line.split()[0] for line in out.splitlines()} == {"256"}
+
+
+def test_ten_questions_on_one_text(cli, tmp_path, monkeypatch):
+    """One prefill for all; killed in the middle and resumed, the same answers."""
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda self, said: self.encode(said[0]["content"] + "\n"))
+    prefill, prefills, ask = Transformer.prefill, [], Evaluation.ask
+    monkeypatch.setattr(Transformer, "prefill", lambda *args: prefills.append(1) or prefill(*args))
+    argv = ("--checkpoint", TINY, "--method", "streaming,recent=16", "--length", 400, "--max-new-tokens", 2, "--device",
+            "cpu", "--out")  # fmt: skip
+    status, printed, err = cli(answers, *argv, tmp_path / "whole.json")
+    assert status == 0 and len(prefills) == 1 and printed.count(" found, ") == 2, err
+
+    def stops(self, batch):
+        yield from itertools.islice(ask(self, batch), 13)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluation, "ask", stops)
+    assert cli(answers, *argv, tmp_path / "parts.json")[0] == 130
+    monkeypatch.setattr(Evaluation, "ask", ask)
+    assert cli(answers, *argv, tmp_path / "parts.json", "--resume")[0] == 0
+    whole, parts = (json.loads((tmp_path / f"{n}.json").read_text())["rows"] for n in ("whole", "parts"))
+    assert whole == parts and [len(r["answers"]) for r in whole] == [10, 10]
 
 
 # ---- text ----
