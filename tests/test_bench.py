@@ -26,7 +26,7 @@ from kv_methods.razor import Razor
 from model import NAMED, random_transformer
 from scripts.bench import bench_attention, bench_generate, bench_linear, layer, our_runs
 from scripts.bench import dense as dense_attentions
-from scripts.eval import analyze, equal_bytes, eval_retrieval, evaluation, weights_quality
+from scripts.eval import analyze, compare, weights_quality
 from scripts.report import gpu, measure, plots, tables, update_readme
 from scripts.report.markdown import share, wilson
 from scripts.shared import options, timing
@@ -243,32 +243,6 @@ def test_a_baseline_that_computes_something_else_does_not_count(cli, config, mon
 def test_flush_is_larger_than_the_cache(monkeypatch):
     monkeypatch.undo()
     assert timing.flush_bytes(torch.device("cpu")) >= 64 << 20
-
-
-def test_retrieval_goes_on_where_it_stopped(cli, tmp_path, monkeypatch, few_texts):
-    """Interrupted after every batch and continued, the file is that of one run; each sample is run once."""
-    argv = ("--method", "full", "streaming", "--method-arg", "recent=16", "--lengths", 96, "--samples", 3, "--device",
-            "cpu", "--text-samples", 2, "--batch-size", 1, "--decoded", 8, "--tasks", "needle,repeats")  # fmt: skip
-    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    assert cli(eval_retrieval, *argv, "--out", whole)[0] == 0
-    run_rows, batches = evaluation.Evaluation.run_rows, []
-
-    def stops(self, *args):
-        if len(batches) % 2:
-            batches.append("stop")
-            raise KeyboardInterrupt
-        batches.append("run")
-        return run_rows(self, *args)
-
-    monkeypatch.setattr(evaluation.Evaluation, "run_rows", stops)
-    codes = [cli(eval_retrieval, *argv, "--resume", "--out", parts)[0] for _ in range(5)]
-    assert codes == [130] * 4 + [0] and batches.count("run") == 5
-    read = [json.loads(f.read_text()) for f in (whole, parts)]
-    assert read[0]["rows"] == read[1]["rows"] and len(read[0]["rows"][0]["needle_each"]) == 3
-    status, _, err = cli(eval_retrieval, *argv, "--seed", 5, "--resume", "--out", parts)
-    assert status == 2 and "another settings" in err
-    status, _, err = cli(eval_retrieval, *argv, "--resume")
-    assert status == 2 and "--resume needs --out" in err
 
 
 def test_intervals_are_wilsons():
@@ -721,14 +695,6 @@ def test_products_are_timed_beside_torchs(cli, monkeypatch):
         (measure, ["--only", "weights"]),
         (tables, ["nothing"]),
         (tables, ["gpu", "--folder", "/no/such/folder"]),
-        (eval_retrieval, ["--method", "nothing"]),
-        (eval_retrieval, ["--method", "full", "0-1:full,2-:sals,nothing=1"]),
-        (eval_retrieval, ["--method", "full", "--method-arg", "budget"]),
-        (eval_retrieval, ["--method", "full", "--method-arg", "budget=5"]),
-        (eval_retrieval, ["--checkpoint", "/no/such/folder"]),
-        (eval_retrieval, ["--tasks", "nothing"]),
-        (eval_retrieval, ["--lengths", "x"]),
-        (eval_retrieval, ["--lengths", "8"]),
         (analyze, ["--checkpoint", "/no/such/folder"]),
         (train_tiny, ["--evaluate", "x"]),
         (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
@@ -742,8 +708,8 @@ def test_wrong_use(cli, script, argv):
 
 
 WRITERS = [
-    (bench_attention, "--out"), (bench_generate, "--out"), (eval_retrieval, "--out"), (analyze, "--out"),
-    (train_tiny, "--run"), (equal_bytes, "--out"),
+    (bench_attention, "--out"), (bench_generate, "--out"), (compare, "--out"), (analyze, "--out"),
+    (train_tiny, "--run"),
 ]  # fmt: skip
 
 
@@ -753,7 +719,11 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
     monkeypatch.setattr(analyze, "load_checkpoint", None)
     monkeypatch.setattr(options, "load_checkpoint", None)
     monkeypatch.setattr(bench_attention, "ceilings", None)
-    for path in ("/proc/x/y.json", "/proc/x.json", *([str(tmp_path)] if flag == "--out" else ())):
+    for path in (
+        "/proc/x/y.json",
+        "/proc/x.json",
+        *([str(tmp_path)] if flag == "--out" and script is not compare else ()),
+    ):
         status, out, err = cli(script, flag, path)
         assert status == 2 and not out and err.count("\n") == 1, err
         assert err.startswith(f"error: {flag}: cannot ") and path.rsplit("/", 1)[0] in err

@@ -22,7 +22,7 @@ from model import Transformer
 from runtime import TINY
 from scripts import quantize
 from scripts.bench import bench_generate
-from scripts.eval import analyze, equal_bytes, eval_retrieval, weights_quality
+from scripts.eval import analyze, compare, perplexity, weights_quality
 
 CALIBRATE = ("--samples", 2, "--seq-len", 64, "--random-tokens", 16)
 
@@ -99,9 +99,9 @@ def test_a_gguf_in_a_folder_that_cannot_be_written(files, cli, monkeypatch):
 
 
 SCRIPTS = {
-    "eval_retrieval": (eval_retrieval, "--method sals --lengths 128 --tasks needle --samples 1 --json"),
+    "compare": (compare, "--method sals --lengths 128 --tasks needle --samples 1 --json"),
+    "perplexity": (perplexity, "--method sals --length 64 --decoded 4 --windows 1 --json"),
     "weights_quality": (weights_quality, "--method sals --weights fp32 --length 128 --samples 1 --texts 1 --new 4"),
-    "equal_bytes": (equal_bytes, "--method sals --read 1/2 --kv= --lengths 128 --settings"),
     "bench_generate": (bench_generate, "--method sals --batch 1 --length 64 --new 4 --rounds 1 --eager-only --json"),
     "analyze": (analyze, "--only heads --samples 1 --seq-len 64 --json"),
 }
@@ -115,8 +115,8 @@ def test_every_script_takes_a_gguf_and_its_calibration(name, named, files, cli, 
         from scripts.eval import evaluation
 
         monkeypatch.setattr(analyze, "collect", evaluation.collect)
-    if named and name in ("equal_bytes", "bench_generate"):
-        pytest.skip("by load_model, as eval_retrieval")
+    if named and name in ("perplexity", "bench_generate"):
+        pytest.skip("by load_model, as compare")
     used = []
     find = Transformer.find_calibration
     monkeypatch.setattr(Transformer, "find_calibration", lambda self: used.append(find(self)) or used[-1])
@@ -125,7 +125,7 @@ def test_every_script_takes_a_gguf_and_its_calibration(name, named, files, cli, 
         "--checkpoint", files / "m.Q8_0.gguf")  # fmt: skip
     code, out, err = cli(script, *argv, *flags.split())
     assert code == 0 and out, err
-    assert "warning" not in err and all(c.path in (made, None) for c in used) and (used or name == "equal_bytes")
+    assert "warning" not in err and all(c.path in (made, None) for c in used) and used
 
 
 def test_a_peer_that_reads_folders_alone(files, cli):

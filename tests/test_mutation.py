@@ -32,7 +32,7 @@ from errors import InputError, run_cli
 from model import random_transformer
 from runtime import TINY
 from scripts.bench import bench_attention, bench_generate
-from scripts.eval import analyze, eval_retrieval
+from scripts.eval import analyze, compare
 from scripts.report import kernel_report, plots, update_readme
 from scripts.shared import options
 from scripts.train import train_tiny
@@ -269,7 +269,7 @@ def test_mutants_are_accepted_or_one_line(kind, n, good, tmp_path, monkeypatch):
 
 OUTPUTS = {
     "generate --profile": (G.main, ["--prompt", "a", "--profile"]),
-    "eval_retrieval": (eval_retrieval.main, ["--out"]),
+    "compare": (compare.main, ["--out"]),
     "analyze": (analyze.main, ["--out"]),
     "analyze --plots": (analyze.main, ["--plots"]),
     "bench_generate": (bench_generate.main, ["--out"]),

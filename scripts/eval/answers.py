@@ -5,8 +5,8 @@
 
 The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,
 and the answer's beginning is given, as RULER does; both come through decode when the text has been compressed, or with
---query-in-prompt before. An answer counts as found if it has the word that was asked for. --out is written after every
-question; --resume goes on with it.
+--query-in-prompt before. The text is prefilled once for all of them. An answer counts as found if it has the word that
+was asked for. --out is written after every answer; --resume goes on with it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
 from runtime import ROOT, pick_device, read_text, set_threads
-from scripts.eval.evaluation import Evaluation, parse_flags
+from scripts.eval.evaluation import Context, Evaluation, parse_flags
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
-from scripts.shared.results import check_out, record, write_json
+from scripts.shared.results import record, write_json
 from tokenizer import Tokenizer
 from weights import WeightFormat
 
@@ -51,10 +51,9 @@ def parse_args() -> argparse.Namespace:
     a("--method", nargs="+", default=["all"], help=f"{SPECS_BY_LAYER}; `all`: every method")
     a("--length", dest="lengths", metavar="N", default="3000", help="tokens of the text, about")
     a("--max-new-tokens", type=int, default=24, metavar="N")
-    opt = parse_flags(p, "answers")
+    opt = parse_flags(p, "answers.json")
     if len(opt.lengths) > 1 or opt.lengths[0] < 256 or opt.max_new_tokens < 1:
         raise InputError("--length must be one number of at least 256, --max-new-tokens at least 1")
-    check_out(opt.out)
     WeightFormat.parse(opt.weights, opt.head)
     opt.method = list(dict.fromkeys(["full", *expand(opt.method)]))
     args = read_args(opt.checkpoint)
@@ -101,24 +100,30 @@ def main() -> None:
     data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings)
     old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
     data["rows"] = old.get("rows", [])
-    size = max(map(len, turns)) + opt.max_new_tokens
-    ev.setup({m: (m, {}) for m in opt.method}, size, size - shared)
+    rows = [dict(task="facts", max_new_tokens=opt.max_new_tokens, answer=[wanted]) for *_, wanted in FACTS]
+    if opt.query_in_prompt:  # which makes every question a prompt of its own
+        asked = [Context(turn, [row], [[]]) for turn, row in zip(turns, rows, strict=True)]
+    else:
+        asked = [Context(turns[0][:shared], rows, [turn[shared:] for turn in turns])]
+    ev.setup({m: (m, {}) for m in opt.method}, max(map(len, turns)) + opt.max_new_tokens,
+             max(map(len, turns)) - shared + opt.max_new_tokens)  # fmt: skip
     if [r["method"] for r in data["rows"]] != opt.method:
         data["rows"] = [dict(method=m, answers=[], found=[]) | ev.bytes(m, shared) for m in opt.method]
-    stops = ev.tk.eos_ids | frozenset(model.args.eos_ids)
-    done = min(len(r["answers"]) for r in data["rows"])
-    for (*_, wanted), turn in tqdm(list(zip(FACTS, turns, strict=True))[done:], desc="questions"):
-        at = len(turn) if opt.query_in_prompt else shared
-        results = ev.run_rows([turn[:at]], [turn[at:]], opt.max_new_tokens)
-        for row in data["rows"]:
-            (out,), _ = results[row["method"]]
-            said = out[len(turn) - at :]
-            said = said[: next((i for i, t in enumerate(said) if t in stops), len(said))]
-            answer = ev.tk.decode(said).strip()
-            row["answers"].append(answer)
-            row["found"].append(wanted in answer)
-        if opt.out:
-            write_json(opt.out, data)
+    by_method, caches, done = {r["method"]: r for r in data["rows"]}, ev.caches, 0
+    bar = tqdm(desc="answers", total=len(FACTS) * len(opt.method))
+    for context in asked:
+        done += len(context.rows)
+        ev.caches = {m: caches[m] for m, r in by_method.items() if len(r["answers"]) < done}
+        for method in ev.caches:  # of questions on one prompt all are asked again
+            for key in ("answers", "found"):
+                del by_method[method][key][done - len(context.rows) :]
+        for method, _, said, score in ev.ask([context]) if ev.caches else ():
+            by_method[method]["answers"].append(said.strip())
+            by_method[method]["found"].append(bool(score))
+            bar.update()
+            if opt.out:
+                write_json(opt.out, data)
+    bar.close()
     if opt.json:
         print(json.dumps(data))
         return

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from errors import InputError, Parser, check_range, run_cli
 from runtime import TINY, set_threads
 from scripts.eval.evaluation import Evaluation
+from scripts.eval.samples import case
 from scripts.shared.options import check_folder
 from scripts.shared.results import check_out, record, write_json
 
@@ -178,7 +179,7 @@ def compare(ev: Evaluation, theirs: Theirs, samples: int, seq_len: int, keep: fl
     sizes, found = ([dict[str, list[Any]](ours=[], theirs=[]) for _ in each] for _ in range(2))
     # in a random order: what an interruption leaves is of all depths
     for i in tqdm(np.random.default_rng(0).permutation(samples).tolist(), leave=False):
-        context, query, value = ev.case("needle", seq_len, i, samples)
+        context, query, value = case(ev, "needle", seq_len, i, samples)
         if ev.query_in_prompt:  # but for its last token, which both decode
             context, query = context + query[:-1], query[-1:]
         length, n = len(context), kept_of(len(context), 1 - keep)
@@ -198,7 +199,7 @@ def compare(ev: Evaluation, theirs: Theirs, samples: int, seq_len: int, keep: fl
             for side, held in (("ours", of_ours), ("theirs", of_theirs)):
                 size[side].append([np.mean([len(head) for head in layer]) for layer in held])
             ev.model.cache = ev.caches[p.name]
-            out, _ = ev.decode(logits[p.name], lengths, [query], len(value))
+            out = ev.decode(logits[p.name], lengths, [query], [len(value)])
             for side, tokens in (("ours", out[0][len(query) :]), ("theirs", answer)):
                 hits[side].append(float(tokens[: len(value)] == value))
         yield [row(*x, kept_of(seq_len, 1 - keep)) for x in zip(each, shares, sizes, found, strict=True)]

@@ -6,7 +6,7 @@
 
 Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
 first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
-Samples are those of eval_retrieval.py.
+Samples are those of compare.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from cache.spec import layer_methods
 from checkpoint import load_checkpoint, read_args
 from errors import InputError, Parser, run_cli
 from runtime import TINY, add_calibration, pick_device, set_threads
-from scripts.eval.evaluation import Evaluation
+from scripts.eval.evaluation import Evaluation, contexts
+from scripts.eval.perplexity import predict, summary, windows_of
+from scripts.eval.rows import ChatParts
+from scripts.eval.samples import rows_of
 from scripts.shared.options import expand
 from scripts.shared.results import check_out, record, write_json
 from weights import WeightFormat
@@ -82,17 +85,24 @@ def measure(ev: Evaluation, opt: argparse.Namespace, firsts: dict[str, list[list
     T, new = opt.length, opt.new
     ev.setup({m: (m, {}) for m in opt.method}, T + max(64, new))
     needles: dict[str, list[float]] = {m: [] for m in opt.method}
-    for part in ev.batches("needle", T, opt.samples, 0, new):
-        for m, values in part.items():
-            needles[m] += values
-    perplexity = ev.perplexity(T, opt.texts, new)
+    asked = contexts(list(rows_of(ev, "needle", T, opt.samples, opt, 0)), ev.tk, ChatParts(), False, False)
+    for i in tqdm(range(0, len(asked), ev.batch), desc="needles", leave=False):
+        for m, *_, score in ev.ask(asked[i : i + ev.batch]):
+            needles[m].append(score)
+    perplexity: dict[str, dict[str, float]] = {m: {} for m in opt.method}
+    for kind in ev.texts:
+        windows, decoded = windows_of(ev, kind, T, opt.texts), min(new, T // 2)
+        batches = [windows[i : i + ev.batch] for i in range(0, len(windows), ev.batch)]
+        parts = [predict(ev, batch, decoded, 0) for batch in tqdm(batches, desc=f"perplexity of {kind}", leave=False)]
+        for m in opt.method:
+            perplexity[m][f"perplexity_{kind}"] = round(summary([p[m] for p in parts])["perplexity"], 3)
     prompts = [
         ids[i * T : i * T + T].tolist() for ids in ev.texts.values() for i in range(min(opt.texts, len(ids) // T))
     ]
     tokens: dict[str, list[list[int]]] = {m: [] for m in opt.method}
     for i in tqdm(range(0, len(prompts), opt.batch_size), desc="greedy", leave=False):
         rows = prompts[i : i + opt.batch_size]
-        for m, (out, _) in ev.run_rows(rows, [[] for _ in rows], new).items():
+        for m, out in ev.run_rows(rows, [[] for _ in rows], new).items():
             tokens[m] += out
     first = {m: firsts.setdefault(m, tokens[m]) for m in opt.method}
     return [

@@ -26,6 +26,10 @@ from scripts.shared.results import commit, machine, write_json
 
 METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 h2o tova snapkv "
            "pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare")  # fmt: skip
+ACCURACY = ("full oracle random streaming self_index double_sparsity double_sparsity,channels=0.5 sals-25 sals-12.5 "
+            "ojakv ojakv-0.8 razor,window=128 h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard "
+            "palu-50 hshare self_index,store_bits=4,budget=512")  # fmt: skip
+RULER = "niah_single_1,niah_multikey_2,vt,cwe,fwe"
 LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
 DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
@@ -61,35 +65,35 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
                  "sals-25 sals-12.5 self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 kivi-4 "
                  "ojakv,rank=0.8"],
         linear=["bench.bench_linear --threads 2 --rows 1 8 512"],
-        accuracy=[
-            "eval.eval_retrieval --threads 1 --batch-size 20 --method all --method-arg window=128 --lengths 2048 "
-            "--tasks needle,key_value,repeats,perplexity --samples 100 --text-samples 5 --decoded 64",
-            "eval.eval_retrieval --threads 1 --batch-size 10 --method full --lengths 512,1024,4096 "
-            "--tasks needle,key_value,repeats,perplexity --samples 100 --text-samples 5 --decoded 64",
-        ],
-        equal_bytes=["eval.equal_bytes --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048"],
+        accuracy=["eval.compare --threads 1 --batch-size 20 --lengths 2048 --tasks needle,key_value,repeats "
+                  f"--samples 100 --method {ACCURACY}"],
+        equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
+                     "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
+        accuracy_smollm2=[f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --batch-size 2 "
+                          f"--lengths 2048 --tasks {RULER} --samples 20 --method {ACCURACY}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
-        launches=["report.launches"],
         addresses=["report.addresses"],
     )  # fmt: skip
 
 
 # no machine's speed is in these
-FOLDERS = {"kernels": "compiled", "launches": "compiled", "addresses": "compiled", "answers": "published"}
-RESUME = ("bench.bench_generate", "bench.bench_attention", "eval.eval_retrieval", "eval.equal_bytes", "eval.answers")
+FOLDERS = {"kernels": "compiled", "addresses": "compiled", "answers": "published"}
+COMPARE = "eval.compare"  # writes a folder
+RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
 
 
 def part(question: str, i: int, command: str, limit: float) -> dict | None:
     """The result of one command, from its file if that is of this commit and complete; None if it was late."""
-    path = ROOT / "runs" / f"{question}-{i}.json"
-    path.parent.mkdir(exist_ok=True)
-    mark = path.with_suffix(".done")
+    module, *argv = command.split()
+    out = ROOT / "runs" / f"{question}-{i}{'' if module == COMPARE else '.json'}"
+    path = out / "compare.json" if module == COMPARE else out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = out.with_suffix(".done")
     key = f"{commit()} {command}"
     if not (mark.exists() and mark.read_text() == key):
-        module, *argv = command.split()
         if path.exists() and json.loads(path.read_text()).get("commit") != commit():
             path.unlink()
-        argv += ["--out", str(path.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
+        argv += ["--out", str(out.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
         status = run([sys.executable, "-m", f"scripts.{module}", *argv], limit)
         if status:
             raise InputError(f"scripts.{module} failed with {status}: see above")

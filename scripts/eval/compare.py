@@ -1,0 +1,384 @@
+"""Methods x budgets x tasks x lengths in one command, on the same samples: what each finds, and at how many bytes.
+
+    python -m scripts.eval.compare --method full sals-12.5 --tasks needle --lengths 512 --samples 10
+    python -m scripts.eval.compare --checkpoint CKPT --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --lengths 2048,4096 --out DIR
+    python -m scripts.eval.compare --checkpoint CKPT --dataset longbench.jsonl --method full snapkv --query-in-prompt
+    python -m scripts.eval.compare --tasks kv,prefix_suffix --multi-turn --query-in-prompt --method full snapkv
+    python -m scripts.eval.compare --kv 1/8 --settings                    # what would be run, with its bytes
+
+--method names specs, run as they are; with --kv or --read it names methods, each of which gets the largest setting of
+its ladder (ladders.py) whose bytes held, or read at a step, stay within each share of full's.
+
+The question comes through decode, so that no method knows it when it compresses; --query-in-prompt prefills it, too.
+Several questions on one context each start from the state after it, or with --multi-turn follow one another. A context
+is prefilled once for all methods whose prefill is exact attention.
+
+--out DIR gets samples.jsonl (a line a sample, appended after every batch: --resume goes on as if nothing had happened),
+compare.json, table.md, cells.csv, held.png, read.png, and depth.png where a task has depths. Means over tasks leave out
+those of which full finds less than half: they measure nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cache.calibration import fingerprint
+from cache.spec import layer_methods
+from checkpoint import read_args
+from errors import InputError, Parser, run_cli
+from runtime import TINY, pick_device, set_threads, temporary
+from scripts.eval.evaluation import Context, Evaluation, contexts, parse_flags
+from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
+from scripts.eval.rows import Row, chat_parts, check_metric, read_rows
+from scripts.eval.ruler import TASKS as RULER_TASKS
+from scripts.eval.ruler import add_sources, check_tasks
+from scripts.eval.samples import TASKS, rows_of
+from scripts.report.markdown import share, wilson
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from scripts.shared.results import record, save_figure, write_json
+from weights import WeightFormat, open_checkpoint
+
+FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")
+SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # under which samples are the same ones
+AXES = dict(kv=("held", "kv_share"), read=("read", "read_share"))
+Key = tuple[Any, ...]
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
+    a("--method", nargs="+", default=[], help=f"{SPECS_BY_LAYER}; `all`: every method and preset; default: full, or "
+      "with --kv or --read every method that has a ladder")  # fmt: skip
+    a("--kv", default="", help="bytes held, shares of full's: 1/2,1/4,1/8")
+    a("--read", default="", help="bytes that a step reads: 1/4,1/8,1/16")
+    a("--tasks", default="needle,key_value", help=f"some of {', '.join(TASKS)}")
+    a("--dataset", help="rows of kvpress's form, .jsonl or .parquet, in place of --tasks and --lengths")
+    a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer")
+    a("--samples", type=int, help="of every task and length, at most; default: 50, of a dataset all")
+    a("--batch-size", type=int, default=4)
+    a("--at-once", type=int, default=24, help="settings whose caches are in memory together: they share prefills")
+    a("--multi-turn", action="store_true", help="questions on one context in turn, each after the answers before it")
+    a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
+    add_sources(p)
+    a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
+    opt = parse_flags(p, "compare", FILES[0])
+    opt.targets = {}
+    for axis in ("kv", "read"):
+        try:
+            wanted = [Fraction(part) for part in getattr(opt, axis).split(",") if part]
+        except (ValueError, ZeroDivisionError):
+            wanted = [Fraction(0)]
+        if not all(0 < w <= 1 for w in wanted):
+            raise InputError(f"--{axis} {getattr(opt, axis)} is not a list such as 1/2,1/4, each above 0 and at most 1")
+        if wanted:
+            opt.targets[axis] = wanted
+    args = read_args(opt.checkpoint)
+    if opt.targets:
+        laddered = sorted({m for axis in opt.targets for m in BY_AXIS[axis]})
+        if wrong := set(opt.method) - {*laddered, "full"}:
+            raise InputError(f"{min(wrong)!r} has no ladder: use some of {', '.join(laddered)}")
+    else:
+        opt.method = expand(opt.method or ["full"], True)
+        for spec in opt.method:
+            layer_methods(spec, args.n_layer, {})  # a wrong name or knob ends the run before it starts
+    opt.rows, opt.tasks = None, opt.tasks.split(",")
+    opt.samples = 50 if opt.samples is None and not opt.dataset else opt.samples
+    if opt.dataset:
+        opt.rows, opt.lengths = read_rows(opt.dataset), [0]
+        opt.samples = len(opt.rows) if opt.samples is None else opt.samples
+        opt.tasks = list(dict.fromkeys(r["task"] for r in opt.rows))
+        for task in opt.tasks:
+            check_metric(task)
+    else:
+        if unknown := set(opt.tasks) - {*TASKS}:
+            raise InputError(f"unknown task {min(unknown)!r}: use {', '.join(TASKS)}")
+        check_tasks([t for t in opt.tasks if t in RULER_TASKS], opt)
+        if min(opt.lengths) < (128 if opt.targets else 32):
+            raise InputError(f"--lengths {min(opt.lengths)} has no room for a task, or its budget: give 128 or more")
+    if min(opt.samples, opt.batch_size, opt.at_once) < 1:
+        raise InputError("--samples, --batch-size and --at-once must be at least 1")
+    WeightFormat.parse(opt.weights, opt.head)
+    set_threads(opt.threads)
+    return opt
+
+
+# ---- samples that were answered ----
+
+
+class Store:
+    """A line a sample, appended after every batch and read again by --resume. What a kill cut off is dropped."""
+
+    def __init__(self, path: Path | None, resume: bool):
+        self.path, self.known = path, dict[Key, Row]()
+        whole = b""
+        if path and resume and path.exists():
+            whole = path.read_bytes()
+            whole = whole[: whole.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self.known[self.key(row)] = row
+        if path:
+            path.write_bytes(whole)
+
+    @staticmethod
+    def key(row: Row) -> Key:
+        return tuple(row.get(k) for k in ("method", "task", "length", "index", "turn", "question", "turns"))
+
+    def add(self, rows: Iterable[Row]) -> None:
+        new = [r for r in rows if self.key(r) not in self.known]
+        self.known.update((self.key(r), r) for r in new)
+        if self.path:
+            with open(self.path, "ab") as f:
+                f.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in new).encode())
+                f.flush()
+                os.fsync(f.fileno())
+
+
+class Run:
+    """One length: its samples, the settings that they are asked under, and the answers."""
+
+    def __init__(self, opt: argparse.Namespace, ev: Evaluation, length: int, common: Row):
+        self.opt, self.ev, self.length, self.common = opt, ev, length, common
+        chat = chat_parts(ev.tk, not opt.no_chat)
+        reserve = chat.tokens(ev.tk)
+        self.groups: dict[str, list[Context]] = {}
+        for task in tqdm(opt.tasks, desc=f"samples of {length} tokens", leave=False, disable=len(opt.tasks) < 2):
+            if opt.rows is not None:
+                rows = [r for r in opt.rows if r["task"] == task][: opt.samples]
+            else:
+                rows = list(rows_of(ev, task, length, opt.samples, opt, reserve))
+            self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
+        every = [c for groups in self.groups.values() for c in groups]
+        self.new = max(len(a) + r["max_new_tokens"] for c in every for a, r in zip(c.asked, c.rows, strict=True))
+        self.size = max(length, self.new + max(len(c.prompt) for c in every))
+        if self.size > (most := ev.model.args.context):
+            raise InputError(f"a prompt and its answer have {self.size} tokens, the model's context {most}: give "
+                             "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
+        self.sizes = Sizes(ev.model, opt.batch_size, self.size, self.new)
+        self.cells, self.missing = self.sizes.cells(opt.targets, opt.method, length)
+        chosen = [c["spec"] for c in self.cells] if opt.targets else opt.method
+        self.specs = list(dict.fromkeys((["full"] if opt.targets else []) + chosen))
+
+    def keyed(self, method: str, row: Row) -> Row:
+        """What says in samples.jsonl which sample of which run this is."""
+        where = {k: row[k] for k in ("task", "length", "index", "turn", "depth") if k in row}
+        return dict(method=method) | where | self.common
+
+    def answer(self, store: Store) -> None:
+        """Ask what is not in the store yet: settings by settings, tasks in order, a batch of contexts at a time."""
+        opt, ev = self.opt, self.ev
+        for i in range(0, len(self.specs), opt.at_once):
+            part = self.specs[i : i + opt.at_once]
+            units = [
+                (groups[j : j + opt.batch_size])
+                for groups in self.groups.values()
+                for j in range(0, len(groups), opt.batch_size)
+            ]
+            wanted = {s: {k for u in units for k in self._keys(s, u)} - store.known.keys() for s in part}
+            if not any(wanted.values()):
+                continue
+            ev.setup({s: (s, {}) for s in part if wanted[s]}, self.size, self.new)
+            every = ev.caches
+            for unit in tqdm(units, desc=f"{self.length or 'dataset'}: {len(every)} settings", leave=False):
+                ev.caches = {s: c for s, c in every.items() if set(self._keys(s, unit)) & wanted[s]}
+                if ev.caches:
+                    store.add([self.keyed(method, row) | dict(score=round(score, 4), said=said)
+                               for method, row, said, score in ev.ask(unit)])  # fmt: skip
+            ev.caches = {}
+
+    def _keys(self, method: str, unit: Sequence[Context]) -> list[Key]:
+        return [Store.key(self.keyed(method, row)) for c in unit for row in c.rows]
+
+    def rows(self, store: Store) -> list[Row]:
+        """One for each setting: its bytes, and by task the mean, Wilson's interval and each sample's score."""
+        out = []
+        for method in self.specs:
+            held, read = self.sizes.of(method)
+            row = dict(method=method, knobs={}, seq_len=self.length, samples=self.opt.samples,
+                       query_in_prompt=self.opt.query_in_prompt)  # fmt: skip
+            row |= dict(kv_share=round(held, 4), read_share=round(read, 4))
+            for groups in self.groups.values():
+                found = [store.known[key] for key in self._keys(method, groups)]
+                each = [r["score"] for r in found]
+                task = found[0]["task"]
+                row |= {task: round(mean(each), 4), f"{task}_each": each}
+                row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))]
+                if all("depth" in r for r in found):
+                    row[f"{task}_depth"] = [r["depth"] for r in found]
+            out.append(row)
+        return out
+
+
+# ---- what came out ----
+
+
+def tasks_of(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
+
+
+def measuring(rows: Sequence[Row], length: int) -> list[str]:
+    """Tasks at a length that count in means: those of which full, if it ran, finds half."""
+    full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
+    return [t for t in tasks_of(rows) if full.get(t, 1) >= 0.5]
+
+
+def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:
+    """(method, share of bytes, mean score) of every setting; with targets those of one axis."""
+    rows = {r["method"]: r for r in data["rows"] if r["seq_len"] == length}
+    tasks = measuring(data["rows"], length)
+    cells = [c for c in data["cells"] if c["axis"] == axis and c["seq_len"] == length]
+    named = [(c["method"], c["spec"], c["target"]) for c in cells] or [(s, s, None) for s in rows if not data["cells"]]
+    out = []
+    for method, spec, target in named if tasks else ():
+        x = float(Fraction(target)) if method in BOUNDS and target else rows[spec][AXES[axis][1]]
+        out.append((method, x, mean(rows[spec][t] for t in tasks)))
+    return out
+
+
+def markdown(data: Row) -> str:
+    """A row a setting, a block a length; tasks that measure nothing are in brackets and not in the mean."""
+    out, tasks = [], tasks_of(data["rows"])
+    for length in dict.fromkeys(r["seq_len"] for r in data["rows"]):
+        counted = measuring(data["rows"], length)
+        names = [t if t in counted else f"({t})" for t in tasks]
+        lines = [["method", "held", "read", "mean", *names], ["---"] * (4 + len(tasks))]
+        for r in (r for r in data["rows"] if r["seq_len"] == length):
+            average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
+            lines.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
+                          *(share(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
+        known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
+        title = f"{length} tokens" if length else "the dataset"
+        out.append(f"{title}, the question {known} when the context is compressed:\n\n"
+                   + "\n".join("| " + " | ".join(x) + " |" for x in lines))  # fmt: skip
+    out += [f"{c['method']} cannot be at {c['axis']} {c['target']} of {c['seq_len']} tokens: {c['least']} at least"
+            for c in data["missing"]]  # fmt: skip
+    return "\n\n".join(out) + "\n"
+
+
+def cells_csv(data: Row) -> str:
+    out = io.StringIO()
+    write = csv.writer(out, lineterminator="\n")
+    write.writerow(["method", "task", "length", "question_known", "samples", "score", "low", "high", "held", "read"])
+    for r in data["rows"]:
+        for t in tasks_of([r]):
+            write.writerow([r["method"], t, r["seq_len"], r["query_in_prompt"], len(r[f"{t}_each"]), r[t],
+                            *r[f"{t}_interval"], r["kv_share"], r["read_share"]])  # fmt: skip
+    return out.getvalue()
+
+
+def draw_pareto(data: Row, axis: str, path: Path) -> None:
+    """Mean score against bytes, a panel a length; the dashed line is what no setting beats at fewer bytes."""
+    from matplotlib.figure import Figure
+
+    by_length = {T: p for T in dict.fromkeys(r["seq_len"] for r in data["rows"]) if (p := points(data, axis, T))}
+    if not by_length:
+        return
+    fig = Figure(figsize=(5 * len(by_length), 4), layout="constrained")
+    for ax, (length, found) in zip(fig.subplots(1, len(by_length), squeeze=False)[0], by_length.items(), strict=True):
+        for method in dict.fromkeys(m for m, *_ in found):
+            xy = sorted((x, 100 * y) for m, x, y in found if m == method)
+            ax.plot(*zip(*xy, strict=True), "o-", ms=4, lw=1, alpha=0.8, label=method)
+        best, most = [], -1.0
+        for x, y in sorted((x, 100 * y) for m, x, y in found if m not in BOUNDS):
+            if y > most:
+                best, most = [*best, (x, y)], y
+        if best:  # there may be nothing but the bounds
+            ax.step(*zip(*best, strict=True), "k--", where="post", lw=1)
+        ax.set(xscale="log", xlabel=f"bytes {AXES[axis][0]} / full", ylabel="found, %", ylim=(-3, 103))
+        ax.set_title(f"{length} tokens" if length else "the dataset", fontsize=9)
+        ax.grid(alpha=0.3)
+    ax.legend(fontsize=6, ncols=2)
+    save_figure(fig, path)
+
+
+def draw_depths(data: Row, path: Path) -> None:
+    """A panel a setting: single needles by depth (tenths) and length."""
+    from matplotlib.figure import Figure
+
+    rows = [r for r in data["rows"] if any(k.endswith("_depth") for k in r)]
+    if not rows:
+        return
+    lengths = list(dict.fromkeys(r["seq_len"] for r in rows))
+    methods = list(dict.fromkeys(r["method"] for r in rows))
+    across = min(5, len(methods))
+    fig = Figure(figsize=(2.6 * across + 1, 2.6 * -(-len(methods) // across)), layout="constrained")
+    axes = fig.subplots(-(-len(methods) // across), across, squeeze=False).flat
+    for ax, method in zip(axes, methods, strict=False):
+        grid = torch.full((10, len(lengths)), torch.nan)
+        for r in (r for r in rows if r["method"] == method):
+            tasks = [t for t in tasks_of([r]) if f"{t}_depth" in r]
+            pairs = [p for t in tasks for p in zip(r[f"{t}_depth"], r[f"{t}_each"], strict=True)]
+            for i in range(10):
+                if here := [s for d, s in pairs if min(int(10 * d), 9) == i]:
+                    grid[i, lengths.index(r["seq_len"])] = mean(here)
+        image = ax.imshow(grid.numpy(), vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        ax.set_title(method, fontsize=7)
+        ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=6)
+        ax.set_yticks([0, 9], ["start", "end"], fontsize=6)
+    for ax in list(axes)[len(methods) :]:
+        ax.remove()
+    fig.colorbar(image, ax=fig.axes, label="found")
+    save_figure(fig, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary(path).write_text(text, encoding="utf-8")
+    os.replace(temporary(path), path)
+
+
+def main() -> None:
+    opt = parse_args()
+    device = pick_device(opt.device)
+    opt.dtype = opt.dtype or "fp32"
+    model = load_model(opt, device)
+    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed, model)
+    out = Path(opt.out) if opt.out else None
+    settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, model)
+    of = fingerprint(open_checkpoint(opt.checkpoint).path)[:16]
+    data = record(device, checkpoint=Path(opt.checkpoint).name, fingerprint=of, settings=settings)
+    if out and opt.resume:
+        earlier(str(out / FILES[0]), data, ("device", "commit", "fingerprint", "settings"), ())
+    mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
+    common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=of)
+    runs = [Run(opt, ev, T, common) for T in opt.lengths]
+    if opt.settings:
+        for run in runs:
+            for spec in run.specs:
+                held, read = run.sizes.of(spec)
+                print(f"{run.length}  {spec}  holds {held:.3f}  reads {read:.3f}")
+            for c in run.missing:
+                print(f"{c['seq_len']}  {c['method']} at {c['axis']} {c['target']}: {c['least']} at least")
+        return
+    if out:
+        out.mkdir(exist_ok=True)
+        write_json(out / FILES[0], data)
+    store = Store(out / FILES[1] if out else None, opt.resume)
+    for run in runs:
+        run.answer(store)
+    data |= dict(cells=[c for r in runs for c in r.cells], missing=[c for r in runs for c in r.missing])
+    data["rows"] = [row for r in runs for row in r.rows(store)]
+    if out:
+        write_json(out / FILES[0], data)
+        write_text(out / FILES[2], markdown(data))
+        write_text(out / FILES[3], cells_csv(data))
+        for axis, file in zip(AXES, FILES[4:6], strict=True):
+            draw_pareto(data, axis, out / file)
+        draw_depths(data, out / FILES[6])
+    print(json.dumps(data) if opt.json else markdown(data))
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,197 @@
+"""What a method does to the model's predictions: a context is prefilled and compressed, the rest of the text comes
+through decode, each token as it is.
+
+    python -m scripts.eval.perplexity --method full sals-12.5 --length 1024 --decoded 64
+    python -m scripts.eval.perplexity --checkpoint CKPT --method kivi snapkv --text book.txt --length 4096 --recall 4
+    python -m scripts.eval.perplexity --method all --text code --windows 8 --out results/perplexity.json
+
+--text: a UTF-8 file, or `prose` and `code`: held-out text of this machine. Windows of --length tokens lie at even
+distances in it; of each the last --decoded tokens are predicted. In all and by distance from the prompt: perplexity,
+the mean Kullback-Leibler divergence of the method's distribution from full's (nats), and how often both have the same
+most likely token. --recall N: the share of full's attention that lies on what the method attends to, by layer, at N
+steps of every window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from cache.calibration import fingerprint
+from cache.spec import layer_methods
+from cache.trace import Trace, observe
+from checkpoint import read_args
+from errors import InputError, Parser, check_range, run_cli
+from model import ModelArgs
+from runtime import TINY, pick_device, read_text, set_threads
+from scripts.eval.evaluation import Evaluation, parse_flags
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from scripts.shared.results import record, write_json
+from weights import WeightFormat, open_checkpoint
+
+BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a bin begins
+SUMS = ("nll", "kl", "same", "tokens")
+
+
+def parse_args() -> argparse.Namespace:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
+    a("--method", nargs="+", default=["full"], help=f"{SPECS_BY_LAYER}; `all`: every method and preset")
+    a("--text", default="prose", help="a UTF-8 file, or prose or code: held-out text of this machine")
+    a("--length", dest="lengths", metavar="N", default="1024", help="tokens of a window")
+    a("--decoded", type=int, default=256, help="how many of them are predicted")
+    a("--windows", type=int, default=4, help="at most; fewer where the text is shorter")
+    a("--batch-size", type=int, default=4, help="windows at a time")
+    a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is looked at")
+    opt = parse_flags(p, "perplexity.json")
+    check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "what stands before is the context")
+    check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
+    check_range("--recall", opt.recall, 0, opt.decoded)
+    WeightFormat.parse(opt.weights, opt.head)
+    opt.method = list(dict.fromkeys(["full", *expand(opt.method, True)]))
+    n_layer = read_args(opt.checkpoint).n_layer
+    for spec in opt.method:
+        layer_methods(spec, n_layer, {})  # a wrong name or knob ends the run before it starts
+    set_threads(opt.threads)
+    return opt
+
+
+def windows_of(ev: Evaluation, text: str, length: int, most: int) -> list[list[int]]:
+    """Even distances apart, without overlap. InputError if the text is shorter than one."""
+    ids = ev.texts[text].tolist() if text in ("prose", "code") else ev.tk.encode(read_text(text))
+    n = min(most, len(ids) // length)
+    if not n:
+        raise InputError(f"--text {text} has {len(ids)} tokens: give a longer one, or --length {len(ids)} or less")
+    return [ids[s : s + length] for s in torch.linspace(0, len(ids) - length, n).long().tolist()]
+
+
+def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Of one step, by layer: the weights by position [B, Hq, length], and where a head looks at all."""
+    group = args.n_head // args.n_kv_head
+    weights, looked = [], []
+    for steps in map(trace.layer, range(args.n_layer)):
+        mass = torch.zeros(len(steps[0].weight), args.n_head, length)
+        there = torch.zeros(len(mass), args.n_head, length + 1, dtype=torch.bool)
+        for s in steps:  # of two kinds of heads, each its own
+            heads = range(args.n_kv_head) if s.heads is None else s.heads
+            own = torch.tensor([h * group + g for h in heads for g in range(group)])
+            at = s.position.repeat_interleave(s.weight.shape[1] // s.position.shape[1], 1).cpu()
+            mass[:, own] = s.mass(length).cpu()
+            there[:, own] = there[:, own].scatter(2, torch.where((at >= 0) & (at < length), at, length), True)
+        weights.append(mass)
+        looked.append(there[..., :length])
+    return weights, looked
+
+
+@torch.inference_mode()
+def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int) -> dict[str, dict[str, Any]]:
+    """By method: sums by bin of distance [bins, 4] (SUMS), and the recall of every layer at every looked-at step."""
+    reference = next(iter(ev.caches))  # full, where it runs
+    model, n, cut = ev.model, len(windows), len(windows[0]) - decoded
+    ids = torch.tensor(windows, device=ev.device)
+    first, lengths = ev.prefill([w[:cut] for w in windows])
+    looks = {round(i * (decoded - 1) / max(1, recall)) for i in range(1, recall + 1)}
+    known: dict[int, Tensor] = {}  # the reference's log-probabilities of every step [B, V]
+    masses: dict[int, list[Tensor]] = {}
+    out: dict[str, dict[str, Any]] = {}
+    for label, cache in ev.caches.items():
+        model.cache, logits, pos = cache, first[label], lengths.clone()
+        sums, shares = torch.zeros(len(BINS), len(SUMS), dtype=torch.float64), []
+        for i in range(decoded):
+            logp = F.log_softmax(logits.float(), -1)
+            if label == reference:
+                known[i] = logp.cpu()
+            base = known[i].to(logp.device)
+            token = ids[:, cut + i]
+            each = [
+                -logp.gather(1, token[:, None]).sum(),
+                (base.exp() * (base - logp)).sum(),
+                (base.argmax(-1) == logp.argmax(-1)).sum(),
+                torch.tensor(n),
+            ]
+            sums[max(b for b, start in enumerate(BINS) if start <= i + 1)] += torch.stack(
+                [x.double().cpu() for x in each]
+            )
+            if i + 1 == decoded:
+                break
+            if i in looks:
+                with observe(model) as trace:
+                    logits = model.decode(token, pos)
+                weights, looked = seen(trace, model.args, cut + i + 1)
+                if label == reference:
+                    masses[i] = weights
+                shares.append([(m * there).sum(-1).mean().item() for m, there in zip(masses[i], looked, strict=True)])
+            else:
+                logits = model.decode(token, pos)
+            pos = pos + 1
+            model.maintain(i + 1)
+        out[label] = dict(sums=sums.tolist(), recall=shares)
+    return out
+
+
+def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all windows: means in all and by distance."""
+    sums = sum(torch.tensor(p["sums"]) for p in parts)
+
+    def means(row: Tensor) -> dict[str, float]:
+        nll, kl, same, tokens = row.tolist()
+        return dict(perplexity=round(math.exp(nll / tokens), 4), kl=round(max(0.0, kl / tokens), 5),
+                    same_top=round(same / tokens, 4), tokens=int(tokens))  # fmt: skip
+
+    out: dict[str, Any] = means(sums.sum(0))
+    out["by_distance"] = {str(start): means(row) for start, row in zip(BINS, sums, strict=True) if row[3]}
+    looked = [step for p in parts for step in p["recall"]]
+    if looked:
+        out["recall_by_layer"] = [round(x, 4) for x in torch.tensor(looked).mean(0).tolist()]
+        out["recall"] = round(torch.tensor(looked).mean().item(), 4)
+    return out
+
+
+def main() -> None:
+    opt = parse_args()
+    device = pick_device(opt.device)
+    opt.dtype = opt.dtype or "fp32"
+    model = load_model(opt, device)
+    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, False, opt.seed, model)
+    (length,) = opt.lengths[:1]
+    if length > model.args.context:
+        raise InputError(f"--length {length} exceeds the model's context of {model.args.context}")
+    windows = windows_of(ev, opt.text, length, opt.windows)
+    settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
+    settings |= dict(length=length) | precision(opt, model)
+    data = record(device, checkpoint=Path(opt.checkpoint).name,
+                  fingerprint=fingerprint(open_checkpoint(opt.checkpoint).path)[:16], settings=settings)  # fmt: skip
+    old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if opt.resume else {}
+    data["parts"] = old.get("parts", [])  # a batch of windows each, by method
+    ev.setup({m: (m, {}) for m in opt.method}, length, opt.decoded)
+    batches = [windows[i : i + opt.batch_size] for i in range(0, len(windows), opt.batch_size)]
+    for batch in tqdm(batches[len(data["parts"]) :], desc="windows", initial=len(data["parts"]), total=len(batches)):
+        data["parts"].append(predict(ev, batch, opt.decoded, opt.recall))
+        if opt.out:
+            write_json(opt.out, data)
+    data["rows"] = [
+        dict(method=m, seq_len=length) | ev.bytes(m, length - opt.decoded - 1) | summary([p[m] for p in data["parts"]])
+        for m in opt.method
+    ]
+    if opt.out:
+        write_json(opt.out, data)
+    if opt.json:
+        print(json.dumps(data))
+        return
+    for r in data["rows"]:
+        recall = f" recall {r['recall']:.3f}" if "recall" in r else ""
+        print(f"{r['method']}: perplexity {r['perplexity']:.3f} KL {r['kl']:.4f} same top {100 * r['same_top']:.1f} % "
+              f"held {r['kv_share']:.3f} read {r['read_share']:.3f}{recall}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_cli(main)

