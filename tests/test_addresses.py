@@ -69,6 +69,6 @@ def test_the_report(cli, monkeypatch):
     status, out, err = cli(addresses, "--methods", "full", "tova", "--blocks", "whole", "--json")
     full, tova = json.loads(out)
     assert status == 1 and err.endswith("tova, whole: _join: 3 of the addresses that it loads\n")
-    assert full["kernels"] == ["_combine_shares", "_rotate_append", "_split_attention"]
+    assert full["kernels"] == ["_combine_shares", "_rotate_append_kernel", "_split_attention"]
     assert full["loads"] > full["launches"] > 0
     assert tova == dict(method="tova", blocks="whole", problem="_join: 3 of the addresses that it loads")

@@ -934,7 +934,7 @@ def test_interrupted_while_the_model_is_loaded(checkpoint, text):
     """It tells what is there from before, and leaves it as it is."""
     _, _, before = ended(process(flags(checkpoint, text, 4), interrupt(15)))
     kept = C.partial(checkpoint / FILE, "text").read_bytes()
-    stop = "C.load_checkpoint = lambda *a: os.kill(os.getpid(), signal.SIGINT)"
+    stop = "C.load_checkpoint = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)"
     code, _, err = ended(process(flags(checkpoint, text, 4), stop))
     assert code == 130 and err.splitlines()[-1] == before.splitlines()[-1]
     assert C.partial(checkpoint / FILE, "text").read_bytes() == kept

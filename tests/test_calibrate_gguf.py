@@ -131,7 +131,7 @@ def test_every_script_takes_a_gguf_and_its_calibration(name, named, files, cli, 
 def test_a_peer_that_reads_folders_alone(files, cli):
     argv = "--checkpoint", files / "m.F16.gguf", "--peer", "transformers"
     code, out, err = cli(bench_generate, *argv)
-    assert code == 2 and not out and err.count("\n") == 1 and "quantize.py" in err and "--weights fp32" in err
+    assert code == 2 and not out and err.count("\n") == 1 and "scripts.quantize" in err and "--weights fp32" in err
 
 
 @pytest.mark.parametrize("weights, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cache.base import connected
 from cache.spec import make_args, method_files, resolve
 from kernels.gather_attention import gather_attention
 from kernels.op import OPERATIONS, bytes_read
@@ -16,7 +17,7 @@ LLAMA = ModelArgs.from_name("llama-3.1-8b")
 
 def on_meta(cls, knobs, batch, T):
     shape = LLAMA.cache_shape(2, batch, T, torch.bfloat16, "cpu").on("meta")
-    return cls(make_args(cls, knobs), shape, 2, LLAMA.rotary(batch, 1, "meta"), None)
+    return connected([cls(make_args(cls, knobs), shape, 2, LLAMA.rotary(batch, 1, "meta"), None)])[0]
 
 
 def read_by(method, B):

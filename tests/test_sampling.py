@@ -186,8 +186,7 @@ def test_a_conversation_goes_on_after_a_stop_string(llm):
     free = llm.conversation().say("import os", 12).text
     talk = llm.conversation(stop=free[4:6])
     assert talk.say("import os", 12).text == free[: free.find(free[4:6])]
-    held = list(talk.held)
-    ids = held + llm.tokenizer.encode("\ndef f", bos=False)
+    ids = list(talk.tokens) + llm.tokenizer.encode("\ndef f", bos=False)
     assert talk.say("def f", 4).tokens[:1] == llm.generate([ids], 1)[0].tokens
 
 

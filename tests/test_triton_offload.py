@@ -126,7 +126,7 @@ def test_the_side_stream_reads_no_temporary(backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", side_stream)
     monkeypatch.setattr(offload, "_side_stream", lambda device: stream)
     monkeypatch.setattr(offload, "_arrival", lambda device, address: SimpleNamespace(record=lambda stream: None))
-    offload._fetch_rows_cuda(k, v, idx, idx, asked, *outs)
+    offload._fetch_rows_cuda(k, v, idx, asked, *outs)
     check_copy((k, v), wanted, outs, 7.0)
 
 
