@@ -68,6 +68,7 @@ def test_what_the_browser_shows_is_what_was_attended_to(page):
         assert f"says {json.dumps(method['said'][step], ensure_ascii=False)}" in right
         share = float(re.search(r"attends to ([\d.]+) %", right)[1])
         assert 24 / data["tokens"] <= share / 100 < 0.8  # at least the budget, and not everything
+    assert shown(in_browser(page, "#layer=99")) == shown(in_browser(page)), "a layer that is not there"
     dom = in_browser(page)
     assert dom.count('title="token ') == 2 * data["tokens"], "a token is missing on one of the two sides"
     assert 'class="unseen"' in dom and 'class="now"' in dom and "rgba(var(--ink)" in dom
