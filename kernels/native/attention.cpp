@@ -12,12 +12,14 @@ int64_t kvf_multiplies_pairs() {  // of bf16, as they are
 }
 
 void kvf_decode_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* start,
-                          const int64_t* stop, const float* mean_k, const float* mean_v, const int64_t* count, void* out,
-                          int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head, int64_t k_slot, int64_t v_row,
-                          int64_t v_head, int64_t v_slot, int64_t B, int64_t H, int64_t G, int64_t D, int64_t threads) {
+                          const int64_t* stop, const float* mean_k, const float* mean_v, const int64_t* count,
+                          void* out, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head, int64_t k_slot,
+                          int64_t v_row, int64_t v_head, int64_t v_slot, int64_t B, int64_t H, int64_t G, int64_t D,
+                          int64_t threads) {
     int64_t longest = 0;
     for (int64_t b = 0; b < B; b++) longest = std::max(longest, stop[b] - (start ? start[b] : 0));
-    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
+    FLOAT_OR_BF16(attention(
+        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
         [&](int64_t group, int64_t part, const float* query, Seen& seen) {
             int64_t b = group / H, h = group % H, lo = (start ? start[b] : 0) + part * CHUNK;
             seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot,
@@ -25,8 +27,9 @@ void kvf_decode_attention(int64_t is_bf16, const void* q, const void* k, const v
             if (part == 0 && count && count[b] > 0) {
                 const float *extra_k = mean_k + group * D, *extra_v = mean_v + group * D;
                 const float more = std::log2((float)count[b]) / seen.scale;  // for as many tokens as it stands for
-                seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{},
-                         [&] { for (int64_t g = 0; g < G; g++) seen.p[g * N] += more; });
+                seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{}, [&] {
+                    for (int64_t g = 0; g < G; g++) seen.p[g * N] += more;
+                });
             }
         }))
 }
@@ -36,7 +39,8 @@ void kvf_gather_attention(int64_t is_bf16, const void* q, const void* k, const v
                           int64_t k_slot, int64_t v_row, int64_t v_head, int64_t v_slot, int64_t idx_row,
                           int64_t idx_head, int64_t count_row, int64_t count_head, int64_t B, int64_t H, int64_t G,
                           int64_t D, int64_t K, int64_t threads) {
-    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(K), threads,
+    FLOAT_OR_BF16(attention(
+        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(K), threads,
         [&](int64_t group, int64_t part, const float* query, Seen& seen) {
             int64_t b = group / H, h = group % H, n = std::min(K, count[b * count_row + h * count_head]);
             seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot,

@@ -1,5 +1,5 @@
-// Sums over tokens that lie side by side, a row of memory for each channel. A few rows are read along at a time: all rows
-// of a few tokens would be as many short pieces, which the memory gives more slowly.
+// Sums over tokens that lie side by side, a row of memory for each channel. A few rows are read along at a time: all
+// rows of a few tokens would be as many short pieces, which the memory gives more slowly.
 #pragma once
 #include "softmax.h"
 
@@ -7,8 +7,8 @@ namespace {
 
 constexpr int ALONG = 16;  // rows that are scored along
 
-// Adds to C scores, `apart` from query to query, of V vectors of tokens the products of q [C, q_head] with n rows; fetches
-// the n rows behind them.
+// Adds to C scores, `apart` from query to query, of V vectors of tokens the products of q [C, q_head] with n rows;
+// fetches the n rows behind them.
 template <int C, int V, class T>
 void add_scores(const float* q, int q_head, const T* const* rows, int n, bool more, int t, float* to, int apart) {
     vf acc[C][V];
@@ -38,8 +38,8 @@ void score_rows(const float* q, int q_head, const T* const* rows, int R, float* 
     }
 }
 
-// Multiplies sums [C, R, L] by shrink [C], and adds the products of C weights of n tokens, `apart`, with R rows. n is of
-// whole vectors.
+// Multiplies sums [C, R, L] by shrink [C], and adds the products of C weights of n tokens, `apart`, with R rows. n is
+// of whole vectors.
 template <int C, class T>
 void weigh_rows(const float* weight, int apart, const T* const* rows, int R, const float* shrink, float* to, int n) {
     constexpr int W = L / C;  // rows at a time, as many sums as leave registers

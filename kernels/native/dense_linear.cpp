@@ -6,26 +6,27 @@
 
 namespace {
 
-constexpr int SHORT = 4096;  // bytes of a row, a page, below which the processor fetches too little ahead by itself
+constexpr int SHORT = 4096;   // bytes of a row, a page, below which the processor fetches too little ahead by itself
 constexpr int TILE_ROWS = 4;  // of W, for as many of x as make L sums, which are added up together
 constexpr int PIECE_ROWS = 4 * TILE_ROWS;  // that a thread takes at a time
 
 // R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
-template <int M, int R, class T>
-void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
+template <int M, int R, class T> void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
     vf acc[L] = {};
     const char* next = (const char*)(w + 8 * R * in);
     for (int64_t i = 0; i < in; i += L) {
         vf q[R];
         for (int r = 0; r < R; r++) q[r] = load(w + r * in + i);
-        if (fetch) for (int b = 0; b < R * L * (int)sizeof(T); b += 64) __builtin_prefetch(next + i * R * sizeof(T) + b, 0, 2);
+        if (fetch)
+            for (int b = 0; b < R * L * (int)sizeof(T); b += 64) __builtin_prefetch(next + i * R * sizeof(T) + b, 0, 2);
         for (int m = 0; m < M; m++) {
             vf at = load(x + m * in + i);
             for (int r = 0; r < R; r++) acc[m * R + r] += q[r] * at;
         }
     }
     if constexpr (M * R == L) store(y, sums(acc));
-    else for (int i = 0; i < M * R; i++) y[i] = sum(acc[i]);
+    else
+        for (int i = 0; i < M * R; i++) y[i] = sum(acc[i]);
 }
 
 // Sums of R rows of W, and the bias -> y

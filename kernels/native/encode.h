@@ -8,12 +8,16 @@ uint16_t to_half(float x) {  // to nearest, ties to even
 #if defined(__F16C__)
     return _cvtss_sh(x, 0);
 #else
-    uint32_t bits; std::memcpy(&bits, &x, 4);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
     uint32_t sign = bits >> 16 & 0x8000, f = bits & 0x7fffffff;
     if (f > 0x7f800000) return sign | 0x7e00;
     if (f >= 0x477ff000) return sign | 0x7c00;
     if (f < 0x38800000) {  // subnormal: the sum's rounding is the one that is wanted
-        float y; std::memcpy(&y, &f, 4); y += 0.5f; std::memcpy(&f, &y, 4);
+        float y;
+        std::memcpy(&y, &f, 4);
+        y += 0.5f;
+        std::memcpy(&f, &y, 4);
         return sign | (f - 0x3f000000);
     }
     return sign | ((f + 0xc8000fff + (f >> 13 & 1)) >> 13);
@@ -22,8 +26,8 @@ uint16_t to_half(float x) {  // to nearest, ties to even
 
 constexpr int GROUP = 32;  // channels of a token that share a scale and a zero, or tokens of a channel
 
-// Codes of n numbers that share a scale and a zero, fp16 `pair`, against both as they are stored. Numbers, and codes, are
-// `apart` from each other.
+// Codes of n numbers that share a scale and a zero, fp16 `pair`, against both as they are stored. Numbers, and codes,
+// are `apart` from each other.
 void codes_of(const float* x, int64_t n, int64_t apart, int64_t bits, float clip, uint8_t* codes, uint16_t* pair) {
     const float levels = (float)((1 << bits) - 1);
     float low = x[0], high = x[0];
@@ -43,7 +47,8 @@ void pack_codes(const uint8_t* codes, int64_t n, int64_t bits, uint8_t* to) {
     auto plane = [&](int width, int shift, uint8_t* at) {
         for (int64_t i = 0, per = 8 / width; i < n / per; i++) {
             at[i] = 0;
-            for (int64_t j = 0; j < per; j++) at[i] |= (codes[i * per + j] >> shift & ((1 << width) - 1)) << (width * j);
+            for (int64_t j = 0; j < per; j++)
+                at[i] |= (codes[i * per + j] >> shift & ((1 << width) - 1)) << (width * j);
         }
     };
     if (bits == 3) plane(2, 0, to), plane(1, 2, to + n / 4);

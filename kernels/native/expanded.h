@@ -8,12 +8,12 @@
 
 namespace {
 
-constexpr int PANEL = L;           // channels that are expanded at a time, of each half of a head
-constexpr int64_t COORDINATES = 32;  // whose multiple a row is filled up to with zeros
+constexpr int PANEL = L;                  // channels that are expanded at a time, of each half of a head
+constexpr int64_t COORDINATES = 32;       // whose multiple a row is filled up to with zeros
 constexpr int BLOCK = L == 16 ? 64 : 48;  // tokens: a basis comes out of the second-level cache once for them
 
-// Tokens of a work item, whole blocks, of n of a row: each costs as much as many tokens do elsewhere, and a few hundred,
-// which a list has, are work for several threads, too.
+// Tokens of a work item, whole blocks, of n of a row: each costs as much as many tokens do elsewhere, and a few
+// hundred, which a list has, are work for several threads, too.
 int64_t span_of(int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(512, n / 8) / BLOCK) * BLOCK; }
 
 int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
@@ -38,8 +38,8 @@ inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_
 }
 
 // Products of a basis' channels, PANEL of each of two panels, with a block's coordinates, R of them, a multiple of 32:
-// out [2 * PANEL, BLOCK]. A panel is packed from a basis whose rows, `step` apart, are its `rank` coordinates, or channels
-// (then rank is a multiple of 32).
+// out [2 * PANEL, BLOCK]. A panel is packed from a basis whose rows, `step` apart, are its `rank` coordinates, or
+// channels (then rank is a multiple of 32).
 struct ByFloats {
     typedef float Row;  // a panel is [R, PANEL]
     template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, float* to) {
@@ -59,7 +59,8 @@ struct ByFloats {
         for (int64_t r = 0; r < R; r += L)
             for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 4, columns + r * BLOCK + i, BLOCK * 4);
     }
-    __attribute__((noinline)) void multiply(const float* one, const float* two, const float* columns, int64_t R, float* out) {
+    __attribute__((noinline)) void multiply(const float* one, const float* two, const float* columns, int64_t R,
+                                            float* out) {
         constexpr int M = L / 2, V = L == 16 ? 2 : 3;  // channels and vectors of tokens at a time, as registers allow
         for (int c = 0; c < 2 * PANEL; c += M)
             for (int i = 0; i < BLOCK; i += V * L) {
@@ -80,7 +81,7 @@ struct ByFloats {
 };
 
 #ifdef __AVX512BF16__
-struct InPairs {  // lanes of two coordinates, for processors that multiply such
+struct InPairs {       // lanes of two coordinates, for processors that multiply such
     typedef bf16 Row;  // a panel is [R / 32, PANEL, 32]
     static void pack_coordinates(const bf16* from, int64_t step, int64_t rank, bf16* to) {
         vu pairs[L];
@@ -107,11 +108,15 @@ struct InPairs {  // lanes of two coordinates, for processors that multiply such
 struct ByTiles : InPairs {
     Tiles registers;
 
-    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R, float* out) {
+    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R,
+                                            float* out) {
         asm volatile("" ::: "memory");  // gcc does not know that tiles are loaded from it
         for (int i = 0; i < BLOCK; i += 2 * L) {
             const bf16* tokens = columns + i * 32;
-            _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
             for (int64_t r = 0; r < R; r += 32) {
                 _tile_loadd(4, one + r * PANEL, 64);
                 _tile_loadd(5, two + r * PANEL, 64);
@@ -132,7 +137,8 @@ struct ByTiles : InPairs {
 #endif
 
 struct ByPairs : InPairs {
-    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R, float* out) {
+    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R,
+                                            float* out) {
         constexpr int M = L / 2, V = 2;  // channels and vectors of tokens at a time: half of the registers
         for (int c = 0; c < 2 * PANEL; c += M)
             for (int i = 0; i < BLOCK; i += V * L) {
@@ -170,8 +176,8 @@ template <class Unit> struct Basis {
     const Row* panel(int64_t channel) const { return panels.at + channel * R; }  // a multiple of PANEL
 };
 
-// logits [M, BLOCK] of M queries from PANEL channels of each half, keys [2 * PANEL, BLOCK] before rotation by the angles
-// [PANEL, BLOCK]
+// logits [M, BLOCK] of M queries from PANEL channels of each half, keys [2 * PANEL, BLOCK] before rotation by the
+// angles [PANEL, BLOCK]
 template <int M>
 void rotated_dots(const float* q, int64_t D, const float* keys, const float* cos, const float* sin, float* logits) {
     for (int i = 0; i < BLOCK; i += 2 * L, keys += 2 * L, cos += 2 * L, sin += 2 * L, logits += 2 * L) {
@@ -195,9 +201,9 @@ void rotated_dots(const float* q, int64_t D, const float* keys, const float* cos
     }
 }
 
-// A block of n <= BLOCK tokens of `heads` heads from `first` on, filled by its owner: `row` i and the position `at` i; then
-// `turn`, and `logits` of one head after the other. Panels are expanded one ahead: products come out of the matrix unit
-// late.
+// A block of n <= BLOCK tokens of `heads` heads from `first` on, filled by its owner: `row` i and the position `at` i;
+// then `turn`, and `logits` of one head after the other. Panels are expanded one ahead: products come out of the matrix
+// unit late.
 template <class Unit> struct Expanded {
     typedef typename Unit::Row Row;
     Unit unit;
@@ -209,9 +215,21 @@ template <class Unit> struct Expanded {
     Room<Row> rows, columns;
     Room<float> cos, sin, keys;
 
-    Expanded(const Basis<Unit>& basis, int64_t R, const float* cos, const float* sin, int64_t first, int64_t heads, int64_t D)
-        : basis(basis), cos_table(cos), sin_table(sin), first(first), heads(heads), D(D), half(D / 2), R(R),
-          rows(BLOCK * R), columns(BLOCK * R), cos(half * BLOCK), sin(half * BLOCK), keys(2 * 2 * PANEL * BLOCK) {}
+    Expanded(const Basis<Unit>& basis, int64_t R, const float* cos, const float* sin, int64_t first, int64_t heads,
+             int64_t D)
+        : basis(basis),
+          cos_table(cos),
+          sin_table(sin),
+          first(first),
+          heads(heads),
+          D(D),
+          half(D / 2),
+          R(R),
+          rows(BLOCK * R),
+          columns(BLOCK * R),
+          cos(half * BLOCK),
+          sin(half * BLOCK),
+          keys(2 * 2 * PANEL * BLOCK) {}
 
     Row* row(int i) { return &rows[i * R]; }
     void fetch(int64_t position) const {
@@ -244,7 +262,7 @@ template <class Unit> struct Expanded {
         }
     }
 
-  private:
+private:
     float* buffer(int64_t panel) { return &keys[panel % 2 * 2 * PANEL * BLOCK]; }
     template <class Mend> void expand(int64_t panel, Mend mend) {
         int64_t panels = half / PANEL, channel = (first + panel / panels) * D + panel % panels * PANEL;
@@ -256,13 +274,19 @@ template <class Unit> struct Expanded {
 
 // f(unit, zero of the cache's type): a unit in a type of its own, as it may be too large to hand over
 template <class F> void with_unit(int64_t is_bf16, F f) {
-    struct Floats { typedef ByFloats type; };
+    struct Floats {
+        typedef ByFloats type;
+    };
 #ifdef __AMX_BF16__
-    struct InTiles { typedef ByTiles type; };
+    struct InTiles {
+        typedef ByTiles type;
+    };
     if (is_bf16 && has_tiles()) return f(InTiles{}, bf16{});
 #endif
 #ifdef __AVX512BF16__
-    struct InLanes { typedef ByPairs type; };
+    struct InLanes {
+        typedef ByPairs type;
+    };
     if (is_bf16) return f(InLanes{}, bf16{});
 #else
     if (is_bf16) return f(Floats{}, bf16{});

@@ -25,7 +25,8 @@ template <class T> struct Coordinates {
         else if (bits == 3) codes<3>(t, to);
         else if (bits == 4) codes<4>(t, to);
         else if (bits == 8) codes<8>(t, to);
-        else for (int r = 0; r < R; r += L) store_exact(to + r, load((const T*)data + t * R + r));
+        else
+            for (int r = 0; r < R; r += L) store_exact(to + r, load((const T*)data + t * R + r));
     }
     float scale(int64_t t) const { return params ? half_to_float(params[2 * t]) : 1.0f; }
     float zero(int64_t t) const { return params ? half_to_float(params[2 * t + 1]) : 0.0f; }
@@ -47,13 +48,17 @@ void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, con
     }
     float softness = LOG2_E / std::sqrt((float)D);
     int64_t longest = *std::max_element(pos, pos + B) + 1, span = span_of(longest), parts = (longest + span - 1) / span;
-    attention((const float*)nullptr, 0, 0, out, (int)B, (int)groups, (int)(s * G), (int)R, parts, threads,
+    attention(
+        (const float*)nullptr, 0, 0, out, (int)B, (int)groups, (int)(s * G), (int)R, parts, threads,
         [&](int64_t item, int64_t part, const float*, Seen& seen) {
             int64_t b = item / groups, first_head = item % groups * s;
             Expanded<Unit> keys(panels, panels.R, cos + b * table_row, sin + b * table_row, first_head, s, D);
-            Coordinates<T> latents{k + item * slots * row_bytes, k_params ? k_params + item * slots * 2 : nullptr, (int)R, (int)bits};
-            Coordinates<T> values{v + item * slots * row_bytes, v_params ? v_params + item * slots * 2 : nullptr, (int)R, (int)bits};
-            Room<float> query(s * G * D), weights(s * G * BLOCK), scale(BLOCK), zero(BLOCK), v_scale(BLOCK), v_zero(BLOCK);
+            Coordinates<T> latents{k + item * slots * row_bytes, k_params ? k_params + item * slots * 2 : nullptr,
+                                   (int)R, (int)bits};
+            Coordinates<T> values{v + item * slots * row_bytes, v_params ? v_params + item * slots * 2 : nullptr,
+                                  (int)R, (int)bits};
+            Room<float> query(s * G * D), weights(s * G * BLOCK), scale(BLOCK), zero(BLOCK), v_scale(BLOCK),
+                v_zero(BLOCK);
             Room<T> held(bits == 16 ? 0 : BLOCK * R);
             std::vector<float> zeros(s * G);
             scaled_query(q + b * q_row + first_head * G * q_head, q_head, (int)(s * G), (int)D, softness, query.at);
@@ -77,7 +82,8 @@ void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, con
                     else values.take(t, &held[i * R]), vs[i] = &held[i * R];
                 }
                 keys.turn();
-                for (int64_t h = 0; h < s; h++) keys.logits(h, &query[h * G * D], (int)G, &weights[h * G * BLOCK], mend);
+                for (int64_t h = 0; h < s; h++)
+                    keys.logits(h, &query[h * G * D], (int)G, &weights[h * G * BLOCK], mend);
                 for (int64_t g = 0; g < s * G; g++) {
                     float *p = &weights[g * BLOCK], *y = &seen.y[g * R], shrink = seen.soften((int)g, p, n, BLOCK);
                     if (shrink != 1)
@@ -106,28 +112,26 @@ extern "C" {
 // out [B, groups * s * G, D]; mean [.., R] is room for the weighted coordinates, which are expanded once
 void kvf_group_attention(int64_t is_bf16, const void* q, const void* k, const uint16_t* k_params, const void* v,
                          const uint16_t* v_params, const void* k_basis, const void* v_basis, const float* k_bias,
-                         const float* v_bias, const int64_t* pos, const float* cos, const float* sin, float* mean, void* out,
-                         int64_t q_row, int64_t q_head, int64_t table_row, int64_t B, int64_t groups, int64_t s, int64_t G,
-                         int64_t D, int64_t slots, int64_t R, int64_t bits, int64_t threads) {
+                         const float* v_bias, const int64_t* pos, const float* cos, const float* sin, float* mean,
+                         void* out, int64_t q_row, int64_t q_head, int64_t table_row, int64_t B, int64_t groups,
+                         int64_t s, int64_t G, int64_t D, int64_t slots, int64_t R, int64_t bits, int64_t threads) {
     with_unit(is_bf16, [&](auto unit, auto zero) {
         typedef decltype(zero) T;
-        attend_groups<typename decltype(unit)::type>(
-            (const T*)q, q_row, q_head, (const char*)k, k_params, (const char*)v, v_params, (const T*)k_basis, k_bias, pos,
-            cos, sin, table_row, mean, B, groups, s, G, D, slots, R, bits, threads);
+        attend_groups<typename decltype(unit)::type>((const T*)q, q_row, q_head, (const char*)k, k_params,
+                                                     (const char*)v, v_params, (const T*)k_basis, k_bias, pos, cos, sin,
+                                                     table_row, mean, B, groups, s, G, D, slots, R, bits, threads);
     });
     int64_t heads = groups * s * G;
-    FLOAT_OR_BF16(
-        _Pragma("omp parallel for num_threads(threads)")
-        for (int64_t i = 0; i < B * heads; i++) {
-            int64_t channel = i % heads / G * D;
-            std::vector<float> y(D);
-            for (int64_t d = 0; d < D; d++) {
-                const T* u = (const T*)v_basis + (channel + d) * R;
-                vf acc = {};
-                for (int64_t r = 0; r < R; r += L) acc += load(u + r) * load(mean + i * R + r);
-                y[d] = sum(acc) + v_bias[channel + d];  // weights add up to 1
-            }
-            for (int64_t d = 0; d < D; d += L) store((T*)out + i * D + d, load(&y[d]));
-        })
+    FLOAT_OR_BF16(_Pragma("omp parallel for num_threads(threads)") for (int64_t i = 0; i < B * heads; i++) {
+        int64_t channel = i % heads / G * D;
+        std::vector<float> y(D);
+        for (int64_t d = 0; d < D; d++) {
+            const T* u = (const T*)v_basis + (channel + d) * R;
+            vf acc = {};
+            for (int64_t r = 0; r < R; r += L) acc += load(u + r) * load(mean + i * R + r);
+            y[d] = sum(acc) + v_bias[channel + d];  // weights add up to 1
+        }
+        for (int64_t d = 0; d < D; d += L) store((T*)out + i * D + d, load(&y[d]));
+    })
 }
 }

@@ -3,10 +3,10 @@
 
 namespace {
 
-template <class T>
-void append_token(const T* latents, const T* values, const int64_t* pos, T* ring_k, void* ring_v, uint16_t* ring_params,
-                  T* lead, T* rest, void* v, uint16_t* params, int64_t bits, int64_t B, int64_t R, int64_t slots,
-                  int64_t rank, int64_t first, int64_t second, int64_t width) {
+template <class T> void append_token(const T* latents, const T* values, const int64_t* pos, T* ring_k, void* ring_v,
+                                     uint16_t* ring_params, T* lead, T* rest, void* v, uint16_t* params, int64_t bits,
+                                     int64_t B, int64_t R, int64_t slots, int64_t rank, int64_t first, int64_t second,
+                                     int64_t width) {
     int64_t groups = width / GROUP;
     for (int64_t b = 0; b < B; b++) {
         int64_t in = b * R + pos[b] % R, out = b * slots + ((pos[b] - R) % slots + slots) % slots;

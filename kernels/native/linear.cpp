@@ -7,11 +7,12 @@
 namespace {
 
 constexpr int64_t SPAN = 64;  // inputs in bf16 that are multiplied before those of another block
-constexpr int FEW = 4;  // rows of x that are multiplied while W is unpacked; more of them share what was unpacked
+constexpr int FEW = 4;        // rows of x that are multiplied while W is unpacked; more of them share what was unpacked
 
-// A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon. On an AMD
-// EPYC without AVX-512 a quarter of that: bf16 10 % more, and where a thread reads at three places a few percent in any format.
-// Zen 4 (with BF16, but not yet the narrow VNNI) reads 8 bits for one row 5 to 8 % faster without, 4 bits up to 13 % slower
+// A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon.
+// On an AMD EPYC without AVX-512 a quarter of that: bf16 10 % more, and where a thread reads at three places a few
+// percent in any format. Zen 4 (with BF16, but not yet the narrow VNNI) reads 8 bits for one row 5 to 8 % faster
+// without, 4 bits up to 13 % slower
 template <int BITS, int M> void fetch_ahead(const uint8_t* p) {
     constexpr int AHEAD = L == 8 ? 1024 : 4096;
 #if defined(__AVX512BF16__) && !defined(__AVXVNNI__)
@@ -27,12 +28,16 @@ template <int BITS, int M>
 void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const float* sums, vf (*y)[M][VECTORS]) {
     const int64_t groups = w.in / w.group, span = BITS == 16 ? SPAN : w.group;
     const vf table = table_of<BITS>(w);
-    constexpr int A = L == 16 && M < 3 ? 4 / M : M < 2 ? 2 : 1;  // sums of one row in turns: an addition waits for the one before
+    constexpr int A = L == 16 && M < 3 ? 4 / M
+                      : M < 2          ? 2
+                                       : 1;  // sums of one row in turns: an addition waits for the one before
     for (int64_t from = 0, g = 0; from < w.in; from += span, g++)
         for (int64_t k = 0; k < count; k++) {
             const uint8_t* p = w.codes + (blocks[k] * w.in + from) * BITS * 2;
             vf part[M][VECTORS][A];
-            for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) for (int a = 0; a < A; a++) part[m][v][a] = vf{};
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < VECTORS; v++)
+                    for (int a = 0; a < A; a++) part[m][v][a] = vf{};
             for (int64_t i = from; i < std::min(from + span, w.in); i += UNIT, p += BITS * 16) {
                 fetch_ahead<BITS, M>(p);
                 for (int v = 0; v < VECTORS; v++) {
@@ -43,7 +48,8 @@ void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const fl
                 }
             }
             for (int v = 0; v < VECTORS; v++) {
-                for (int m = 0; m < M; m++) for (int a = 1; a < A; a++) part[m][v][0] += part[m][v][a];
+                for (int m = 0; m < M; m++)
+                    for (int a = 1; a < A; a++) part[m][v][0] += part[m][v][a];
                 if constexpr (BITS != 16) {
                     const int64_t row = blocks[k] * groups + g;
                     const vf scale = w.scale.read(row, v);
@@ -63,7 +69,8 @@ void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const fl
 }
 
 template <int M> void many(const float* unpacked, int64_t in, const float* x, vf (*y)[VECTORS]) {
-    for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < VECTORS; v++) y[m][v] = vf{};
     for (int64_t i = 0; i < in; i++)
         for (int v = 0; v < VECTORS; v++) {
             vf q = load(unpacked + i * SIDE + v * L);
@@ -83,16 +90,24 @@ template <int MOST> struct Together {
 template <int MOST, class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the count a constant
     for (int64_t m = 0, count; m < M; m += count) {
         count = Together<MOST>(m, M).count;
-        if constexpr (MOST == 8) if (count == 8) { f(std::integral_constant<int, 8>{}, m); continue; }
-        if constexpr (MOST >= 4) if (count == 4) { f(std::integral_constant<int, 4>{}, m); continue; }
+        if constexpr (MOST == 8)
+            if (count == 8) {
+                f(std::integral_constant<int, 8>{}, m);
+                continue;
+            }
+        if constexpr (MOST >= 4)
+            if (count == 4) {
+                f(std::integral_constant<int, 4>{}, m);
+                continue;
+            }
         if (count == 2) f(std::integral_constant<int, 2>{}, m);
         else f(std::integral_constant<int, 1>{}, m);
     }
 }
 
 // Sums of some blocks -> rows of y [][all blocks][16]
-template <int M, class T>
-void put_all(T* y, int64_t row, int64_t all, Blocks blocks, int64_t count, const vf (*part)[M][VECTORS], const float* bias) {
+template <int M, class T> void put_all(T* y, int64_t row, int64_t all, Blocks blocks, int64_t count,
+                                       const vf (*part)[M][VECTORS], const float* bias) {
     for (int64_t k = 0; k < count; k++)
         for (int m = 0; m < M; m++)
             for (int v = 0; v < VECTORS; v++) put(y, row + m, all, blocks[k], v, part[k][m][v], bias);
@@ -102,9 +117,10 @@ void put_all(T* y, int64_t row, int64_t all, Blocks blocks, int64_t count, const
 #define INTEGERS
 // ---- codes of 8 and 4 bits as integers ----
 //
-// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact. A code is multiplied with the
-// two bytes of an integer, four by four where the processor does that at once (VNNI), else two by two, of which sums of 4-bit
-// codes fit into 16 bits for a while; without VNNI 8-bit codes are multiplied with integers as they are.
+// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact. A code is multiplied
+// with the two bytes of an integer, four by four where the processor does that at once (VNNI), else two by two, of
+// which sums of 4-bit codes fit into 16 bits for a while; without VNNI 8-bit codes are multiplied with integers as they
+// are.
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 template <int BITS> constexpr bool BY_BYTES = true;
@@ -114,7 +130,7 @@ template <int BITS> constexpr bool BY_BYTES = BITS == 4;
 constexpr int MOST = L == 8 ? 2 : 8;
 #endif
 
-constexpr int64_t ALONE = 4096;  // inputs that one thread makes integers of sooner than threads meet
+constexpr int64_t ALONE = 4096;       // inputs that one thread makes integers of sooner than threads meet
 constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
 
 #if defined(__AVX512F__)
@@ -148,7 +164,8 @@ template <int BITS, int M> struct Products {
                 if constexpr (BITS == 4) {
                     vu w = load_as<vu>(at);
                     two[0] = w & low, two[1] = (w >> 4) & low;
-                } else for (int h = 0; h < 2; h++) two[h] = load_as<vu>(at + h * WORDS) ^ sign;
+                } else
+                    for (int h = 0; h < 2; h++) two[h] = load_as<vu>(at + h * WORDS) ^ sign;
                 for (int h = 0; h < 2; h++)
                     for (int m = 0; m < M; m++) {
                         const int32_t* from = x + (h * M + m) * 2;
@@ -210,15 +227,16 @@ template <int BITS, int M> struct Products {
     vi total(int v, int m) const { return sum[v][m]; }
     static constexpr int ZERO = BITS == 8 ? 0 : 8;
 
-  private:
-    template <int ROWS> static void in_order(vi& sum) {  // or gcc adds up in another order, for which registers do not suffice
+private:
+    template <int ROWS>
+    static void in_order(vi& sum) {  // or gcc adds up in another order, for which registers do not suffice
         if (ROWS < 4) asm("" : "+v"(sum));
     }
     static vi dot(Halves w, int32_t two) { return (vi)OF_PROCESSOR(madd_epi16)((Own)w, everywhere(two)); }
 };
 #endif
 
-struct Integers {  // of M rows of x
+struct Integers {                // of M rows of x
     int64_t M, in, span, spans;  // inputs of a row, and that share a step
     // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or pairs of integers]
     int32_t* lanes;
@@ -229,7 +247,8 @@ struct Integers {  // of M rows of x
         for (int64_t size : {16, 32, 64, 128})
             if (group > 128 && group % size == 0) span = size;
         spans = in / span;
-        // kept for the next product: some hundred of them a step, and each of a size that an allocator takes long to find
+        // kept for the next product: some hundred of them a step, and each of a size that an allocator takes long to
+        // find
         thread_local std::vector<int32_t> kept;
         if ((int64_t)kept.size() < M * in / 2 + 2 * M * spans) kept.resize(M * in / 2 + 2 * M * spans);
         lanes = kept.data(), minus_sum = lanes + M * in / 2, step = (float*)(minus_sum + M * spans);
@@ -247,7 +266,7 @@ struct Integers {  // of M rows of x
         const int32_t bits = largest(most);
         const float top = bits < 0x7f800000 ? load_as<float>(&bits) : NAN, per = top > 1e-30f ? LARGEST / top : 0.0f;
         vi total = {};
-        for (int64_t i = 0; i < span; i += L) {  // L inputs, half of them as many lanes
+        for (int64_t i = 0; i < span; i += L) {                         // L inputs, half of them as many lanes
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
             const vi in_8 = LANE % 8, in_4 = LANE % 4;
@@ -274,7 +293,8 @@ struct Integers {  // of M rows of x
     typedef int64_t Pairs __attribute__((vector_size(L * 4)));
 };
 
-// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span. PLAIN: scales are fp16, no minima
+// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span. PLAIN: scales are fp16, no
+// minima
 template <int BITS, int M, int COUNT, int UNITS, bool ONCE, bool PLAIN>
 __attribute__((noinline))  // or its registers do not suffice
 void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
@@ -290,7 +310,8 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
         codes[k] = w.codes + blocks[k] * w.in * BITS * 2;
         scale[k] = (const uint8_t*)w.scale.at + blocks[k] * groups * SIDE * size;
         if (w.zero) zero[k] = w.zero + blocks[k] * groups * SIDE / 2;
-        for (int m = 0; m < M; m++) for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < VECTORS; v++) y[k][m][v] = vf{};
     }
     for (int64_t g = 0, i = 0; g < groups; g++)
         for (const int64_t to = i + group; i < to; i += span, lanes += span / 2 * M, minus_sum++, step++)
@@ -341,7 +362,8 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
     Shares shares(blocks, threads);
     const auto take = [&](int64_t i) { rows.take<BITS>(x, i / rows.spans, i % rows.spans); };
     const bool alone = M * w.in <= ALONE;
-    if (alone) for (int64_t i = 0; i < M * rows.spans; i++) take(i);
+    if (alone)
+        for (int64_t i = 0; i < M * rows.spans; i++) take(i);
 #pragma omp parallel num_threads(threads)
     {
         if (!alone) {
@@ -406,7 +428,7 @@ void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int
     if constexpr (BITS < 16) linear_by_integers<BITS>(w, x, bias, y, M, blocks, threads);
     else
 #endif
-    linear_by_floats<BITS>(w, x, bias, y, M, blocks, threads);
+        linear_by_floats<BITS>(w, x, bias, y, M, blocks, threads);
 }
 
 template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t first, int64_t blocks, int threads) {
@@ -425,8 +447,9 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
 
 }  // namespace
 
-extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, WEIGHT_ARGUMENTS, const float* bias, void* y, int64_t M,
-                           int64_t in, int64_t blocks, int64_t group, int64_t shared, int64_t min_shared, int64_t threads) {
+extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, WEIGHT_ARGUMENTS, const float* bias, void* y,
+                           int64_t M, int64_t in, int64_t blocks, int64_t group, int64_t shared, int64_t min_shared,
+                           int64_t threads) {
     FLOAT_OR_BF16(BY_BITS((linear<BITS>(WEIGHT, (const T*)x, bias, (T*)y, M, blocks, threads))))
 }
 

@@ -11,11 +11,17 @@ struct Latents {
     std::vector<float> p, wide, shrink;
 
     Latents(int G, int R_K, int R_V)
-        : G(G), R_K(R_K), R_V(R_V), M(std::max(128, std::min(1024, 4096 / G / WHOLE * WHOLE))), p(G * M), wide(G * R_V * L),
+        : G(G),
+          R_K(R_K),
+          R_V(R_V),
+          M(std::max(128, std::min(1024, 4096 / G / WHOLE * WHOLE))),
+          p(G * M),
+          wide(G * R_V * L),
           shrink(G) {}
 
     // tokens lo..hi of one head; q [G, D], of which R_K coordinates count
-    template <class T> void see(const float* q, const T* k, const T* v, int64_t chan, int64_t lo, int64_t hi, Seen& seen) {
+    template <class T>
+    void see(const float* q, const T* k, const T* v, int64_t chan, int64_t lo, int64_t hi, Seen& seen) {
         int64_t whole = lo + std::max<int64_t>(0, hi - lo) / L * L;
         for (int64_t first = lo; first < whole; first += M)
             block(q, k + first, v + first, chan, (int)std::min<int64_t>(M, whole - first), seen);
@@ -34,7 +40,8 @@ struct Latents {
         int width = (n + L - 1) / L * L;
         std::vector<const T*> rows(std::max(R_K, R_V));
         for (int r = 0; r < R_K; r++) rows[r] = k + r * chan;
-        by_heads(G, [&](auto m, int g) { score_rows<m>(q + g * seen.D, seen.D, rows.data(), R_K, &p[g * M], M, width); });
+        by_heads(G,
+                 [&](auto m, int g) { score_rows<m>(q + g * seen.D, seen.D, rows.data(), R_K, &p[g * M], M, width); });
         for (int g = 0; g < G; g++) shrink[g] = seen.soften(g, &p[g * M], n, width);
         for (int r = 0; r < R_V; r++) rows[r] = v + r * chan;
         by_heads(G, [&](auto m, int g) {
@@ -47,14 +54,14 @@ struct Latents {
 
 extern "C" {
 
-// q [B, H * G, D]; latents of which row b holds the first stored[b]; bases [B or 1, H, D, R], a row stride of 0 where all
-// rows share one; full-rank tokens [B, H, F, D] of which those are there that `filled` [B, F] tells.
+// q [B, H * G, D]; latents of which row b holds the first stored[b]; bases [B or 1, H, D, R], a row stride of 0 where
+// all rows share one; full-rank tokens [B, H, F, D] of which those are there that `filled` [B, F] tells.
 void kvf_lowrank_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const float* k_basis,
                            const float* v_basis, const int64_t* stored, const void* k_full, const void* v_full,
-                           const uint8_t* filled, void* out, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head,
-                           int64_t v_row, int64_t v_head, int64_t chan, int64_t k_basis_row, int64_t v_basis_row,
-                           int64_t B, int64_t H, int64_t G, int64_t D, int64_t R_K, int64_t R_V, int64_t F,
-                           int64_t threads) {
+                           const uint8_t* filled, void* out, int64_t q_row, int64_t q_head, int64_t k_row,
+                           int64_t k_head, int64_t v_row, int64_t v_head, int64_t chan, int64_t k_basis_row,
+                           int64_t v_basis_row, int64_t B, int64_t H, int64_t G, int64_t D, int64_t R_K, int64_t R_V,
+                           int64_t F, int64_t threads) {
     int64_t W = (std::max(R_K, R_V) + L - 1) / L * L, longest = *std::max_element(stored, stored + B);
     Room<float> folded(B * H * G * W), mean(B * H * G * W);  // queries in the key basis, outputs in the value basis
     std::vector<float> lse(B * H * G);

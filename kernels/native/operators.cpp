@@ -1,7 +1,8 @@
-// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to 150,
-// and from a compiled step, which calls them as functions in C, 2 to 7 us less.
+// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to
+// 150, and from a compiled step, which calls them as functions in C, 2 to 7 us less.
 //
-// Through torch's stable interface, which compiles in seconds. The files of kernels/ declare them, and say what they give.
+// Through torch's stable interface, which compiles in seconds. The files of kernels/ declare them, and say what they
+// give.
 #include "tensor.h"
 
 namespace {
@@ -25,10 +26,18 @@ template <class T, class X> T* data(const X& x) {
     void* at = some(x)->data_ptr();
     return (T*)(at ? at : no_elements);
 }
-template <class X> int64_t* ints(const X& x, const char* name) { return expect(ScalarType::Long, x, name), data<int64_t>(x); }
-template <class X> float* floats(const X& x, const char* name) { return expect(ScalarType::Float, x, name), data<float>(x); }
-template <class X> uint16_t* halves(const X& x, const char* name) { return expect(ScalarType::Half, x, name), data<uint16_t>(x); }
-template <class X> uint8_t* bytes(const X& x, const char* name) { return expect(ScalarType::Byte, x, name), data<uint8_t>(x); }
+template <class X> int64_t* ints(const X& x, const char* name) {
+    return expect(ScalarType::Long, x, name), data<int64_t>(x);
+}
+template <class X> float* floats(const X& x, const char* name) {
+    return expect(ScalarType::Float, x, name), data<float>(x);
+}
+template <class X> uint16_t* halves(const X& x, const char* name) {
+    return expect(ScalarType::Half, x, name), data<uint16_t>(x);
+}
+template <class X> uint8_t* bytes(const X& x, const char* name) {
+    return expect(ScalarType::Byte, x, name), data<uint8_t>(x);
+}
 
 void make_whole(Tensor& x) {
     if (x.is_contiguous()) return;
@@ -38,7 +47,9 @@ void make_whole(Tensor& x) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(copy.get(), &handle));
     x = Tensor::made(handle);
 }
-void make_whole(Maybe& x) { if (x) make_whole(*x); }
+void make_whole(Maybe& x) {
+    if (x) make_whole(*x);
+}
 template <class X, class... Y> void make_whole(X& x, Y&... more) { make_whole(x), make_whole(more...); }
 
 int64_t is_bf16(std::initializer_list<const Tensor*> some) {
@@ -54,8 +65,9 @@ Tensor like(const Tensor& q, const std::vector<int64_t>& size, std::optional<Sca
     std::vector<int64_t> strides(size.size());
     for (size_t i = size.size(), n = 1; i-- > 0; n *= size[i]) strides[i] = n;
     AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-        size.size(), size.data(), strides.data(), (int32_t)type.value_or(q.scalar_type()), aoti_torch_device_type_cpu(), 0, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(size.size(), size.data(), strides.data(),
+                                                    (int32_t)type.value_or(q.scalar_type()),
+                                                    aoti_torch_device_type_cpu(), 0, &made));
     return Tensor::made(made);
 }
 
@@ -67,16 +79,20 @@ Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
     for (size_t i = lead.size(); i-- > 0; n *= lead[i]) strides[i] = n;
     const Tensor rows = like(q, {n}, ScalarType::Float);
     AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(rows.get(), size.size(), size.data(), strides.data(), 0, &made));
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch__reinterpret_tensor(rows.get(), size.size(), size.data(), strides.data(), 0, &made));
     return Tensor::made(made);
 }
 
 int64_t threads() { return torch::stable::get_num_threads(); }
 
-struct Lists { int64_t row, head; };  // one list may serve all heads
+struct Lists {
+    int64_t row, head;
+};  // one list may serve all heads
 Lists strides_of(const Tensor& x) { return {x.stride(0), x.size(1) > 1 ? x.stride(1) : 0}; }
 
-Tensor attention_of_slots(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
+Tensor attention_of_slots(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v,
+                          Maybe count) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
     STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
     make_whole(start, stop, mean_k, mean_v, count);
@@ -103,8 +119,9 @@ std::tuple<Tensor, Tensor> observed_attention(Tensor q, Tensor k, Tensor v, Tens
     make_whole(stop);
     Tensor out = like(q, {B, Hq, D}), weights = like(q, {B, H, T}, ScalarType::Float);
     kvf_observed_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(stop, "stop"),
-                           out.data_ptr(), (float*)weights.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-                           k.stride(2), v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H, D, T, threads());
+                           out.data_ptr(), (float*)weights.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
+                           k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H, D, T,
+                           threads());
     return {std::move(out), std::move(weights)};
 }
 
@@ -127,8 +144,9 @@ Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Ten
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = idx.size(1);
     for (auto x : {&k, &v, &sink_k, &sink_v, &tail_k, &tail_v})
         STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
-    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && lies_whole(alpha) && lies_whole(codes) &&
-                    q.stride(2) == 1, "a cache must be contiguous");
+    STD_TORCH_CHECK(
+        lies_whole(k_params) && lies_whole(v_params) && lies_whole(alpha) && lies_whole(codes) && q.stride(2) == 1,
+        "a cache must be contiguous");
     int64_t half = is_bf16({&q, &sink_k, &sink_v, &tail_k, &tail_v});
     if (bits == 16) is_bf16({&q, &k, &v});
     else bytes(k, "k"), bytes(v, "v");
@@ -143,8 +161,8 @@ Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Ten
     return out;
 }
 
-std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, Tensor wanted, int64_t k,
-                                         int64_t sinks, int64_t recent) {
+std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, Tensor wanted, int64_t k, int64_t sinks,
+                                         int64_t recent) {
     int64_t B = scores.size(0), H = scores.size(1), T = scores.size(2), K = std::min(k, T);
     expect(ScalarType::Bool, mask, "mask");
     if (scores.stride(2) != 1) make_whole(scores);
@@ -164,7 +182,8 @@ std::tuple<Tensor, Tensor> topk_select(Tensor scores, Tensor mask, int64_t k, Te
     return select_tokens(std::move(scores), std::move(mask), {}, std::move(count), k, 0, 0);
 }
 
-std::tuple<Tensor, Tensor> budget_select(Tensor scores, Tensor pos, Tensor wanted, int64_t k, int64_t sinks, int64_t recent) {
+std::tuple<Tensor, Tensor> budget_select(Tensor scores, Tensor pos, Tensor wanted, int64_t k, int64_t sinks,
+                                         int64_t recent) {
     return select_tokens(std::move(scores), {}, std::move(pos), std::move(wanted), k, sinks, recent);
 }
 
@@ -173,8 +192,8 @@ Tensor top_p_count(Tensor weights, Tensor pos, double p, int64_t sinks, int64_t 
     if (weights.stride(2) != 1) make_whole(weights);
     make_whole(pos);
     Tensor count = like(weights, {B, H}, ScalarType::Long);
-    kvf_top_p(floats(weights, "weights"), ints(pos, "pos"), &p, ints(count, "count"), weights.stride(0), weights.stride(1),
-              B, H, T, sinks, recent, threads());
+    kvf_top_p(floats(weights, "weights"), ints(pos, "pos"), &p, ints(count, "count"), weights.stride(0),
+              weights.stride(1), B, H, T, sinks, recent, threads());
     return count;
 }
 
@@ -183,7 +202,8 @@ Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t
                  const Tensor* params, const float* total, const Maybe& pos, const Maybe& skip) {
     int64_t T = codes.size(2), W = codes.size(3);
     STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == W, "the codes of a head must be contiguous");
-    STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2), "params of a head must be contiguous");
+    STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2),
+                    "params of a head must be contiguous");
     Tensor out = rows_like(like_this, {B, H}, T);
     kvf_look_up(table, bytes(codes, "codes"), halves(params, "params"), total, ints(pos, "pos"), ints(skip, "skip"),
                 (float*)out.data_ptr(), codes.stride(0), codes.stride(1), params ? params->stride(0) : 0,
@@ -234,7 +254,8 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
         for (int64_t i = 0; i < r; i++) total[group] += x[i];
         for (int64_t c = 0; c < C; c++)
             for (int i = 0; i < ENTRIES; i++)
-                table[group * n + c * ENTRIES + i] = bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
+                table[group * n + c * ENTRIES + i] =
+                    bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
     }
     make_whole(pos);
     return looked_up(q, table.data(), B, H, labels, &params, total.data(), pos, {});
@@ -242,7 +263,8 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
 
 std::vector<float> as_floats(const Tensor& x) {  // x lies whole
     std::vector<float> out(x.numel());
-    if (is_bf16({&x})) for (size_t i = 0; i < out.size(); i++) out[i] = number(((const bf16*)x.data_ptr())[i]);
+    if (is_bf16({&x}))
+        for (size_t i = 0; i < out.size(); i++) out[i] = number(((const bf16*)x.data_ptr())[i]);
     else std::copy_n((const float*)x.data_ptr(), out.size(), out.begin());
     return out;
 }
@@ -263,9 +285,9 @@ Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
     STD_TORCH_CHECK(keys.stride(3) == 1, "the tokens of a channel must be contiguous");
     make_whole(q, channels, pos);
     Tensor out = rows_like(q, {B, H, C}, T);
-    kvf_channel_scores(is_bf16({&keys}), as_floats(q).data(), ints(channels, "channels"), keys.data_ptr(), ints(pos, "pos"),
-                       (float*)out.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(2), out.stride(0), out.stride(1),
-                       out.stride(2), B, H, C, T, R, threads());
+    kvf_channel_scores(is_bf16({&keys}), as_floats(q).data(), ints(channels, "channels"), keys.data_ptr(),
+                       ints(pos, "pos"), (float*)out.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(2),
+                       out.stride(0), out.stride(1), out.stride(2), B, H, C, T, R, threads());
     return out;
 }
 
@@ -281,17 +303,18 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     int64_t n = x.size(x.dim() - 1), M = x.numel() / n, out = weight.size(0);
     make_whole(x);
     STD_TORCH_CHECK(lies_whole(weight) && lies_whole(bias), "the weight must be contiguous");
-    STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n, " inputs");
+    STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n,
+                    " inputs");
     Tensor y = products_like(x, out);
     int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
-    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out,
-                     threads());
+    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out, threads());
     return y;
 }
 
 constexpr int64_t FROM_TILES = 8;  // rows from which tiles of bf16 weights are faster than vectors
 constexpr int64_t MANY = 32;  // rows from which a matrix product of unpacked rows is faster than unpacking in registers
-constexpr int64_t UNPACKED_AT_ONCE = 1 << 21;  // numbers that are unpacked for one matrix product: 8 MB in fp32, which caches hold
+constexpr int64_t UNPACKED_AT_ONCE =
+    1 << 21;  // numbers that are unpacked for one matrix product: 8 MB in fp32, which caches hold
 
 // The same memory as a matrix [rows, columns], a row `stride` numbers behind the one before it
 Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t stride, int64_t first = 0) {
@@ -306,24 +329,27 @@ int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(step), name, " must be contiguous");
     expect(ScalarType::Half, step, name), expect(step ? ScalarType::Char : ScalarType::Half, x, name);
     const int64_t n = step ? x->size(1) / step->size(1) : 1;
-    STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name, ": 1, 2, 4, 8 ... groups share a step");
+    STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name,
+                    ": 1, 2, 4, 8 ... groups share a step");
     return n;
 }
 
-Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step, Maybe bias,
-                     int64_t bits) {
+Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step,
+                     Maybe bias, int64_t bits) {
     make_whole(x);
     int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
-    STD_TORCH_CHECK(lies_whole(packed) && lies_whole(zero) && lies_whole(bias),
-                    "the packed weight must be contiguous");
-    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n, " inputs in ",
-                    bits, " bits");
-    STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()), "a zero is of 4-bit codes, and has 4 bits");
-    STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero), "a group has one minimum, or a zero");
+    STD_TORCH_CHECK(lies_whole(packed) && lies_whole(zero) && lies_whole(bias), "the packed weight must be contiguous");
+    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n,
+                    " inputs in ", bits, " bits");
+    STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()),
+                    "a zero is of 4-bit codes, and has 4 bits");
+    STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero),
+                    "a group has one minimum, or a zero");
     const int64_t shared = sharing(scale, step, "scale"), min_shared = sharing(minimum, min_step, "minimum");
     Tensor y = products_like(x, blocks * SIDE);
     const int64_t half = is_bf16({&x}), group = n / groups;
-    const auto codes = bytes(packed, "packed"), per = data<uint8_t>(scale), zeros = bytes(zero, "zero"), least = data<uint8_t>(minimum);
+    const auto codes = bytes(packed, "packed"), per = data<uint8_t>(scale), zeros = bytes(zero, "zero"),
+               least = data<uint8_t>(minimum);
     const auto steps = data<uint16_t>(step), min_steps = data<uint16_t>(min_step);
     const float* more = floats(bias, "bias");
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
@@ -336,9 +362,10 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zer
     const Tensor rows = like(x, {n, std::min(most, blocks) * SIDE}), from = matrix(x, M, n, n);
     for (int64_t first = 0; first < blocks; first += most) {
         const int64_t count = std::min(most, blocks - first);
-        kvf_unpack_rows(half, bits, codes, per, steps, zeros, least, min_steps, rows.data_ptr(), n, group, shared, min_shared,
-                        first, count, threads());
-        const Tensor part = matrix(rows, n, count * SIDE, count * SIDE), to = matrix(y, M, count * SIDE, out, first * SIDE);
+        kvf_unpack_rows(half, bits, codes, per, steps, zeros, least, min_steps, rows.data_ptr(), n, group, shared,
+                        min_shared, first, count, threads());
+        const Tensor part = matrix(rows, n, count * SIDE, count * SIDE),
+                     to = matrix(y, M, count * SIDE, out, first * SIDE);
         TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), from.get(), part.get()));
     }
     const auto add = [&](auto* at) {
@@ -380,8 +407,8 @@ void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor 
     else run(0.0f);
 }
 
-void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
-                   Tensor rest, Tensor v, Maybe params, int64_t bits) {
+void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Tensor ring_v, Maybe ring_params,
+                   Tensor lead, Tensor rest, Tensor v, Maybe params, int64_t bits) {
     for (auto x : {&ring_k, &ring_v, &lead, &rest, &v}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params), "a cache must be contiguous");
     make_whole(latents, values, pos);
@@ -401,8 +428,8 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
     else run(0.0f);
 }
 
-Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead, Tensor rest,
-                        Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
+Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
+                        Tensor rest, Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
                         int64_t ring_bits, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), T = lead.size(1), H = basis.size(1) / D;
     for (auto x : {&basis, &ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
@@ -418,16 +445,15 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
     int64_t K = idx ? idx->size(1) : T - R;
-    for (int64_t b = 0; b < B; b++)
-        stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
+    for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
     if (B)
         kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), basis.data_ptr(), ring_k.data_ptr(),
                              ring_v.data_ptr(), halves(ring_params, "ring_params"), lead.data_ptr(), rest.data_ptr(),
                              v.data_ptr(), halves(params, "params"), at, list, stored.data(), floats(cos, "cos"),
                              floats(sin, "sin"), out.data_ptr(), q.stride(0), q.stride(1),
-                             cos.size(0) > 1 ? cos.stride(0) : 0, B, H, Hq / H, D, T, R, K, ring_k.size(2), lead.size(2),
-                             rest.size(2), threads());
+                             cos.size(0) > 1 ? cos.stride(0) : 0, B, H, Hq / H, D, T, R, K, ring_k.size(2),
+                             lead.size(2), rest.size(2), threads());
     return out;
 }
 
@@ -444,12 +470,13 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
     uint16_t* pairs = halves(params, "params");
     auto run = [&](auto zero) {
         typedef decltype(zero) T;
-        int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8, each = params ? params->numel() / params->size(0) / H : 0;
+        int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8,
+                each = params ? params->numel() / params->size(0) / H : 0;
 #pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++)
             append_quantized<T>((const T*)x.data_ptr() + i * D, at[i / H], (T*)kept.data_ptr() + i * (sinks + ring) * D,
-                                (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits, sinks,
-                                ring, block, (float)clip, D, group, slots);
+                                (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits,
+                                sinks, ring, block, (float)clip, D, group, slots);
     };
     if (is_half) run(bf16{});
     else run(0.0f);
@@ -470,11 +497,11 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
     auto group = [&](const Maybe& x) { return x ? D / x->size(3) : D; };
     Tensor out = like(q, {B, Hq, D});
     if (B)
-        kvf_quantized_attention(half, k_bits, v_bits, channels, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"),
-                                k_kept.data_ptr(), v.data_ptr(), halves(v_params, "v_params"), v_kept.data_ptr(),
-                                ints(pos, "pos"), ints(k_stop, "k_stop"), ints(v_stop, "v_stop"), out.data_ptr(),
-                                q.stride(0), q.stride(1), B, H, Hq / H, D, k.size(2), v.size(2), sinks, k_kept.size(2),
-                                channels ? D : group(k_params), group(v_params), threads());
+        kvf_quantized_attention(
+            half, k_bits, v_bits, channels, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), k_kept.data_ptr(),
+            v.data_ptr(), halves(v_params, "v_params"), v_kept.data_ptr(), ints(pos, "pos"), ints(k_stop, "k_stop"),
+            ints(v_stop, "v_stop"), out.data_ptr(), q.stride(0), q.stride(1), B, H, Hq / H, D, k.size(2), v.size(2),
+            sinks, k_kept.size(2), channels ? D : group(k_params), group(v_params), threads());
     return out;
 }
 
@@ -494,8 +521,8 @@ Tensor lowrank_attention(Tensor q, Tensor k, Tensor v, Tensor k_basis, Tensor v_
         kvf_lowrank_attention(half, q.data_ptr(), k.data_ptr(), v.data_ptr(), floats(k_basis, "k_basis"),
                               floats(v_basis, "v_basis"), ints(stored, "stored"), k_full.data_ptr(), v_full.data_ptr(),
                               (const uint8_t*)filled.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
-                              k.stride(1), v.stride(0), v.stride(1), k.stride(3), row(k_basis), row(v_basis), B, H, Hq / H,
-                              D, k.size(3), v.size(3), F, threads());
+                              k.stride(1), v.stride(0), v.stride(1), k.stride(3), row(k_basis), row(v_basis), B, H,
+                              Hq / H, D, k.size(3), v.size(3), F, threads());
     return out;
 }
 
@@ -513,9 +540,9 @@ Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_par
     Tensor out = like(q, {B, Hq, D}), mean = like(q, {B, Hq, R}, ScalarType::Float);
     if (B)
         kvf_group_attention(half, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), v.data_ptr(),
-                            halves(v_params, "v_params"), k_basis.data_ptr(), v_basis.data_ptr(), floats(k_bias, "k_bias"),
-                            floats(v_bias, "v_bias"), ints(pos, "pos"), floats(cos, "cos"), floats(sin, "sin"),
-                            (float*)mean.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1),
+                            halves(v_params, "v_params"), k_basis.data_ptr(), v_basis.data_ptr(),
+                            floats(k_bias, "k_bias"), floats(v_bias, "v_bias"), ints(pos, "pos"), floats(cos, "cos"),
+                            floats(sin, "sin"), (float*)mean.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1),
                             cos.size(0) > 1 ? cos.stride(0) : 0, B, groups, s, G, D, k.size(2), R, bits, threads());
     return out;
 }
@@ -530,28 +557,28 @@ Tensor oja_sequential(Tensor basis, Tensor x) {
 
 }  // namespace
 
-#define OPERATORS(EACH) \
-    EACH(budget_select, budget_select) \
-    EACH(channel_score, score_channels) \
-    EACH(decode_attention, decode_attention) \
-    EACH(dense_linear, dense_linear) \
-    EACH(gather_attention, gather_attention) \
-    EACH(group_attention, group_attention) \
-    EACH(head_scores, score_heads) \
-    EACH(label_score, label_score) \
-    EACH(latent_append, latent_append) \
-    EACH(latent_attention, latent_attention) \
-    EACH(lowrank_attention, lowrank_attention) \
-    EACH(lut_score, lut_score) \
-    EACH(observed_attention, observed_attention) \
-    EACH(packed_attention, packed_attention) \
+#define OPERATORS(EACH)                                    \
+    EACH(budget_select, budget_select)                     \
+    EACH(channel_score, score_channels)                    \
+    EACH(decode_attention, decode_attention)               \
+    EACH(dense_linear, dense_linear)                       \
+    EACH(gather_attention, gather_attention)               \
+    EACH(group_attention, group_attention)                 \
+    EACH(head_scores, score_heads)                         \
+    EACH(label_score, label_score)                         \
+    EACH(latent_append, latent_append)                     \
+    EACH(latent_attention, latent_attention)               \
+    EACH(lowrank_attention, lowrank_attention)             \
+    EACH(lut_score, lut_score)                             \
+    EACH(observed_attention, observed_attention)           \
+    EACH(packed_attention, packed_attention)               \
     EACH(packed_gather_attention, packed_gather_attention) \
-    EACH(packed_linear, packed_linear) \
-    EACH(quantized_append, quantized_append) \
-    EACH(quantized_attention, quantized_attention) \
-    EACH(sequential, oja_sequential) \
-    EACH(store_labels, store_labels) \
-    EACH(top_p_count, top_p_count) \
+    EACH(packed_linear, packed_linear)                     \
+    EACH(quantized_append, quantized_append)               \
+    EACH(quantized_attention, quantized_attention)         \
+    EACH(sequential, oja_sequential)                       \
+    EACH(store_labels, store_labels)                       \
+    EACH(top_p_count, top_p_count)                         \
     EACH(topk_select, topk_select)
 
 // Under the names by which inductor calls what it is told of

@@ -3,9 +3,9 @@
 
 namespace {
 
-template <int BITS>
-void add_packed(Seen& seen, const float* q, const uint8_t* k, const uint8_t* v, const uint16_t* k_params,
-                const uint16_t* v_params, const uint8_t* codes, const int64_t* idx, int64_t lo, int64_t hi) {
+template <int BITS> void add_packed(Seen& seen, const float* q, const uint8_t* k, const uint8_t* v,
+                                    const uint16_t* k_params, const uint16_t* v_params, const uint8_t* codes,
+                                    const int64_t* idx, int64_t lo, int64_t hi) {
     int D = seen.D, bytes = D * BITS / 8, pairs = D / 32 * 2;
     std::vector<float> rows(2 * N * D);
     const float *ks[N], *vs[N];
@@ -36,9 +36,11 @@ void kvf_packed_gather_attention(int64_t is_bf16, int64_t bits, const void* q, c
                                  const float* alpha, const uint8_t* codes, const void* sink_k, const void* sink_v,
                                  const void* tail_k, const void* tail_v, const int64_t* pos, const int64_t* prompt_len,
                                  const int64_t* flushed, void* out, int64_t q_row, int64_t q_head, int64_t B, int64_t H,
-                                 int64_t G, int64_t D, int64_t T_, int64_t K, int64_t sinks, int64_t ring, int64_t threads) {
+                                 int64_t G, int64_t D, int64_t T_, int64_t K, int64_t sinks, int64_t ring,
+                                 int64_t threads) {
     int64_t listed = parts_of(K);
-    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
+    FLOAT_OR_BF16(attention(
+        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
         [&](int64_t group, int64_t part, const float* query, Seen& seen) {
             int64_t b = group / H;
             if (part == listed) {  // sinks, and the decoded tokens that the ring holds
@@ -54,13 +56,16 @@ void kvf_packed_gather_attention(int64_t is_bf16, int64_t bits, const void* q, c
             const int64_t* list = idx + group * K;
             int64_t lo = part * CHUNK, hi = std::min({K, count[group], lo + CHUNK});
             if (bits == 16)
-                return seen.add_slots(query, (const T*)k + group * T_ * D, (const T*)v + group * T_ * D, D, D, list, lo, hi);
+                return seen.add_slots(query, (const T*)k + group * T_ * D, (const T*)v + group * T_ * D, D, D, list, lo,
+                                      hi);
             std::vector<float> x(query, query + G * D);
             for (int64_t i = 0; alpha && i < G * D; i++) x[i] *= alpha[group * D + i % D];
             int64_t bytes = group * T_ * D * bits / 8, pairs = group * T_ * (D / 32) * 2;
-            (bits == 2 ? add_packed<2> : bits == 4 ? add_packed<4> : add_packed<8>)(
-                seen, x.data(), (const uint8_t*)k + bytes, (const uint8_t*)v + bytes, k_params + pairs, v_params + pairs,
-                codes ? codes + group * T_ * D / 8 : nullptr, list, lo, hi);
+            (bits == 2   ? add_packed<2>
+             : bits == 4 ? add_packed<4>
+                         : add_packed<8>)(seen, x.data(), (const uint8_t*)k + bytes, (const uint8_t*)v + bytes,
+                                          k_params + pairs, v_params + pairs,
+                                          codes ? codes + group * T_ * D / 8 : nullptr, list, lo, hi);
         }))
 }
 }

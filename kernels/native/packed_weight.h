@@ -1,17 +1,17 @@
 // Weights packed in bf16 or in 8 or 4 bits, and what unpacks them in registers.
 //
-// 16 rows of W lie side by side, a block, so that a vector has the same inputs of L outputs, and needs no sum over its lanes: a
-// block is one vector or two beside each other. A group of inputs shares a scale, and a zero or a minimum if the codes are not
-// symmetric.
+// 16 rows of W lie side by side, a block, so that a vector has the same inputs of L outputs, and needs no sum over its
+// lanes: a block is one vector or two beside each other. A group of inputs shares a scale, and a zero or a minimum if
+// the codes are not symmetric.
 #pragma once
 #include "vectors.h"
 
 namespace {
 
-constexpr int SIDE = 16;          // rows of W side by side
+constexpr int SIDE = 16;           // rows of W side by side
 constexpr int VECTORS = SIDE / L;  // that hold them
 constexpr int WORDS = SIDE * 4;    // bytes from a word of 32 bits to the next one of the same rows
-constexpr int UNIT = 8;           // inputs that are unpacked at a time
+constexpr int UNIT = 8;            // inputs that are unpacked at a time
 
 template <int BITS> struct Unit;  // 8 inputs of L outputs, as integers or bf16 -> 8 vectors
 
@@ -120,10 +120,23 @@ template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t fr
 }  // namespace
 
 // The parts of a weight as C gets them
-#define WEIGHT_ARGUMENTS \
-    const uint8_t *codes, const void *scale, const uint16_t *step, const uint8_t *zero, const void *minimum, const uint16_t *min_step
-#define WEIGHT Weight{codes, {scale, step, __builtin_ctzll(shared)}, zero, {minimum, min_step, __builtin_ctzll(min_shared)}, in, group}
+#define WEIGHT_ARGUMENTS                                                                                     \
+    const uint8_t *codes, const void *scale, const uint16_t *step, const uint8_t *zero, const void *minimum, \
+        const uint16_t *min_step
+#define WEIGHT                                                                                                     \
+    Weight {                                                                                                       \
+        codes, {scale, step, __builtin_ctzll(shared)}, zero, {minimum, min_step, __builtin_ctzll(min_shared)}, in, \
+            group                                                                                                  \
+    }
 
-#define BY_BITS(CALL) \
-    if (bits == 16) { constexpr int BITS = 16; CALL; } else if (bits == 8) { constexpr int BITS = 8; CALL; } \
-    else { constexpr int BITS = 4; CALL; }
+#define BY_BITS(CALL)            \
+    if (bits == 16) {            \
+        constexpr int BITS = 16; \
+        CALL;                    \
+    } else if (bits == 8) {      \
+        constexpr int BITS = 8;  \
+        CALL;                    \
+    } else {                     \
+        constexpr int BITS = 4;  \
+        CALL;                    \
+    }

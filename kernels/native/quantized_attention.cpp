@@ -4,8 +4,8 @@
 
 namespace {
 
-// Channels are unpacked in an order of their own, as many of L neighbouring bytes at once as a byte holds: the first ones
-// of the bytes, then the second ones, and so on. Queries are put in it once for 2048 tokens, outputs back.
+// Channels are unpacked in an order of their own, as many of L neighbouring bytes at once as a byte holds: the first
+// ones of the bytes, then the second ones, and so on. Queries are put in it once for 2048 tokens, outputs back.
 template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
 template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels of L bytes
 
@@ -23,8 +23,8 @@ template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* ou
 #if defined(__AVX512F__)
         if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
             constexpr int M = (1 << BITS) - 1;
-            const __m512 table = {0, 1, 2, 3, 4 & M, 5 & M, 6 & M, 7 & M, 8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M,
-                                  15 & M};
+            const __m512 table = {0,     1,     2,      3,      4 & M,  5 & M,  6 & M,  7 & M,
+                                  8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M, 15 & M};
             out[r] = (vf)_mm512_permutexvar_ps((__m512i)code, table);
             continue;
         }
@@ -34,8 +34,8 @@ template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* ou
     }
 }
 
-// Packed rows of D channels, one behind the other, as they are read: in order, or, where L bytes are no part of them, as
-// they come.
+// Packed rows of D channels, one behind the other, as they are read: in order, or, where L bytes are no part of them,
+// as they come.
 template <int BITS, bool IN_ORDER> struct Rows {
     static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, which divide D
     static constexpr int V = C / L;
@@ -50,7 +50,9 @@ template <int BITS, bool IN_ORDER> struct Rows {
         for (int b = 0; b < bytes; b += 64) __builtin_prefetch(at + (N + i) * bytes + b, 0, 2);
     }
 
-    struct Groups { int one, two; };  // of the first and the last channels from d on
+    struct Groups {
+        int one, two;
+    };  // of the first and the last channels from d on
     Groups groups_of(int d) const {  // a division takes longer than 16 channels do
         if (group == D || !pairs) return {0, 0};
         if (group == 32) return {d / 32 * 2, (d + C - 1) / 32 * 2};
@@ -73,7 +75,8 @@ template <int BITS, bool IN_ORDER> struct Rows {
         for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
     }
 
-    template <int G> __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h
+    template <int G>
+    __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h
         for (int i = 0; i < n; i += 2) {
             int j = std::min(i + 1, n - 1);
             prefetch(i), prefetch(i + 1);
@@ -130,7 +133,12 @@ template <class T> struct Quantized {
               int64_t group, bool channels, int64_t sinks, int64_t held, int D)
         : packed((const uint8_t*)packed + head * slots * D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8),
           params(params ? params + head * slots * D / (channels ? N : group) * 2 : nullptr),
-          whole((const T*)whole + head * held * D), bits(bits), group(group), sinks(sinks), ring(held - sinks), D(D) {
+          whole((const T*)whole + head * held * D),
+          bits(bits),
+          group(group),
+          sinks(sinks),
+          ring(held - sinks),
+          D(D) {
         per = bits == 16 ? 1 : 8 / (bits == 3 ? 2 : (int)bits);
         if (D % (L * per)) per = 1;
     }
@@ -167,10 +175,11 @@ template <class T> struct Quantized {
 };
 
 // A token of one head joins the ring, x [D] at pos; what leaves it is packed: the token whose place it takes, or, where
-// tokens share scales, a block of tokens of which the last, or if the ring has room for one more the one behind it, is x.
-template <class T>
-void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* params, int64_t bits, int64_t sinks,
-                      int64_t ring, int64_t block, float clip, int64_t D, int64_t group, int64_t slots) {
+// tokens share scales, a block of tokens of which the last, or if the ring has room for one more the one behind it, is
+// x.
+template <class T> void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* params, int64_t bits,
+                                         int64_t sinks, int64_t ring, int64_t block, float clip, int64_t D,
+                                         int64_t group, int64_t slots) {
     auto slot_of = [&](int64_t t) { return whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
     T* slot = slot_of(pos);
     int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
@@ -204,14 +213,15 @@ void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* p
 extern "C" {
 
 // Keys are packed from `sinks` to k_stop [B], values to v_stop [B] <= k_stop; all others are whole.
-void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, int64_t channels, const void* q, const void* k,
-                             const uint16_t* k_params, const void* k_whole, const void* v, const uint16_t* v_params,
-                             const void* v_whole, const int64_t* pos, const int64_t* k_stop, const int64_t* v_stop,
-                             void* out, int64_t q_row, int64_t q_head, int64_t B, int64_t H, int64_t G, int64_t D,
-                             int64_t k_slots, int64_t v_slots, int64_t sinks, int64_t held, int64_t k_group,
-                             int64_t v_group, int64_t threads) {
+void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, int64_t channels, const void* q,
+                             const void* k, const uint16_t* k_params, const void* k_whole, const void* v,
+                             const uint16_t* v_params, const void* v_whole, const int64_t* pos, const int64_t* k_stop,
+                             const int64_t* v_stop, void* out, int64_t q_row, int64_t q_head, int64_t B, int64_t H,
+                             int64_t G, int64_t D, int64_t k_slots, int64_t v_slots, int64_t sinks, int64_t held,
+                             int64_t k_group, int64_t v_group, int64_t threads) {
     int64_t listed = parts_of(*std::max_element(k_stop, k_stop + B));
-    FLOAT_OR_BF16(attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
+    FLOAT_OR_BF16(attention(
+        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
         [&](int64_t head, int64_t part, const float* query, Seen& seen) {
             int64_t b = head / H;
             Quantized<T> keys(k, k_params, k_whole, head, k_slots, k_bits, k_group, channels, sinks, held, D);
@@ -251,8 +261,7 @@ void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, in
                         sums[g] = sum(total);
                     }
                     x = scaled.data();
-                } else if (k_bits < 16)
-                    floats_of(keys.params_of(first), n * (int)(D / k_group) * 2, k_pairs.data());
+                } else if (k_bits < 16) floats_of(keys.params_of(first), n * (int)(D / k_group) * 2, k_pairs.data());
                 if (k_bits == 16) {
                     for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
                     by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });

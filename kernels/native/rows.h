@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int N = 32;            // tokens of a block: keys and values of 128 channels fill a first-level cache
+constexpr int N = 32;  // tokens of a block: keys and values of 128 channels fill a first-level cache
 
 // f(n, g) for the n query heads from g on, n a constant: as many at a time as leave registers for the rows.
 template <class F> void by_heads(int G, F f) {
@@ -23,13 +23,14 @@ template <class T> struct Next {
     int n = 0;
 };
 
-template <class T> void prefetch_row(const T* row, int D) {  // into the second level: more may be under way than to the first
+template <class T>
+void prefetch_row(const T* row, int D) {  // into the second level: more may be under way than to the first
     for (int b = 0; b < D * (int)sizeof(T); b += 64) __builtin_prefetch((const char*)row + b, 0, 2);
 }
 
-template <int G, class T>
-void dots(const float* q, const T* const* k, int n, int D, float* logits, const Next<T>& next) {  // [G, D] . n rows -> [G, N]
-    constexpr int M = L / G;  // rows at a time, so that a vector holds their logits
+template <int G, class T> void dots(const float* q, const T* const* k, int n, int D, float* logits,
+                                    const Next<T>& next) {  // [G, D] . n rows -> [G, N]
+    constexpr int M = L / G;                                // rows at a time, so that a vector holds their logits
     for (int i = 0; i < n; i += M) {
         const T* rows[M];
         for (int m = 0; m < M; m++) rows[m] = k[std::min(i + m, n - 1)];
@@ -48,8 +49,8 @@ void dots(const float* q, const T* const* k, int n, int D, float* logits, const 
     }
 }
 
-template <int G, int WIDTH = N, class T>
-void weigh(const float* p, const T* const* v, int n, int D, float* y, const Next<T>& next) {  // y [G, D] += p [G, WIDTH] . n rows
+template <int G, int WIDTH = N, class T> void weigh(const float* p, const T* const* v, int n, int D, float* y,
+                                                    const Next<T>& next) {  // y [G, D] += p [G, WIDTH] . n rows
     constexpr int M = 2;  // vectors of a row at a time, so that a weight is loaded once for them. D is a multiple of L
     int steps = (D + M * L - 1) / (M * L), each = (N + steps - 1) / steps;
     for (int d = 0, from = 0; d < D; d += M * L, from += each) {
@@ -85,8 +86,8 @@ struct Plain {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 // ---- two numbers of bf16 at a time ----
 //
-// Rows of bf16 as they are, where they became fp32 half a vector at a time. What they are multiplied with is a sum of two
-// numbers of bf16, so that 16 of fp32's 24 bits count. Measured on Zen 4; where there are tiles not tried.
+// Rows of bf16 as they are, where they became fp32 half a vector at a time. What they are multiplied with is a sum of
+// two numbers of bf16, so that 16 of fp32's 24 bits count. Measured on Zen 4; where there are tiles not tried.
 #define PAIRED
 
 const int PAIR = 2 * L;  // numbers of a vector
@@ -105,8 +106,8 @@ void two_parts(vf a, vf b, bf16* high, bf16* low) {  // of L numbers each
 }
 
 // A group's queries [G, D] as two parts of bf16; of one if nothing is left for the other, as of queries that were bf16.
-// M = L / n lanes of a vector belong to each of n heads that are multiplied at a time, for 2 M channels: a row's are spread
-// over all lanes, and what a lane adds up is only to be added to its M - 1 neighbours' of the same head.
+// M = L / n lanes of a vector belong to each of n heads that are multiplied at a time, for 2 M channels: a row's are
+// spread over all lanes, and what a lane adds up is only to be added to its M - 1 neighbours' of the same head.
 struct Paired {
     int64_t size;
     bool two = false;
@@ -123,7 +124,8 @@ struct Paired {
                     two |= any((load_as<vu>(part[1]) & 0x7fff7fff) != 0);
                     for (int i = 0; i < PAIR; i += C) {
                         bf16* to = at(g, D) + (d + i) * n + k * C;
-                        std::memcpy(to, part[0] + i, C * sizeof *to), std::memcpy(to + size, part[1] + i, C * sizeof *to);
+                        std::memcpy(to, part[0] + i, C * sizeof *to),
+                            std::memcpy(to + size, part[1] + i, C * sizeof *to);
                     }
                 }
         });
@@ -148,8 +150,7 @@ template <int M> Each spread(const bf16* p, __mmask32 some) {  // 2 M numbers ov
     else return load_pairs(p, some);
 }
 
-template <int G, bool TWO>
-__attribute__((noinline))  // or its pointers do not stay in registers
+template <int G, bool TWO> __attribute__((noinline))  // or its pointers do not stay in registers
 void Paired::dots(const bf16* q, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) const {
     constexpr int M = L / G, ROWS = M > 8 ? M : 8;  // as many sums at a time as hide how late a product comes
     for (int i = 0; i < n; i += ROWS) {
@@ -161,7 +162,8 @@ void Paired::dots(const bf16* q, const bf16* const* k, int n, int D, float* logi
         for (int d = 0; d < D; d += 2 * M, query += PAIR) {
             const Each high = load_pairs(query, ~0u), low = TWO ? load_pairs(query + size, ~0u) : Each{};
             const __mmask32 some = M == L ? those(D - d) : ~0u;
-            if (d % PAIR == 0) for (int m = 0; m < more; m++) prefetch_row(next.k[i + m] + d, 1);
+            if (d % PAIR == 0)
+                for (int m = 0; m < more; m++) prefetch_row(next.k[i + m] + d, 1);
             for (int m = 0; m < ROWS; m++) {
                 const Each row = spread<M>(rows[m] + d, some);
                 acc[m] = add_products(acc[m], row, high);
@@ -176,9 +178,8 @@ void Paired::dots(const bf16* q, const bf16* const* k, int n, int D, float* logi
 }
 
 // y [G, D] += p [G, N] . n rows, two of them at a time. Weights behind the first n are 0
-template <int G>
-__attribute__((noinline))
-void Paired::weigh(const float* p, const bf16* const* v, int n, int D, float* y, const Next<bf16>& next) const {
+template <int G> __attribute__((noinline)) void Paired::weigh(const float* p, const bf16* const* v, int n, int D,
+                                                              float* y, const Next<bf16>& next) const {
     static_assert(N == PAIR);
     alignas(64) bf16 weights[G][2][N];
     for (int g = 0; g < G; g++) two_parts(load(p + g * N), load(p + g * N + L), weights[g][0], weights[g][1]);
@@ -188,7 +189,8 @@ void Paired::weigh(const float* p, const bf16* const* v, int n, int D, float* y,
         vf acc[G][2] = {};  // by fours of channels in turns
         for (int i = 0; i < n; i += 2) {
             for (int j = i; j < std::min(i + 2, next.n); j++) prefetch_row(next.v[j] + d, 1);
-            const __m512i a = (__m512i)load_pairs(v[i] + d, some), b = (__m512i)load_pairs(v[std::min(i + 1, n - 1)] + d, some);
+            const __m512i a = (__m512i)load_pairs(v[i] + d, some),
+                          b = (__m512i)load_pairs(v[std::min(i + 1, n - 1)] + d, some);
             const Each x[2] = {(Each)_mm512_unpacklo_epi16(a, b), (Each)_mm512_unpackhi_epi16(a, b)};
             for (int g = 0; g < G; g++)
                 for (int part = 0; part < 2; part++) {

@@ -8,14 +8,15 @@ constexpr int64_t SCORED = 4096;  // tokens of a work item
 
 constexpr int ENTRIES = 16;  // of a table, one for each value of 4 bits
 
-// What each of a word's eight codes of 4 bits adds to a token's score, of LOOKED_UP * L tokens at once: tables are prepared
-// once, for all tokens of a work item.
+// What each of a word's eight codes of 4 bits adds to a token's score, of LOOKED_UP * L tokens at once: tables are
+// prepared once, for all tokens of a work item.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int LOOKED_UP = 4;
 
 // Bytes 0 of all words, then bytes 1, 2 and 3: each half of y[i] has those of the same halves of x[0] to x[3].
 void bytes_apart(const __m256i* x, __m256i* y) {
-    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m256i order =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     __m256i a = _mm256_shuffle_epi8(x[0], order), b = _mm256_shuffle_epi8(x[1], order);
     __m256i c = _mm256_shuffle_epi8(x[2], order), d = _mm256_shuffle_epi8(x[3], order);
     __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
@@ -24,14 +25,15 @@ void bytes_apart(const __m256i* x, __m256i* y) {
     y[2] = _mm256_unpacklo_epi64(ab, cd), y[3] = _mm256_unpackhi_epi64(ab, cd);
 }
 
-// One instruction looks up 32 bytes in 16, where 8 floats in 16 take two slow ones and a third: each byte of an entry is
-// looked up for itself.
+// One instruction looks up 32 bytes in 16, where 8 floats in 16 take two slow ones and a third: each byte of an entry
+// is looked up for itself.
 struct Tables {
     Room<vi> bytes;
     Tables(const float* entries, int64_t n) : bytes(4 * n) {
         for (int64_t i = 0; i < n; i++, entries += ENTRIES) {
             __m256i quarters[4];
-            for (int j = 0; j < 4; j++) quarters[j] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(entries + 4 * j)));
+            for (int j = 0; j < 4; j++)
+                quarters[j] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(entries + 4 * j)));
             bytes_apart(quarters, (__m256i*)&bytes[4 * i]);
         }
     }
@@ -68,7 +70,8 @@ struct Tables {
             score[0] += (vf)_mm512_permutexvar_ps((__m512i)(one >> (4 * c)), at);
             score[1] += (vf)_mm512_permutexvar_ps((__m512i)(two >> (4 * c)), at);
 #else
-            for (int j = 0; j < L; j++) score[0][j] += table[one[j] >> (4 * c) & 15], score[1][j] += table[two[j] >> (4 * c) & 15];
+            for (int j = 0; j < L; j++)
+                score[0][j] += table[one[j] >> (4 * c) & 15], score[1][j] += table[two[j] >> (4 * c) & 15];
 #endif
         }
     }
@@ -90,7 +93,7 @@ void transpose2(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 2] wor
 void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] words -> [4, L]
     __m256i x[4], low[2], high[2];
     for (int i = 0; i < 4; i++) x[i] = apart(from + 16 * i, 64);  // a token, and the fourth behind it
-    for (int i = 0; i < 2; i++)  // words 0 and 1, or 2 and 3, of two tokens
+    for (int i = 0; i < 2; i++)                                   // words 0 and 1, or 2 and 3, of two tokens
         low[i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]), high[i] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     _mm256_storeu_si256((__m256i*)to, _mm256_unpacklo_epi64(low[0], low[1]));
     _mm256_storeu_si256((__m256i*)(to + row), _mm256_unpackhi_epi64(low[0], low[1]));
@@ -113,7 +116,8 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] wor
         for (int j = 0; j < 2; j++) y[i + j] = two_of(x[i], x[i + 1], 4 * rest + upper + 2 * j);
     for (int i = 0; i < 2; i++) {
         vu first = two_of(y[i], y[i + 2], upper * L + rest), second = two_of(y[i], y[i + 2], upper * L + rest + HALF);
-        std::memcpy(to + 2 * i * row, &first, sizeof first), std::memcpy(to + (2 * i + 1) * row, &second, sizeof second);
+        std::memcpy(to + 2 * i * row, &first, sizeof first),
+            std::memcpy(to + (2 * i + 1) * row, &second, sizeof second);
     }
 }
 #endif
@@ -143,10 +147,9 @@ void words_of(const uint8_t* from, int64_t W, int n, int64_t behind, uint32_t* t
 }
 
 // Inner products of C queries q [B * H, C, R] of each head with rows of R numbers that are `slot` apart.
-template <class T>
-void head_scores(const float* q, const T* x, const int64_t* pos, float* out, int64_t row, int64_t head, int64_t slot,
-                 int64_t out_row, int64_t out_head, int64_t out_query, int64_t B, int64_t H, int64_t C, int64_t n, int64_t R,
-                 int64_t threads) {
+template <class T> void head_scores(const float* q, const T* x, const int64_t* pos, float* out, int64_t row,
+                                    int64_t head, int64_t slot, int64_t out_row, int64_t out_head, int64_t out_query,
+                                    int64_t B, int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
     int64_t parts = (n + SCORED - 1) / SCORED;
     static const Next<T> nothing{};  // for all query heads but the first few
 #pragma omp parallel num_threads(threads)
@@ -177,10 +180,10 @@ void head_scores(const float* q, const T* x, const int64_t* pos, float* out, int
 }
 
 // Sums over R channels of C queries q [B * H, C, R] times keys that lie channel by channel.
-template <class T>
-void channel_scores(const float* q, const int64_t* channels, const T* keys, const int64_t* pos, float* out, int64_t row,
-                    int64_t head, int64_t channel, int64_t out_row, int64_t out_head, int64_t out_query, int64_t B,
-                    int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
+template <class T> void channel_scores(const float* q, const int64_t* channels, const T* keys, const int64_t* pos,
+                                       float* out, int64_t row, int64_t head, int64_t channel, int64_t out_row,
+                                       int64_t out_head, int64_t out_query, int64_t B, int64_t H, int64_t C, int64_t n,
+                                       int64_t R, int64_t threads) {
     constexpr int64_t RUN = 512;  // tokens whose scores stay in a first-level cache while the channels pass by
     int64_t parts = (n + SCORED - 1) / SCORED;
 #pragma omp parallel num_threads(threads)
@@ -196,7 +199,8 @@ void channel_scores(const float* q, const int64_t* channels, const T* keys, cons
                 int64_t m = std::min(RUN, hi - first), whole = m / L * L;
                 for (int64_t r = 0; r < R; r++) rows[r] = from + channels[group * R + r] * channel + first;
                 by_heads((int)C, [&](auto m, int c) {
-                    score_rows<m>(q + (group * C + c) * R, (int)R, rows.data(), (int)R, &sums[c * RUN], (int)RUN, (int)whole);
+                    score_rows<m>(q + (group * C + c) * R, (int)R, rows.data(), (int)R, &sums[c * RUN], (int)RUN,
+                                  (int)whole);
                 });
                 for (int64_t t = whole; t < m; t++)
                     for (int64_t c = 0; c < C; c++) {
@@ -218,22 +222,22 @@ extern "C" {
 void kvf_channel_scores(int64_t is_bf16, const float* q, const int64_t* channels, const void* keys, const int64_t* pos,
                         float* out, int64_t row, int64_t head, int64_t channel, int64_t out_row, int64_t out_head,
                         int64_t out_query, int64_t B, int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
-    FLOAT_OR_BF16(channel_scores(q, channels, (const T*)keys, pos, out, row, head, channel, out_row, out_head, out_query,
-                                 B, H, C, n, R, threads))
+    FLOAT_OR_BF16(channel_scores(q, channels, (const T*)keys, pos, out, row, head, channel, out_row, out_head,
+                                 out_query, B, H, C, n, R, threads))
 }
 
 void kvf_head_scores(int64_t is_bf16, const float* q, const void* x, const int64_t* pos, float* out, int64_t row,
                      int64_t head, int64_t slot, int64_t out_row, int64_t out_head, int64_t out_query, int64_t B,
                      int64_t H, int64_t C, int64_t n, int64_t R, int64_t threads) {
-    FLOAT_OR_BF16(head_scores(q, (const T*)x, pos, out, row, head, slot, out_row, out_head, out_query, B, H, C, n, R,
-                              threads))
+    FLOAT_OR_BF16(
+        head_scores(q, (const T*)x, pos, out, row, head, slot, out_row, out_head, out_query, B, H, C, n, R, threads))
 }
 
 // table [B * H, words * 8, 16]: what each value of each of a token's 4-bit codes adds to its score; W bytes a token
-void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* params, const float* total, const int64_t* pos,
-                 const int64_t* skip, float* out, int64_t code_row, int64_t code_head, int64_t param_row,
-                 int64_t param_head, int64_t out_row, int64_t out_head, int64_t B, int64_t H, int64_t T, int64_t W,
-                 int64_t n_skip, int64_t threads) {
+void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* params, const float* total,
+                 const int64_t* pos, const int64_t* skip, float* out, int64_t code_row, int64_t code_head,
+                 int64_t param_row, int64_t param_head, int64_t out_row, int64_t out_head, int64_t B, int64_t H,
+                 int64_t T, int64_t W, int64_t n_skip, int64_t threads) {
     int64_t words = (W + 3) / 4, parts = (T + SCORED - 1) / SCORED;
     constexpr int BATCH = 256;  // tokens whose words are transposed at a time
 #pragma omp parallel num_threads(threads)
@@ -260,7 +264,8 @@ void kvf_look_up(const float* table, const uint8_t* codes, const uint16_t* param
                         int some = std::min(L, n - t - i * L);
                         if (pairs) {  // fp16 scale, then zero
                             vu both = load_some<vu>(pairs + at * 2, some);
-                            score[i] = half_to_float(both & 0xffff) * score[i] + half_to_float(both >> 16) * total[group];
+                            score[i] =
+                                half_to_float(both & 0xffff) * score[i] + half_to_float(both >> 16) * total[group];
                         }
                         if (some == L) store(to + at, score[i]);
                         else std::memcpy(to + at, &score[i], some * 4);

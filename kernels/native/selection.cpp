@@ -6,13 +6,16 @@ namespace {
 // int32 of the same order as the scores. -0 is 0, NaN is the largest, whatever its sign.
 int32_t key_of(float x) {
     x += 0.0f;
-    int32_t bits; std::memcpy(&bits, &x, 4);
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
     return x != x ? INT32_MAX : bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
 float of_key(int32_t key) {
     int32_t bits = key ^ ((key >> 31) & 0x7fffffff);
-    float x; std::memcpy(&x, &bits, 4); return x;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
 }
 
 constexpr int64_t SAMPLE = 512;
@@ -57,7 +60,8 @@ struct Picker {
     std::vector<int32_t> keys, some, slots, bins;
 
     // The want-th largest of the n numbers in `some`, which it reorders. Counts them in bins between the least and the
-    // greatest, and goes on with the bin that it is in: no branch that cannot be predicted, of which nth_element is made
+    // greatest, and goes on with the bin that it is in: no branch that cannot be predicted, of which nth_element is
+    // made
     int32_t largest_but(int64_t n, int64_t want) {
         const int32_t finite = key_of(1e38f);  // those beyond are in the first and the last bin
         bins.resize(n), slots.resize(std::max<int64_t>(slots.size(), n + L));
@@ -90,8 +94,8 @@ struct Picker {
         if (want <= 0) return;
         slots.resize(n + L);
         some.assign(keys.begin(), n < 4 * SAMPLE ? keys.end() : keys.begin());
-        // A sample tells roughly where the lowest key to be taken is. Four standard deviations below that, all but a few
-        // of the others are left out; if too many are, all are kept
+        // A sample tells roughly where the lowest key to be taken is. Four standard deviations below that, all but a
+        // few of the others are left out; if too many are, all are kept
         if (n >= 4 * SAMPLE) {
             int32_t floor = INT32_MIN;
             for (int64_t i = 0; i < SAMPLE; i++) some.push_back(keys[i * n / SAMPLE]);
@@ -129,7 +133,11 @@ struct Nucleus {
         if (p >= 1) return n;
         if (sum >= p || forced == n) return forced;
         mass.assign(BINS, 0), many.assign(BINS, 0);
-        auto bin = [](float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return (int)(bits >> SHIFT & (BINS - 1)); };
+        auto bin = [](float x) {
+            uint32_t bits;
+            std::memcpy(&bits, &x, 4);
+            return (int)(bits >> SHIFT & (BINS - 1));
+        };
         for (int64_t t = first; t < last; t++) mass[bin(weights[t])] += weights[t], many[bin(weights[t])]++;
         int64_t taken = forced;
         int at = BINS - 1;
@@ -178,7 +186,8 @@ void kvf_select(const float* scores, const uint8_t* mask, const int64_t* pos, co
             if (mask) {
                 const uint8_t* may = mask + b * mask_row + h * mask_head;
                 allowed = 0;
-                for (int64_t t = 0; t < n; t++) allowed += may[t] != 0, picker.keys[t] = may[t] ? picker.keys[t] : INT32_MIN;
+                for (int64_t t = 0; t < n; t++)
+                    allowed += may[t] != 0, picker.keys[t] = may[t] ? picker.keys[t] : INT32_MIN;
             } else {
                 want = std::max(want, std::min(sinks + recent, n));
                 for (int64_t t = 0; t < std::min(sinks, n); t++) picker.keys[t] = INT32_MAX;

@@ -23,8 +23,8 @@ struct Seen {
     }
     float total(int g) const { return sum(load(&sum_parts[g * L])); }
 
-    // Of query head g, turns the first n of `width` products into weights, the others into zeros. Returns by what is to be
-    // multiplied that was added up before.
+    // Of query head g, turns the first n of `width` products into weights, the others into zeros. Returns by what is to
+    // be multiplied that was added up before.
     float soften(int g, float* row, int n, int width) {
         for (int i = n; i < width; i++) row[i] = -INFINITY;
         vf high = all(top[g]), part = {};
@@ -54,15 +54,16 @@ struct Seen {
         look();
         for (int g = 0; g < G; g++) {
             float shrink = soften(g, &p[g * N], n, N);
-            if (shrink != 1) for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
+            if (shrink != 1)
+                for (int d = 0; d < D; d += L) store(&y[g * D + d], load(&y[g * D + d]) * shrink);
         }
         by_heads(G, [&](auto m, int g) { q.template weigh<m>(&p[g * N], v, n, D, &y[g * D], g ? nothing : next); });
     }
 
     // slots idx[lo..hi), or lo..hi themselves, of one head's cache; look(first, n) as above
-    template <class T, class Look>
-    void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot, const int64_t* idx, int64_t lo,
-                   int64_t hi, Look look) {
+    template <class T, class Look> void add_slots(const float* q, const T* k, const T* v, int64_t k_slot,
+                                                  int64_t v_slot, const int64_t* idx, int64_t lo, int64_t hi,
+                                                  Look look) {
         Next<T> block[2];
         auto rows = [&](int64_t first, Next<T>& to) {
             to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
@@ -84,9 +85,8 @@ struct Seen {
 #endif
         each(Plain{q});
     }
-    template <class T>
-    void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot, const int64_t* idx, int64_t lo,
-                   int64_t hi) {
+    template <class T> void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot,
+                                      const int64_t* idx, int64_t lo, int64_t hi) {
         add_slots(q, k, v, k_slot, v_slot, idx, lo, hi, [](int64_t, int) {});
     }
 };
@@ -96,12 +96,12 @@ template <class T> void scaled_query(const T* q, int64_t head, int G, int D, flo
         for (int d = 0; d < D; d += L) store(out + g * D + d, load(q + g * head + d) * scale);
 }
 
-// Runs work(group, part, q [G, D] fp32, seen) for `parts` parts of each of B * H groups, and joins the parts. Products are
-// scaled by 1 / sqrt(channels), logits are in log 2; without q, work has its own. lse, if given, gets the logarithm of what
-// each softmax summed up to.
-template <class T, class Work>
-void attention(const T* q, int64_t q_row, int64_t q_head, T* out, int B, int H, int G, int D, int64_t parts, int64_t threads,
-               Work work, int channels = 0, float* lse = nullptr) {
+// Runs work(group, part, q [G, D] fp32, seen) for `parts` parts of each of B * H groups, and joins the parts. Products
+// are scaled by 1 / sqrt(channels), logits are in log 2; without q, work has its own. lse, if given, gets the logarithm
+// of what each softmax summed up to.
+template <class T, class Work> void attention(const T* q, int64_t q_row, int64_t q_head, T* out, int B, int H, int G,
+                                              int D, int64_t parts, int64_t threads, Work work, int channels = 0,
+                                              float* lse = nullptr) {
     float scale = LOG2_E / std::sqrt((float)(channels ? channels : D));
     int64_t groups = (int64_t)B * H;
     std::vector<float> all(groups * parts * G * (D + 2));  // y, then largest logit and sum of each query head

@@ -6,12 +6,14 @@ namespace {
 using torch::headeronly::ScalarType;
 
 class Tensor {
-  public:
+public:
     static Tensor lent(AtenTensorHandle handle) { return {handle, false}; }
     static Tensor made(AtenTensorHandle handle) { return {handle, true}; }
     Tensor(Tensor&& from) : handle(from.handle), own(std::exchange(from.own, false)) {}
     Tensor& operator=(Tensor&& from) { return std::swap(handle, from.handle), std::swap(own, from.own), *this; }
-    ~Tensor() { if (own) aoti_torch_delete_tensor_object(handle); }
+    ~Tensor() {
+        if (own) aoti_torch_delete_tensor_object(handle);
+    }
 
     AtenTensorHandle get() const { return handle; }
     AtenTensorHandle give() { return own = false, handle; }  // one that was made
@@ -23,7 +25,7 @@ class Tensor {
     ScalarType scalar_type() const { return (ScalarType)asked<int32_t>(aoti_torch_get_dtype); }
     void* data_ptr() const { return asked<void*>(aoti_torch_get_data_ptr); }
 
-  private:
+private:
     Tensor(AtenTensorHandle handle, bool own) : handle(handle), own(own) {}
     template <class T, class F, class... A> T asked(F* f, A... args) const {
         T answer;
@@ -44,9 +46,9 @@ template <class R, class... A, R (*f)(A...)> struct Operator<f> {
 
     static void boxed(StableIValue* stack, uint64_t, uint64_t) { put(stack, std::make_index_sequence<sizeof...(A)>()); }
 
-    template <class T>
-    using Passed = std::conditional_t<std::is_same_v<T, Tensor>, Handle, std::conditional_t<std::is_same_v<T, Maybe>, Handle*,
-                   std::conditional_t<std::is_same_v<T, bool>, int32_t, T>>>;
+    template <class T> using Passed = std::conditional_t<
+        std::is_same_v<T, Tensor>, Handle,
+        std::conditional_t<std::is_same_v<T, Maybe>, Handle*, std::conditional_t<std::is_same_v<T, bool>, int32_t, T>>>;
 
     static AOTITorchError one(Passed<A>... given, Handle* out) {
         if constexpr (std::is_void_v<R>) {  // inductor gives a place for what there is not, or none
@@ -65,7 +67,7 @@ template <class R, class... A, R (*f)(A...)> struct Operator<f> {
         else return &one;
     }
 
-  private:
+private:
     template <class T> static T lent(Passed<T> x) {
         if constexpr (std::is_same_v<T, Tensor>) return Tensor::lent(x);
         else if constexpr (std::is_same_v<T, Maybe>) return x ? Maybe(Tensor::lent(*x)) : Maybe();
@@ -80,7 +82,8 @@ template <class R, class... A, R (*f)(A...)> struct Operator<f> {
     }
     template <size_t... i> static void put(StableIValue* stack, std::index_sequence<i...>) {
         if constexpr (std::is_void_v<R>) f(unboxed<A>(stack[i])...);
-        else if constexpr (std::is_same_v<R, Tensor>) stack[0] = torch::stable::detail::from(f(unboxed<A>(stack[i])...).give());
+        else if constexpr (std::is_same_v<R, Tensor>)
+            stack[0] = torch::stable::detail::from(f(unboxed<A>(stack[i])...).give());
         else {
             auto [x, y] = f(unboxed<A>(stack[i])...);
             stack[0] = torch::stable::detail::from(x.give()), stack[1] = torch::stable::detail::from(y.give());

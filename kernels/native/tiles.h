@@ -27,7 +27,11 @@ bool has_tiles() {
 
 struct Tiles {  // a thread's registers, all of their whole size, while this lives
     Tiles() {
-        struct alignas(64) { uint8_t palette = 1, start = 0, unused[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } all;
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, unused[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } all;
         for (int i = 0; i < 8; i++) all.bytes[i] = 64, all.rows[i] = 16;
         _tile_loadconfig(&all);
     }

@@ -25,14 +25,22 @@ constexpr int WHOLE = 16;  // numbers that rows are multiples of: VECTOR of ops.
 typedef float vf __attribute__((vector_size(L * 4)));
 typedef int32_t vi __attribute__((vector_size(L * 4)));
 typedef uint32_t vu __attribute__((vector_size(L * 4)));
-struct bf16 { uint16_t bits; };
+struct bf16 {
+    uint16_t bits;
+};
 
 const vi LANE = LANES;
 
-template <class V, class P> V load_as(const P* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
+template <class V, class P> V load_as(const P* p) {
+    V x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 template <class V, class P> V load_some(const P* p, int n) {  // n of L numbers of 4 bytes, then zeros
-    if (n == L) return load_as<V>(p);  // a copy of a size that is known is one instruction
-    V x = {}; std::memcpy(&x, p, n * 4); return x;
+    if (n == L) return load_as<V>(p);                         // a copy of a size that is known is one instruction
+    V x = {};
+    std::memcpy(&x, p, n * 4);
+    return x;
 }
 vf load(const float* p) { return load_as<vf>(p); }
 vu halves_at(const void* p) {  // L numbers of 2 bytes; gcc 12 converts halves of the vector and joins them
@@ -47,15 +55,22 @@ vu halves_at(const void* p) {  // L numbers of 2 bytes; gcc 12 converts halves o
 }
 vf load(const bf16* p) { return (vf)(halves_at(p) << 16); }
 vf all(float x) { return x - vf{}; }  // plus zero would be computed: -0 + 0 is 0
-void keep(vf& x) {  // in a register: gcc would read it from memory again for each product, and a processor reads two at a time
+void keep(vf& x) {  // in a register: gcc would read it from memory again for each product, and a processor reads two at
+                    // a time
 #if defined(__AVX2__)
     asm("" : "+v"(x));
 #endif
 }
 float number(float x) { return x; }
-float number(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float y; std::memcpy(&y, &u, 4); return y; }
+float number(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float y;
+    std::memcpy(&y, &u, 4);
+    return y;
+}
 bf16 rounded(float x) {  // to nearest, ties to even
-    uint32_t u; std::memcpy(&u, &x, 4);
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
     return {x != x ? (uint16_t)0x7fc0 : (uint16_t)((u + (0x7fff + ((u >> 16) & 1))) >> 16)};
 }
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
@@ -73,15 +88,21 @@ template <class V, class Op> auto fold(V x, Op op) {  // op over all numbers
     typedef std::decay_t<decltype(x[0])> E;
     typedef E v8 __attribute__((vector_size(32)));
     typedef E v4 __attribute__((vector_size(16)));
-    v8 half[L / 8]; std::memcpy(half, &x, sizeof x);
+    v8 half[L / 8];
+    std::memcpy(half, &x, sizeof x);
     v8 a = half[0];
     if (L == 16) a = op(a, half[L / 8 - 1]);
-    v4 quarter[2]; std::memcpy(quarter, &a, sizeof a);
+    v4 quarter[2];
+    std::memcpy(quarter, &a, sizeof a);
     v4 b = op(quarter[0], quarter[1]);
     return op(op(b[0], b[2]), op(b[1], b[3]));
 }
-template <class V> auto sum(V x) { return fold(x, [](auto a, auto b) { return a + b; }); }
-template <class V> auto largest(V x) { return fold(x, [](auto a, auto b) { return a > b ? a : b; }); }
+template <class V> auto sum(V x) {
+    return fold(x, [](auto a, auto b) { return a + b; });
+}
+template <class V> auto largest(V x) {
+    return fold(x, [](auto a, auto b) { return a > b ? a : b; });
+}
 
 bool any(vi mask) {  // of a comparison
 #if defined(__AVX512F__)
@@ -124,7 +145,8 @@ __attribute__((always_inline)) inline vf sums(vf* x) {
         half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
     }
     for (int i = 0; i < 2; i++)  // of x[i], x[i + 2], x[i + 4] and x[i + 6] two numbers each
-        half[i] = _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44), _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
+        half[i] =
+            _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44), _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
     a = _mm256_unpacklo_ps(half[0], half[1]), b = _mm256_unpackhi_ps(half[0], half[1]);
     return (vf)_mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
 #else
@@ -137,9 +159,13 @@ __attribute__((always_inline)) inline vf sums(vf* x) {
 vf exp2_of(vf x) {  // x <= 0; below -126 it stays at 2^-126, which adds to nothing
     x = x < -126.0f ? vf{} - 126.0f : x;
     vf whole = (x + 12582912.0f) - 12582912.0f, f = x - whole;  // 1.5 * 2^23: rounds to integers
-    vf y = ((((((1.54035304e-4f * f + 1.33335581e-3f) * f + 9.61812911e-3f) * f + 5.55041087e-2f) * f +
-              2.40226507e-1f) * f + 6.93147181e-1f) * f + 1.0f);
-    return (vf)((vu)y + ((vu)__builtin_convertvector(whole, vi) << 23));
+    vf y =
+        ((((((1.54035304e-4f * f + 1.33335581e-3f) * f + 9.61812911e-3f) * f + 5.55041087e-2f) * f + 2.40226507e-1f) *
+              f +
+          6.93147181e-1f) *
+             f +
+         1.0f);
+    return (vf)((vu)y + ((vu) __builtin_convertvector(whole, vi) << 23));
 }
 
 vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is made up by a multiplication
@@ -221,4 +247,10 @@ void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs,
 
 // A call with T as the type of a cache
 #define FLOAT_OR_BF16(...) \
-    if (is_bf16) { typedef bf16 T; __VA_ARGS__; } else { typedef float T; __VA_ARGS__; }
+    if (is_bf16) {         \
+        typedef bf16 T;    \
+        __VA_ARGS__;       \
+    } else {               \
+        typedef float T;   \
+        __VA_ARGS__;       \
+    }
