@@ -58,7 +58,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ],
         smollm2=[
             f"{DECODE}{peer} --checkpoint {file} --calibration {CALIBRATION} --method full self_index sals-25 "
-            "--length 2048 --new 64 --rounds 5"
+            "--synthetic --length 2048 --new 64 --rounds 3"
             for file in (PUBLISHED, *ggufs)
         ],
         answers=[f"eval.answers --checkpoint {PUBLISHED} --calibration {CALIBRATION} --max-new-tokens 12 --method all "
