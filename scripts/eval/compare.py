@@ -38,14 +38,14 @@ from cache.calibration import fingerprint
 from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
-from runtime import TINY, pick_device, set_threads, temporary
+from runtime import TINY, pick_device, set_threads, written
 from scripts.eval.evaluation import Context, Evaluation, contexts, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, chat_parts, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
-from scripts.report.markdown import share, wilson
+from scripts.report.markdown import share, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
 from scripts.shared.results import record, save_figure, write_json
 from weights import WeightFormat, open_checkpoint
@@ -225,10 +225,6 @@ class Run:
 # ---- what came out ----
 
 
-def tasks_of(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
-
-
 def measuring(rows: Sequence[Row], length: int) -> list[str]:
     """Tasks at a length that count in means: those of which full, if it ran, finds half."""
     full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
@@ -254,15 +250,15 @@ def markdown(data: Row) -> str:
     for length in dict.fromkeys(r["seq_len"] for r in data["rows"]):
         counted = measuring(data["rows"], length)
         names = [t if t in counted else f"({t})" for t in tasks]
-        lines = [["method", "held", "read", "mean", *names], ["---"] * (4 + len(tasks))]
+        cells = []
         for r in (r for r in data["rows"] if r["seq_len"] == length):
             average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
-            lines.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
+            cells.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
                           *(share(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
         known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
         title = f"{length} tokens" if length else "the dataset"
         out.append(f"{title}, the question {known} when the context is compressed:\n\n"
-                   + "\n".join("| " + " | ".join(x) + " |" for x in lines))  # fmt: skip
+                   + table(["method", "held", "read", "mean", *names], cells))  # fmt: skip
     out += [f"{c['method']} cannot be at {c['axis']} {c['target']} of {c['seq_len']} tokens: {c['least']} at least"
             for c in data["missing"]]  # fmt: skip
     return "\n\n".join(out) + "\n"
@@ -334,11 +330,6 @@ def draw_depths(data: Row, path: Path) -> None:
     save_figure(fig, path)
 
 
-def write_text(path: Path, text: str) -> None:
-    temporary(path).write_text(text, encoding="utf-8")
-    os.replace(temporary(path), path)
-
-
 def main() -> None:
     opt = parse_args()
     device = pick_device(opt.device)
@@ -372,8 +363,9 @@ def main() -> None:
     data["rows"] = [row for r in runs for row in r.rows(store)]
     if out:
         write_json(out / FILES[0], data)
-        write_text(out / FILES[2], markdown(data))
-        write_text(out / FILES[3], cells_csv(data))
+        for file, text in zip(FILES[2:4], (markdown(data), cells_csv(data)), strict=True):
+            with written(out / file) as tmp:
+                tmp.write_text(text, encoding="utf-8")
         for axis, file in zip(AXES, FILES[4:6], strict=True):
             draw_pareto(data, axis, out / file)
         draw_depths(data, out / FILES[6])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import string
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
-from runtime import read_text, temporary
+from runtime import read_text, written
 from tokenizer import Tokenizer
 
 Row = dict[str, Any]
@@ -36,10 +35,9 @@ def read_json(path: Path) -> Any:
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """A line each, written to a temporary name and then renamed."""
-    tmp = temporary(Path(path))
-    tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
-    os.replace(tmp, path)
+    """A line each, all of them or none."""
+    with written(path) as tmp:
+        tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
 
 
 def read_rows(path: str | Path) -> list[Row]:

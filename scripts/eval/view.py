@@ -16,7 +16,6 @@ import argparse
 import base64
 import html
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from cache.trace import Step, observe
 from engine import LLM, pad
 from errors import InputError, Parser, run_cli
-from runtime import ROOT, TINY, add_calibration, check_out, read_text, temporary
+from runtime import ROOT, TINY, add_calibration, check_out, read_text, written
 
 TEMPLATE = Path(__file__).with_name("view.html")
 PLACES = 96  # tokens that are shaded at most, of a step, a layer and a head: the heaviest
@@ -128,7 +127,7 @@ def make_page(data: dict[str, Any]) -> str:
     # no "</script>" in a text may end the script that holds it
     inside = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     title = html.escape(f"{data['model']}: {', '.join(data['methods'])}")
-    return TEMPLATE.read_text().replace("{{title}}", title).replace("{{data}}", inside)
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{title}}", title).replace("{{data}}", inside)
 
 
 def main() -> None:
@@ -156,9 +155,8 @@ def main() -> None:
     for method, recording in recordings.items():
         said = [llm.tokenizer.decode([i]) for i in recording.said]
         data["methods"][method] = dict(said=said, **recording.packed(recordings["full"]))
-    tmp = temporary(Path(opt.out))
-    tmp.write_text(make_page(data))
-    os.replace(tmp, opt.out)
+    with written(opt.out) as tmp:
+        tmp.write_text(make_page(data), encoding="utf-8")
     if opt.json:
         rows = [dict(method=name, said="".join(m["said"]), recall=round(float(torch.tensor(m["recall"]).mean()), 4))
                 for name, m in data["methods"].items()]  # fmt: skip

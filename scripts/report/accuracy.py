@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from cache.spec import method_class, method_files
-from scripts.report.markdown import NONE, Row, percent, runs, share, sources, table, wilson
+from scripts.report.markdown import NONE, Row, percent, runs, share, sources, table, tasks_of, wilson
 
 TOKENS = 2048  # of the tables; the command prints the other lengths
 TASKS = ("needle", "key_value")
@@ -25,10 +25,6 @@ def measured() -> dict[tuple[str, int, str], Row]:
 def label(row: Row) -> str:
     """A method or preset, with the knobs that the evaluation gave it."""
     return " ".join([f"`{row['method']}`", *(f"{k}={v}" for k, v in row["knobs"].items())])
-
-
-def tasks_of(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
 
 
 def accuracy() -> str:

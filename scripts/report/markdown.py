@@ -43,6 +43,11 @@ def sources(*questions: str, root: str = "") -> str:
     return "Files: " + "; ".join(found.values()) + "." if found else NONE
 
 
+def tasks_of(rows: Sequence[Row]) -> list[str]:
+    """The tasks that rows of an evaluation have samples of, in their order."""
+    return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
+
+
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
