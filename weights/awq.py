@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from errors import InputError
 from weights.codes import Codes, grouped, nibbles
 from weights.settings import Settings
-from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
+from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix
 
 PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of channels 0 to 7 in a word
 
@@ -51,19 +50,10 @@ class AWQ:
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""
-        source, by = shards.source(f"{module}.qweight"), f"{module}.qweight"
-        packed = shards.get(f"{module}.qweight", (torch.int32,))
-        scales = shards.get(f"{module}.scales", FLOATS, by)
-        zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
+        source, packed, scales, zeros = packed_module(shards, module)
         if packed.dim() != 2 or not packed.numel():
             raise InputError(f"{source} has shape {list(packed.shape)}, expected a matrix: download it again")
         inputs, words = packed.shape
-        group = self.group or inputs
-        expected = [inputs // group, 8 * words], [inputs // group, words]
-        if inputs % group or [list(scales.shape), list(zeros.shape)] != list(expected):
-            raise InputError(
-                f"{source} has {inputs} inputs and {8 * words} outputs, scales {list(scales.shape)} and qzeros "
-                f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
-            )
+        check_groups(source, inputs, 8 * words, self.group or inputs, 8, scales, zeros)
         codes, zero = (nibbles(t)[..., PLACE].flatten(1).t() for t in (packed, zeros))
         return grouped(source, codes, scales.t(), zero, 4)

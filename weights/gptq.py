@@ -16,7 +16,7 @@ from torch import Tensor
 from errors import InputError, short
 from weights.codes import Codes, grouped, unpack
 from weights.settings import Settings
-from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
+from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix
 
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
@@ -64,21 +64,13 @@ class GPTQ:
 
     def weight(self, shards: Shards, module: str) -> Codes | Tensor:
         """A module's weight [out, in]."""
-        source, by = shards.source(f"{module}.qweight"), f"{module}.qweight"
-        packed = shards.get(f"{module}.qweight", (torch.int32,))
-        scales = shards.get(f"{module}.scales", FLOATS, by)
-        zeros = shards.get(f"{module}.qzeros", (torch.int32,), by)
+        source, packed, scales, zeros = packed_module(shards, module)
         if packed.dim() != 2 or scales.dim() != 2 or zeros.dim() != 2 or not packed.numel():
             raise InputError(f"{source}: qweight, scales and qzeros must be matrices: download it again")
         n = 32 // self.bits
         inputs, out = packed.shape[0] * n, packed.shape[1]
         group = self.group or inputs
-        expected = [inputs // group, out], [inputs // group, out // n]
-        if inputs % group or out % n or [list(scales.shape), list(zeros.shape)] != list(expected):
-            raise InputError(
-                f"{source} has {inputs} inputs and {out} outputs, scales {list(scales.shape)} and qzeros "
-                f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
-            )
+        check_groups(source, inputs, out, group, n, scales, zeros)
         if f"{module}.g_idx" in shards:
             order = shards.get(f"{module}.g_idx", (torch.int32, torch.int64))
             if order.numel() and not torch.equal(order.long(), torch.arange(inputs) // group):

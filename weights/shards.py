@@ -148,3 +148,21 @@ def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layout
 def with_suffix(shards: Shards, suffix: str) -> list[str]:
     """Modules that have a tensor of that name: `a.b` of `a.b.qweight`."""
     return [name.removesuffix(suffix) for name in shards if name.endswith(suffix)]
+
+
+def packed_module(shards: Shards, module: str) -> tuple[str, Tensor, Tensor, Tensor]:
+    """Where a module of GPTQ or AWQ comes from, its qweight, scales and qzeros."""
+    name = f"{module}.qweight"
+    packed = shards.get(name, (torch.int32,))
+    scales = shards.get(f"{module}.scales", FLOATS, name)
+    return shards.source(name), packed, scales, shards.get(f"{module}.qzeros", (torch.int32,), name)
+
+
+def check_groups(source: str, inputs: int, out: int, group: int, per_word: int, scales: Tensor, zeros: Tensor) -> None:
+    """InputError unless scales are [inputs / group, out] and qzeros as many codes, `per_word` to an integer."""
+    expected = [inputs // group, out], [inputs // group, out // per_word]
+    if inputs % group or out % per_word or [list(scales.shape), list(zeros.shape)] != list(expected):
+        raise InputError(
+            f"{source} has {inputs} inputs and {out} outputs, scales {list(scales.shape)} and qzeros "
+            f"{list(zeros.shape)}: with groups of {group} expected {expected[0]} and {expected[1]}"
+        )
