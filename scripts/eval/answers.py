@@ -21,9 +21,9 @@ from tqdm import tqdm
 from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
-from runtime import ROOT, pick_device, read_text, set_threads
-from scripts.eval.evaluation import Context, Evaluation, parse_flags
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from runtime import ROOT, read_text, set_threads
+from scripts.eval.evaluation import Context, open_evaluation, parse_flags
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, write_json
 from tokenizer import Tokenizer
 from weights import WeightFormat
@@ -85,10 +85,7 @@ def split(turns: list[list[int]]) -> int:
 
 def main() -> None:
     opt = parse_args()
-    device = pick_device(opt.device)
-    opt.dtype = opt.dtype or "fp32"
-    model = load_model(opt, device)
-    ev = Evaluation(Path(opt.checkpoint), device, 1, opt.query_in_prompt, opt.seed, model)
+    ev = open_evaluation(opt, 1)
     text = text_of(ev.tk, opt.lengths[0])
     turns = [
         ev.tk.encode_chat([{"role": "user", "content": f"{text}\n\n{question}"}]) + ev.tk.encode(beginning, bos=False)
@@ -96,8 +93,8 @@ def main() -> None:
     ]
     shared = split(turns)
     settings = dict(length=opt.lengths[0], new=opt.max_new_tokens, query_in_prompt=opt.query_in_prompt)
-    settings |= dict(text_tokens=shared) | precision(opt, model)
-    data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings)
+    settings |= dict(text_tokens=shared) | precision(opt, ev.model)
+    data = record(ev.device, checkpoint=Path(opt.checkpoint).name, settings=settings)
     old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
     data["rows"] = old.get("rows", [])
     rows = [dict(task="facts", max_new_tokens=opt.max_new_tokens, answer=[wanted]) for *_, wanted in FACTS]

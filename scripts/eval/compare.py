@@ -34,21 +34,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cache.calibration import fingerprint
 from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
-from runtime import TINY, pick_device, set_threads, written
-from scripts.eval.evaluation import Context, Evaluation, contexts, parse_flags
+from runtime import TINY, set_threads, written
+from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, chat_parts, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
 from scripts.report.markdown import share, table, tasks_of, wilson
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, save_figure, write_json
-from weights import WeightFormat, open_checkpoint
+from weights import WeightFormat
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")
 SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # under which samples are the same ones
@@ -332,18 +331,14 @@ def draw_depths(data: Row, path: Path) -> None:
 
 def main() -> None:
     opt = parse_args()
-    device = pick_device(opt.device)
-    opt.dtype = opt.dtype or "fp32"
-    model = load_model(opt, device)
-    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, opt.query_in_prompt, opt.seed, model)
+    ev = open_evaluation(opt, opt.batch_size)
     out = Path(opt.out) if opt.out else None
-    settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, model)
-    of = fingerprint(open_checkpoint(opt.checkpoint).path)[:16]
-    data = record(device, checkpoint=Path(opt.checkpoint).name, fingerprint=of, settings=settings)
+    settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
+    data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
     if out and opt.resume:
         earlier(str(out / FILES[0]), data, ("device", "commit", "fingerprint", "settings"), ())
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
-    common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=of)
+    common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=data["fingerprint"])
     runs = [Run(opt, ev, T, common) for T in opt.lengths]
     if opt.settings:
         for run in runs:

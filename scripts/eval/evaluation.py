@@ -18,16 +18,19 @@ from torch import Tensor
 
 from cache import evicting
 from cache.base import KVMethod
+from cache.calibration import fingerprint
 from checkpoint import load_checkpoint
 from corpus import collect
 from engine import NO_TOKEN, Sampling, Session, make_step, pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
-from runtime import TINY, add_calibration, add_precision, check_out
+from runtime import TINY, add_calibration, add_precision, check_out, pick_device
 from scripts.eval.rows import ChatParts, Row, score
 from scripts.eval.tasks import Tasks
+from scripts.shared.options import load_model
 from tokenizer import Tokenizer, load_tokenizer
+from weights import open_checkpoint
 
 WORDS = TINY / "words.json"
 
@@ -243,6 +246,17 @@ class Evaluation:
                         yield label, row, text, score(row, text)
                     elif row:  # a text to predict: that it is a copy shows from its first token, which cannot be known
                         yield label, row, "", float(np.mean(np.array(out[1:]) == np.array(ids[1:])))
+
+
+def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
+    """Of a command line that `parse_flags` has read: in fp32, unless --dtype says otherwise, wherever it runs."""
+    device, opt.dtype = pick_device(opt.device), opt.dtype or "fp32"
+    return Evaluation(Path(opt.checkpoint), device, batch, opt.query_in_prompt, opt.seed, load_model(opt, device))
+
+
+def names_of(checkpoint: str) -> dict[str, str]:
+    """What a result says of the model: its file's name, and the fingerprint of its weights."""
+    return dict(checkpoint=Path(checkpoint).name, fingerprint=fingerprint(open_checkpoint(checkpoint).path)[:16])
 
 
 def parse_flags(p: argparse.ArgumentParser, name: str, in_folder: str = "") -> argparse.Namespace:

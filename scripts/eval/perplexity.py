@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cache.calibration import fingerprint
 from cache.spec import layer_methods
 from cache.trace import Trace, observe
 from checkpoint import read_args
 from errors import InputError, Parser, check_range, run_cli
 from model import ModelArgs
-from runtime import TINY, pick_device, read_text, set_threads
-from scripts.eval.evaluation import Evaluation, parse_flags
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, load_model, precision
+from runtime import TINY, read_text, set_threads
+from scripts.eval.evaluation import Evaluation, names_of, open_evaluation, parse_flags
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, write_json
-from weights import WeightFormat, open_checkpoint
+from weights import WeightFormat
 
 BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a bin begins
 SUMS = ("nll", "kl", "same", "tokens")
@@ -158,18 +156,14 @@ def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     opt = parse_args()
-    device = pick_device(opt.device)
-    opt.dtype = opt.dtype or "fp32"
-    model = load_model(opt, device)
-    ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, False, opt.seed, model)
+    ev = open_evaluation(opt, opt.batch_size)
     (length,) = opt.lengths[:1]
-    if length > model.args.context:
-        raise InputError(f"--length {length} exceeds the model's context of {model.args.context}")
+    if length > (most := ev.model.args.context):
+        raise InputError(f"--length {length} exceeds the model's context of {most}")
     windows = windows_of(ev, opt.text, length, opt.windows)
     settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
-    settings |= dict(length=length) | precision(opt, model)
-    data = record(device, checkpoint=Path(opt.checkpoint).name,
-                  fingerprint=fingerprint(open_checkpoint(opt.checkpoint).path)[:16], settings=settings)  # fmt: skip
+    settings |= dict(length=length) | precision(opt, ev.model)
+    data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
     old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if opt.resume else {}
     data["parts"] = old.get("parts", [])  # a batch of windows each, by method
     ev.setup({m: (m, {}) for m in opt.method}, length, opt.decoded)
