@@ -5,13 +5,14 @@
             ...
 
 is a method with a budget, sinks and a recent window, its own knobs beside them. With `logits`, estimates of each query
-head's own, the budget may be a share of the attention, `budget=p0.95`.
+head's own, the budget may be a share of the attention, `budget=p0.95`; and with a knob `heads` of type `Heads` a list
+may be made by what the queries of a group want most, or by each of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ from errors import InputError
 from kernels.gather_attention import gather_attention, gather_rows, weighted_gather_attention
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
+
+# What makes the list of a KV head: the sum over its group of q . k; the group's mean softmax, or its largest logit;
+# or every query head for itself, which reads g lists.
+Heads = Literal["group", "softmax", "max", "query"]
 
 
 class Selecting(Dense):
@@ -50,6 +55,8 @@ class Selecting(Dense):
         self.selection = args.selection()
         self.k_static = self.selection.of(shape.max_seq_len)
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
+        self.by = getattr(args, "heads", "group")  # of type Heads; hshare has a share of heads by this name
+        self.by_query = self.by == "query"
         if self.p is not None:
             if type(self).logits is Selecting.logits:
                 name = type(self).__module__.rpartition(".")[2]
@@ -77,9 +84,18 @@ class Selecting(Dense):
             return weights
         return weights.unflatten(1, (self.shape.n_kv_head, -1)).mean(2)
 
+    def ranked(self, q: Tensor, pos: Tensor, last: Tensor | None = None) -> Tensor:
+        """What a list is the best of, as `heads` says: fp32 [B, Hkv, T], by query head [B, Hq, T]. last [B]: where
+        filled slots end, if not at pos."""
+        if self.by == "softmax":
+            return self.weights(self.logits(q, pos), pos if last is None else last)
+        if self.by == "max":
+            return self.logits(q, pos).unflatten(1, (self.shape.n_kv_head, -1)).amax(2)
+        return self.scores(q, pos)
+
     def select(self, q, pos):
         if self.p is None:
-            return self.pick(self.scores(q, pos), pos)
+            return self.pick(self.ranked(q, pos), pos)
         return self.pick_mass(self.weights(self.logits(q, pos), pos), pos)
 
     def pick(self, scores: Tensor, pos: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -138,8 +154,9 @@ class Selecting(Dense):
         return self.shape.n_head // self.shape.n_kv_head if self.by_query else 1
 
     def scorings(self) -> int:
-        """How often a KV head's tokens are scored: once a list, or for each query head where weights must reach p."""
-        return self.lists() if self.p is None else self.shape.n_head // self.shape.n_kv_head
+        """How often a KV head's tokens are scored: by the group's sum once, else for each query head."""
+        each = self.p is not None or self.by in ("softmax", "max", "query")
+        return self.shape.n_head // self.shape.n_kv_head if each else 1
 
     def chosen(self, pos: int) -> int:
         """Tokens attended, the newest at pos. A share p tells no number: those of the last step, before any the cap."""

@@ -13,7 +13,7 @@ from typing import Literal
 from cache.base import knob
 from cache.budget import TopP, check_part
 from cache.labels import LabelCache
-from cache.selecting import Selecting
+from cache.selecting import Heads, Selecting
 from cache.statistic import Statistic
 
 PRESETS = {
@@ -57,8 +57,9 @@ class DoubleSparsity(Selecting):
         )
         ranking: Literal["qk", "q", "k"] = knob("qk", "channels by mean |q k|, |q| or |k| of the calibration (Table 3)")
         label_bits: Literal[2, 4, 16] = knob(4, "bits of a label; 16: as the keys (Sec. 4.2)")
-        heads: Literal["group", "query"] = knob(
-            "group", "a selection per KV head, by the group's sum (ours); query: per query head (published code)"
+        heads: Heads = knob(
+            "group",
+            "a list per KV head by its group's sum, softmax or max (ours), or per query head (published code)",
         )
 
         def __post_init__(self):
@@ -67,7 +68,7 @@ class DoubleSparsity(Selecting):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.label, self.by_query = LabelCache(args, shape, layer, calib), args.heads == "query"
+        self.label = LabelCache(args, shape, layer, calib)
 
     def compress(self, q, k, v, lengths):
         super().compress(q, k, v, lengths)
@@ -79,7 +80,7 @@ class DoubleSparsity(Selecting):
 
     def scores(self, q, pos):
         """Algorithm 1: approximate attention on the label channels."""
-        return self.label.scores(q, pos, self.args.heads)
+        return self.label.scores(q, pos, "query" if self.by_query else "group")
 
     def logits(self, q, pos):
         """Channels that have no label count as 0."""

@@ -70,8 +70,8 @@ class DoubleSparsityOffload(KVMethod):
             super().__post_init__()
             if isinstance(self.budget, TopP):
                 raise InputError("double_sparsity_offload fetches lists of one size: its budget is a number or a share")
-            if self.heads == "query":
-                raise InputError("double_sparsity_offload fetches a list of tokens for a KV head: use heads=group")
+            if self.heads != "group":
+                raise InputError("double_sparsity_offload fetches by the sum over a group: use heads=group")
 
     @classmethod
     def needs(cls, args):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cache.base import knob
 from cache.budget import TopP, check_part, part_of
-from cache.selecting import Selecting
+from cache.selecting import Heads, Selecting
 from cache.statistic import Statistic, principal
 from errors import InputError
 from kernels.latent_score import head_scores
@@ -64,8 +64,9 @@ class Loki(Selecting):
         calibrated: Literal["after", "before"] = knob(
             "after", "components of keys after rotation, or before it, applied after it in both cases (published code)"
         )
-        heads: Literal["group", "query"] = knob(
-            "group", "a selection per KV head, by the group's sum (ours); query: per query head (published code)"
+        heads: Heads = knob(
+            "group",
+            "a list per KV head by its group's sum, softmax or max (ours), or per query head (published code)",
         )
 
         def __post_init__(self):
@@ -78,7 +79,6 @@ class Loki(Selecting):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.by_query = args.heads == "query"
         H, D = shape.n_kv_head, shape.head_dim
         self.d = part_of(args.dims, D)
         if self.d > D:
@@ -102,7 +102,7 @@ class Loki(Selecting):
     def scores(self, q, pos):
         """Approximate scores: products in the first d coordinates, of the group's sum or of each query."""
         groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
-        if self.args.heads == "group":
+        if not self.by_query:
             return head_scores(groups.sum(2, keepdim=True), self.k[..., : self.d], pos)[:, :, 0]
         return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2)
 

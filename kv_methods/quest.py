@@ -8,14 +8,13 @@ always one of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cache.base import knob
 from cache.budget import TopP
-from cache.selecting import Selecting
+from cache.selecting import Heads, Selecting
 from kernels.page_score import join_page, page_bounds, page_score
 from kernels.select import budget_select, with_run
 from kernels.top_p import top_p_count
@@ -41,13 +40,13 @@ class Quest(Selecting):
         sinks: int = knob(0, "first tokens whose pages are always attended; the paper forces none", low=0)
         recent: int = knob(1, "newest tokens whose pages are always attended: 1, the current page (published code)", 1)
         page: int = knob(16, "tokens of a page (Quest: 16)", 1, 4096)
-        heads: Literal["group", "query"] = knob(
-            "group", "a selection per KV head, by the group's sum (ours); query: per query head (paper, published code)"
+        heads: Heads = knob(
+            "group",
+            "a list per KV head by its group's sum, softmax or max (ours), or per query head (paper, published code)",
         )
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.by_query = args.heads == "query"
         B, H, T, D = shape.kv
         pages = self.pages_of(T)
         # beside the page of the current token: those of the sinks, and all that the newest tokens can reach into
@@ -71,9 +70,9 @@ class Quest(Selecting):
 
     def scores(self, q, pos):
         """The upper bound of every page: the sum over channels of max(q low, q high) -> [B, Hkv or Hq, P]."""
-        if self.args.heads == "group":
-            return page_score(q, self.low, self.high, pos // self.args.page)
-        return self._bounds(q, pos)
+        if self.by_query:
+            return self._bounds(q, pos)
+        return page_score(q, self.low, self.high, pos // self.args.page)
 
     def _bounds(self, q, pos):
         """The same of every query head, [B, Hq, P]."""
@@ -91,7 +90,7 @@ class Quest(Selecting):
         page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
         last, wanted = pos // page, self.pages_of(self.selection.at(pos + 1))
         if self.p is None:
-            scores = self.scores(q, pos)
+            scores = self.ranked(q, pos, last)
         else:
             scores = self.weights(self.logits(q, pos), last)
             need = top_p_count(scores, last, self.p, sinks, recent + 1)

@@ -130,6 +130,9 @@ class SelfIndex(KVMethod):
         store_bits: Literal[2, 4, 8, 16] = knob(2, "bits of key magnitudes and values")
         sign_in_quant: bool = knob(True, "False: quantize signed keys (Table 5)")
         retrieval: Literal["codebook", "sign"] = knob("codebook", "score by centroids, or by signs alone (Table 5)")
+        heads: Literal["mean", "softmax", "max"] = knob(
+            "mean", "a list is the best by a group's mean query (published code), or its mean softmax or max (ours)"
+        )
         keep_decoded: bool = knob(True, "compressed decoded tokens stay attended (paper); False: they compete (ours)")
         tail: int = knob(512, "decoded tokens in full precision, older ones compressed (ours; published code: 0)", 1)
         flush: int = knob(64, "decoded tokens compressed at a time once the tail is full (ours)", 1)
@@ -195,7 +198,7 @@ class SelfIndex(KVMethod):
         self.tail.put((k.float() - self.mean[: len(k)]).to(k.dtype), v, pos)
 
     def select(self, q, pos):
-        """The best of the compressed store, by the mean of a group's queries; sinks are attended anyway.
+        """The best of the compressed store, by a group's queries together; sinks are attended anyway.
 
         With `keep_decoded` the best of the prompt, and behind them the decoded tokens of the store, all of them.
         """
@@ -205,11 +208,25 @@ class SelfIndex(KVMethod):
             return none, none[..., 0]
         prompt = self.tail.prompt_len[:B]
         rivals = prompt if keep else prompt + self.flushed  # first slots of the store, sinks among them
-        scores = lut_score(q, self.book[:B], self.codes[:B], rivals - 1, self.sinks.idx[:B])  # Eq. 8; sinks: -inf
-        idx, count = budget_select(scores, rivals - 1, self.budget.at(prompt, rivals, pos + 1), self.k_chosen)
+        idx, count = budget_select(
+            self._scores(q, rivals - 1), rivals - 1, self.budget.at(prompt, rivals, pos + 1), self.k_chosen
+        )
         if not (self.flushes and keep):
             return idx, count
         return with_run(idx, count, prompt, self.slots - 1, self.k_static), count + self.flushed
+
+    def _scores(self, q, last):
+        """Eq. 8 of the first slots up to last [B] -> [B, Hkv, T]; sinks: -inf."""
+        B = len(q)
+        book = (self.book[:B], self.codes[:B], last, self.sinks.idx[:B])
+        if self.args.heads == "mean":
+            return lut_score(q, *book)
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1))
+        each = torch.stack([lut_score(x.contiguous(), *book) for x in groups.unbind(2)])
+        if self.args.heads == "max":
+            return each.amax(0)
+        there = torch.arange(self.slots, device=q.device) <= last[:, None, None]
+        return torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
 
     def attend(self, q, idx, count, pos):
         whole = WholeTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
@@ -262,5 +279,6 @@ class SelfIndex(KVMethod):
         (B, H, _, D), n = self.shape.kv, torch.tensor([pos + 1])
         chosen = int(self.budget.at(n, n, n))
         whole = 2 * min(self.sinks.n, pos + 1) * D * self.shape.dtype.itemsize
-        codes = (pos + 1) * D // 8 if self.chooses else 0
+        scorings = 1 if self.args.heads == "mean" else self.shape.n_head // H
+        codes = (pos + 1) * D // 8 * scorings if self.chooses else 0
         return B * H * (codes + chosen * self.token_bytes + self.fixed_bytes + whole)

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import torch
-from oracles import attention, rotate
+from oracles import attention, rotate, softmax
 
 NUDGE = 5e-7  # float32 roundings: what may put a number on the other side of a rounding border
 
@@ -33,6 +33,8 @@ def through_bits(x: np.ndarray, bits: int, fuzz: float) -> np.ndarray:
 class LabelHead:
     """One row and one KV head. Keys and queries come rotated, slot t holds the token at position t."""
 
+    by = "group"  # what a list is the best of: the sum over the group, its mean "softmax" or its "max"
+
     def __init__(self, channels: list[int], label_bits: int, budget: int | float, sinks: int, recent: int):
         self.channels, self.bits, self.budget, self.sinks, self.recent = channels, label_bits, budget, sinks, recent
         self.k: list[np.ndarray] = []
@@ -53,6 +55,21 @@ class LabelHead:
         size = np.array([sum(abs(head[c]) for head in q) for c in self.channels])
         return [(float(q_sum @ x), float(np.abs(q_sum) @ off + 2e-6 * (size @ np.abs(x)))) for x, off in self.labels]
 
+    def joined(self, q: np.ndarray) -> list[tuple[float, float]]:
+        """The same as `scores`, of what the queries [g, D] want together, by `by`."""
+        if self.by not in ("softmax", "max"):
+            return self.scores(q)
+        each = [self.scores(x[None]) for x in q]
+        if self.by == "max":
+            return [(max(s for s, _ in of), max(off for _, off in of)) for of in zip(*each, strict=True)]
+        off = max(off for scores in each for _, off in scores) / math.sqrt(q.shape[1])
+        weights = [softmax(np.array([s for s, _ in scores]) / math.sqrt(q.shape[1]) + self.held()) for scores in each]
+        return [(float(w), float(w) * (2 * off + 1e-5)) for w in sum(weights)]
+
+    def held(self) -> np.ndarray:
+        """Logarithm of the tokens that a score stands for."""
+        return np.zeros(len(self.k))
+
     def forced(self) -> set[int]:
         """Sinks and the newest tokens, the current one among them."""
         n = len(self.k)
@@ -69,7 +86,7 @@ class LabelHead:
         forced = self.forced()
         assert forced <= set(chosen), f"{what}: {sorted(forced - set(chosen))} must be in, chosen are {chosen}"
         assert len(chosen) == len(set(chosen)) == self.wanted(), f"{what}: {len(chosen)} tokens for {self.wanted()}"
-        scores = self.scores(q)
+        scores = self.joined(q)
         free = set(chosen) - forced
         left = set(range(len(self.k))) - forced - free
         if free and left:

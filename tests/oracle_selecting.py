@@ -83,6 +83,13 @@ class QuestHead(Head):
             total += max(x[c] * bound for bound in (min(column), max(column)))
         return total
 
+    def scores(self, q):
+        size = NEAR * sum(np.abs(x).sum() for x in q) * max(np.abs(k).max() for k in self.k)
+        return [(sum(self.bound(x, tokens) for x in q), size / 2) for tokens in self.pages()]
+
+    def held(self):
+        return np.log([len(tokens) for tokens in self.pages()])
+
     def check(self, q, chosen, what):
         page, pages = self.knobs["page"], self.pages()
         taken = {t // page for t in chosen}
@@ -96,10 +103,10 @@ class QuestHead(Head):
         assert len(taken) == max(math.ceil(budget / page), len(forced)), f"{what}: {len(taken)} pages"
         free, left = taken - forced, set(range(len(pages))) - taken
         if free and left:
-            scores = [sum(self.bound(x, pages[p]) for x in q) for p in range(len(pages))]
-            size = NEAR * sum(np.abs(x).sum() for x in q) * max(np.abs(k).max() for k in self.k)
-            worst, best = min(scores[p] for p in free), max(scores[p] for p in left)
-            assert best <= worst + size, f"{what}: left out a page of {best}, took {worst}"
+            scores = self.joined(q)
+            worst = min(scores[p][0] + scores[p][1] for p in free)
+            best = max(scores[p][0] - scores[p][1] for p in left)
+            assert best <= worst, f"{what}: left out a page of {best}, took {worst}"
 
 
 def fewest(weights, p, forced, cap):

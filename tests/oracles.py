@@ -64,12 +64,13 @@ class SelfIndexHead:
     """
 
     def __init__(self, q, k, v, *, budget, sinks_in_budget, sinks, sink_queries, sinks_in_index,
-                 store_bits, sign_in_quant, retrieval, keep_decoded, tail, flush, max_seq_len,
+                 store_bits, sign_in_quant, retrieval, heads, keep_decoded, tail, flush, max_seq_len,
                  nudge=0.0, sink_set=None):  # fmt: skip
         """q [g, n, D], k and v [n, D]: the prompt of this row alone, without padding. sink_set: instead of its own."""
         self.bits, self.sign_in_quant, self.tail, self.flush = store_bits, sign_in_quant, tail, flush
         self.budget, self.sinks, self.nudge, self.prompt = budget, min(sinks, max_seq_len), nudge, len(k)
         self.retrieval, self.sinks_in_budget, self.keep_decoded = retrieval, sinks_in_budget, keep_decoded
+        self.heads = heads
         if sinks_in_budget is None:  # LongBench: 160 are 64 + 96; published code: int(0.075 * (L - 64)) beside 64
             self.sinks_in_budget = isinstance(budget, int)
         self.snapkv = dict(enumerate(snapkv(q, k, sink_queries)))
@@ -139,8 +140,16 @@ class SelfIndexHead:
 
     def scores(self, q):
         """Group-mean of q [g, D] against every stored token that is no sink, and not attended to anyway."""
-        q, skip = q.mean(0), {*self.sink_set, *self.always()}
-        return {t: float(q @ entry[0]) for t, entry in enumerate(self.store) if t not in skip}
+        skip = {*self.sink_set, *self.always()}
+        rivals = [(t, entry[0]) for t, entry in enumerate(self.store) if t not in skip]
+        if self.heads == "mean" or not rivals:
+            return {t: float(q.mean(0) @ x) for t, x in rivals}
+        each = np.array([[head @ x for _, x in rivals] for head in q])
+        if self.heads == "max":
+            joined = each.max(0)
+        else:
+            joined = np.mean([softmax(logits / math.sqrt(q.shape[1])) for logits in each], 0)
+        return {t: float(s) for (t, _), s in zip(rivals, joined, strict=True)}
 
     def always(self):
         """Decoded tokens of the store that are attended to whatever they score."""

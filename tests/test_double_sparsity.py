@@ -30,6 +30,8 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "2-bits": (dict(budget=16, label_bits=2, channels=0.5), (2, 2, 32), (41, 8)),
     "16-bits": (dict(budget=16, label_bits=16), (4, 1, 128), (64, 5)),
     "a-selection-per-query-head": (dict(budget=14, recent=3, heads="query"), (3, 2, 32), (5, 50)),
+    "the-mean-softmax": (dict(budget=14, recent=3, heads="softmax"), (3, 2, 32), (5, 50)),
+    "the-largest-logit": (dict(budget=14, recent=3, heads="max"), (5, 1, 64), (5, 50)),
     "all-channels": (dict(budget=0.3, channels=1.0), (1, 1, 32), (31, 64)),
 }
 FULL = [
@@ -66,6 +68,7 @@ def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], Label
     out = {}
     for b, i in np.ndindex(len(lengths), h):
         head = LabelHead(ranking[i, :r].tolist(), args.label_bits, args.budget, args.sinks, args.recent)
+        head.by = args.heads
         for t in range(lengths[b]):
             head.append(k[b, i, t], v[b, i, t])
         out[b, i] = head

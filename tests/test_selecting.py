@@ -30,12 +30,16 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "quest-forced": ("quest", dict(budget=40, sinks=5, recent=12, page=4), (3, 1, 32), (3, 33, 60)),
     "quest-share": ("quest", dict(budget=0.3, page=3), (4, 1, 32), (50, 9)),
     "quest-per-query": ("quest", dict(budget=24, page=8, heads="query"), (3, 2, 32), (5, 50)),
+    "quest-softmax": ("quest", dict(budget=24, page=8, heads="softmax"), (3, 2, 32), (5, 50)),
+    "quest-max": ("quest", dict(budget=24, page=8, heads="max"), (3, 2, 32), (5, 50)),
     "sparq": ("sparq", dict(budget=20, recent=6, channels=8), (2, 2, 32), (70, 30)),
     "sparq-one-copy": ("sparq", dict(budget=20, recent=6, channels=8, copies=1), (2, 2, 32), (70, 30)),
     "sparq-no-mean": ("sparq", dict(budget=0.2, recent=3, mean_value=False), (3, 1, 64), (1, 40)),
     "loki": ("loki", dict(budget=0.25), (2, 2, 64), (60, 33)),
     "loki-forced": ("loki", dict(budget=20, sinks=4, recent=5, dims=5), (1, 2, 32), (2, 40)),
     "loki-before": ("loki", dict(budget=16, calibrated="before", dims=16), (4, 1, 32), (30, 50)),
+    "loki-softmax": ("loki", dict(budget=14, heads="softmax"), (3, 1, 32), (45,)),
+    "loki-max": ("loki", dict(budget=14, heads="max"), (3, 1, 32), (45,)),
     "loki-per-query": ("loki", dict(budget=14, heads="query"), (3, 1, 32), (45,)),
 }
 
@@ -88,6 +92,7 @@ def compare(name, knobs, shape, lengths, seed=0, told=None, steps=STEPS):
     args = make_args(method_class(name), {**knobs, **(told or {})})
     heads = {(b, i): head_of(name, args, shape, i) for b, i in np.ndindex(B, h)}
     for (b, i), head in heads.items():
+        head.by = getattr(args, "heads", "group")
         for t in range(lengths[b]):
             head.append(k64[b, i, t], v64[b, i, t])
     sparse = 0

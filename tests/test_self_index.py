@@ -38,6 +38,8 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "fraction-decoded-compete": (dict(budget=0.3, sinks=4, keep_decoded=False, tail=8, flush=8), (2, 1, 64), (5, 33)),
     "index-without-sinks": (dict(budget=24, sinks=12, sinks_in_index=False, tail=8, flush=4), (2, 2, 32), (8, 12, 60)),
     "sinks-by-the-last-query": (dict(budget=24, sinks=8, sink_queries=1, tail=16, flush=6), (2, 1, 64), (31, 60)),
+    "the-mean-softmax": (dict(budget=24, sinks=4, heads="softmax", tail=16, flush=6), (3, 2, 32), (5, 60)),
+    "the-largest-logit": (dict(budget=0.2, sinks=4, heads="max", tail=16, flush=6), (5, 1, 64), (33, 60)),
     "published": (PRESETS["self_index-published"] | dict(sinks=8), (2, 2, 64), (5, 40, 60)),
 }
 OFTEN = ("shorter-than-the-sinks", "fraction", "4-bits", "8-bits", "16-bits", "sign-only", "fraction-decoded-compete",

@@ -101,7 +101,7 @@ class Sizes:
         with torch.device("meta"):
             self.model = Transformer(model.args)
         self.model.kv_dtype = model.kv_dtype or model.dtype
-        self.model.calibration = model.find_calibration()
+        self.model.calibration, self.model.folder = model.calibration, model.folder  # read by methods that need it
         self.full = self._bytes("full")
 
     def _bytes(self, spec: str) -> tuple[int, int]:
