@@ -37,6 +37,21 @@ def sizes():
     return Sizes(model, 8, SIZE, NEW)
 
 
+def test_a_ladder_with_knobs(sizes):
+    spec, share = sizes.best("read", "double_sparsity,channels=0.5", Fraction(1, 4))
+    assert spec and spec.endswith(",channels=0.5") and share <= 1 / 4 < sizes.share("read", "", more(spec))
+    plain, _ = sizes.best("read", "double_sparsity", Fraction(1, 4))
+    assert int(plain.partition("budget=")[2]) > int(spec.partition("budget=")[2].partition(",")[0])
+    assert sizes.cells(dict(read=[Fraction(1, 4)]), ["double_sparsity,channels=0.5"], T)[0][0]["spec"] == spec
+
+
+def more(spec):
+    """One token more."""
+    head, _, rest = spec.partition("budget=")
+    n, _, knobs = rest.partition(",")
+    return f"{head}budget={int(n) + 1},{knobs}"
+
+
 @pytest.mark.parametrize(("axis", "method"), CELLS)
 def test_ladders_rise(sizes, axis, method):
     """From few bytes to many: what a search by halves needs."""

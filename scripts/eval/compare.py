@@ -6,8 +6,8 @@
     python -m scripts.eval.compare --tasks kv,prefix_suffix --multi-turn --query-in-prompt --method full snapkv
     python -m scripts.eval.compare --kv 1/8 --settings                    # what would be run, with its bytes
 
---method names specs, run as they are; with --kv or --read it names methods, each of which gets the largest setting of
-its ladder (ladders.py) whose bytes held, or read at a step, stay within each share of full's.
+--method names specs, run as they are; with --kv or --read it names methods, with knobs or without, each of which gets
+the largest setting of its ladder (ladders.py) whose bytes held, or read at a step, stay within each share of full's.
 
 The question comes through decode, so that no method knows it when it compresses; --query-in-prompt prefills it, too.
 Several questions on one context each start from the state after it, or with --multi-turn follow one another. A context
@@ -87,7 +87,7 @@ def parse_args() -> argparse.Namespace:
     args = read_args(opt.checkpoint)
     if opt.targets:
         laddered = sorted({m for axis in opt.targets for m in BY_AXIS[axis]})
-        if wrong := set(opt.method) - {*laddered, "full"}:
+        if wrong := {m.partition(",")[0] for m in opt.method} - {*laddered, "full"}:
             raise InputError(f"{min(wrong)!r} has no ladder: use some of {', '.join(laddered)}")
     else:
         opt.method = expand(opt.method or ["full"], True)

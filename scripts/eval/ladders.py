@@ -115,12 +115,13 @@ class Sizes:
 
     def share(self, axis: str, method: str, spec: str) -> float:
         if method in BOUNDS:
-            return int(spec.rpartition("=")[2]) / self.T
+            return int(spec.partition("budget=")[2].partition(",")[0]) / self.T
         return self.of(spec)[axis == "read"]
 
     def best(self, axis: str, method: str, target: Fraction) -> tuple[str | None, float]:
         """The last setting of a ladder within the target, with its share; None and the least share if all are above."""
-        ladder = BY_AXIS[axis][method](self.T, float(target))
+        name, _, knobs = method.partition(",")
+        ladder = [f"{spec},{knobs}".rstrip(",") for spec in BY_AXIS[axis][name](self.T, float(target))]
         low, high = -1, len(ladder)  # within, above
         while high - low > 1:
             middle = (low + high) // 2
@@ -131,12 +132,13 @@ class Sizes:
 
     def cells(self, targets: dict[str, Sequence[Fraction]], methods: Sequence[str], length: int) -> tuple[
             list[dict], list[dict]]:  # fmt: skip
-        """Cells (axis, target, method, spec) at one length, and those that cannot be. No methods: all."""
+        """Cells (axis, target, method, spec) at one length, and those that cannot be. No methods: all; one with knobs
+        has them on every step of its ladder."""
         cells: list[dict] = []
         missing: list[dict] = []
         for axis, wanted in targets.items():
-            for method in BY_AXIS[axis]:
-                for target in wanted if not methods or method in methods else ():
+            for method in (m for m in methods or BY_AXIS[axis] if m.partition(",")[0] in BY_AXIS[axis]):
+                for target in wanted:
                     spec, share = self.best(axis, method, target)
                     cell = dict(axis=axis, target=str(target), method=method, seq_len=length)
                     if spec is None:

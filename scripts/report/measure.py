@@ -29,11 +29,20 @@ METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv ra
 ACCURACY = ("full oracle random streaming self_index double_sparsity double_sparsity,channels=0.5 sals-25 sals-12.5 "
             "ojakv ojakv-0.8 razor,window=128 h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard "
             "palu-50 hshare self_index,store_bits=4,budget=512")  # fmt: skip
-RULER = "niah_single_1,niah_multikey_2,vt,cwe,fwe"
+RULER = "niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe"  # those that need no data
 LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
 DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
 CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
+# a published model on RULER: in 16 bits, as a GPU would hold it; one thread, so that two runs fit beside each other
+RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
+         "--batch-size 8 --at-once 32")  # fmt: skip
+FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
+# what makes the list of a group of queries: the sum of products, the mean softmax, the largest logit, each its own
+GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
+                  for by in ("group", "softmax", "max", "query"))  # fmt: skip
+GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "softmax", "max"))
+GROUPS += " sals,score=sum sals,score=softmax"
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
@@ -69,8 +78,12 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
                   f"--samples 100 --method {ACCURACY}"],
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
-        accuracy_smollm2=[f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --batch-size 2 "
-                          f"--lengths 2048 --tasks {RULER} --samples 20 --method {ACCURACY}"],
+        ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048,4096 --samples 10 --method full"],
+        ruler_2k=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16"],
+        ruler_4k=[f"{RULED} --lengths 4096 --samples 25 {FOUND} --kv 1/4 --read 1/8"],
+        ruler_defaults=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --method {ACCURACY} "
+                        "self_index,store_bits=4,budget=1024 sals-25,score=softmax"],
+        ruler_groups=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
     )  # fmt: skip
@@ -78,6 +91,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 
 # no machine's speed is in these
 FOLDERS = {"kernels": "compiled", "addresses": "compiled", "answers": "published"}
+FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "2k", "4k", "defaults", "groups")}
 COMPARE = "eval.compare"  # writes a folder
 RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
 
