@@ -79,11 +79,11 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
         ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048,4096 --samples 10 --method full"],
-        ruler_2k=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16"],
-        ruler_4k=[f"{RULED} --lengths 4096 --samples 25 {FOUND} --kv 1/4 --read 1/8"],
-        ruler_defaults=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --method {ACCURACY} "
+        ruler_2k=[f"{RULED} --lengths 2048 --samples 24 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16"],
+        ruler_4k=[f"{RULED} --lengths 4096 --samples 8 {FOUND} --kv 1/4 --read 1/8"],
+        ruler_defaults=[f"{RULED} --lengths 2048 --samples 16 {FOUND} --method {ACCURACY} "
                         "self_index,store_bits=4,budget=1024 sals-25,score=softmax"],
-        ruler_groups=[f"{RULED} --lengths 2048 --samples 25 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
+        ruler_groups=[f"{RULED} --lengths 2048 --samples 16 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
     )  # fmt: skip
