@@ -36,7 +36,7 @@ PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT
 CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
 # a published model on RULER: in 16 bits, as a GPU would hold it; one thread, so that two runs fit beside each other
 RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
-         "--batch-size 8 --at-once 32")  # fmt: skip
+         "--batch-size 10 --at-once 32")  # fmt: skip
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 # what makes the list of a group of queries: the sum of products, the mean softmax, the largest logit, each its own
 GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
@@ -79,11 +79,11 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
         ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048,4096 --samples 10 --method full"],
-        ruler_2k=[f"{RULED} --lengths 2048 --samples 24 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16"],
-        ruler_4k=[f"{RULED} --lengths 4096 --samples 8 {FOUND} --kv 1/4 --read 1/8"],
-        ruler_defaults=[f"{RULED} --lengths 2048 --samples 16 {FOUND} --method {ACCURACY} "
+        ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
+        ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
+        ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {ACCURACY} "
                         "self_index,store_bits=4,budget=1024 sals-25,score=softmax"],
-        ruler_groups=[f"{RULED} --lengths 2048 --samples 16 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
+        ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
     )  # fmt: skip
@@ -91,7 +91,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 
 # no machine's speed is in these
 FOLDERS = {"kernels": "compiled", "addresses": "compiled", "answers": "published"}
-FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "2k", "4k", "defaults", "groups")}
+FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "defaults", "groups")}
 COMPARE = "eval.compare"  # writes a folder
 RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
 
