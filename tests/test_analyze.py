@@ -18,7 +18,7 @@ from errors import run_cli
 from kernels.rope import apply_rope
 from model import Block, ModelArgs, random_transformer
 from scripts.eval import analyze as A
-from scripts.eval.analyses import adjacent, channels, heads, shift, signs, spectra
+from scripts.eval.analyses import adjacent, bases, channels, heads, shift, signs, spectra
 from scripts.eval.analyses import measures as M
 from scripts.eval.analyses.capture import Capture, Layer
 from tests.oracles import softmax
@@ -211,6 +211,27 @@ def test_signs_of_keys_that_are_signs_find_what_exact_scores_find():
     r = signs.signs(layer([c]))
     assert r["entropy_before"]["mean"] == 0 and r["entropy_after"]["least"] > 0.95
     assert r["recall"]["signs, not centred 0.075"] < 0.5 < r["recall"]["signs 0.075"]
+
+
+def test_a_basis_moves_attention_by_what_it_leaves_out():
+    """Keys that lie in as many directions as the rank: nothing moves. The text's own basis beats one of another text,
+    and none beats the best of its rank."""
+    c, flat = capture(), torch.einsum("snr,nrd->snd", torch.randn(64, 2, 9), torch.randn(2, 9, 16))
+    c = Capture(None, c.x, c.q, flat, c.v, c.q_rot, flat)
+    other = torch.linalg.qr(torch.randn(2, 16, 16)).Q
+    assert bases.OJA_RANK * 16 > 9
+    assert bases.ojakv(c, other)["text, K alone"] < 1e-5 < bases.ojakv(c, other)["moved: calibrated"]
+    rows = [bases.ojakv(capture(), other) for _ in range(20)]
+    mean = {name: sum(r[name] for r in rows) / 20 for name in rows[0]}
+    assert 0 < mean["best possible"] < mean["text, K and Q"] < mean["moved: calibrated"] < 1
+
+
+def test_all_latent_coordinates_choose_alike_in_any_basis():
+    c, other = capture(), torch.linalg.qr(torch.randn(32, 32)).Q
+    found = [bases.sals(c, u) for u in (torch.eye(32), other)]
+    assert found[0]["all coordinates"] == pytest.approx(found[1]["all coordinates"], abs=1e-6)
+    assert found[0]["covered: calibrated"] != found[1]["covered: calibrated"]
+    assert found[0]["text"] == found[1]["text"]
 
 
 def test_heads_marks_what_razor_protects():

@@ -23,7 +23,10 @@ def run(*command, **env):
     )
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 200), ("results/README.md", 300), ("docs/design.md", 400)])
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [("README.md", 200), ("results/README.md", 300), ("results/published/README.md", 300), ("docs/design.md", 400)],
+)
 def test_a_page_can_be_read(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
@@ -67,7 +70,7 @@ def test_the_example_methods_keep_the_contract(code, tmp_path):
 
 # ---- no figure is typed beside the file that holds it ----
 
-PAGES = ("README.md", "results/README.md", "docs/design.md", "models/tiny/README.md")
+PAGES = ("README.md", "results/README.md", "results/published/README.md", "docs/design.md", "models/tiny/README.md")
 SCALES = {"%": [100], "x": [1], "ms": [1, 1e3], "us": [1e3, 1e6], "s": [1], "GB/s": [1e-9], "tokens/s": [1],
           "MiB": [2**-20], "GiB": [2**-30], "million": [1e-6], "GFLOP": [1e-9], "TFLOP": [1e-12]}  # fmt: skip
 FIGURE = re.compile(rf"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?) ?({'|'.join(map(re.escape, SCALES))})(?!\w)")
@@ -128,7 +131,7 @@ def test_a_typed_figure_is_found():
 
 
 def test_linked_files_exist():
-    for file in ("README.md", "results/README.md", "docs/design.md"):
+    for file in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / file).read_text()):
             assert ((ROOT / file).parent / target).exists(), (file, target)
 

@@ -6,6 +6,7 @@
 spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
 overlap   attention mass that tokens chosen by latent scores cover (SALS, Sec. 3.2, Fig. 2)
 recall    how many of the oracle's tokens latent scores find, by the coordinates scored with (SALS, Sec. 4.3)
+bases     attention moved by low-rank keys, by what the basis is of (OjaKV, SALS: whose fault a loss is)
 channels  outlier channels of the calibration against those of the text at hand (Double Sparsity, Fig. 9)
 adjacent  inputs of adjacent layers, and tokens chosen by a predicted query (Double Sparsity, Sec. 5.2)
 shift     a basis from prose on code, before and after Oja's update (OjaKV, Table 1)

@@ -98,6 +98,12 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
             return dict(error=f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
 
 
+def in_words(args: dict[str, Any]) -> str:
+    """The arguments of a recorded launch on one line; of a tensor its dtype, and bytes beyond 16 where it begins."""
+    said = {n: f"{x[1]}{f'+{x[2]}' if x[2] else ''}" if isinstance(x, tuple | list) else x for n, x in args.items()}
+    return ", ".join(f"{n} {x}" for n, x in said.items())
+
+
 def needs(compiled: Any, cc: int) -> dict[str, Any]:
     """What the machine code of a compiled kernel takes: see `launch`."""
     # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
@@ -251,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
             methods = sorted({by[1] for by in e["by"]})
             head = dict(file=e["file"], kernel=e["kernel"], model=model, method=method, methods=methods, cc=cc)
             row = launch(e, cc, a.bind)
-            form = dict(args=e["args"], options=e["options"], launches=e["launches"])
+            form = dict(args=in_words(e["args"]), options=e["options"], launches=e["launches"])
             rows.append(head | form | row | dict(problem=problem(row)))
             if i % 50 == 49:
                 write(False)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -20,10 +22,12 @@ from errors import InputError, Parser, run_cli
 from scripts.report.accuracy import BOUNDS, TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
 from scripts.report.markdown import RESULTS, runs
+from scripts.report.published import counted
 from scripts.report.speed import decoded, width
 from scripts.shared.results import check_out, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
+AXES = dict(held="kv_share", read="read_share")
 TICKS = [1 / 4, 1 / 8, 1 / 16]
 Points = dict[tuple[str, str], float]  # (label, machine) -> value
 
@@ -124,6 +128,34 @@ def accuracy() -> Any:
     return fig
 
 
+def ruler() -> Any:
+    """What each method finds on the published model: against the bytes that it holds, and that a step reads."""
+    found = {of: run for of in ("held", "read") if (run := next(runs(f"ruler_{of}"), None))}
+    names = sorted({c["method"] for run in found.values() for c in run["cells"]}, key=lambda m: (m in BOUNDS, m))
+    colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
+    fig, axes = plt.subplots(1, max(1, len(found)), figsize=(11, 4.8), sharey=True, squeeze=False)
+    for ax, (of, run) in zip(axes[0], found.items(), strict=False):
+        length, rows = run["rows"][0]["seq_len"], {r["method"]: r for r in run["rows"]}
+        tasks = counted(run, length)
+        for i, method in enumerate(names):
+            mine = [c for c in run["cells"] if c["method"] == method]
+            xs = [float(Fraction(c["target"])) if method in BOUNDS else rows[c["spec"]][AXES[of]] for c in mine]
+            xy = sorted(zip(xs, (100 * mean(rows[c["spec"]][t] for t in tasks) for c in mine), strict=True))
+            look = dict(linestyle="--", color="0.6") if method in BOUNDS else dict(color=colors(order[i % 20]))
+            if xy:
+                ax.plot(*zip(*xy, strict=True), **look, marker=MARKERS[i % len(MARKERS)], markersize=5)
+                ax.annotate(method, xy[-1], xytext=(5, 0), textcoords="offset points", fontsize=7, va="center")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([1 / 2, *TICKS], [f"1/{1 / t:.0f}" for t in (1 / 2, *TICKS)])
+        ax.minorticks_off()
+        ax.set_ylim(-4, 106)
+        ax.set_xlabel("bytes held, share of full" if of == "held" else "bytes that a step reads, share of full")
+        ax.set_ylabel(f"% found of {', '.join(tasks)}, {length:,} tokens", fontsize=9)
+        ax.grid(alpha=0.3)
+    fig.tight_layout()
+    return fig
+
+
 def panel(ax: Any, here: list[Cell], task: str, looks: dict[str, dict[str, Any]]) -> None:
     points = []
     for method, look in looks.items():
@@ -151,7 +183,7 @@ def frontier(points: list[tuple[float, float, str]]) -> list[tuple[float, float,
 
 
 PLOTS: dict[str, Callable[[], Any]] = dict(
-    speed=speed, attention=attention, weights=weights, accuracy=accuracy, compiled=compiled
+    speed=speed, attention=attention, weights=weights, accuracy=accuracy, ruler=ruler, compiled=compiled
 )
 
 

@@ -1,10 +1,12 @@
-"""A published model and published files: what SmolLM2 answers and how fast, and every real file that was tried."""
+"""A published model and published files: what it finds, answers and how fast; and every real file that was tried."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
-from scripts.report.markdown import NONE, Row, folded, runs, sources, table
+from scripts.report.markdown import NONE, Row, folded, runs, share, sources, table, tasks_of
 from scripts.report.speed import rate
 
 KINDS = {"vocabularies": "GGUF vocabularies", "mistral": "Mistral's tokenizers", "templates": "chat templates",
@@ -62,5 +64,70 @@ def real_files() -> str:
 
 
 def published() -> str:
-    parts = [speed(), answers(), real_files(), sources("smollm2", "answers", "real_files")]
+    parts = [speed(), answers(), real_files(), sources("smollm2", "answers", "real_files", root="../")]
+    return "\n\n".join(filter(None, parts)) or NONE
+
+
+# ---- RULER ----
+
+
+def ruler_full() -> str:
+    """ruler_full.json: what `full` finds of each task, by length."""
+    for run in runs("ruler_full"):
+        rows = {r["seq_len"]: r for r in run["rows"]}
+        cells = [[f"`{t}`", *(share(r[f"{t}_each"]) for r in rows.values())] for t in tasks_of(run["rows"])]
+        return table(["`full` on RULER's tasks that need no data", *(f"{n:,} tokens" for n in rows)], cells)
+    return ""
+
+
+def counted(run: Row, length: int) -> list[str]:
+    """The tasks that measure something: of which `full` finds at least half."""
+    full = next((r for r in run["rows"] if (r["method"], r["seq_len"]) == ("full", length)), {})
+    return [t for t in tasks_of(run["rows"]) if full.get(t, 1) >= 0.5]
+
+
+def pooled(row: Row, tasks: Sequence[str]) -> str:
+    """Samples of all tasks together: `92 (81-97) %`."""
+    return share([x for t in tasks for x in row[f"{t}_each"]])
+
+
+def ruler_bytes() -> str:
+    """ruler_held.json and ruler_read.json: a row a method, a column a target of bytes held or read."""
+    out = []
+    for of, run in ((q.removeprefix("ruler_"), r) for q in ("ruler_held", "ruler_read") for r in runs(q)):
+        length = run["rows"][0]["seq_len"]
+        tasks, rows = counted(run, length), {r["method"]: r for r in run["rows"]}
+        targets = sorted({c["target"] for c in (*run["cells"], *run["missing"])}, key=Fraction, reverse=True)
+        found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
+        names = ["full", *sorted({m for m, _ in found})]
+        found |= {("full", t): pooled(rows["full"], tasks) for t in targets}
+        header = [f"{', '.join(tasks)}, {length:,} tokens", *(f"{of} {t}" for t in targets)]
+        out.append(table(header, [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in names]))
+    return "\n\n".join(out)
+
+
+def ruler_defaults() -> str:
+    """ruler_defaults.json: every method as it comes, and a few settings that this model asks for."""
+    for run in runs("ruler_defaults"):
+        tasks = counted(run, run["rows"][0]["seq_len"])
+        cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
+                  *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
+        return table([f"as it comes, {run['rows'][0]['seq_len']:,} tokens", "KV bytes", "bytes read", "found", *tasks],
+                     cells)  # fmt: skip
+    return ""
+
+
+def ruler_groups() -> str:
+    """ruler_groups.json: what makes the list of a group of queries, at equal bytes read."""
+    for run in runs("ruler_groups"):
+        tasks, rows = counted(run, run["rows"][0]["seq_len"]), {r["method"]: r for r in run["rows"]}
+        found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
+        targets = sorted({t for _, t in found}, key=Fraction, reverse=True)
+        cells = [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in dict.fromkeys(m for m, _ in found)]
+        return table(["what a group's list is the best of", *(f"read {t}" for t in targets)], cells)
+    return ""
+
+
+def ruler() -> str:
+    parts = [ruler_full(), ruler_bytes(), ruler_defaults(), ruler_groups(), sources("ruler_*", root="../")]
     return "\n\n".join(filter(None, parts)) or NONE

@@ -20,10 +20,12 @@ from runtime import ROOT, check_out, written
 from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
+OF_PUBLISHED = ("ruler", "published")
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": {name: make for name, (make, _) in TABLES.items()},
+    "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in OF_PUBLISHED},
+    "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
     "models/tiny/README.md": dict(quality=quality),
 }
 

@@ -1,11 +1,12 @@
 """One analysis a file: what it measures in a layer, its table and its plot."""
 
-from scripts.eval.analyses import adjacent, channels, heads, latent_scores, shift, signs, spectra
+from scripts.eval.analyses import adjacent, bases, channels, heads, latent_scores, shift, signs, spectra
 
 ANALYSES = {
     "spectra": spectra.ANALYSIS,
     "overlap": latent_scores.OVERLAP,
     "recall": latent_scores.RECALL,
+    "bases": bases.ANALYSIS,
     "channels": channels.ANALYSIS,
     "adjacent": adjacent.ANALYSIS,
     "shift": shift.ANALYSIS,

@@ -47,6 +47,11 @@ def covered(mass: Tensor, chosen: Tensor) -> float:
     return ((mass * chosen).sum(-1) / mass.sum(-1)).mean().item()
 
 
+def moved(mass: Tensor, other: Tensor) -> float:
+    """Total variation between two attentions [..., S], mean: the share of the mass that lies elsewhere."""
+    return (mass - other).abs().sum(-1).mean().item() / 2
+
+
 def residual_energy(x: Tensor, u: Tensor) -> float:
     """RER = |X - X U U^T|^2 / |X|^2 of x [n, S, d] under u [n, d, r], mean over the n heads (OjaKV, Sec. 4)."""
     rest = x - x @ u @ u.mT

@@ -1,0 +1,82 @@
+"""How far a low-rank basis of keys moves the attention, by what the basis is of: whose fault a loss is (OjaKV, SALS).
+
+A basis of the text at hand is the most that a calibration, or an update by the text, could give; the best possible is
+of the product that counts, not of the keys. Centred: less the mean key of the text, which the softmax does not see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cache.budget import budget_tokens
+from cache.statistic import principal
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table, mean
+from scripts.eval.analyses.latent_scores import SALS_BUDGET
+from scripts.eval.analyses.measures import attention_mass, covariance, covered, moved, top
+
+OJA_RANK, SALS_RANK = 0.6, 0.125  # of D: ojakv's default; of n * D: what scores in sals-25
+
+
+def bases(layer: Layer) -> Series:
+    """moved: total variation of the attention with keys projected to OJA_RANK; covered: the mass on 1/8 of the tokens,
+    chosen by SALS_RANK of the coordinates."""
+    return mean([ojakv(c, layer.get("oja.k_basis")) | sals(c, layer.get("sals.basis")) for c in layer.held_out])
+
+
+def ojakv(c: Capture, calibrated: Tensor) -> Series:
+    n, d = c.k.shape[1:]
+    rank, k = max(1, round(OJA_RANK * d)), c.k_rot.double().transpose(0, 1)  # [n, S, D]
+    q = c.q_rot.double().unflatten(1, (n, -1)).permute(1, 0, 2, 3).flatten(1, 2)  # [n, S * g, D]
+    centred = k - k.mean(1, keepdim=True)
+    of_q = q.mT @ q
+
+    def projected(x: Tensor, moments: Tensor) -> Tensor:
+        u = principal(moments)[1][..., :rank].double()
+        return x @ u @ u.mT
+
+    root = torch.linalg.cholesky(of_q + 1e-9 * of_q.diagonal(dim1=1, dim2=2).mean() * torch.eye(d).to(of_q))
+    u, s, vt = torch.linalg.svd(k @ root, full_matrices=False)  # |Q (K - K')^T| is least at this K'
+    best = (u[..., :rank] * s[:, None, :rank]) @ vt[:, :rank] @ torch.linalg.inv(root)
+    u = calibrated[..., :rank].double()
+    keys = {
+        "moved: calibrated": k @ u @ u.mT,
+        "text, K and Q": projected(k, k.mT @ k + of_q),
+        "text, K alone": projected(k, k.mT @ k),
+        "text, centred": projected(centred, centred.mT @ centred + of_q),
+        "best possible": best,
+    }
+    return {name: moved(c.mass, attention_mass(c.q_rot[c.at], x.transpose(0, 1).float(), c.at))
+            for name, x in keys.items()}  # fmt: skip
+
+
+def sals(c: Capture, calibrated: Tensor) -> Series:
+    width = len(calibrated)
+    rank, count = max(1, round(SALS_RANK * width)), budget_tokens(SALS_BUDGET, c.at + 1)
+    keys = c.k.flatten(1)
+    text, centred = (principal(covariance(keys, c))[1].float() for c in (False, True))
+    of = {"covered: calibrated": calibrated, "text": text, "text, centred keys": centred}
+    found = {name: covered(c.mass, top(c.latent_scores(u, rank), count)[:, None, None]) for name, u in of.items()}
+    return found | {"all coordinates": covered(c.mass, top(c.latent_scores(calibrated, width), count)[:, None, None])}
+
+
+def table(rows: list[Series]) -> Table:
+    return ["layer", *rows[0]], [*([i, *r.values()] for i, r in enumerate(rows)), ["mean", *mean(rows).values()]]
+
+
+def plot(plt: Any, rows: list[Series]) -> Any:
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.8))
+    names = list(rows[0])
+    first = next(i for i, name in enumerate(names) if name.startswith("covered"))
+    titles = (f"attention moved by keys of rank {OJA_RANK:g} D", f"mass on 1/8 of the tokens, by {SALS_RANK:g} of n*D")
+    for ax, some, title in zip(axes, (names[:first], names[first:]), titles, strict=True):
+        for name in some:
+            ax.plot(range(len(rows)), [r[name] for r in rows], "o-", ms=3, label=name.split(": ")[-1])
+        ax.set(xlabel="layer", title=title, ylim=(0, None))
+    return fig
+
+
+ANALYSIS = Analysis("attention moved by low-rank keys (OjaKV), mass found by latent scores (SALS), by basis",
+                    bases, table, plot, ("ojakv", "sals"))  # fmt: skip
