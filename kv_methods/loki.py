@@ -90,14 +90,15 @@ class Loki(Selecting):
 
     def turned(self, q):
         """q [B, Hq, D] rotated -> in the basis of its KV head."""
+        # by head, and all rows of one together: batched over rows, torch copies the basis for each
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))
-        return (groups @ self.basis).flatten(1, 2)
+        return torch.einsum("bhgd,hde->bhge", groups, self.basis).flatten(1, 2)
 
     def compress(self, q, k, v, lengths):
         super().compress(q, k @ self.basis, v, lengths)
 
     def append(self, k, v, pos):
-        super().append((k[:, :, None] @ self.basis)[:, :, 0], v, pos)
+        super().append(torch.einsum("bhd,hde->bhe", k, self.basis), v, pos)
 
     def scores(self, q, pos):
         """Approximate scores: products in the first d coordinates, of the group's sum or of each query."""
@@ -119,8 +120,9 @@ class Loki(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """d coordinates of every key that is not read whole for being chosen."""
-        return (pos + 1 - self.chosen(pos)) * self.d * self.shape.dtype.itemsize
+        """d coordinates of every key; the chosen ones are read again, whole."""
+        return (pos + 1) * self.d * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        return super().traffic(pos) + self.basis.numel() * self.basis.element_size()
+        """The basis turns the new key, the query that scores, and the one that attends."""
+        return super().traffic(pos) + 3 * self.basis.numel() * self.basis.element_size()

@@ -203,7 +203,8 @@ class Sals(KVMethod):
         return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole; the ring, and the basis once.
+        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole, and the ring; the basis, for the new
+        key, for the query that scores, and to expand what is attended to.
 
         A budget of p tells no number of tokens: `cap` of them, the most.
         """
@@ -213,4 +214,5 @@ class Sals(KVMethod):
         row = scored * self.score_rank * s.dtype.itemsize
         row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
         row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one leaves it
-        return s.max_batch * row + self._basis_bytes()
+        scoring = 0 if self.dense else self.score_rank
+        return s.max_batch * row + self._basis_bytes() * (2 * self.ring.rank + scoring) // self.ring.rank

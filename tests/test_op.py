@@ -29,15 +29,17 @@ def read_by(method, B):
 
 # Lengths are numbers, which `meta` has not: caches count as full, and so these read more than at the end of a prompt
 ROOM = {"self_index": "a ring of decoded tokens", "snapkv": "slots of decoded tokens", "pyramidkv": "the same"}
+MORE = {"oracle": (1.12, "its scores, a bound's, are not counted"),
+        "hshare": (2.3, "`meta` scores in every step, layer and head: `traffic` is the mean of them")}  # fmt: skip
 AHEAD = {"double_sparsity_offload": "tokens are fetched by `prefetch`, before the step"}
 
 
 @pytest.mark.parametrize("batch, T", [(8, 4096), (2, 8192)])
 @pytest.mark.parametrize("name", sorted(method_files().keys() - ROOM.keys() - AHEAD.keys()))
 def test_a_step_reads_what_its_method_tells(name, batch, T):
-    """By operations, at the end of a text, against `traffic`: no less, and not much more."""
+    """By operations, at the end of a text, against `traffic`: no less, and a twentieth more at most."""
     method = on_meta(*resolve(name), batch, T)
-    assert 1 <= read_by(method, batch) / method.traffic(T - 1) < 1.4
+    assert 1 <= read_by(method, batch) / method.traffic(T - 1) < MORE.get(name, (1.05,))[0]
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "double_sparsity", "quest", "random", "razor", "sparq", "tova"])

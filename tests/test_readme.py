@@ -9,8 +9,10 @@ import sys
 import pytest
 from helps import helps
 
-from cache.spec import method_files
+from cache.spec import layer_methods, method_files
 from runtime import ROOT
+from scripts.eval.ruler import TASKS
+from scripts.report.papers import ACCURACY
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"<!-- tested: (\w+) -->\n```python\n(.*?)```", README, re.S)
@@ -145,3 +147,18 @@ def test_commands_name_flags_that_exist():
         for script, rest in commands:
             for flag in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0]):
                 assert flag in texts[script], (script, flag)
+
+
+def test_commands_of_the_papers_tables_exist():
+    """Their settings are known, their flags too."""
+    for spec, *_, command in ACCURACY:
+        layer_methods(spec, 32, {})
+        if command:
+            module = re.search(r"-m (scripts[\w.]+)", command)[1]
+            assert set(re.findall(r"(?<!\S)--[a-z-]+", command)) <= set(
+                re.findall(r"--[a-z-]+", helps([module])[module])
+            )
+            for method in command.partition("--method ")[2].split():
+                layer_methods(method, 32, {})
+            tasks = re.search(r"--tasks (\S+)", command)
+            assert not tasks or set(tasks[1].split(",")) <= {*TASKS}

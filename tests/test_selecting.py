@@ -217,7 +217,7 @@ def test_bytes_and_reads():
     read = {n: m.traffic(T - 1) for n, m in methods.items()}
     assert read["quest"] == token * (T // 16 + 1024)
     assert read["sparq"] == token * 129 + 8 * (T * 32 * 2 + 4 * D)
-    assert read["loki"] == 8 * (T - T // 4) * 32 * 2 + token * T // 4 + 2 * 8 * D * D
+    assert read["loki"] == 8 * T * 32 * 2 + token * T // 4 + 3 * 2 * 8 * D * D
 
 
 def test_shares_are_rounded_up():

@@ -259,13 +259,18 @@ def names_of(checkpoint: str) -> dict[str, str]:
     return dict(checkpoint=Path(checkpoint).name, fingerprint=fingerprint(open_checkpoint(checkpoint).path)[:16])
 
 
-def parse_flags(p: argparse.ArgumentParser, name: str, in_folder: str = "") -> argparse.Namespace:
+def parse_flags(
+    p: argparse.ArgumentParser, name: str, in_folder: str = "", questions: bool = True
+) -> argparse.Namespace:
     """What evaluations take beside their own flags, of which one is --lengths; that becomes a list of numbers.
 
-    name: of --out under results/, a file or a folder, in which `in_folder` is one of the files."""
+    name: of --out under results/, a file or a folder, in which `in_folder` is one of the files. questions: there are
+    some, which may be known."""
     a = p.add_argument
     a("--seed", type=int, default=42)
-    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
+    p.set_defaults(query_in_prompt=False)
+    if questions:
+        a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     a("--device")
     add_precision(p)
     add_calibration(p)

@@ -50,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     a("--windows", type=int, default=4, help="at most; fewer where the text is shorter")
     a("--batch-size", type=int, default=4, help="windows at a time")
     a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is looked at")
-    opt = parse_flags(p, "perplexity.json")
+    opt = parse_flags(p, "perplexity.json", questions=False)
     check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "what stands before is the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)

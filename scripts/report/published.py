@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from scripts.report.markdown import NONE, Row, folded, runs, share, sources, table, tasks_of
+from scripts.report.papers import ACCURACY
 from scripts.report.speed import rate
 
 KINDS = {"vocabularies": "GGUF vocabularies", "mistral": "Mistral's tokenizers", "templates": "chat templates",
@@ -126,6 +127,20 @@ def ruler_groups() -> str:
         cells = [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in dict.fromkeys(m for m, _ in found)]
         return table(["what a group's list is the best of", *(f"read {t}" for t in targets)], cells)
     return ""
+
+
+def claims() -> str:
+    """What the papers report beside what ruler_defaults.json has, and the command of each paper's table."""
+    run = next(runs("ruler_defaults"), None)
+    rows = {r["method"]: r for r in run["rows"]} if run else {}
+    tasks, cells = counted(run, run["rows"][0]["seq_len"]) if run else [], []
+    for spec, where, task, score, full, command in ACCURACY:
+        here = f"{pooled(rows[spec], tasks)} of {pooled(rows['full'], tasks)}" if spec in rows else "-"
+        again = f"`{command}`" if command else "as above"
+        cells.append([f"`{spec}`", where, task, f"{score:g} of {full:g}", here, again])
+    return table(
+        ["", "paper", "its model and task", "score, of full's", "found here, of full's", "its table again"], cells
+    )
 
 
 def ruler() -> str:

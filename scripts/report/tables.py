@@ -18,7 +18,7 @@ from scripts.report.accuracy import accuracy
 from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
-from scripts.report.published import published, ruler
+from scripts.report.published import claims, published, ruler
 from scripts.report.speed import attention, speed, weights
 
 # table -> what writes it, and the questions whose files it reads
@@ -29,6 +29,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     accuracy=(accuracy, ("accuracy*", "equal_bytes*")),
     published=(published, ("smollm2", "answers", "real_files")),
     ruler=(ruler, ("ruler_*",)),
+    claims=(claims, ("ruler_defaults",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),
 )
