@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +20,21 @@ from torch import Tensor
 from errors import InputError, short
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
-from weights import DENSE, Codes, Joined, PackedEmbedding, PackedLinear, Reader, WeightFormat, open_checkpoint
+from parallel import ONE, Ranks
+from weights import (
+    DENSE,
+    Choose,
+    Codes,
+    Joined,
+    PackedEmbedding,
+    PackedLinear,
+    Reader,
+    WeightFormat,
+    fill_normal,
+    open_checkpoint,
+    pack,
+)
+from weights.quantization import quantize
 from weights.shards import MERGE
 
 # model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
@@ -198,16 +212,18 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
     weight_format: WeightFormat | None = None,
+    ranks: Ranks = ONE,
 ) -> Transformer:
     """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (weights/).
 
     Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
     checkpoint's. weight_format: packed in few bits, a tensor at a time, so that no more than one is there unpacked;
-    None: each as the file has it. A line on stderr says what is held in more bits, or rounded again. InputError if a
-    file is missing or truncated, or a tensor is missing, unexpected or of a wrong shape.
+    None: each as the file has it. Of several ranks each takes its share. A line on stderr says what is held in more
+    bits, or rounded again. InputError if a file is missing or truncated, or a tensor is missing, unexpected or of a
+    wrong shape.
     """
     reader = source if isinstance(source, Reader) else open_checkpoint(source)
-    path, args = reader.path, args_from_hf(reader.config)
+    path, args = reader.path, replace(args_from_hf(reader.config), ranks=ranks)
     if dtype is None:
         if args.dtype not in ("float32", "bfloat16", "float16"):
             raise InputError(f"config.json: dtype {args.dtype!r} is not float32, bfloat16 or float16: give --dtype")
@@ -276,6 +292,51 @@ class Target:
     put: Callable[[Any], Any]
     read: Callable[[], Tensor]
     takes: Callable[[Codes], bool] = lambda codes: False  # whether codes stay as they are
+    row_bits: int = 0  # quantized to so many, with a scale a row
+
+
+# ---- a rank's share of a tensor ----
+
+
+def cut_of(name: str, a: ModelArgs) -> tuple[int, slice, int] | None:
+    """Of a tensor by Hugging Face's name: the dimension that ranks share, this one's part of it, and the whole; None:
+    every rank has all of it."""
+    r, D, (module, _, parameter) = a.ranks, a.head_dim, name.rpartition(".")
+    own, g = r.heads(a.n_kv_head), a.n_head // a.n_kv_head
+    match module.rpartition(".")[2], parameter:
+        case "q_proj", _:
+            return 0, slice(own.start * g * D, own.stop * g * D), a.n_head * D
+        case "k_proj" | "v_proj", _:
+            return 0, slice(own.start * D, own.stop * D), a.n_kv_head * D
+        case "gate_proj" | "up_proj", _:
+            return 0, r.part(a.ffn_dim), a.ffn_dim
+        case "o_proj", "weight":
+            return 1, r.part(a.n_head * D), a.n_head * D
+        case "down_proj", "weight":
+            return 1, r.part(a.ffn_dim), a.ffn_dim
+        case "lm_head", _ if a.local.vocab_size < a.vocab_size:
+            return 0, r.part(a.vocab_size), a.vocab_size
+    return None
+
+
+def shared(name: str, target: Target, a: ModelArgs) -> Target:
+    """A target that is given a whole tensor and takes this rank's part: of a mapped file, its pages alone."""
+    if name.endswith((".o_proj.bias", ".down_proj.bias")):  # what ranks add up has it once
+        return replace(target, put=lambda value: target.put(value if a.ranks.rank == 0 else torch.zeros_like(value)))
+    if (found := cut_of(name, a)) is None:
+        return target
+    dim, part, whole = found
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and target.row_bits and dim:  # the scale of a row is of all that ranks share of it
+            value = quantize(value, target.row_bits, whole)
+        if isinstance(value, Codes):
+            return value.cut(dim, part, name)
+        return value[part] if dim == 0 else value[:, part]
+
+    shape = tuple(whole if i == dim else n for i, n in enumerate(target.shape))
+    return replace(target, shape=shape, put=lambda value: target.put(cut(value)),
+                   takes=lambda codes: target.takes(cut(codes)))  # fmt: skip
 
 
 def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
@@ -315,7 +376,8 @@ def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
     if isinstance(module, PackedLinear):
         for name, n, end in zip(names, sizes, accumulate(sizes), strict=True):
             put, read = partial(module.put, end - n), partial(module.dense, end - n, n)
-            out[f"{name}.weight"] = Target((n, module.in_features), put, read, module.takes)
+            row_bits = module.bits if module.bits < 16 and module.layout.group is None else 0
+            out[f"{name}.weight"] = Target((n, module.in_features), put, read, module.takes, row_bits)
             if module.bias is not None:
                 part = module.bias[end - n : end]
                 out[f"{name}.bias"] = Target((n,), part.copy_, part.detach)
@@ -323,14 +385,99 @@ def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
 
 
 def tensors_of(model: Transformer) -> dict[str, Target]:
-    """Hugging Face's tensor names -> where they are in the model; fused ones are slices."""
+    """Hugging Face's tensor names -> where they are in the model; fused ones are slices. What a rank has a part of is
+    put whole, and read in part."""
     out: dict[str, Target] = {}
-    for name, parts in sources(model.args):
+    a, several = model.args, model.args.ranks.size > 1
+    for name, parts in sources(replace(a.local, vocab_size=a.vocab_size) if several else a):
         module: Any = model.get_submodule(name)
         if isinstance(module, PackedEmbedding):
             module = module.matrix
-        out |= _targets(parts, module)
+        if several and name == "output":  # also where the head is the embedding, of which a rank has rows beside it
+            parts = [("lm_head", a.local.vocab_size)]
+        out |= {n: shared(n, t, a) if several else t for n, t in _targets(parts, module).items()}
+    if several and a.tie_embeddings:
+        embedding, head = out["model.embed_tokens.weight"], out.pop("lm_head.weight")
+
+        def put(value: Tensor | Codes) -> None:
+            for target in (embedding, head):
+                again = isinstance(value, Codes) and not target.takes(value)
+                target.put(value.dequantize() if again and isinstance(value, Codes) else value)
+
+        out["model.embed_tokens.weight"] = replace(embedding, put=put, takes=lambda codes: True)
     return out
+
+
+def random_transformer(
+    args: ModelArgs,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    weight_format: WeightFormat | None = None,
+) -> Transformer:
+    """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint. The same ones however
+    many ranks share them."""
+    choose = weight_format.choose if weight_format and weight_format.bits != DENSE else None
+    model = empty_transformer(args, device, dtype, choose)
+    gen = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        if args.ranks.size > 1:
+            _fill_shares(model, gen, choose)
+            return model.eval()
+        for name, p in model.named_parameters():
+            if p.dim() == 2:
+                fill_normal(p.view(-1), 0.02, gen)
+            elif name.endswith("bias"):
+                p.zero_()
+            else:
+                p.fill_(1.0)
+        for m in model.modules():
+            if isinstance(m, PackedLinear):
+                m.fill_random(0.02, gen)
+    return model.eval()
+
+
+def _fill_shares(model: Transformer, gen: torch.Generator, choose: Choose | None) -> None:
+    """As one process draws them, layer by layer: whole weights, of which each rank puts its part."""
+    args, targets = replace(model.args, ranks=ONE), tensors_of(model)
+    with torch.device("meta"):
+        whole = Transformer(args).to(model.dtype)
+    if choose:
+        pack(whole, choose, torch.device("meta"))
+    names = dict(sources(args))
+    for packed in (False, True):  # dense ones are drawn first
+        for name, parts in names.items():
+            module: Any = whole.get_submodule(name)
+            if name == "output" and args.tie_embeddings:
+                if packed and isinstance(module, PackedLinear):
+                    raise InputError("random weights of a model whose head is its embedding are packed by one process "
+                                     "alone: leave --weights out, or start one")  # fmt: skip
+                continue
+            ends, dense = [*accumulate(n for _, n in parts)], not isinstance(module, PackedLinear)
+            if dense != packed:
+                _fill_module(module, parts, ends, targets, gen, model.device)
+
+
+def _fill_module(module: Any, parts: list[tuple[str, int]], ends: list[int], targets: dict[str, Target],
+                 gen: torch.Generator, device: torch.device) -> None:  # fmt: skip
+    """Draw a module of a whole model on the meta device, and put it."""
+    packed = isinstance(module, PackedLinear)
+    if packed:
+        drawn = PackedLinear(module.in_features, module.out_features, False, module.layout, device)
+        drawn.fill_random(0.02, gen)
+    named = {"bias": module.bias} if packed else dict(module.named_parameters(recurse=False))
+    for (name, n), end in zip(parts, ends, strict=True) if packed else ():
+        targets[f"{name}.weight"].put(drawn.rows(end - n, n))
+    for parameter, p in named.items():
+        if p is None:
+            continue
+        full = torch.empty(p.shape, dtype=p.dtype, device=device)
+        if p.dim() == 2:
+            fill_normal(full.view(-1), 0.02, gen)
+        else:
+            full.fill_(0.0 if parameter == "bias" else 1.0)
+        for (name, n), end in zip(parts, ends, strict=True):
+            targets[f"{name}.{parameter}"].put(full[end - n : end])
 
 
 def save_checkpoint_tensors(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from cache.spec import layer_methods
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, random_transformer
 from compiled import Step, compile_step, eager_step
 from errors import InputError, check_count, check_range, short
-from model import ModelArgs, Transformer, random_transformer
+from model import ModelArgs, Transformer
+from parallel import ONE, Ranks
 from runtime import TINY, pick_device, pick_dtype, synchronize
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
@@ -458,7 +459,8 @@ class LLM:
     what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
     torch.compile the decode step, by default on a GPU; the cache's capacity is then rounded up, so that other lengths
     need no other step. max_seq_len: the capacity, in tokens of prompt and answer, of every call.
-    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once.
+    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once. ranks: of
+    `parallel.start()`, the processes that share the model: all make the same calls, and get the same tokens.
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.
@@ -481,6 +483,7 @@ class LLM:
         calibration: str | Path | None = None,
         max_seq_len: int | None = None,
         prefill_chunk: int | None = None,
+        ranks: Ranks = ONE,
         **knobs: Any,
     ):
         device = pick_device(None if device is None else str(device))
@@ -489,11 +492,12 @@ class LLM:
         self.compile = device.type == "cuda" if compile is None else compile
         self.tokenizer: Any
         if random_init:
-            self.model = random_transformer(ModelArgs.from_name(random_init), device, dtype, seed, weight_format)
+            args = dataclasses.replace(ModelArgs.from_name(random_init), ranks=ranks)
+            self.model = random_transformer(args, device, dtype, seed, weight_format)
             self.tokenizer = RandomVocabulary()
         else:
             reader = open_checkpoint(checkpoint)
-            self.model = load_checkpoint(reader, device, dtype, weight_format)
+            self.model = load_checkpoint(reader, device, dtype, weight_format, ranks)
             self.tokenizer = load_tokenizer(reader.tokenizer)
         self.model.kv_dtype = pick_dtype(kv_dtype, device) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import parallel
 from cache.spec import describe, parse_knobs
 from engine import LLM, Completion, Ended, Sampling, stop_strings
 from errors import InputError, Parser, check_count, run_cli
@@ -256,11 +257,18 @@ def main(argv: list[str] | None = None) -> int:
     check_out(opt.profile, "--profile")
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
-    llm = LLM(opt.checkpoint or TINY, device=opt.device, dtype=opt.dtype, compile=opt.compile,
-              random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
-              kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
-              prefill_chunk=opt.prefill_chunk)  # fmt: skip
-    llm.use(opt.method, **knobs(opt))
+    ranks, device = parallel.start(opt.device)
+    llm, error = None, None
+    try:
+        llm = LLM(opt.checkpoint or TINY, device=device, dtype=opt.dtype, compile=opt.compile,
+                  random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
+                  kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
+                  prefill_chunk=opt.prefill_chunk, ranks=ranks)  # fmt: skip
+        llm.use(opt.method, **knobs(opt))
+    except InputError as e:
+        error = e
+    ranks.agree(error)  # one that cannot load ends them all
+    assert llm is not None
     report = Report(opt.method, llm.model.device)
     if opt.interactive:
         run_interactive(opt, llm, sampling, report)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
+from parallel import ONE, Ranks
 from runtime import require_memory
-from weights import DENSE, Choose, Linear, PackedEmbedding, PackedLinear, WeightFormat, fill_normal, first_outputs, pack
+from weights import Choose, Linear, PackedEmbedding, PackedLinear, first_outputs, pack
 from weights.codes import BF16
 
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
@@ -56,6 +57,23 @@ class ModelArgs:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: attend to everything
     dtype: str = "bfloat16"
     eos_ids: tuple[int, ...] = ()
+    ranks: Ranks = ONE  # the processes that share the model; all sizes here are of the whole
+
+    @property
+    def local(self) -> ModelArgs:
+        """KV heads of this rank with all their queries, its MLP and vocabulary; the embedding is whole on each.
+        InputError if they do not divide."""
+        n = self.ranks.size
+        if n == 1:
+            return self
+        H, Hkv, ffn = self.n_head, self.n_kv_head, self.ffn_dim
+        divide = [m for m in range(1, H + 1) if not (H % m or ffn % m or min(Hkv % m, m % Hkv))]
+        if n not in divide:
+            raise InputError(f"{n} processes cannot share {H} heads, {Hkv} KV heads and an MLP of {ffn}: start "
+                             f"{', '.join(map(str, divide))}")  # fmt: skip
+        vocab = self.vocab_size // n if self.vocab_size % n == 0 else self.vocab_size
+        own = len(self.ranks.heads(Hkv))
+        return replace(self, n_head=own * (H // Hkv), n_kv_head=own, ffn_dim=ffn // n, vocab_size=vocab)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -93,10 +111,11 @@ class ModelArgs:
         max_new_tokens: int | None = None,
     ) -> CacheShape:
         """What a method of that layer is given to allocate by."""
-        window = self.window(layer)
+        window, own = self.window(layer), self.local
         window = None if window is None or window >= max_seq_len else window
-        return CacheShape(max_batch, max_seq_len, self.n_head, self.n_kv_head, self.head_dim, dtype,
-                          torch.device(device), window, self.n_layer, max_new_tokens)  # fmt: skip
+        return CacheShape(max_batch, max_seq_len, own.n_head, own.n_kv_head, self.head_dim, dtype,
+                          torch.device(device), window, self.n_layer, max_new_tokens, self.ranks,
+                          self.n_kv_head)  # fmt: skip
 
 
 _LLAMA3 = dict(theta=5e5, type="llama3", factor=8.0, original_max_position_embeddings=8192)
@@ -138,11 +157,18 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
+        whole, args = args, args.local
+        self.ranks, g = args.ranks, whole.n_head // whole.n_kv_head
+        # With more ranks than KV heads, several hold one and the attention of all its queries, which is what methods
+        # choose by; each goes on with its share of them.
+        first = self.ranks.heads(whole.n_kv_head).start * g
+        mine = self.ranks.part(whole.n_head)
+        self.mine = slice(mine.start - first, mine.stop - first)
         self.n_head, self.n_kv_head, self.head_dim = args.n_head, args.n_kv_head, args.head_dim
         self.window = args.window(layer)
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
-        self.wo = Linear(args.n_head * args.head_dim, args.dim, bias=args.o_bias)
+        self.wo = Linear((mine.stop - mine.start) * args.head_dim, args.dim, bias=args.o_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
 
@@ -159,7 +185,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]; `attend` is the attention over what it is given and what a cache holds."""
-        return self.wo(attend(*self.qkv(x)).flatten(-2))
+        y = attend(*self.qkv(x))
+        if y.shape[-2] != self.mine.stop - self.mine.start:
+            y = y[..., self.mine, :]
+        return self.ranks.sum(self.wo(y.flatten(-2)))
 
     def uncached(self, cos: Tensor, sin: Tensor) -> Attend:
         """Causal attention of a whole text to itself: teacher forcing. cos and sin [1, S, 1, D/2]."""
@@ -174,12 +203,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
+        self.ranks, args = args.ranks, args.local
         self.w13 = Linear(args.dim, [args.ffn_dim] * 2, bias=args.mlp_bias)  # gate and up
         self.w2 = Linear(args.ffn_dim, args.dim, bias=args.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, -1)
-        return self.w2(F.silu(gate) * up)
+        return self.ranks.sum(self.w2(F.silu(gate) * up))
 
 
 class Block(nn.Module):
@@ -215,8 +245,8 @@ class Transformer(nn.Module):
         self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = Linear(args.dim, args.vocab_size, bias=False)
-        if args.tie_embeddings:
+        self.output = Linear(args.dim, args.local.vocab_size, bias=False)
+        if self.tied:
             self.output.weight = self.tok_embeddings.weight
         self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
@@ -225,6 +255,11 @@ class Transformer(nn.Module):
         self._rope: Rope | None = None  # the tables of `forward`
         self.folder: Path | None = None  # of the checkpoint, or its GGUF file, if there is one
         self.calibration: Calibration | None = None  # by default the one in `folder`, read when it is needed
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding is the output head, too. Of several ranks each has rows of the head beside it."""
+        return self.args.tie_embeddings and self.args.ranks.size == 1
 
     @property
     def device(self) -> torch.device:
@@ -241,7 +276,8 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last block's output [..., dim] -> [..., V]."""
-        return self.output(self.norm(x))
+        y = self.output(self.norm(x))
+        return y if y.shape[-1] == self.args.vocab_size else self.args.ranks.gather(y)
 
     # ---- without a cache ----
 
@@ -349,7 +385,7 @@ class Transformer(nn.Module):
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
 
     def _check_prompt(self, tokens: Tensor, chunk: int) -> None:
-        (rows, length), a, shape = tokens.shape, self.args, self.cache[0].shape
+        (rows, length), a, shape = tokens.shape, self.args.local, self.cache[0].shape
         if chunk < length and (refused := [m for m in self.cache if not m.takes_chunks]):
             raise InputError(
                 f"method {type(refused[0]).__name__} needs a whole prompt at a time: leave out --prefill-chunk, or give "
@@ -421,7 +457,15 @@ class Transformer(nn.Module):
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
         """Bytes of a dense K and V of that capacity, in the cache's dtype."""
         a = self.args
-        return 2 * a.n_layer * batch * a.n_kv_head * max_seq_len * a.head_dim * (self.kv_dtype or self.dtype).itemsize
+        return (
+            2
+            * a.n_layer
+            * batch
+            * a.local.n_kv_head
+            * max_seq_len
+            * a.head_dim
+            * (self.kv_dtype or self.dtype).itemsize
+        )
 
 
 def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None) -> Attend:
@@ -479,8 +523,9 @@ def empty_transformer(
         model = Transformer(args).to(dtype)
     if choose:
         pack(model, choose, meta)
-        rows = choose("tok_embeddings", 0, args.dim)
-        if args.tie_embeddings:
+        # ranks that have rows of a tied head hold the embedding as one process does
+        rows = choose("output" if args.tie_embeddings else "tok_embeddings", 0, args.dim)
+        if model.tied:
             if isinstance(model.output, PackedLinear):
                 model.tok_embeddings = PackedEmbedding(model.output, dtype, tied=True)
         elif rows == BF16:
@@ -498,34 +543,8 @@ def empty_transformer(
     for name, part in model.named_children():
         if device.type != "cpu" or name != "layers":
             part.to_empty(device=device)
-    if args.tie_embeddings and isinstance(model.output, Linear):  # to_empty unties them
+    if model.tied and isinstance(model.output, Linear):  # to_empty unties them
         model.output.weight = model.tok_embeddings.weight
     for t in (*model.parameters(), *model.buffers()):
         in_huge_pages(t.data)
     return model
-
-
-def random_transformer(
-    args: ModelArgs,
-    device: str | torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    weight_format: WeightFormat | None = None,
-) -> Transformer:
-    """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint."""
-    model = empty_transformer(
-        args, device, dtype, weight_format.choose if weight_format and weight_format.bits != DENSE else None
-    )
-    gen = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() == 2:
-                fill_normal(p.view(-1), 0.02, gen)
-            elif name.endswith("bias"):
-                p.zero_()
-            else:
-                p.fill_(1.0)
-        for m in model.modules():
-            if isinstance(m, PackedLinear):
-                m.fill_random(0.02, gen)
-    return model.eval()

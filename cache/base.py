@@ -35,6 +35,7 @@ from kernels.dense_attention import attend_where, prefill_attention
 from kernels.native import in_huge_pages
 from kernels.rope import Rope
 from kernels.rotate_append import rotate_token
+from parallel import ONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ class CacheShape:
     window: int | None = None  # the layer's sliding window, if it is narrower than max_seq_len
     n_layer: int = 1
     max_new_tokens: int | None = None  # how many of max_seq_len are decoded at most; None: not known, perhaps all
+    ranks: Ranks = ONE  # those that share the layer's heads: n_head and n_kv_head are this one's
+    all_kv_heads: int = 0  # of all ranks; 0: of this one
+
+    @property
+    def layer_heads(self) -> int:
+        """KV heads of the layer, on all ranks."""
+        return self.all_kv_heads or self.n_kv_head
+
+    @property
+    def own_heads(self) -> range:
+        """Which of them are here."""
+        return self.ranks.heads(self.layer_heads) if self.ranks.size > 1 else range(self.n_kv_head)
 
     @property
     def kv(self) -> tuple[int, int, int, int]:
@@ -164,6 +177,8 @@ class KVMethod(Storage):
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
     takes_chunks: bool = True  # a prompt may come in chunks
+    joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together: takes the calibration whole
+    across_ranks: ClassVar[bool] = True  # whether ranks may share a layer
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
@@ -197,6 +212,10 @@ class KVMethod(Storage):
     def needs(cls, args: Any) -> tuple[Any, ...]:
         """The statistics needed with these Args. Without a calibration only sizes may be asked (meta device)."""
         return cls.statistics
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """What joins the heads of a layer: x of all ranks that share it, added. With one process x itself."""
+        return self.shape.ranks.sum(x)
 
     # ---- the prompt ----
 

@@ -13,7 +13,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from runtime import check_fetched, written
 
 FILE, VERSION = "calibration.safetensors", 3
 # of a model's sizes and numerics: what keys do not depend on, or a GGUF file does not tell
-NOT_OF_KEYS = ("vocab_size", "max_seq_len", "tie_embeddings", "windows", "dtype", "eos_ids")
+NOT_OF_KEYS = ("vocab_size", "max_seq_len", "tie_embeddings", "windows", "dtype", "eos_ids", "ranks")
 KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes of a file, as safetensors names them
 
 
@@ -268,9 +268,9 @@ class RandomCalibration(Calibration):
             return torch.eye(like.shape[-1]).expand(like.shape)
         return t.sort(-1, descending=True).values if name.endswith("eigenvalues") else t
 
-    def heads(self, layer: int, kv_heads: list[int], n_kv_head: int, statistics: Iterable[Statistic]) -> Calibration:
-        n, g = len(kv_heads), self.args.n_head // self.args.n_kv_head
-        return RandomCalibration(replace(self.args, n_kv_head=n, n_head=n * g), statistics, self.seed)
+    def parts(self, layer: int, statistic: str) -> dict[str, Tensor]:
+        names = [name for name in self.layouts if name.startswith(f"{statistic}.")]
+        return {name.partition(".")[2]: self.get(layer, name) for name in names}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

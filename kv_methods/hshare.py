@@ -93,6 +93,7 @@ class HShare(DoubleSparsity):
     paper = "Wu et al. 2025, HShare: Fast LLM Decoding by Hierarchical Key-Value Sharing"
     stress = dict(budget=24, sinks=4, recent=8, layers=0.5, heads=0.5, steps=3)
     skip_layers = ()  # type: ignore[assignment]
+    across_ranks = False
     reads_queries = True
 
     sets: SharedSets

@@ -248,7 +248,7 @@ class OjaKV(KVMethod):
     def _adapt_to_prompt(self, q, k, v, lengths):
         """One step on the tokens that the last queries attend to most, one set per row for all heads (lines 2-6)."""
         a, S = self.args, k.shape[2]
-        scores = snapkv_scores(q, k, lengths, a.query_window, pool=1).sum(1)  # [B, S]
+        scores = self.sum_over_ranks(snapkv_scores(q, k, lengths, a.query_window, pool=1).sum(1))  # [B, S]
         # in the order of the text, which `sequential` sees; a row with fewer tokens than the batch ends in zeros
         at, there = best_in_order(scores, budget_cap(a.important, S), budget_tokens(a.important, lengths))
         for store, x in ((self.keys, k), (self.values, v)):

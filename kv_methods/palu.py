@@ -114,9 +114,10 @@ class Palu(KVMethod):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        H, s = shape.n_kv_head, min(args.group, shape.n_kv_head)
+        H, s = shape.n_kv_head, min(args.group, shape.layer_heads)  # never across ranks
         if H % s:
-            raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads: use group=1")
+            here = f" of each of {shape.ranks.size} processes" if shape.ranks.size > 1 else ""
+            raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads{here}: use group=1")
         width = s * shape.head_dim
         # all layers, keys and values alike: "uniform" of the published code
         self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)

@@ -26,6 +26,7 @@ from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
 from kernels.ring import held
 from kernels.window_append import window_append
+from parallel import ONE
 
 PLACES = 4  # after an earlier copy, whose attention is measured
 
@@ -92,6 +93,7 @@ class Razor(KVMethod):
     stress = dict(window=16)
     statistics = (HeadScores(),)
     reads_queries = False
+    joins_heads = True  # heads are protected by their rank among all of the model
     k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
@@ -154,8 +156,9 @@ class Razor(KVMethod):
         induction = self.calib.stack("razor.induction" if a.places == 1 else "razor.after")
         induction = induction if a.places == 1 else induction[..., : a.places].amax(-1)
         echo = self.calib.stack("razor.echo")
-        heads = protected_heads(induction, echo, a.induction, a.echo, H)
-        return (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
+        heads = protected_heads(induction, echo, a.induction, a.echo, self.shape.layer_heads)
+        heads = (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
+        return heads[self.shape.own_heads.start : self.shape.own_heads.stop]
 
     # ---- two methods in one layer: `other` holds the protected heads ----
 
@@ -168,9 +171,13 @@ class Razor(KVMethod):
         if own:
             self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
         (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
-        part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs))
-        if calib is not None and own:
-            calib = calib.heads(self.layer, theirs, shape.n_kv_head, cls.needs(args))
+        if shape.ranks.size > 1 and (cls.joins_heads or not cls.across_ranks):
+            raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
+                             f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
+        part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs), ranks=ONE)
+        if calib is not None and (own or shape.ranks.size > 1):
+            at = [shape.own_heads[h] for h in theirs]
+            calib = calib.heads(self.layer, at, shape.layer_heads, cls.needs(args))
         self.other = cls(args, part, self.layer, self.rope, calib)
         self.predicts = self.other.predicts  # what the class says for all, layers may not
         self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks

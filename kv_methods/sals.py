@@ -91,6 +91,7 @@ class Sals(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
     reads_queries = False
+    joins_heads = True  # latents are sums over the heads of all ranks, which each rank stores whole
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach
@@ -125,7 +126,7 @@ class Sals(KVMethod):
         super().__init__(args, shape, layer, rope, calib)
         if args.value_bits < 16:
             check_groups(f"sals with {args.value_bits}-bit values", shape.head_dim, ": use value_bits=16")
-        width, T = shape.n_kv_head * shape.head_dim, shape.max_seq_len  # n*D
+        width, T = shape.layer_heads * shape.head_dim, shape.max_seq_len  # n*D
         rank = round(args.rank * width)  # r
         self.score_rank = max(1, round(rank * args.score_rank))  # r*
         if not rank:
@@ -141,18 +142,30 @@ class Sals(KVMethod):
         self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
         U = calib.get(layer, "sals.basis")[:, :ring_rank] if calib else None
-        self.basis = self.constant("basis", (ring_rank, width), None if U is None else U.T)
+        own = shape.own_heads  # of several ranks each has the columns of its heads
+        U = None if U is None else U.unflatten(0, (-1, shape.head_dim))[own.start : own.stop].flatten(0, 1).T
+        self.basis = self.constant("basis", (ring_rank, len(own) * shape.head_dim), U)
+        self.copies = shape.ranks.copies(shape.layer_heads)
 
     # ---- the prompt ----
 
     def compress(self, q, k, v, lengths):
-        store_prompt(self.store.tokens, self.basis, k, v, lengths)  # eq. 1
-        store_newest(self.ring.tokens, self.basis, k, v, lengths)
+        basis = self.basis
+        if self.shape.ranks.size > 1:  # the products are sums over ranks: what is left to do is to store them
+            k = self._latents(k.transpose(1, 2).flatten(2))[:, None]
+            basis = torch.eye(len(basis), dtype=k.dtype, device=k.device)
+        store_prompt(self.store.tokens, basis, k, v, lengths)  # eq. 1
+        store_newest(self.ring.tokens, basis, k, v, lengths)
+
+    def _latents(self, k):
+        """Keys [..., n*D] of this rank's heads -> coordinates [..., r] of all heads' together."""
+        latents = self.sum_over_ranks(dense_linear(k, self.basis))
+        return latents / self.copies if self.copies > 1 else latents
 
     # ---- one token per row: Algorithm 1 ----
 
     def append(self, k, v, pos):
-        latents = dense_linear(k.flatten(1), self.basis)  # lines 2-3
+        latents = self._latents(k.flatten(1))  # lines 2-3
         append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos)
 
     def select(self, q, pos):
@@ -173,11 +186,11 @@ class Sals(KVMethod):
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
         if self.p is None and self.args.score == "sum":
             # the sum over heads of q . k(of its group) = (sum over each group of q) . k
-            latent_q = dense_linear(groups.sum(2).flatten(1), basis)
+            latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis)) / self.copies
             return latent_score(latent_q[:, None], self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
         mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
-        return mass / q.shape[1]
+        return self.sum_over_ranks(mass) / (q.shape[1] * self.shape.ranks.size)
 
     def attend(self, q, idx, count, pos):
         return latent_attention(self.rope.rotate(q, pos), **self._read(idx, count, pos))  # lines 6-9

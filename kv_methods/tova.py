@@ -28,7 +28,7 @@ class TOVA(Evicting):
 
     def over_heads(self, weights):
         """[B, Hkv, n], summed over each group -> over all heads of the layer."""
-        return weights if self.args.heads == "kv" else weights.sum(1, keepdim=True)
+        return weights if self.args.heads == "kv" else self.sum_over_ranks(weights.sum(1, keepdim=True))
 
     def prompt_scores(self, q, k, v, mass, lengths):
         return self.over_heads(mass)

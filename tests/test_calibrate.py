@@ -26,11 +26,11 @@ import cache.statistic as S
 import calibrate as C
 from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, of_model
 from cache.spec import all_statistics
-from checkpoint import load_checkpoint, save_checkpoint_tensors
+from checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
 from corpus import shuffled
 from errors import InputError, run_cli
 from kv_methods.razor import HeadScores
-from model import ModelArgs, random_transformer
+from model import ModelArgs
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,9 +15,9 @@ import engine as E
 import generate as G
 import model as M
 from cache.spec import method_files
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, random_transformer
 from errors import InputError, run_cli
-from model import ModelArgs, random_transformer
+from model import ModelArgs
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,10 +17,10 @@ from formats_files import write_gguf as converted
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file
 
-from checkpoint import load_checkpoint
+from checkpoint import load_checkpoint, random_transformer
 from engine import LLM
 from errors import run_cli
-from model import ModelArgs, random_transformer
+from model import ModelArgs
 from runtime import TINY
 from scripts.bench import bench_generate
 from scripts.bench.llama_cpp import LlamaCpp, kind_of, write_gguf

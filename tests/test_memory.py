@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import args_from_hf, save_checkpoint_tensors
-from model import random_transformer
+from checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
 
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
@@ -23,7 +22,8 @@ RAW = 2 * TOKENS * HEADS * HEAD_DIM * 4  # bytes of one layer's keys and values 
 MEASURE = f"""
 import sys
 import torch
-from model import ModelArgs, random_transformer
+from checkpoint import random_transformer
+from model import ModelArgs
 
 def peak_rss():
     lines = dict(line.split(":", 1) for line in open("/proc/self/status"))

@@ -27,9 +27,8 @@ import model as M
 import runtime
 from cache.calibration import VERSION, Calibration, fingerprint
 from cache.spec import knob_names, layer_methods, method_class, method_files, presets
-from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors
+from checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors
 from errors import InputError, run_cli
-from model import random_transformer
 from runtime import TINY
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare

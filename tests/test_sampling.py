@@ -1,7 +1,5 @@
 """Drawing a token: noise that is a row's own, and each way to cut a distribution, against Hugging Face's."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -72,14 +70,6 @@ def test_noise_is_exponential_and_independent_in_every_direction():
         bits = (x.view(torch.int32) >> torch.arange(16)[:, None, None] & 1).float().mean((1, 2))
         assert ((bits - 0.5).abs() < 0.01).all()
     assert by_row.min() > 0 and by_row.max() < 17
-
-
-def test_a_compiled_step_draws_as_an_eager_one(llm):
-    """The noise, and what a penalty counts: both are in the graph."""
-    sampling = dataclasses.replace(WARM, repetition_penalty=1.3)
-    want = [c.tokens for c in llm.generate(PROMPTS, 12, sampling)]
-    assert want != [c.tokens for c in llm.generate(PROMPTS, 12, WARM)]
-    assert [c.tokens for c in LLM(compile=True).generate(PROMPTS, 12, sampling)] == want
 
 
 def test_sampled_frequencies_follow_the_cut_distribution():

