@@ -7,6 +7,7 @@
     python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors      # half of it
     python calibrate.py --checkpoint CKPT --calibration F         # another place, for a folder that cannot be written
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
+    torchrun --nproc-per-node 8 calibrate.py --checkpoint CKPT    # each process a sequence at a time: the same file
 
 A method's file declares its statistics (cache/statistic.py); without --method those of all methods are measured, the
 ones in the folders of KV_FAST_METHODS too. Ctrl-C ends within seconds and keeps what is done in .partial files, from
@@ -52,6 +53,7 @@ from checkpoint import args_from_hf, load_checkpoint
 from corpus import shuffled
 from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer
+from parallel import ONE, Ranks, start
 from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
 from tokenizer import load_tokenizer
 from weights import WeightFormat, open_checkpoint
@@ -221,8 +223,31 @@ class Pass:
         tensors = self.sums.sums | ({} if self.x is None else dict(x=self.x))
         write_tensors(self.path, tensors, {"partial": json.dumps(dict(settings=self.settings) | here)})
 
-    def run(self, model: Transformer) -> Sums:
+    def run_shared(self, model: Transformer, ranks: Ranks) -> Sums:
+        """What is left of it, a sequence a rank at a time, and every sum in the order of the sequences: what one
+        process finds, bit for bit. The first rank keeps it, whole sequences alone."""
+        n, N, saved = model.args.n_layer, len(self.sequences), time.time()
+        if self.layer:  # of a sequence that one process began
+            self.sums.sums, self.sums.tokens, self.done, self.layer, self.x = {}, 0, 0, 0, None
+        for first in tqdm(range(self.done, N, ranks.size), desc=self.name, unit=f"{ranks.size} sequences"):
+            mine = first + ranks.rank
+            layers = layer_tokens(model)(self.sequences[mine][None]) if mine < N else iter(())
+            for _ in range(n):
+                t = next(layers, None)
+                measured = {} if t is None else {k: x.cpu() for k, x in self.sums.measure(t).items()}
+                for found in ranks.all(measured):
+                    self.sums.put({k: x.to(model.device) for k, x in found.items()})
+            self.done = min(N, first + ranks.size)
+            self.sums.tokens = self.done * self.sequences.shape[1]
+            if ranks.rank == 0 and (self.done == N or time.time() - saved > SAVE_EVERY):
+                self.save()
+                saved = time.time()
+        return self.sums
+
+    def run(self, model: Transformer, ranks: Ranks = ONE) -> Sums:
         """What is left of it. KeyboardInterrupt, when the partial file is written."""
+        if ranks.size > 1:
+            return self.run_shared(model, ranks)
         n, N = model.args.n_layer, len(self.sequences)
         saved = time.time()
         with Signals() as signals, tqdm(total=N * n, initial=self.done * n + self.layer, desc=self.name,
@@ -290,7 +315,8 @@ def parse_args() -> Any:
 
 def main() -> None:
     opt = parse_args()
-    device, kind = pick_device(opt.device), WeightFormat.parse(opt.weights, opt.head)
+    kind, (ranks, given) = WeightFormat.parse(opt.weights, opt.head), start(opt.device)
+    device = pick_device(given)
     reader = open_checkpoint(opt.checkpoint)
     source, args = reader.path, args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
@@ -339,7 +365,9 @@ def main() -> None:
         model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
         tensors: dict[str, Tensor] = {}
         for p in passes:
-            tensors |= p.run(model).finish(args.n_layer)
+            tensors |= p.run(model, ranks).finish(args.n_layer)
+        if ranks.rank:
+            return
         save(out, source, args, tensors, how, opt.bases, opt.json)
     except KeyboardInterrupt:
         kept = "; ".join(p.kept() for p in passes)

@@ -58,16 +58,23 @@ class Ranks:
         parts = functional.all_gather_into_tensor(x.contiguous()[None], self.size, _group())
         return torch.cat(functional.wait_tensor(parts).unbind(0), -1)
 
+    def all(self, thing: Any) -> list[Any]:
+        """What each rank has, by rank: anything that can be pickled, tensors on the CPU."""
+        if self.size == 1:
+            return [thing]
+        import torch.distributed as dist
+
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, thing)
+        return every
+
     def agree(self, error: BaseException | None) -> None:
         """Where a rank has met bad input, every rank ends with it: the first one's, said by rank 0 alone."""
         if self.size == 1:
             if error:
                 raise error
             return
-        import torch.distributed as dist
-
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, None if error is None else str(error))
+        said = self.all(None if error is None else str(error))
         if found := [(rank, text) for rank, text in enumerate(said) if text is not None]:
             rank, text = found[0]
             alike = len({text for _, text in found}) == 1 and len(found) == self.size

@@ -178,3 +178,41 @@ def test_a_process_that_dies_ends_the_others():
     process.communicate(timeout=60)
     assert process.returncode and time.monotonic() - begin < 30
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+# ---- shared work: each process has the whole model ----
+
+
+def shared(n, argv):
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
+    done = subprocess.run([sys.executable, *start, *argv], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.mark.slow
+def test_a_shared_calibration_is_the_same_file(tmp_path):
+    argv = ["calibrate.py", "--samples", "5", "--seq-len", "128", "--random-tokens", "64", "--calibration"]
+    for n in (1, 2, 3):
+        shared(n, [*argv, str(tmp_path / f"{n}.safetensors")])
+    files = [(tmp_path / f"{n}.safetensors").read_bytes() for n in (1, 2, 3)]
+    assert files[0] == files[1] == files[2]
+    assert not list(tmp_path.glob("*partial*"))
+
+
+@pytest.mark.slow
+def test_a_shared_evaluation_is_the_same_file(tmp_path):
+    argv = ["-m", "scripts.eval.compare", "--tasks", "needle,kv", "--lengths", "1024", "--samples", "5", "--batch-size",
+            "2", "--method", "full", "streaming,recent=64", "--threads", "1"]  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    shared(1, [*argv, "--out", str(one)])
+    shared(2, [*argv, "--parallel", "data", "--out", str(two)])
+    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+    rows = [json.loads((out / "compare.json").read_text())["rows"] for out in (one, two)]
+    assert rows[0] == rows[1] and sorted(f.name for f in two.iterdir()) == sorted(f.name for f in one.iterdir())
+    lines = (two / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    (two / "samples.jsonl").write_bytes(b"".join(lines[:7]))  # killed, with a part of each
+    (two / "samples-1.jsonl").write_bytes(b"".join(lines[9:12]))
+    shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
+    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
