@@ -23,6 +23,8 @@ BINDING = [
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
     "snapkv,budget=20", "streaming,recent=12", "quest,budget=32", "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip
+# what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
+EXACT = ("full", "streaming", "random", "razor", "ojakv", "palu", "static_pca", "eigen")
 ALONE = {name for name in method_files() if name == "hshare"}  # compares all heads of all layers
 TEXTS = ["def main():\n    print(", "import os\nimport sys\n", "class A:\n    def __init__(self, x):\n        self."]
 
@@ -55,7 +57,8 @@ def compare(tmp_path, n, specs, agents=1, tolerance=1e-4, **job):
             assert not isinstance(one[spec], str) and not isinstance(results[spec], str), (spec, results[spec])
             (tokens, logits), (got, theirs) = one[spec], results[spec]
             assert got == tokens, (spec, rank)
-            assert (theirs - logits).abs().max() < tolerance, (spec, rank, (theirs - logits).abs().max())
+            allowed = tolerance if spec.partition(",")[0] in EXACT else max(tolerance, 0.05)
+            assert (theirs - logits).abs().max() < allowed, (spec, rank, (theirs - logits).abs().max())
             assert torch.equal(theirs, many[0][spec][1]), "every rank draws from the same bits"
 
 

@@ -38,6 +38,8 @@ CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
 RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
          "--batch-size 10 --at-once 32")  # fmt: skip
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
+OWN = ("full self_index self_index,store_bits=4,budget=512 self_index,store_bits=4,budget=1024 double_sparsity "
+       "double_sparsity,channels=0.5 sals-25 sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
 # what makes the list of a group of queries: the sum of products, the mean softmax, the largest logit, each its own
 GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
                   for by in ("group", "softmax", "max", "query"))  # fmt: skip
@@ -82,8 +84,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         bases=[f"eval.analyze --checkpoint {PUBLISHED} --calibration {CALIBRATION} --only bases --threads 1"],
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
-        ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {ACCURACY} "
-                        "self_index,store_bits=4,budget=1024 sals-25,score=softmax"],
+        ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
         ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
