@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from cache.spec import method_files, presets
+from model import NAMED
 from parallel import ONE, Ranks
 from runtime import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
+from scripts.report.collectives import step
 
 SIZES = dict(dim=64, n_layer=3, n_head=8, n_kv_head=4, head_dim=32, ffn_dim=96, vocab_size=256, max_seq_len=256)
 # settings that drop tokens, flush, turn bases within a short text
@@ -219,3 +221,15 @@ def test_a_shared_evaluation_is_the_same_file(tmp_path):
     (two / "samples-1.jsonl").write_bytes(b"".join(lines[9:12]))
     shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
     assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+
+
+def test_collectives_of_a_step():
+    """Two sums a layer and a gather of the logits; of methods that join heads one more, or two where they score."""
+    layers = NAMED["llama-3.2-1b"]["n_layer"]
+    for method, n, sums in (("full", 1, 0), ("full", 2, 2 * layers), ("tova", 4, 3 * layers),
+                            ("sals,skip_layers=none", 2, 4 * layers)):  # fmt: skip
+        found = step("llama-3.2-1b", method, n, 1, 1024)
+        assert (found["sums"], found["gathers"]) == (sums, int(n > 1))
+    full = [step("llama-3.2-1b", "full", n, 1, 1024) for n in (1, 2)]
+    assert full[1]["bytes"] == 2 * (2 * layers * 2048 + 128256 // 2)
+    assert full[1]["cache_bytes"] == full[0]["cache_bytes"] / 2 and full[1]["kv_bytes"] == full[0]["kv_bytes"] / 2

@@ -88,11 +88,13 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
+        collectives=["report.collectives"],
     )  # fmt: skip
 
 
 # no machine's speed is in these
-FOLDERS = {"kernels": "compiled", "addresses": "compiled", "answers": "published", "bases": "published"}
+FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
+FOLDERS |= dict.fromkeys(("answers", "bases"), "published")
 FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "defaults", "groups")}
 COMPARE = "eval.compare"  # writes a folder
 RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
