@@ -177,8 +177,8 @@ class KVMethod(Storage):
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
     takes_chunks: bool = True  # a prompt may come in chunks
-    joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together: takes the calibration whole
-    across_ranks: ClassVar[bool] = True  # whether ranks may share a layer
+    joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together
+    whole_calibration: ClassVar[bool] = False  # of several ranks, too; else that of the rank's heads
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
@@ -216,6 +216,14 @@ class KVMethod(Storage):
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """What joins the heads of a layer: x of all ranks that share it, added. With one process x itself."""
         return self.shape.ranks.sum(x)
+
+    def of_all_heads(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What KV heads have, this rank's in dimension `dim` -> those of all ranks, in the layer's order."""
+        ranks = self.shape.ranks
+        if ranks.size == 1:
+            return x
+        every = ranks.gather(x.movedim(dim, -1))[..., :: ranks.copies(self.shape.layer_heads)]
+        return every.movedim(-1, dim)
 
     # ---- the prompt ----
 

@@ -335,8 +335,6 @@ def build_cache(
     needs one.
     """
     layers = layer_methods(spec, len(shapes), knobs)
-    for (cls, _), shape in zip(layers, shapes, strict=True):
-        check_ranks(cls, shape)
     needed = [s for cls, args in layers for s in cls.needs(args)]
     calib = calibration().require(needed) if needed else None
 
@@ -363,17 +361,9 @@ def build_cache(
     return build(s.device)
 
 
-def check_ranks(cls: type[KVMethod], shape: CacheShape) -> None:
-    """InputError where ranks cannot share a layer of this method as `shape` says."""
-    ranks = shape.ranks
-    if ranks.size > 1 and not cls.across_ranks:
-        raise InputError(f"{method_name(cls)} compares all heads of all layers and cannot be shared by {ranks.size} "
-                         "processes: run it in one")  # fmt: skip
-
-
 def calibration_of(calib: Any, cls: type[KVMethod], args: Any, layer: int, shape: CacheShape) -> Any:
-    """What a method's layer is given of a calibration: of several ranks its own heads, unless it joins them."""
-    if calib is None or shape.ranks.size == 1 or cls.joins_heads:
+    """What a method's layer is given of a calibration: of several ranks that of its own heads, if it does."""
+    if calib is None or shape.ranks.size == 1 or cls.whole_calibration:
         return calib
     return calib.heads(layer, list(shape.own_heads), shape.layer_heads, cls.needs(args))
 

@@ -93,11 +93,13 @@ class HShare(DoubleSparsity):
     paper = "Wu et al. 2025, HShare: Fast LLM Decoding by Hierarchical Key-Value Sharing"
     stress = dict(budget=24, sinks=4, recent=8, layers=0.5, heads=0.5, steps=3)
     skip_layers = ()  # type: ignore[assignment]
-    across_ranks = False
     reads_queries = True
+    joins_heads = True
 
     sets: SharedSets
-    head_source: Tensor  # int64 [B, Hkv]: the head of this layer whose set a head takes, its own or an earlier one
+    head_source: (
+        Tensor  # int64 [B, Hkv]: the head of the layer, of all ranks', whose set a head takes, its own or earlier
+    )
     first: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
 
     @dataclass
@@ -127,7 +129,10 @@ class HShare(DoubleSparsity):
 
     def reset(self):
         if not self.first.is_meta:
-            self.first.zero_(), self.head_source.copy_(torch.arange(self.shape.n_kv_head).expand_as(self.head_source))
+            (
+                self.first.zero_(),
+                self.head_source.copy_(torch.tensor([*self.shape.own_heads]).expand_as(self.head_source)),
+            )
             self.sets.empty(self.layer)
 
     def compress(self, q, k, v, lengths):
@@ -146,9 +151,10 @@ class HShare(DoubleSparsity):
             count,
         )  # of the last query, every head's own
         self.first[:B] = (lengths - self.args.recent).clamp(min=0)
-        told = torch.stack(flags, 1)  # [B, Q, Hkv, S]
+        told = self.of_all_heads(torch.stack(flags, 1), 2)  # [B, Q, Hkv, S]
         alike = torch.einsum("bqis,bqjs->bij", told.float(), told.float())
-        self.head_source[:B] = greedy(alike, H - chosen_of(H, self.args.heads))
+        n, own = told.shape[2], self.shape.own_heads
+        self.head_source[:B] = greedy(alike, n - chosen_of(n, self.args.heads))[:, own.start : own.stop]
         self.sets.compare(self.layer, told, self.args.layers)
 
     def _critical(self, q, pos):
@@ -163,12 +169,14 @@ class HShare(DoubleSparsity):
     def select(self, q, pos):
         (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.layer
         due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B]
-        own = torch.arange(self.shape.n_kv_head, device=pos.device) == self.head_source[:B]
+        mine = torch.tensor([*self.shape.own_heads], device=pos.device)
+        own = mine == self.head_source[:B]
         chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
         idx, count = self._critical(q, torch.where(chooses, pos[:, None], -1))
         # heads of the layer that took part, or the layer that this one follows; between two choices what there is
         heads, row = self.head_source[:B], torch.arange(B, device=pos.device)
-        idx, count = idx.gather(1, heads[..., None].expand_as(idx)), count.gather(1, heads)
+        idx = self.of_all_heads(idx).gather(1, heads[..., None].expand_as(idx))
+        count = self.of_all_heads(count).gather(1, heads)
         follows, old = (source != layer)[:, None], (sets.idx[layer, :B], sets.count[layer, :B])
         count = torch.where(follows, sets.count[source, row], count)
         idx = torch.where(follows[..., None], sets.idx[source, row], idx)
@@ -184,7 +192,7 @@ class HShare(DoubleSparsity):
 
     def score_bytes(self, pos):
         """Every label, of the layers, heads and steps that choose: the mean over all."""
-        a, H, L = self.args, self.shape.n_kv_head, len(self.sets.layers)
+        a, H, L = self.args, self.shape.layer_heads, len(self.sets.layers)
         share = chosen_of(H, a.heads) / H * chosen_of(L, a.layers) / L / a.steps
         return round((pos + 1) * self.label.token_bytes * share)
 

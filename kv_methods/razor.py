@@ -93,7 +93,7 @@ class Razor(KVMethod):
     stress = dict(window=16)
     statistics = (HeadScores(),)
     reads_queries = False
-    joins_heads = True  # heads are protected by their rank among all of the model
+    whole_calibration = True  # heads are protected by their rank among all of the model
     k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
@@ -171,10 +171,11 @@ class Razor(KVMethod):
         if own:
             self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
         (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
-        if shape.ranks.size > 1 and (cls.joins_heads or not cls.across_ranks):
+        if shape.ranks.size > 1 and cls.joins_heads:
             raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
                              f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
-        part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs), ranks=ONE)
+        part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs),
+                       ranks=ONE, all_kv_heads=0)  # fmt: skip
         if calib is not None and (own or shape.ranks.size > 1):
             at = [shape.own_heads[h] for h in theirs]
             calib = calib.heads(self.layer, at, shape.layer_heads, cls.needs(args))

@@ -91,7 +91,7 @@ class Sals(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
     reads_queries = False
-    joins_heads = True  # latents are sums over the heads of all ranks, which each rank stores whole
+    joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks, which each rank stores whole
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach

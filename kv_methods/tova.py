@@ -17,6 +17,7 @@ class TOVA(Evicting):
     paper = "Oren, Hassid et al. 2024, Transformers are Multi-State RNNs"
     stress = dict(budget=24)
     lookback = 1
+    joins_heads = True
 
     @dataclass
     class Args(Evicting.Args):

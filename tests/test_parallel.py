@@ -23,11 +23,10 @@ BINDING = [
     "sals,score=softmax,budget=40,sinks=2,recent=8", "sals,budget=p0.9,recent=8", "tova,budget=24",
     "h2o,heavy=12,recent=12", "ojakv,n_start=4,n_recent=4,update_every=4", "double_sparsity,budget=12,heads=query",
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
-    "snapkv,budget=20", "streaming,recent=12", "quest,budget=32", "double_sparsity,budget=p0.9,heads=max",
+    "snapkv,budget=20", "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32", "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
 EXACT = ("full", "streaming", "random", "razor", "ojakv", "palu", "static_pca", "eigen")
-ALONE = {name for name in method_files() if name == "hshare"}  # compares all heads of all layers
 TEXTS = ["def main():\n    print(", "import os\nimport sys\n", "class A:\n    def __init__(self, x):\n        self."]
 
 
@@ -75,8 +74,8 @@ def test_two_processes_say_what_one_says(tmp_path):
 def test_every_method(tmp_path, kv_heads, n):
     """With more processes than KV heads some hold the same one."""
     group = "palu,group=1"  # groups never reach across ranks
-    specs = [group if s == "palu" else s for s in sorted(method_files().keys() - ALONE)]
-    specs += [s for s in sorted(presets()) if presets()[s][0] not in ALONE | {"palu"}]
+    specs = [group if s == "palu" else s for s in sorted(method_files())]
+    specs += [s for s in sorted(presets()) if presets()[s][0] != "palu"]
     compare(tmp_path, n, list(dict.fromkeys([*specs, *BINDING])), random=SIZES | dict(n_kv_head=kv_heads))
 
 
@@ -147,7 +146,7 @@ def torchrun(n, *argv):
 
 @pytest.mark.parametrize("argv, n, said", [
     (["--prompt", "x"], 3, "3 processes cannot share 8 heads, 4 KV heads and an MLP of 512: start 1, 2, 4, 8"),
-    pytest.param(["--method", "hshare", "--prompt", "x"], 2, "hshare compares all heads", marks=pytest.mark.slow),
+    pytest.param(["--method", "razor,retrieval_method=sals", "--prompt", "x"], 2, "use full", marks=pytest.mark.slow),
     pytest.param(["--method", "palu", "--prompt", "x"], 2, "use group=1", marks=pytest.mark.slow),
     pytest.param(["--checkpoint", "/nowhere", "--prompt", "x"], 2, "/nowhere not found", marks=pytest.mark.slow),
     pytest.param(["--prompt", ""], 2, "prompt 1 is empty", marks=pytest.mark.slow),
