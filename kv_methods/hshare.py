@@ -97,9 +97,7 @@ class HShare(DoubleSparsity):
     joins_heads = True
 
     sets: SharedSets
-    head_source: (
-        Tensor  # int64 [B, Hkv]: the head of the layer, of all ranks', whose set a head takes, its own or earlier
-    )
+    head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks
     first: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
 
     @dataclass
@@ -129,10 +127,8 @@ class HShare(DoubleSparsity):
 
     def reset(self):
         if not self.first.is_meta:
-            (
-                self.first.zero_(),
-                self.head_source.copy_(torch.tensor([*self.shape.own_heads]).expand_as(self.head_source)),
-            )
+            own = self.shape.own_heads
+            self.first.zero_(), self.head_source.copy_(torch.arange(own.start, own.stop).expand_as(self.head_source))
             self.sets.empty(self.layer)
 
     def compress(self, q, k, v, lengths):
@@ -169,8 +165,8 @@ class HShare(DoubleSparsity):
     def select(self, q, pos):
         (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.layer
         due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B]
-        mine = torch.tensor([*self.shape.own_heads], device=pos.device)
-        own = mine == self.head_source[:B]
+        mine = self.shape.own_heads
+        own = torch.arange(mine.start, mine.stop, device=pos.device) == self.head_source[:B]
         chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
         idx, count = self._critical(q, torch.where(chooses, pos[:, None], -1))
         # heads of the layer that took part, or the layer that this one follows; between two choices what there is

@@ -148,6 +148,7 @@ def ruler() -> Any:
         ax.set_xscale("log", base=2)
         ax.set_xticks([1 / 2, *TICKS], [f"1/{1 / t:.0f}" for t in (1 / 2, *TICKS)])
         ax.minorticks_off()
+        ax.set_xlim(1 / 18, 0.75 if of == "held" else 0.36)
         ax.set_ylim(-4, 106)
         ax.set_xlabel("bytes held, share of full" if of == "held" else "bytes that a step reads, share of full")
         ax.set_ylabel(f"% found of {', '.join(tasks)}, {length:,} tokens", fontsize=9)
