@@ -143,6 +143,24 @@ def claims() -> str:
     )
 
 
+def bases() -> str:
+    """bases.json: means over layers of what low-rank keys do to attention, by what the basis is of."""
+    for run in runs("bases"):
+        layers = run["analyses"]["bases"]["layers"]
+        mean = {name: sum(r[name] for r in layers) / len(layers) for name in layers[0]}
+        split = next(i for i, name in enumerate(mean) if name.startswith("covered"))
+        parts = [list(mean.items())[:split], list(mean.items())[split:]]
+        titles = ["attention moved by keys of rank 0.6 D, by what the basis is of",
+                  "mass on 1/8 of the tokens, chosen by 1/8 of the latent coordinates"]  # fmt: skip
+        heads = [
+            [title, *(name.split(": ")[-1] for name, _ in part)] for title, part in zip(titles, parts, strict=True)
+        ]
+        cells = [["mean over layers", *(f"{x:.3f}" for _, x in part)] for part in parts]
+        return "\n\n".join(table(head, [row]) for head, row in zip(heads, cells, strict=True))
+    return ""
+
+
 def ruler() -> str:
-    parts = [ruler_full(), ruler_bytes(), ruler_defaults(), ruler_groups(), sources("ruler_*", root="../")]
+    parts = [ruler_full(), ruler_bytes(), ruler_defaults(), ruler_groups(), bases(),
+             sources("ruler_*", "bases", root="../")]  # fmt: skip
     return "\n\n".join(filter(None, parts)) or NONE

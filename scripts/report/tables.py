@@ -28,7 +28,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     weights=(weights, ("weights", "linear")),
     accuracy=(accuracy, ("accuracy*", "equal_bytes*")),
     published=(published, ("smollm2", "answers", "real_files")),
-    ruler=(ruler, ("ruler_*",)),
+    ruler=(ruler, ("ruler_*", "bases")),
     claims=(claims, ("ruler_defaults",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),
@@ -41,7 +41,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     for question in TABLES[name][1]:
         for run in runs(question):
             once = {k: run[k] for k in ("machine", "commit", "model", "checkpoint", "weights", "dtype") if k in run}
-            out += [once | r for r in run["rows"]]
+            out += [once | r for r in run.get("rows", ())]  # an analysis has none
     return out
 
 
