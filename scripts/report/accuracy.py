@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 from fractions import Fraction
 from typing import Any
 
 from cache.spec import method_class, method_files
-from scripts.report.markdown import NONE, Row, percent, runs, share, sources, table, tasks_of, wilson
+from scripts.report.markdown import NONE, Row, runs, share, sources, table, tasks_of, wilson
+from scripts.report.published import counted, pooled
 
 TOKENS = 2048  # of the tables; the command prints the other lengths
 TASKS = ("needle", "key_value")
@@ -56,27 +56,32 @@ def quality() -> str:
 
 
 def methods() -> str:
-    """The README's table: the five papers and `full`, each as it comes or with the knobs beside its name."""
-    known = measured()
+    """The README's table: the five papers and `full`, as they come and with what the published model asks for."""
+    found = next(runs("ruler_defaults"), None)
+    if found is None:
+        return NONE
+    length, tasks = found["rows"][0]["seq_len"], counted(found, found["rows"][0]["seq_len"])
     timed = [(run["date"], run["machine"], {r["method"]: r for r in run["rows"] if r["length"] == 32768})
              for run in runs("attention")]  # fmt: skip
     _, machine, speed = max(timed, key=lambda x: (len(x[2].keys() & set(PAPERS)), x[0]), default=("", "-", {}))
+    samples, of = len(found["rows"][0][f"{tasks[0]}_each"]), {p: list[Row]() for p in PAPERS}
+    for row in found["rows"]:
+        name = row["method"].partition(",")[0]
+        of.get(name if name in of else name.rpartition("-")[0], []).append(row)
     rows = []
-    for name in PAPERS:
-        row = known.get(("tiny", TOKENS, name))
-        tasks = [row[t] for t in (*TASKS, "repeats") if t in row] if row else []
-        at = speed.get(name, {}).get("times_dense")
+    for name, row in ((name, row) for name, mine in of.items() for row in mine):
+        at = speed.get(row["method"].removesuffix("-25"), {}).get("times_dense")  # sals-25 is sals
         rows.append([
-            f"[`{name}`](kv_methods/{name}.py)" + (label(row).removeprefix(f"`{name}`") if row else ""), idea(name),
-            f"{row['kv_share']:.2f}" if row else "-", percent(statistics.mean(tasks)) if tasks else "-",
-            f"{at:.2f}x" if at else "-",
+            f"[`{row['method']}`](kv_methods/{name}.py)", idea(name) if row is of[name][0] else "",
+            f"{row['kv_share']:.2f}", f"{row['read_share']:.3f}", pooled(row, tasks), f"{at:.2f}x" if at else "-",
         ])  # fmt: skip
-    note = (f"KV bytes: allocated, as a share of a dense cache, {TOKENS} tokens of the shipped model in fp32. "
-            f"Accuracy: mean of {', '.join((*TASKS, 'repeats'))} there, the question unknown when the context is "
-            "compressed. Speed: one layer's attention of a decode step against the fastest dense attention, "
-            f"Llama-3.1-8B shapes, 32K tokens in bf16, batch 1, two threads ({machine})."
+    note = (f"KV bytes held and bytes that a step reads: shares of a dense cache in bf16, {length:,} tokens of "
+            f"{found['checkpoint']}. Found: {' and '.join(tasks)} of RULER, {samples} samples each, "
+            "with Wilson's interval; the question is unknown when the context is compressed "
+            "([every method](results/published/README.md)). Speed: one layer's attention of a decode step against the "
+            f"fastest dense attention, Llama-3.1-8B shapes, 32K tokens in bf16, batch 1, two threads ({machine})."
             )  # fmt: skip
-    return table(["method", "idea", "KV bytes", "accuracy", "speed, 32K"], rows) + "\n\n" + note
+    return table(["method", "idea", "KV bytes", "bytes read", "found", "speed, 32K"], rows) + "\n\n" + note
 
 
 def idea(name: str) -> str:

@@ -80,7 +80,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
                   f"--samples 100 --method {ACCURACY}"],
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
-        ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048,4096 --samples 10 --method full"],
+        ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048 --samples 10 --method full"],
         bases=[f"eval.analyze --checkpoint {PUBLISHED} --calibration {CALIBRATION} --only bases --threads 1"],
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
