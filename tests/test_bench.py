@@ -565,7 +565,12 @@ def test_generate_tells_how_far_it_is(cli, config, monkeypatch):
 def test_committed_results_can_be_drawn(cli, tmp_path):
     status, out, err = cli(plots, "--out", tmp_path, "--json")
     assert status == 0, err
-    assert {Path(f).stem for f in json.loads(out)} == tables.TABLES.keys() - {"gpu", "published"}
+    assert {Path(f).stem for f in json.loads(out)} == tables.TABLES.keys() - {
+        "gpu",
+        "published",
+        "claims",
+        "collectives",
+    }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from errors import InputError, Parser, run_cli
 from scripts.report.accuracy import accuracy
+from scripts.report.collectives import collectives
 from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
@@ -28,8 +29,9 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     weights=(weights, ("weights", "linear")),
     accuracy=(accuracy, ("accuracy*", "equal_bytes*")),
     published=(published, ("smollm2", "answers", "real_files")),
-    ruler=(ruler, ("ruler_*", "bases")),
+    ruler=(ruler, ("ruler_full", "ruler_held", "ruler_read", "ruler_defaults", "ruler_groups", "bases")),
     claims=(claims, ("ruler_defaults",)),
+    collectives=(collectives, ("collectives",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),
 )
