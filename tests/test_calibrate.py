@@ -903,9 +903,9 @@ def interrupt(after, number="SIGINT", what="put"):
 # six layers a sequence; the fifth "sequence" of four is the random tokens
 @pytest.mark.parametrize(
     ("after", "what", "number"),
-    [(15, "put", "SIGINT"), (27, "measure", "SIGINT"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-        (15, "measure", "SIGTERM"), (24, "put", "SIGINT"), (27, "put", "SIGTERM"), (30, "put", "SIGINT"),
-        (1, "put", "SIGINT")))])  # fmt: skip
+    [(15, "put", "SIGINT"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+        (27, "measure", "SIGINT"), (15, "measure", "SIGTERM"), (24, "put", "SIGINT"), (27, "put", "SIGTERM"),
+        (30, "put", "SIGINT"), (1, "put", "SIGINT")))])  # fmt: skip
 def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean, after, what, number, capsys,
                                                         monkeypatch):  # fmt: skip
     want = clean(4)

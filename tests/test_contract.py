@@ -46,7 +46,7 @@ AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, 
 
 def matrix():
     """Slow checks are for `make test-all`, and of those that compile (`compiled`, `copies`) all but some methods."""
-    in_every_run = dict(compiled=COMPILED, copies=("razor", "self_index"))
+    in_every_run = dict(compiled=COMPILED, copies=("self_index",), deep=("self_index", "palu", "razor", "h2o"))
     for check, every_setting in CHECKS.items():
         for name in METHODS:
             slow = check in SLOW or name not in in_every_run.get(check, METHODS)

@@ -1113,6 +1113,7 @@ def test_compiled_is_eager(name):
     torch.library.opcheck(*called, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_compiled_steps_call_operators_directly(tmp_path):
     """What inductor is told of them is what they are in C++; an error is the eager one."""
     told = sum(Declarations().values(), [])

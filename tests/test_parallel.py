@@ -162,6 +162,7 @@ def test_bad_input_is_said_once(argv, n, said):
     assert set(re.findall(r"exitcode\s*: (-?\d+)", err)) <= {"2", "-15"}, err[-1500:]
 
 
+@pytest.mark.slow
 def test_only_the_first_process_prints():
     out, err = torchrun(2, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4").communicate(timeout=120)
     alone = subprocess.run([sys.executable, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "4"],
