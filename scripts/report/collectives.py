@@ -9,6 +9,7 @@ of a rank's weights (bf16) and of what its cache reads, over the memory's bandwi
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -108,6 +109,10 @@ def main() -> None:
                 refused[method] = str(e)
     settings = dict(model=opt.model, batch=opt.batch, length=opt.length)
     data = record("cpu", settings=settings, bandwidth=BANDWIDTH, latency=LATENCY, refused=refused, rows=rows)
+    for method, why in refused.items():
+        print(f"{method}: {why}", file=sys.stderr)
+    if not rows:
+        raise InputError("nothing can be shared so: give other --ranks")
     if opt.out:
         write_json(opt.out, data)
     print(json.dumps(data) if opt.json else shown(data))
