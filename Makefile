@@ -28,9 +28,9 @@ demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # A process a core, and one thread in each: the tests are many and small. A file stays in one process: what its tests
-# share is made once; those that take longest come first (tests/conftest.py).
+# share is made once.
 test: .venv/dev .venv/smollm2
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
 
 test-all: .venv/dev .venv/smollm2
 	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto

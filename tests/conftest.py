@@ -50,15 +50,6 @@ def addresses():
         yield seen
 
 
-LONGEST = ("contract", "native", "calibrate", "triton_compile", "compiled", "bench", "published", "parallel")
-
-
-def pytest_collection_modifyitems(items):
-    """Files that take long first: begun last, one would keep a process busy while the others have nothing left."""
-    place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
