@@ -113,7 +113,7 @@ def test_two_agents_are_two_machines(tmp_path):
 def test_a_published_model(tmp_path):
     """Nine query heads and three KV heads, quantized in a GGUF file."""
     job = dict(checkpoint=str(smollm2()), calibration=str(SMOLLM2_CALIBRATION), prompts=TEXTS)
-    compare(tmp_path, 3, ["full", "sals-25"], **job, tolerance=0.05)
+    compare(tmp_path, 3, ["full", "sals-25"], **job, tolerance=0.2)  # of logits around 20
 
 
 # ---- shares ----
