@@ -456,16 +456,8 @@ class Transformer(nn.Module):
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
         """Bytes of a dense K and V of that capacity, in the cache's dtype."""
-        a = self.args
-        return (
-            2
-            * a.n_layer
-            * batch
-            * a.local.n_kv_head
-            * max_seq_len
-            * a.head_dim
-            * (self.kv_dtype or self.dtype).itemsize
-        )
+        a, dtype = self.args, self.kv_dtype or self.dtype
+        return 2 * a.n_layer * batch * a.local.n_kv_head * max_seq_len * a.head_dim * dtype.itemsize
 
 
 def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None) -> Attend:

@@ -37,7 +37,8 @@ class Ranks:
 
     def heads(self, n: int) -> range:
         """This rank's of n KV heads: its share, or where there are fewer than ranks, one that others hold, too."""
-        return range(self.rank * n // self.size, max((self.rank + 1) * n // self.size, self.rank * n // self.size + 1))
+        part = self.part(n)
+        return range(part.start, max(part.stop, part.start + 1))
 
     def copies(self, n: int) -> int:
         """On how many ranks each of n KV heads is."""

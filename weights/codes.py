@@ -88,9 +88,9 @@ class Codes:
             raise InputError(f"{name} has {n} groups of {unit} inputs, which the processes cannot share: start "
                              f"{', '.join(map(str, ways))}")  # fmt: skip
 
-        def of(x: Tensor | None) -> Tensor | None:
-            per = None if x is None else self.codes.shape[1] // x.shape[1]
-            return None if x is None or per is None else x[:, part.start // per : part.stop // per].contiguous()
+        def of(x: Tensor) -> Tensor:
+            per = self.codes.shape[1] // x.shape[1]  # inputs that share a number
+            return x[:, part.start // per : part.stop // per].contiguous()
 
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return Codes(**{key: of(x) if isinstance(x, Tensor) else x for key, x in given.items()})  # type: ignore

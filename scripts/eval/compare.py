@@ -45,7 +45,7 @@ from scripts.eval.rows import Row, chat_parts, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
-from scripts.report.markdown import share, table, tasks_of, wilson
+from scripts.report.markdown import measuring, share, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, save_figure, write_json
 from weights import WeightFormat
@@ -256,12 +256,6 @@ class Run:
 
 
 # ---- what came out ----
-
-
-def measuring(rows: Sequence[Row], length: int) -> list[str]:
-    """Tasks at a length that count in means: those of which full, if it ran, finds half."""
-    full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
-    return [t for t in tasks_of(rows) if full.get(t, 1) >= 0.5]
 
 
 def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:

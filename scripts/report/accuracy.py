@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import Any
 
 from cache.spec import method_class, method_files
-from scripts.report.markdown import NONE, Row, runs, share, sources, table, tasks_of, wilson
-from scripts.report.published import counted, pooled
+from scripts.report.markdown import NONE, Row, measuring, runs, share, sources, table, tasks_of, wilson
+from scripts.report.published import pooled
 
 TOKENS = 2048  # of the tables; the command prints the other lengths
 TASKS = ("needle", "key_value")
@@ -60,7 +60,7 @@ def methods() -> str:
     found = next(runs("ruler_defaults"), None)
     if found is None:
         return NONE
-    length, tasks = found["rows"][0]["seq_len"], counted(found, found["rows"][0]["seq_len"])
+    length, tasks = found["rows"][0]["seq_len"], measuring(found["rows"], found["rows"][0]["seq_len"])
     timed = [(run["date"], run["machine"], {r["method"]: r for r in run["rows"] if r["length"] == 32768})
              for run in runs("attention")]  # fmt: skip
     _, machine, speed = max(timed, key=lambda x: (len(x[2].keys() & set(PAPERS)), x[0]), default=("", "-", {}))

@@ -48,6 +48,12 @@ def tasks_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
 
 
+def measuring(rows: Sequence[Row], length: int) -> list[str]:
+    """Tasks at a length that count in means: those of which full, if it ran, finds half."""
+    full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
+    return [t for t in tasks_of(rows) if full.get(t, 1) >= 0.5]
+
+
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 

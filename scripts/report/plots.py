@@ -21,8 +21,7 @@ import matplotlib.pyplot as plt
 from errors import InputError, Parser, run_cli
 from scripts.report.accuracy import BOUNDS, TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
-from scripts.report.markdown import RESULTS, runs
-from scripts.report.published import counted
+from scripts.report.markdown import RESULTS, measuring, runs
 from scripts.report.speed import decoded, width
 from scripts.shared.results import check_out, save_figure
 
@@ -102,6 +101,13 @@ def compiled() -> Any:
     return dots({f"compute capability {CARD / 10:g}": points}, "programs a multiprocessor", one=False)
 
 
+def looks_of(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """A marker and a colour each; bounds are grey and dashed."""
+    colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
+    looks = {m: dict(marker=MARKERS[i % len(MARKERS)], color=colors(order[i % 20])) for i, m in enumerate(methods)}
+    return looks | {m: looks[m] | dict(linestyle="--", color="0.6") for m in BOUNDS if m in looks}
+
+
 def accuracy() -> Any:
     """What each method finds at the bytes that a step reads; what no other beats with as few is grey."""
     every = read_cells(cells())
@@ -109,9 +115,7 @@ def accuracy() -> Any:
     done = {t: {c["seq_len"] for c in every if t in c["row"]} for t in tasks}
     lengths = sorted(set.intersection(*done.values()))
     methods = sorted({c["method"] for c in every}, key=lambda m: (m in BOUNDS, m))
-    colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
-    looks = {m: dict(marker=MARKERS[i % len(MARKERS)], color=colors(order[i % 20])) for i, m in enumerate(methods)}
-    looks |= {m: looks[m] | dict(linestyle="--", color="0.6") for m in BOUNDS if m in looks}
+    looks = looks_of(methods)
     size = (5.2 * len(tasks), 3.4 * len(lengths) + 1.2)
     fig, axes = plt.subplots(len(lengths), len(tasks), figsize=size, sharey=True, sharex=True, squeeze=False)
     for row, T in zip(axes, lengths, strict=True):
@@ -132,18 +136,17 @@ def ruler() -> Any:
     """What each method finds on the published model: against the bytes that it holds, and that a step reads."""
     found = {of: run for of in ("held", "read") if (run := next(runs(f"ruler_{of}"), None))}
     names = sorted({c["method"] for run in found.values() for c in run["cells"]}, key=lambda m: (m in BOUNDS, m))
-    colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
+    looks = looks_of(names)
     fig, axes = plt.subplots(1, max(1, len(found)), figsize=(11, 4.8), sharey=True, squeeze=False)
     for ax, (of, run) in zip(axes[0], found.items(), strict=False):
         length, rows = run["rows"][0]["seq_len"], {r["method"]: r for r in run["rows"]}
-        tasks = counted(run, length)
-        for i, method in enumerate(names):
+        tasks = measuring(run["rows"], length)
+        for method, look in looks.items():
             mine = [c for c in run["cells"] if c["method"] == method]
             xs = [float(Fraction(c["target"])) if method in BOUNDS else rows[c["spec"]][AXES[of]] for c in mine]
             xy = sorted(zip(xs, (100 * mean(rows[c["spec"]][t] for t in tasks) for c in mine), strict=True))
-            look = dict(linestyle="--", color="0.6") if method in BOUNDS else dict(color=colors(order[i % 20]))
             if xy:
-                ax.plot(*zip(*xy, strict=True), **look, marker=MARKERS[i % len(MARKERS)], markersize=5)
+                ax.plot(*zip(*xy, strict=True), **look, markersize=5)
                 ax.annotate(method, xy[-1], xytext=(5, 0), textcoords="offset points", fontsize=7, va="center")
         ax.set_xscale("log", base=2)
         ax.set_xticks([1 / 2, *TICKS], [f"1/{1 / t:.0f}" for t in (1 / 2, *TICKS)])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from scripts.report.markdown import NONE, Row, folded, runs, share, sources, table, tasks_of
+from scripts.report.markdown import NONE, Row, folded, measuring, runs, share, sources, table, tasks_of
 from scripts.report.papers import ACCURACY
 from scripts.report.speed import rate
 
@@ -81,12 +81,6 @@ def ruler_full() -> str:
     return ""
 
 
-def counted(run: Row, length: int) -> list[str]:
-    """The tasks that measure something: of which `full` finds at least half."""
-    full = next((r for r in run["rows"] if (r["method"], r["seq_len"]) == ("full", length)), {})
-    return [t for t in tasks_of(run["rows"]) if full.get(t, 1) >= 0.5]
-
-
 def pooled(row: Row, tasks: Sequence[str]) -> str:
     """Samples of all tasks together: `92 (81-97) %`."""
     return share([x for t in tasks for x in row[f"{t}_each"]])
@@ -97,7 +91,7 @@ def ruler_bytes() -> str:
     out = []
     for of, run in ((q.removeprefix("ruler_"), r) for q in ("ruler_held", "ruler_read") for r in runs(q)):
         length = run["rows"][0]["seq_len"]
-        tasks, rows = counted(run, length), {r["method"]: r for r in run["rows"]}
+        tasks, rows = measuring(run["rows"], length), {r["method"]: r for r in run["rows"]}
         targets = sorted({c["target"] for c in (*run["cells"], *run["missing"])}, key=Fraction, reverse=True)
         found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
         names = ["full", *sorted({m for m, _ in found})]
@@ -110,7 +104,7 @@ def ruler_bytes() -> str:
 def ruler_defaults() -> str:
     """ruler_defaults.json: every method as it comes, and a few settings that this model asks for."""
     for run in runs("ruler_defaults"):
-        tasks = counted(run, run["rows"][0]["seq_len"])
+        tasks = measuring(run["rows"], run["rows"][0]["seq_len"])
         cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
                   *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
         return table([f"as it comes, {run['rows'][0]['seq_len']:,} tokens", "KV bytes", "bytes read", "found", *tasks],
@@ -121,7 +115,7 @@ def ruler_defaults() -> str:
 def ruler_groups() -> str:
     """ruler_groups.json: what makes the list of a group of queries, at equal bytes read."""
     for run in runs("ruler_groups"):
-        tasks, rows = counted(run, run["rows"][0]["seq_len"]), {r["method"]: r for r in run["rows"]}
+        tasks, rows = measuring(run["rows"], run["rows"][0]["seq_len"]), {r["method"]: r for r in run["rows"]}
         found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
         targets = sorted({t for _, t in found}, key=Fraction, reverse=True)
         cells = [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in dict.fromkeys(m for m, _ in found)]
@@ -133,7 +127,7 @@ def claims() -> str:
     """What the papers report beside what ruler_defaults.json has, and the command of each paper's table."""
     run = next(runs("ruler_defaults"), None)
     rows = {r["method"]: r for r in run["rows"]} if run else {}
-    tasks, cells = counted(run, run["rows"][0]["seq_len"]) if run else [], []
+    tasks, cells = measuring(run["rows"], run["rows"][0]["seq_len"]) if run else [], []
     for spec, where, task, score, full, command in ACCURACY:
         here = f"{pooled(rows[spec], tasks)} of {pooled(rows['full'], tasks)}" if spec in rows else "-"
         again = f"`{command}`" if command else "as above"

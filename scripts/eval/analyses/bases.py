@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cache.budget import budget_tokens
 from cache.statistic import principal
-from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table, mean
-from scripts.eval.analyses.latent_scores import SALS_BUDGET
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, mean
+from scripts.eval.analyses.latent_scores import SALS_BUDGET, overlap_table
 from scripts.eval.analyses.measures import attention_mass, covariance, covered, moved, top
 
 OJA_RANK, SALS_RANK = 0.6, 0.125  # of D: ojakv's default; of n * D: what scores in sals-25
@@ -62,10 +62,6 @@ def sals(c: Capture, calibrated: Tensor) -> Series:
     return found | {"all coordinates": covered(c.mass, top(c.latent_scores(calibrated, width), count)[:, None, None])}
 
 
-def table(rows: list[Series]) -> Table:
-    return ["layer", *rows[0]], [*([i, *r.values()] for i, r in enumerate(rows)), ["mean", *mean(rows).values()]]
-
-
 def plot(plt: Any, rows: list[Series]) -> Any:
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.8))
     names = list(rows[0])
@@ -79,4 +75,4 @@ def plot(plt: Any, rows: list[Series]) -> Any:
 
 
 ANALYSIS = Analysis("attention moved by low-rank keys (OjaKV), mass found by latent scores (SALS), by basis",
-                    bases, table, plot, ("ojakv", "sals"))  # fmt: skip
+                    bases, overlap_table, plot, ("ojakv", "sals"))  # fmt: skip
