@@ -36,10 +36,11 @@ PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT
 CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
 # a published model on RULER: in 16 bits, as a GPU would hold it; one thread, so that two runs fit beside each other
 RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
-         "--batch-size 10 --at-once 32")  # fmt: skip
+         "--batch-size 5 --at-once 32")  # fmt: skip
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 OWN = ("full self_index self_index,store_bits=4,budget=512 self_index,store_bits=4,budget=1024 double_sparsity "
        "double_sparsity,channels=0.5 sals-25 sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
+LONGER = "full self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128"
 # what makes the list of a group of queries: the sum of products, the mean softmax, the largest logit, each its own
 GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
                   for by in ("group", "softmax", "max", "query"))  # fmt: skip
@@ -85,6 +86,10 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
+        ruler_long=[f"{RULED} --lengths 4096 --samples 20 {FOUND} --method {OWN}",
+                    f"{RULED} --lengths 8192 --samples 10 {FOUND} --method {LONGER}"],
+        ruler_known=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --query-in-prompt --kv 1/2,1/4,1/8 "
+                     "--method h2o tova snapkv pyramidkv streaming"],
         ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
@@ -95,7 +100,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 # no machine's speed is in these
 FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
 FOLDERS |= dict.fromkeys(("answers", "bases"), "published")
-FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "defaults", "groups")}
+FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "known", "defaults", "long", "groups")}
 COMPARE = "eval.compare"  # writes a folder
 RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
 

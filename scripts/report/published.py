@@ -87,29 +87,32 @@ def pooled(row: Row, tasks: Sequence[str]) -> str:
 
 
 def ruler_bytes() -> str:
-    """ruler_held.json and ruler_read.json: a row a method, a column a target of bytes held or read."""
+    """ruler_held.json, ruler_known.json, ruler_read.json: a row a method, a column a target of bytes held or read."""
     out = []
-    for of, run in ((q.removeprefix("ruler_"), r) for q in ("ruler_held", "ruler_read") for r in runs(q)):
+    for run in (r for q in ("ruler_held", "ruler_known", "ruler_read") for r in runs(q)):
+        of = dict(kv="held", read="read")[run["cells"][0]["axis"]]
+        known = ", the question known" if run["rows"][0]["query_in_prompt"] else ""
         length = run["rows"][0]["seq_len"]
         tasks, rows = measuring(run["rows"], length), {r["method"]: r for r in run["rows"]}
         targets = sorted({c["target"] for c in (*run["cells"], *run["missing"])}, key=Fraction, reverse=True)
         found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
         names = ["full", *sorted({m for m, _ in found})]
         found |= {("full", t): pooled(rows["full"], tasks) for t in targets}
-        header = [f"{', '.join(tasks)}, {length:,} tokens", *(f"{of} {t}" for t in targets)]
+        header = [f"{', '.join(tasks)}, {length:,} tokens{known}", *(f"{of} {t}" for t in targets)]
         out.append(table(header, [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in names]))
     return "\n\n".join(out)
 
 
 def ruler_defaults() -> str:
-    """ruler_defaults.json: every method as it comes, and a few settings that this model asks for."""
-    for run in runs("ruler_defaults"):
+    """ruler_defaults.json, ruler_long.json: the papers' methods as they come, and settings this model asks for."""
+    out = []
+    for run in (*runs("ruler_defaults"), *runs("ruler_long")):
         tasks = measuring(run["rows"], run["rows"][0]["seq_len"])
         cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
                   *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
-        return table([f"as it comes, {run['rows'][0]['seq_len']:,} tokens", "KV bytes", "bytes read", "found", *tasks],
-                     cells)  # fmt: skip
-    return ""
+        n = run["rows"][0]["seq_len"]
+        out.append(table([f"as it comes, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
+    return "\n\n".join(out)
 
 
 def ruler_groups() -> str:
