@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels import native, op
-from model import Transformer, decode_layer
+from model import Transformer, decode_layer, verify_layer
 
 # Layers in a graph, at most. A call takes about 30 us, because its Python code has left the processor's caches by the
 # time that a layer's weights have been read: 5 % of a step of SmolLM2 for each layer alone, below 3 % for three.
@@ -48,6 +48,21 @@ def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> 
         return choose(model.logits(x), pos, *given)
 
     return CompiledStep(model, torch_compile(head, model.device), like if isinstance(like, CompiledStep) else None)
+
+
+def compile_verify(model: Transformer, choose: Step) -> Step:
+    """Of n tokens a row, by exact attention: tokens [B, n] at pos [B] on, then what `choose` takes besides ->
+    choose(logits [B, n, V], pos, *given), [B, n]. On a CPU compiled by groups of layers, as a step is."""
+
+    def whole(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+        return choose(model.verify(tokens.clamp(min=0), pos), pos, *given)
+
+    def head(x: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+        return choose(model.logits(x), pos, *given)
+
+    if model.device.type == "cuda":
+        return torch_compile(whole, model.device, guard_filter_fn=arguments_alone)
+    return CompiledStep(model, torch_compile(head, model.device), None, verify_group)
 
 
 def torch_compile(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
@@ -96,6 +111,13 @@ def decode_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
     return x
 
 
+def verify_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
+    """`verify_layer` of each."""
+    for block, method, _ in layers:
+        x = verify_layer(block, method, x, pos)
+    return x
+
+
 def groups(parts: list[Any]) -> Iterator[list[Any]]:
     """Neighbours with methods of one class, in groups of the same size where that is possible."""
     for _, run in itertools.groupby(parts, lambda part: (type(part[1]), part[2] is None)):
@@ -110,7 +132,9 @@ class CompiledStep:
     The embedding alone takes 0.2 ms in eager mode, whose code is no longer in the processor's cache after a step.
     """
 
-    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
+    def __init__(
+        self, model: Transformer, head: Step, like: CompiledStep | None, layers: Callable[..., Tensor] = decode_group
+    ):
         self.head = CompiledCall(head)
         self.layers: list[CompiledCall]
         self.key: Any = None  # what the graphs were looked up for
@@ -118,7 +142,7 @@ class CompiledStep:
         if like is not None:
             self.layers, self.layers_key = like.layers, like.layers_key
             return
-        group = torch_compile(decode_group, model.device)
+        group = torch_compile(layers, model.device)
         first = CompiledCall(torch_compile(embed, model.device), model)
         self.layers = [first, *(CompiledCall(group, few) for few in groups(model.decode_parts()))]
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from errors import InputError, check_count, check_range, short
 from model import ModelArgs, Transformer
 from parallel import ONE, Ranks
 from runtime import TINY, pick_device, pick_dtype, synchronize
+from speculation import Speculator, Tally
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
 from weights import WeightFormat, open_checkpoint
@@ -164,16 +165,18 @@ def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
 class Session:
     """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow.
 
-    A cache has one owner: the session that has prefilled it last. InputError if another one asks for a step.
+    A cache has one owner: the session that has prefilled it last. InputError if another one asks for a step. With a
+    speculator the method drafts, and every token is what exact attention draws.
     """
 
-    def __init__(self, model: Transformer, step: Step, sampling: Sampling):
-        self.model, self.step, self.sampling = model, step, sampling
+    def __init__(self, model: Transformer, step: Step, sampling: Sampling, speculator: Speculator | None = None):
+        self.model, self.step, self.sampling, self.speculator = model, step, sampling, speculator
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
         self.done: list[bool] = []  # by row, in `rows`
         self.decoded = 0  # steps since the prompt, what `maintain` counts
         self.compile_s = 0.0
+        self.tally = Tally()
         self.pos = self.next = torch.empty(0, dtype=torch.int64)
         self.given: list[Tensor] = []  # what Sampling.draw takes beside logits and pos
 
@@ -190,6 +193,10 @@ class Session:
         given = self._given(keys, [[]] * batch)
         for _ in range(3):
             self.step(tokens, pos, *given)
+        if self.speculator is not None:
+            for n in self.speculator.sizes():
+                for _ in range(3):
+                    self.speculator.check(tokens[:, None].repeat(1, n + 1), pos, *given)
         synchronize(self.device)
         self.model.reset_cache()
         return time.perf_counter() - start
@@ -218,12 +225,15 @@ class Session:
         self.next, self.pos, self.given = tokens, pos, list(given) or [torch.zeros_like(pos)]
         self.decoded, self.model.cache.owner = 0, self
 
-    @torch.inference_mode()
-    def advance(self, tokens: Tensor) -> None:
-        """One decode step with these tokens; `next` is what follows them."""
+    def _own_cache(self) -> None:
         if not self.owns_cache:
             raise InputError("another call has taken the KV cache of this text: finish a stream before the next call, "
                              "or make a second LLM")  # fmt: skip
+
+    @torch.inference_mode()
+    def advance(self, tokens: Tensor) -> None:
+        """One decode step with these tokens; `next` is what follows them."""
+        self._own_cache()
         if len(self.given) > 1:
             self.given[1].scatter_(1, tokens.clamp(min=0)[:, None], True)
         # a clone: under CUDA graphs the output's memory is reused by the next replay
@@ -236,14 +246,36 @@ class Session:
     def feed(self, tokens: Sequence[int]) -> None:
         """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
         self.model.args.check_ids(tokens)
-        for t in tokens:
-            self.advance(torch.full_like(self.pos, t))
+        if self.speculator is None:
+            for t in tokens:
+                self.advance(torch.full_like(self.pos, t))
+            return
+        block = self.speculator.most + 1
+        for i in range(0, len(tokens), block):
+            self._own_cache()
+            part = list(tokens[i : i + block])
+            self.next = self.speculator.feed(part, self.pos, self.given)
+            self.pos = self.pos + len(part)
+            self.decoded += len(part)
+            self.model.maintain(self.decoded)
+
+    @torch.inference_mode()
+    def rewind(self, length: int) -> None:
+        """A text of `length` tokens a row, of which this session has fed more: only a speculating one does."""
+        over = int((self.pos - length).amax())
+        if over > 0:
+            end, self.pos = self.pos, self.pos.clamp(max=length)
+            self.model.rewind(self.pos, end)
+            self.decoded -= over
 
     def rows(self, n: int, stop_ids: frozenset[int] = frozenset()) -> Iterator[list[int | None]]:
-        """Yield up to n times the next token of every row, None for a row that is done: it met a stop id, or whoever
-        reads this set `done`. Ends when all are. InputError if a row's logits are not finite."""
+        """Yield the next token of every row, up to n for each; None for a row that is done: it met a stop id, or
+        whoever reads this set `done`. Ends when all are. InputError if a row's logits are not finite.
+
+        Rows that speculate get tokens at times of their own: None is then also of a row that has none this time."""
         self.done = [False] * len(self.next)
-        for step, drawn in enumerate(self.tokens(n)):
+        source: Iterator[Any] = self.tokens(n) if self.speculator is None else self.checked_tokens(n)
+        for step, drawn in enumerate(source):
             self.done = [done or token in stop_ids for done, token in zip(self.done, drawn, strict=True)]
             kept = [None if done else token for done, token in zip(self.done, drawn, strict=True)]
             if NO_TOKEN in kept:
@@ -260,6 +292,47 @@ class Session:
             if dtype == torch.float16:
                 return f"fp16 holds no number above 65504; try {flag} bf16 or fp32"
         return "the method's knobs are exceeded, or the weights are damaged; try --method full"
+
+    def checked_tokens(self, n: int) -> Iterator[list[int | None]]:
+        """The next n tokens of every row, drafted by the method and checked by exact attention, a round at a time. A
+        round's tokens are fed when the first of them is yielded: `rewind` takes back those that the caller does not
+        want."""
+        assert self.speculator is not None
+        yield self.next.tolist()
+        left, begun = torch.full_like(self.pos, n - 1), self.decoded
+        fed = [0] * len(self.pos)
+        while not all(f == n - 1 or done for f, done in zip(fed, self.done, strict=True)):
+            tokens, count, kept = self.check(left)
+            at_most = [n - 1 - f for f in fed]
+            fed = [f + c for f, c in zip(fed, count, strict=True)]
+            self._count(at_most, kept)
+            left = left - torch.tensor(count, device=left.device)
+            self.pos = self.pos + torch.tensor(count, device=left.device)
+            self.decoded = begun + max(fed)
+            self.model.maintain(self.decoded)
+            for i in range(max(count)):
+                yield [row[i] if i < c else None for row, c in zip(tokens, count, strict=True)]
+
+    @torch.inference_mode()
+    def check(self, left: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+        """A round (`Speculator.round`), read on the host."""
+        assert self.speculator is not None
+        self._own_cache()
+        tokens, count, kept = self.speculator.round(self.step, self.next, self.pos, left, self.given)
+        last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self.next = torch.where(count > 0, last, self.next)
+        return tokens.tolist(), count.tolist(), kept.tolist()
+
+    def _count(self, left: list[int], kept: list[int]) -> None:
+        """Of the rows that go on."""
+        assert self.speculator is not None
+        n, before = self.speculator.n, (self.tally.kept, self.tally.drafted)
+        for most, agreed, done in zip(left, kept, self.done, strict=True):
+            if most and not done:
+                self.tally.kept += min(agreed, most)
+                self.tally.drafted += min(agreed + 1, n, most)
+                self.tally.checks += 1
+        self.speculator.adapt(self.tally.kept - before[0], self.tally.drafted - before[1])
 
     def tokens(self, n: int) -> Iterator[list[int]]:
         """Yield n times the next token of every row.
@@ -305,6 +378,7 @@ class Result:
     kv_bytes: int = 0  # of all buffers of the cache, as allocated
     kv_bytes_full: int = 0  # of a dense K and V of the same capacity
     interrupted: bool = False  # by Ctrl-C
+    drafts: Tally = field(default_factory=Tally)  # what speculation drafted and kept
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -374,6 +448,7 @@ def continue_rows(
 ) -> None:
     """The decode loop: from `session.next` on, until all rows stop."""
     before, start = session.decoded, time.perf_counter()
+    session.tally = result.drafts
     try:
         for tokens in session.rows(max_new_tokens, stop_ids):
             for row, token in enumerate(tokens):
@@ -461,6 +536,8 @@ class LLM:
     need no other step. max_seq_len: the capacity, in tokens of prompt and answer, of every call.
     prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once. ranks: of
     `parallel.start()`, the processes that share the model: all make the same calls, and get the same tokens.
+    speculate: the method drafts so many tokens, exact attention checks them: the text is that of method="full".
+    adaptive: fewer and more again, up to `speculate`, by how many are right.
 
     All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
     InputError; a conversation prefills again what it has said.
@@ -484,8 +561,13 @@ class LLM:
         max_seq_len: int | None = None,
         prefill_chunk: int | None = None,
         ranks: Ranks = ONE,
+        speculate: int | None = None,
+        adaptive: bool = False,
         **knobs: Any,
     ):
+        if speculate is not None:
+            check_count("--speculate", speculate, 1, 64, "leave it out to answer by the method alone")
+        self.speculate, self.adaptive = speculate or 0, adaptive
         device = pick_device(None if device is None else str(device))
         dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
         weight_format = WeightFormat.parse(weights, head)
@@ -516,7 +598,8 @@ class LLM:
         """Another method from here on. InputError if it or a knob is unknown or out of range."""
         layer_methods(method, self.model.args.n_layer, knobs)
         self.method, self.knobs = method, knobs
-        self._steps: dict[Any, Step] = {}  # on the cache that is set up: sampling, but for the seed -> step
+        # on the cache that is set up: sampling, but for the seed -> step, and what speculates
+        self._steps: dict[Any, tuple[Step, Speculator | None]] = {}
         self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
         self.model.cache = None  # whoever owned it loses it
         return self
@@ -533,18 +616,25 @@ class LLM:
             self.model.cache.owner = None
         else:
             self._steps = {}
-            self.model.setup(self.method, *size, self.knobs)
+            self.model.setup(self.method, *size, self.knobs, self.speculate)
             self._ready = (self.model.cache, size)
         key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
-        step, like = self._steps.pop(key, None), next(iter(self._steps.values()), None)
-        session = Session(self.model, step or make_step(self.model, sampling, self.compile, like), sampling)
-        self._steps[key] = session.step  # as the newest
+        made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
+        step, speculator = made or (make_step(self.model, sampling, self.compile, like), self._speculator(sampling))
+        session = Session(self.model, step, sampling, speculator)
+        self._steps[key] = step, speculator  # as the newest
         if len(self._steps) > STEPS:
             del self._steps[next(iter(self._steps))]
-        if step is None and self.compile:
+        if made is None and self.compile:
             print(f"compiling the decode step: {self.method}, {batch} rows of {max_seq_len} tokens", file=sys.stderr)
             session.compile_s = session.warm_up(batch)
         return session
+
+    def _speculator(self, sampling: Sampling) -> Speculator | None:
+        if not self.speculate:
+            return None
+        draw = functools.partial(draw_finite, sampling)
+        return Speculator(self.model, draw, self.speculate, self.compile, self.adaptive)
 
     def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
         """max_seq_len and max_new_tokens of a cache for so many tokens. InputError if there is no room for them."""
@@ -799,6 +889,7 @@ class Conversation:
         if on_text is not None:
             on_text(piece)
         self.tokens = ids + result.tokens[0]
+        session.rewind(len(self.tokens))
         # the last token, drawn but not fed if max_new_tokens ended the turn
         session.feed(self.tokens[int(session.pos[0]) :])
         self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]

@@ -20,7 +20,7 @@ import torch
 
 import parallel
 from cache.spec import describe, parse_knobs
-from engine import LLM, Completion, Ended, Sampling, stop_strings
+from engine import LLM, Completion, Ended, Result, Sampling, stop_strings
 from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
@@ -79,6 +79,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
     a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, in less memory")
     a("--max-seq-len", type=int, metavar="N", help="a KV cache for N tokens (default: for what is asked for)")
+    a("--speculate", type=int, metavar="N", help="the method drafts N tokens, exact attention checks them: full's text")
+    a("--adaptive", action="store_true", help="with --speculate (ours): fewer drafts, up to N, where many are refused")
     a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
     a("--system", metavar="TEXT", help="with --chat: a system message before the first turn")
@@ -134,6 +136,7 @@ class Report:
             decode_s=decode_s,
             decode_tokens_per_s=decoded / decode_s if decode_s else 0.0,
             compile_s=sum(b.compile_s for b in batches),
+            **drafts_of(batches),
             kv_bytes=max((b.kv_bytes for b in batches), default=0),
             kv_bytes_full=max((b.kv_bytes_full for b in batches), default=0),
             peak_memory_bytes=peak_memory(self.device),
@@ -154,10 +157,21 @@ class Report:
             f"prefill: {prompt} tokens in {t['prefill_s']:.3f} s, {prompt / max(t['prefill_s'], 1e-9):,.0f} tokens/s",
             f"decode:  {t['decode_tokens']} tokens in {t['decode_s']:.3f} s, {t['decode_tokens_per_s']:,.1f} tokens/s"
             + compiled,
+            *([f"drafts:  {t['acceptance']:.0%} right of those looked at, {t['tokens_per_check']:.2f} tokens a check"]
+              if "acceptance" in t else []),
             f"KV cache ({self.method}): {t['kv_bytes'] / 2**20:,.2f} MiB, "
             f"{t['kv_bytes'] / max(t['kv_bytes_full'], 1):.3f} of full",
             f"peak memory: {t['peak_memory_bytes'] / 2**20:,.0f} MiB on {t['device']}",
         ))  # fmt: skip
+
+
+def drafts_of(batches: list[Result]) -> dict[str, float]:
+    """What speculation drafted, if it did: the share that exact attention agreed with, and tokens each check gave."""
+    checks, kept = sum(b.drafts.checks for b in batches), sum(b.drafts.kept for b in batches)
+    if not checks:
+        return {}
+    drafted = sum(b.drafts.drafted for b in batches)
+    return dict(acceptance=kept / max(drafted, 1), tokens_per_check=(kept + checks) / checks)
 
 
 @contextlib.contextmanager
@@ -254,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     if opt.question and opt.chat:
         raise InputError("--chat ends the prompt's turn before --question: ask in a second turn, with --interactive")
+    if opt.adaptive and opt.speculate is None:
+        raise InputError("--adaptive is for drafts: add --speculate N")
     check_out(opt.profile, "--profile")
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
@@ -263,7 +279,8 @@ def main(argv: list[str] | None = None) -> int:
         llm = LLM(opt.checkpoint or TINY, device=device, dtype=opt.dtype, compile=opt.compile,
                   random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
                   kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
-                  prefill_chunk=opt.prefill_chunk, ranks=ranks)  # fmt: skip
+                  prefill_chunk=opt.prefill_chunk, ranks=ranks, speculate=opt.speculate,
+                  adaptive=opt.adaptive)  # fmt: skip
         llm.use(opt.method, **knobs(opt))
     except InputError as e:
         error = e

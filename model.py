@@ -21,7 +21,7 @@ from torch import Tensor
 from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
 from cache.prompt import Angles, Text
-from cache.spec import build_cache
+from cache.spec import build_cache, layer_methods
 from errors import InputError
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
@@ -109,13 +109,14 @@ class ModelArgs:
         dtype: torch.dtype,
         device: Any = "cpu",
         max_new_tokens: int | None = None,
+        drafts: int = 0,
     ) -> CacheShape:
         """What a method of that layer is given to allocate by."""
         window, own = self.window(layer), self.local
         window = None if window is None or window >= max_seq_len else window
         return CacheShape(max_batch, max_seq_len, own.n_head, own.n_kv_head, self.head_dim, dtype,
-                          torch.device(device), window, self.n_layer, max_new_tokens, self.ranks,
-                          self.n_kv_head)  # fmt: skip
+                          torch.device(device), window, self.n_layer, max_new_tokens, drafts,
+                          self.ranks, self.n_kv_head)  # fmt: skip
 
 
 _LLAMA3 = dict(theta=5e5, type="llama3", factor=8.0, original_max_position_embeddings=8192)
@@ -319,9 +320,16 @@ class Transformer(nn.Module):
         self.setup(method, max_batch, max_seq_len, max_new_tokens, method_args)
 
     def setup(
-        self, method: str, max_batch: int, max_seq_len: int, max_new_tokens: int | None, knobs: dict[str, Any]
+        self,
+        method: str,
+        max_batch: int,
+        max_seq_len: int,
+        max_new_tokens: int | None,
+        knobs: dict[str, Any],
+        drafts: int = 0,
     ) -> None:
-        """`setup_cache`, with the knobs as a dictionary: of a user, who may call them anything."""
+        """`setup_cache`, with the knobs as a dictionary: of a user, who may call them anything. drafts: how many tokens
+        at a time the method drafts for `verify`, for which there are as many slots more; InputError if it cannot."""
         if max_batch < 1 or max_seq_len < 1:
             raise InputError(f"the cache needs a batch and a length of at least 1, got {max_batch} and {max_seq_len}")
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
@@ -333,7 +341,13 @@ class Transformer(nn.Module):
         def make_rope(device: torch.device) -> Rope:
             return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
 
-        size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, max_new_tokens)
+        if drafts and (cannot := [c for c, _ in layer_methods(method, args.n_layer, knobs) if not c.verifies]):
+            raise InputError(
+                f"method {method} cannot draft: {cannot[0].__name__} does not hold all keys and values. Add keep=full, "
+                "which holds them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
+            )
+        max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
+        size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
 
@@ -421,6 +435,21 @@ class Transformer(nn.Module):
             x = decode_layer(block, method, ahead, x, pos)
         return x
 
+    def verify(self, tokens: Tensor, pos: Tensor) -> Tensor:
+        """n tokens a row at once, by exact attention: tokens [B, n], the first ones at pos [B] -> logits [B, n, V]. A
+        static graph; what was drafted at these positions is replaced."""
+        with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
+            x = self.embed(tokens)
+            for block, method, _ in self.decode_parts():
+                x = verify_layer(block, method, x, pos)
+            return self.logits(x)
+
+    @torch.inference_mode()
+    def rewind(self, pos: Tensor, end: Tensor) -> None:
+        """Tokens from pos [B] to end [B] are no longer part of the text."""
+        for method in self.cache or ():
+            method.rewind(pos, end)
+
     def decode_parts(self) -> list[Any]:
         """Of each layer: its block, its method, and those of the next layer, if that one predicts what to fetch."""
         assert self.cache is not None, "call setup_cache first"
@@ -501,6 +530,16 @@ def decode_layer(
         after, fetching = ahead
         fetching.prefetch(after.predicted_query(x).to(method.shape.dtype), pos)
     return block(x, step_attention(method, pos))
+
+
+def verify_layer(block: Block, method: KVMethod, x: Tensor, pos: Tensor) -> Tensor:
+    """Exact attention of drafted tokens: x [B, n, dim], the first ones at pos [B] -> [B, n, dim]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
+        return method.verify(q, k, v, pos).transpose(1, 2).to(dtype)
+
+    return block(x, attend)
 
 
 # ---- making one ----

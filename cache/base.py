@@ -52,6 +52,7 @@ class CacheShape:
     window: int | None = None  # the layer's sliding window, if it is narrower than max_seq_len
     n_layer: int = 1
     max_new_tokens: int | None = None  # how many of max_seq_len are decoded at most; None: not known, perhaps all
+    drafts: int = 0  # tokens that may be appended behind the text and taken back, at most
     ranks: Ranks = ONE  # those that share the layer's heads: n_head and n_kv_head are this one's
     all_kv_heads: int = 0  # of all ranks; 0: of this one
 
@@ -181,6 +182,8 @@ class KVMethod(Storage):
     whole_calibration: ClassVar[bool] = False  # of several ranks, too; else that of the rank's heads
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     prompt: Prompt | None = None  # while one is read in chunks
+    verifies: ClassVar[bool] = False  # holds all keys and values as they are: what it drafts can be checked
+    rewinds: ClassVar[bool] = False  # a token appended where one was taken back leaves what it alone would
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
@@ -320,11 +323,27 @@ class KVMethod(Storage):
         """What `attend` will attend to, in the clear; for `observe`, in eager mode: it may allocate what it likes."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it attends to")
 
+    # ---- several tokens per row, to check what was drafted ----
+
+    def verify(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+        """Exact attention of n tokens a row from pos [B] on, causal among themselves, which are appended in place of
+        what was drafted there: q [B, Hq, n, D], k and v [B, Hkv, n, D] before rotation -> [B, Hq, n, D]."""
+        raise NotImplementedError(f"{type(self).__name__} does not hold all keys and values")
+
+    def rewind(self, pos: Tensor, end: Tensor) -> None:
+        """Tokens from pos [B] up to end [B] are no longer part of the text. Their slots may stay as they are: what is
+        appended next replaces them. For methods that sum up what was appended."""
+
     def prefetch(self, q_hat: Tensor, pos: Tensor) -> None:
         """Called before the previous layer's decode, if `predicts`, with the query that this layer is likely to see.
 
         q_hat [B, Hq, D] before rotation, from the previous layer's input through this layer's norm and query weights.
         """
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all rows must have decoded equally many tokens."""
+        return type(self).maintain is not KVMethod.maintain
 
     def maintain(self, step: int) -> None:
         """Between steps, outside the graph; `step` tokens have been decoded since the prompt."""

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from cache.base import KVMethod
 from kernels.rotate_append import rotate_append
+from kernels.verify_attention import verify_attention
 
 
 class Dense(KVMethod):
     k: Tensor  # [B, Hkv, T, D], rotated unless pre_rope
     v: Tensor
     reads_queries = False
+    verifies = rewinds = True
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -30,6 +32,19 @@ class Dense(KVMethod):
     def append(self, k, v, pos):
         row = torch.arange(len(pos), device=pos.device)
         self.k[row, :, pos], self.v[row, :, pos] = k, v
+
+    def first_seen(self, pos: Tensor) -> Tensor | None:
+        """The first position that the token at pos [B] sees; None: the first of all."""
+        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
+
+    def stored_query(self, q: Tensor) -> Tensor:
+        """q [B, Hq, D] rotated -> as it meets the keys that are stored."""
+        return q
+
+    def verify(self, q, k, v, pos):
+        tokens = zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)
+        each = [self.stored_query(self.rotate_append(*token, pos + i)) for i, token in enumerate(tokens)]
+        return verify_attention(torch.stack(each, 2), self.k, self.v, self.first_seen(pos), pos + len(each))
 
     def token_bytes(self) -> int:
         """Of K and V of one token and KV head."""

@@ -27,6 +27,7 @@ import torch
 import torch.nn as nn
 
 from cache.base import CacheShape, KVMethod, connected
+from cache.kept import kept
 from cache.statistic import Statistic, unique
 from errors import InputError, short
 from kernels.rope import Rope
@@ -269,12 +270,12 @@ def layer_parts(spec: str, n_layer: int) -> list[Part]:
 def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = None) -> list[tuple[type[KVMethod], Any]]:
     """The class and Args of every layer. `knobs` go to all parts that have them; a part's own come first.
 
-    skip_layers is a knob of every method: layers that stay dense, "auto" (the paper's choice in models of 16 layers or
-    more), "none", or a list like "0,1,-1".
+    Knobs of every method: skip_layers, layers that stay dense, "auto" (the paper's choice in models of 16 layers or
+    more), "none", or a list like "0,1,-1"; and keep=full, which holds all keys and values beside it (kept.py).
     """
     given = dict(knobs or {})
     parts = layer_parts(spec, n_layer)
-    taken = {"skip_layers"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
+    taken = {"skip_layers", "keep"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
     if unknown := sorted(set(given) - taken):
         inner = [f"{k}={v}" for part in parts for k, v in part.knobs.items() if k.endswith("_method")]
         hint = f"; a knob of {inner[0]} stands behind it, {inner[0]}:{unknown[0]}={given[unknown[0]]}" if inner else ""
@@ -284,11 +285,17 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
         cls, preset = resolve(part.name)
         own = {k: v for k, v in given.items() if k in knob_names(cls)} | part.knobs
         skip_layers = str(own.pop("skip_layers", given.get("skip_layers", "auto")))
+        keep = own.get("keep", given.get("keep"))
+        if keep == "full" or "keep" not in knob_names(cls):
+            own.pop("keep", None)
+            if keep not in (None, "full"):
+                raise InputError(f"method {part.name}: keep={short(keep)} is not full")
         args = {**preset, **own}
         make_args(cls, args)  # wrong knobs are told of where every layer is skipped, too
         if layer in _skipped(cls, skip_layers, n_layer):
             cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
-        out.append((cls, make_args(cls, args)))
+        made = make_args(cls, args)
+        out.append((kept(cls) if keep == "full" and not cls.verifies else cls, made))
     return out
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage
+from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.ring import held
 
@@ -23,6 +24,9 @@ class Tail(Storage):
     def __init__(self, shape: CacheShape, size: int, flush: int, lead: int = 0):
         super().__init__(shape)
         self.lead, self.size, self.flush = lead, size, flush
+        if 0 < size - shape.drafts < flush and size < shape.max_decoded:
+            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts are more than the {size} "
+                             "that are held whole: make more room for them, or draft fewer")  # fmt: skip
         for name in "kv":
             self.buffer(name, (shape.max_batch, shape.n_kv_head, lead + size, shape.head_dim))
         self.buffer("prompt_len", (shape.max_batch,), torch.int64)
@@ -44,8 +48,8 @@ class Tail(Storage):
         return torch.where(step >= self.moved, step + prompt_len[:, None], -2)
 
     def due(self, step: int) -> bool:
-        """Whether tokens must move after `step` decoded ones: the next one would overwrite the oldest."""
-        return step - self.moved >= self.size
+        """Whether tokens must move after `step` decoded ones: what comes next would overwrite the oldest."""
+        return step + self.shape.drafts - self.moved >= self.size
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """Let the oldest move -> their k and v [max_batch, Hkv, flush, D], and steps [flush] behind the prompt."""

@@ -37,12 +37,18 @@ class Model(Transformer):
                 p.normal_(0, 1.3 * p.shape[1] ** -0.5, generator=gen) if p.dim() == 2 else p.fill_(1)
         self.to(device, dtype).eval()
 
-    def setup_cache(
-        self, method: str, max_batch: int, max_seq_len: int, max_new_tokens: int | None = None, **knobs: Any
+    def setup(
+        self,
+        method: str,
+        max_batch: int,
+        max_seq_len: int,
+        max_new_tokens: int | None,
+        knobs: dict[str, Any],
+        drafts: int = 0,
     ) -> None:
         at(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
         self.needed = [s for cls, args in layer_methods(method, self.args.n_layer, knobs) for s in cls.needs(args)]
-        super().setup_cache(method, max_batch, max_seq_len, max_new_tokens, **knobs)
+        super().setup(method, max_batch, max_seq_len, max_new_tokens, knobs, drafts)
 
     def find_calibration(self) -> Calibration:
         return self.calibration or self.measured(self.needed)

@@ -155,10 +155,11 @@ def _split_attention(
     q, k, v, start, stop, mean_k, mean_v, count, part, lse,
     q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, B, H,
     G: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, TOKENS: tl.constexpr = 1,
 ):  # fmt: skip
     """Program p: blocks p * share to (p + 1) * share of the sequence (row, KV head, block), attention of each KV head's
-    G query heads over those of its blocks that are among them."""
+    G query heads over those of its blocks that are among them. Of TOKENS that follow each other (`verify_attention`)
+    each is a query head of its own, and sees what the first one sees, moved by its place."""
     p = tl.program_id(0)
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E  # exp2 is the hardware's: logits are in units of log 2
@@ -176,6 +177,8 @@ def _split_attention(
     while at < end:
         lo, hi, m = _blocks(start, stop, b, B, BLOCK_N)
         first_block = at - at_row - h * m
+        token = g % TOKENS
+        seen_from, seen_to = lo + token, hi - (TOKENS - 1) + token
         past = tl.minimum(m, first_block + end - at)  # the head's blocks, or what is left of the share
         at += past - first_block
         hi = tl.minimum(hi, lo + past * BLOCK_N)
@@ -201,8 +204,12 @@ def _split_attention(
             values = tl.load(v_base + slot[:, None] * v_slot + d, mask=inside, other=0.0)
             logits = dot(x, tl.trans(keys)) * SCALE
             logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
+            if TOKENS > 1:
+                seen = ((first + n)[None, :] >= seen_from[:, None]) & ((first + n)[None, :] < seen_to[:, None])
+                logits = tl.where(seen, logits, float("-inf"))
             new = tl.maximum(top, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
-            e, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
+            base = tl.where(new == float("-inf"), 0.0, new) if TOKENS > 1 else new  # but not for every token
+            e, shrink = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
             weight = weight * shrink + tl.sum(e, 1)
             y = dot(e.to(values.dtype), values, y * shrink[:, None])
             top = new
@@ -294,9 +301,11 @@ def split_attention(
     mean: tuple[Tensor, Tensor, Tensor] | None = None,
     block: int | None = None,
     programs: int | None = None,
+    tokens: int = 1,
 ) -> Tensor:
     """The Triton version of `decode_attention` and, with mean = (mean_k, mean_v, count), of `packed_attention`.
 
+    tokens: of each head so many follow each other in q (`verify_attention`); stop is where the last one's slots end.
     block (slots, a power of two >= 16) and programs are chosen from the sizes unless tests give them.
     """
     B, Hq, D = q.shape
@@ -313,7 +322,7 @@ def split_attention(
     start, stop = None if start is None else start.contiguous(), stop.contiguous()
     _split_attention[(programs,)](
         q, k, v, start, stop, mean_k, mean_v, count, part, lse,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], B, H, **constants, **options,
+        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], B, H, **constants, TOKENS=tokens, **options,
     )  # fmt: skip
     constants, options = _combine_config(constants, B * H, programs)
     grid = (B * Hq, triton.cdiv(D, COMBINE_D))

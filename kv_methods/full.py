@@ -13,17 +13,13 @@ class Full(Dense):
     paper = "none: exact attention"
     supports_window = True
 
-    def first(self, pos):
-        """The first position that the token at pos [B] sees; None: the first of all."""
-        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
-
     def attend(self, q, idx, count, pos):
-        return decode_attention(q, self.k, self.v, self.first(pos), pos + 1)
+        return decode_attention(q, self.k, self.v, self.first_seen(pos), pos + 1)
 
     def attended(self, q, idx, count, pos):
         B, H, T, _ = self.k[: len(q)].shape
         t = torch.arange(T, device=q.device)
-        seen, first = t <= pos[:, None], self.first(pos)
+        seen, first = t <= pos[:, None], self.first_seen(pos)
         if first is not None:
             seen &= t >= first[:, None]
         return Attended(torch.where(seen, t, -2)[:, None].expand(B, H, T), q, self.k[:B], self.v[:B])

@@ -88,7 +88,7 @@ class Loki(Selecting):
 
     # ---- everything in the basis: q . k stays what it is ----
 
-    def turned(self, q):
+    def stored_query(self, q):
         """q [B, Hq, D] rotated -> in the basis of its KV head."""
         # by head, and all rows of one together: batched over rows, torch copies the basis for each
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))
@@ -102,20 +102,20 @@ class Loki(Selecting):
 
     def scores(self, q, pos):
         """Approximate scores: products in the first d coordinates, of the group's sum or of each query."""
-        groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
+        groups = self.stored_query(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
         if not self.by_query:
             return head_scores(groups.sum(2, keepdim=True), self.k[..., : self.d], pos)[:, :, 0]
         return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2)
 
     def logits(self, q, pos):
-        groups = self.turned(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
+        groups = self.stored_query(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
         return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2) * q.shape[2] ** -0.5
 
     def attend(self, q, idx, count, pos):
-        return super().attend(self.turned(q), idx, count, pos)
+        return super().attend(self.stored_query(q), idx, count, pos)
 
     def attended(self, q, idx, count, pos):
-        return super().attended(self.turned(q), idx, count, pos)
+        return super().attended(self.stored_query(q), idx, count, pos)
 
     # ---- accounting ----
 

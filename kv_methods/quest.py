@@ -68,6 +68,17 @@ class Quest(Selecting):
         super().append(k, v, pos)
         join_page(self.low, self.high, k, pos, self.args.page)
 
+    def rewind(self, pos, end):
+        """Bounds of the page of each pos are those of its keys before pos: later pages begin anew when they fill."""
+        page, T = self.args.page, self.shape.max_seq_len
+        row, first = torch.arange(len(pos), device=pos.device)[:, None], pos // page * page
+        at = first[:, None] + torch.arange(page, device=pos.device)
+        keys = self.k[row, :, at.clamp(max=T - 1)].transpose(1, 2)  # [B, Hkv, page, D]
+        low, high = page_bounds(keys, pos - first, page)
+        # a page without a token has none: the first that comes sets them
+        row, to = row[:, 0], (pos // page).clamp(max=self.low.shape[2] - 1)
+        self.low[row, :, to], self.high[row, :, to] = low[:, :, 0], high[:, :, 0]
+
     def scores(self, q, pos):
         """The upper bound of every page: the sum over channels of max(q low, q high) -> [B, Hkv or Hq, P]."""
         if self.by_query:

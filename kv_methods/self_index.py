@@ -109,6 +109,7 @@ class SelfIndex(KVMethod):
     paper = "Yang, Zhang et al. 2025, Self-Indexing KVCache: Predicting Sparse Attention from Compressed Keys"
     lossless = dict(store_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, tail=16, flush=6)
+    rewinds = True
 
     codes: Tensor  # [B, Hkv, slots, D / 8] sign codes, two to a byte
     mean: Tensor  # [B, Hkv, D]: eq. 5, and eq. 12
@@ -252,13 +253,12 @@ class SelfIndex(KVMethod):
 
     def maintain(self, step):
         """Compress the oldest decoded tokens once the tail is full: the next one would overwrite the oldest."""
-        if not self.flushes or not self.tail.due(step):
-            return
-        x, v, steps = self.tail.take()  # x: centred already
-        row, head = (torch.arange(n, device=x.device) for n in x.shape[:2])
-        slots = (self.tail.prompt_len[:, None] + steps).clamp(max=self.slots - 1)
-        self._store((row[:, None, None], head[:, None], slots[:, None]), x, None, pack_codes(sign_codes(x)), v)
-        self.flushed.fill_(self.tail.moved)
+        while self.flushes and self.tail.due(step):
+            x, v, steps = self.tail.take()  # x: centred already
+            row, head = (torch.arange(n, device=x.device) for n in x.shape[:2])
+            slots = (self.tail.prompt_len[:, None] + steps).clamp(max=self.slots - 1)
+            self._store((row[:, None, None], head[:, None], slots[:, None]), x, None, pack_codes(sign_codes(x)), v)
+            self.flushed.fill_(self.tail.moved)
 
     def reset(self):
         self.flushed.zero_()

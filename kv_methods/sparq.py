@@ -77,6 +77,14 @@ class SparQ(Selecting):
             mean = torch.where(pos[:, None, None] > 0, self.v_mean[: len(pos)], 0)
             self.v_mean[: len(pos)] = mean + (v.float() - mean) / (pos + 1)[:, None, None]
 
+    def rewind(self, pos, end):
+        if self.args.mean_value:  # the mean of those that stay
+            B, at = len(pos), pos[:, None] + torch.arange(self.shape.drafts + 1, device=pos.device)
+            row, gone = torch.arange(B, device=pos.device)[:, None], (at < end[:, None])[..., None, None]
+            values = self.v[row, :, at.clamp(max=self.v.shape[2] - 1)]  # [B, n, Hkv, D]
+            total = self.v_mean[:B] * end[:, None, None] - torch.where(gone, values.float(), 0).sum(1)
+            self.v_mean[:B] = total / pos.clamp(min=1)[:, None, None]
+
     def logits(self, q, pos):
         """Step 1: the r channels that are largest in the group's sum of |q|, and the temperature."""
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))  # [B, Hkv, g, D]

@@ -108,6 +108,17 @@ Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop) 
     return attention_of_slots(std::move(q), std::move(k), std::move(v), std::move(start), std::move(stop), {}, {}, {});
 }
 
+Tensor verify_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop) {
+    int64_t B = q.size(0), Hq = q.size(1), n = q.size(2), D = q.size(3), H = k.size(1);
+    STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
+    make_whole(q, start, stop);
+    Tensor out = like(q, {B, Hq, n, D});
+    kvf_verify_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
+                         ints(stop, "stop"), out.data_ptr(), q.stride(0), D, k.stride(0), k.stride(1), k.stride(2),
+                         v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H * n, D, n, threads());
+    return out;
+}
+
 Tensor packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, Maybe mean_k, Maybe mean_v, Maybe count) {
     return attention_of_slots(std::move(q), std::move(k), std::move(v), {}, std::move(stop), std::move(mean_k),
                               std::move(mean_v), std::move(count));
@@ -561,6 +572,7 @@ Tensor oja_sequential(Tensor basis, Tensor x) {
     EACH(budget_select, budget_select)                     \
     EACH(channel_score, score_channels)                    \
     EACH(decode_attention, decode_attention)               \
+    EACH(verify_attention, verify_attention)               \
     EACH(dense_linear, dense_linear)                       \
     EACH(gather_attention, gather_attention)               \
     EACH(group_attention, group_attention)                 \

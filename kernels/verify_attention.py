@@ -1,0 +1,45 @@
+"""Exact attention of a few tokens that follow each other over a cache that holds them: how drafts are checked.
+
+One token's attention is bound by the bytes of K and V, and so is that of a few: every key and value is read once for
+the query heads of a group times the tokens. The kernels are those of `decode_attention`, with each token's query as a
+query head of its own whose slots end one later than those of the token before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.backend import use_native
+from kernels.dense_attention import attend_where, split_attention
+from kernels.op import operation
+
+MOST = 64  # query heads times tokens of a Triton program: beyond, registers spill
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
+    """In parts of as many tokens as a program holds, each of which reads K and V."""
+    n, parts = q.shape[2], []
+    most = max(1, MOST * k.shape[1] // q.shape[1])
+    for i in range(0, n, most):
+        part = q[:, :, i : i + most]
+        m = part.shape[2]
+        ends = stop - (n - i - m), None if start is None else start + i
+        parts.append(split_attention(part.flatten(1, 2), k, v, *ends, tokens=m).unflatten(1, (-1, m)))
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+@operation(triton=_split, cpp=lambda q, *_: use_native(q, q.shape[3]), opaque=True)
+def verify_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
+    """n tokens of a row, causal among themselves: the last one sees the slots before stop of its row, the one before
+    it one less. start: where the slots of the first one begin, those of the next one slot later; None: all from 0 on.
+
+    q [B, Hq, n, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, n, D]. Scale 1/sqrt(D).
+    """
+    t, i = torch.arange(k.shape[2], device=q.device), torch.arange(q.shape[2], device=q.device)[:, None]
+    seen = t < (stop[:, None] - q.shape[2] + 1)[..., None] + i
+    if start is not None:
+        seen &= t >= start[:, None, None] + i
+    filled = seen.any(1)[:, None, :, None]  # other slots may hold NaN
+    keys, values = (x[: len(q)].masked_fill(~filled, 0) for x in (k, v))
+    return attend_where(q, keys, values, seen)

