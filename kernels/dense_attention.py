@@ -205,7 +205,9 @@ def _split_attention(
             logits = dot(x, tl.trans(keys)) * SCALE
             logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
             if TOKENS > 1:
-                seen = ((first + n)[None, :] >= seen_from[:, None]) & ((first + n)[None, :] < seen_to[:, None])
+                seen = (first + n)[None, :] < seen_to[:, None]
+                if start is not None:
+                    seen = seen & ((first + n)[None, :] >= seen_from[:, None])
                 logits = tl.where(seen, logits, float("-inf"))
             new = tl.maximum(top, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
             base = tl.where(new == float("-inf"), 0.0, new) if TOKENS > 1 else new  # but not for every token

@@ -45,6 +45,7 @@ WEIGHTS = ("bf16", "int8", "int4")
 # rows x slots, of which the last NEW are for a reply: each way of selecting (kernels/select.py) is taken
 SIZES = ("8x32768", "1x32768", "8x12288", "1x1000")
 NEW, LAYERS = 64, 2
+CHECKED = (3, 5, 9)  # tokens of a check: a GPU reads K and V once for each 64 query heads of a group
 
 
 class Launches:
@@ -185,6 +186,9 @@ def converse(launches: Launches, model: str, method: str, weights: str | None, b
     by = dict(zip(("model", "method", "batch", "length"), launches.by, strict=True))
     launches.steps += [by | row for row in launches.step]
     launches.step = None
+    if method == "full":  # drafts are checked by the same kernels, whatever drafts
+        for n in CHECKED:
+            decoder.verify(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
     decoder.maintain(NEW)
 
 
