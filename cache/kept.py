@@ -41,6 +41,11 @@ class Kept(KVMethod):
         self.full.v[:B, :, first : first + S] = v
         return self.inner.prefill(q, k, v, lengths, start)
 
+    def compress(self, q, k, v, lengths):
+        """Of prompts that nobody attends to."""
+        self.full.compress(q, k, v, lengths)
+        self.inner.compress(q, k, v, lengths)
+
     def begin_prompt(self, total):
         self.inner.begin_prompt(total)
 

@@ -20,6 +20,10 @@ ends the run and keeps what is measured.
 `limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, on a CPU the better of before
 and after, as a share of the step's time.
 
+With --speculate each method that can also drafts N tokens a round, which exact attention checks; --acceptance enforces
+the share of right ones. Its `limit_share` counts what all passes of a round read, for the tokens that it gives on
+average.
+
 `second_token_s`: the prompt and the first decode step, where there is a prefill.
 
 Peers decode greedily at the same batch, length and number of tokens. `transformers`: its generate(), dynamic and
@@ -46,7 +50,7 @@ from checkpoint import read_args
 from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer
 from runtime import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
-from scripts.bench.our_runs import MODES, Ours, Prefill
+from scripts.bench.our_runs import MODES, Ours, Prefill, Speculating
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
 from scripts.shared.options import (
@@ -138,7 +142,9 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
                 tokens_per_s=round(work.batch / step, 1), seconds_per_step=t["step"], spread=round(spread(t["step"]), 3)
             )
             if isinstance(run, Ours):
-                row["limit_share"] = (weight_bytes(work.model) + run.info["traffic"]) / bandwidth / step
+                # weights are read in every pass: one a token, or those of a round for each token that it gives
+                weights = weight_bytes(work.model) * run.info.get("passes", 1)
+                row["limit_share"] = (weights + run.info["traffic"]) / bandwidth / step
         if "prefill" in t:
             row |= dict(prefill_s=t["prefill"], prefill_spread=round(spread(t["prefill"]), 3))
         if "second_token" in t:
@@ -210,6 +216,8 @@ def parse_args() -> argparse.Namespace:
         help="transformers, gpt-fast:PATH, double-sparse:PATH of checkouts, llama.cpp:PATH of its llama-bench "
         "(how to build it: scripts/bench/llama_cpp.py)",
     )
+    a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also N drafts by each method, then a check")
+    a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="chance of a draft to be right, enforced")
     a("--device")
     add_precision(p)
     add_calibration(p)
@@ -222,6 +230,8 @@ def parse_args() -> argparse.Namespace:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
         raise InputError(f"--new {opt.new} is below 2: the time of a step is that of the steps after the first token")
+    if min(opt.speculate, default=1) < 1 or not all(0 <= a <= 1 for a in opt.acceptance):
+        raise InputError("--speculate takes numbers of drafts from 1 on, --acceptance shares from 0 to 1")
     WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
@@ -244,6 +254,14 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
         others = [m for m in opt.method if m != "full"]
         return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
+    runs += [
+        Speculating(work, method, mode, n, chance)
+        for method in opt.method
+        for mode in set(opt.mode) & {"eager", "compiled"}
+        for n in opt.speculate
+        for chance in opt.acceptance
+        if all(cls.verifies for cls, _ in layer_methods(method, work.model.args.n_layer))
+    ]
     for peer in opt.peer:
         runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads or 0)
     return [runs] if opt.interleave else [[run] for run in runs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from compiled import Step, compiler_options
-from engine import Result, Sampling, Session, continue_rows, make_step
+from engine import Result, Sampling, Session, continue_rows, draw_finite, make_step
 from model import Transformer
 from runtime import synchronize
 from scripts.bench.layer import fill
 from scripts.bench.peer_runs import Run, Work
+from speculation import Speculator
 
 MODES = ("eager", "compiled", "captured", "blocks")
 
@@ -135,6 +137,49 @@ class Ours(Run):
         if self.work.device.type == "cuda":
             self.info["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.work.device)
         self.cache = self.work.model.cache = self.step = None  # type: ignore[assignment]
+
+
+class Enforced(Speculator):
+    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on."""
+
+    chance = 1.0
+
+    def check(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+        chosen, drafts = super().check(tokens, pos, *given), tokens[:, 1:]
+        right = torch.rand(drafts.shape, device=drafts.device) < self.chance
+        return torch.cat((torch.where(right, drafts, (drafts + 1) % self.model.args.vocab_size), chosen[:, -1:]), 1)
+
+
+class Speculating(Ours):
+    """Drafts by a method, checked by exact attention; `chance` of the drafts are right."""
+
+    def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float):
+        super().__init__(work, method, mode)
+        self.drafts, self.chance = drafts, chance
+        self.name = f"{method} {mode}, {drafts} drafts at {chance:g}"
+
+    def open(self) -> None:
+        w, model = self.work, self.work.model
+        model.setup(self.method, w.batch, w.length + w.new, w.new, {}, self.drafts)
+        self.cache = model.cache
+        self.step = make_step(model, self.sampling, self.mode == "compiled")
+        draw = functools.partial(draw_finite, self.sampling)
+        self.speculator = Enforced(model, draw, self.drafts, self.mode == "compiled")
+        self._session().warm_up(w.batch)
+        at, n = w.length + w.new // 2, self.drafts
+        full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
+        # tokens of a round: its right drafts up to the first that is not, and one of the check
+        tokens = sum(self.chance**i for i in range(n + 1))
+        self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, w.length + w.new),
+                         drafts=n, chance=self.chance, passes=(n + 1) / tokens,
+                         traffic=(n * sum(m.traffic(at) for m in self.cache) + full) / tokens)  # fmt: skip
+
+    def _session(self) -> Session:
+        session = super()._session()
+        session.speculator = self.speculator
+        torch.manual_seed(0)
+        self.speculator.chance = self.chance
+        return session
 
 
 class Prefill(Ours):
