@@ -33,7 +33,7 @@ class Dense(KVMethod):
         row = torch.arange(len(pos), device=pos.device)
         self.k[row, :, pos], self.v[row, :, pos] = k, v
 
-    def first_seen(self, pos: Tensor) -> Tensor | None:
+    def first(self, pos: Tensor) -> Tensor | None:
         """The first position that the token at pos [B] sees; None: the first of all."""
         return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
 
@@ -44,7 +44,7 @@ class Dense(KVMethod):
     def verify(self, q, k, v, pos):
         tokens = zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)
         each = [self.stored_query(self.rotate_append(*token, pos + i)) for i, token in enumerate(tokens)]
-        return verify_attention(torch.stack(each, 2), self.k, self.v, self.first_seen(pos), pos + len(each))
+        return verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
 
     def token_bytes(self) -> int:
         """Of K and V of one token and KV head."""

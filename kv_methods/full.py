@@ -14,12 +14,12 @@ class Full(Dense):
     supports_window = True
 
     def attend(self, q, idx, count, pos):
-        return decode_attention(q, self.k, self.v, self.first_seen(pos), pos + 1)
+        return decode_attention(q, self.k, self.v, self.first(pos), pos + 1)
 
     def attended(self, q, idx, count, pos):
         B, H, T, _ = self.k[: len(q)].shape
         t = torch.arange(T, device=q.device)
-        seen, first = t <= pos[:, None], self.first_seen(pos)
+        seen, first = t <= pos[:, None], self.first(pos)
         if first is not None:
             seen &= t >= first[:, None]
         return Attended(torch.where(seen, t, -2)[:, None].expand(B, H, T), q, self.k[:B], self.v[:B])

@@ -98,7 +98,7 @@ class HShare(DoubleSparsity):
 
     sets: SharedSets
     head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks
-    first: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
+    newer: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
 
     @dataclass
     class Args(DoubleSparsity.Args):
@@ -115,7 +115,7 @@ class HShare(DoubleSparsity):
         B, H, T, _ = shape.kv
         self.n_critical = max(1, self.k_static - min(args.recent, self.k_static))  # sinks among them
         self.k_static = self.n_critical + args.recent + args.steps - 1
-        self.buffer("head_source", (B, H), torch.int64), self.buffer("first", (B,), torch.int64)
+        self.buffer("head_source", (B, H), torch.int64), self.buffer("newer", (B,), torch.int64)
 
     def connect(self, layers):
         """The sets of all layers that choose as many tokens."""
@@ -126,9 +126,9 @@ class HShare(DoubleSparsity):
         self.reset()
 
     def reset(self):
-        if not self.first.is_meta:
+        if not self.newer.is_meta:
             own = self.shape.own_heads
-            self.first.zero_(), self.head_source.copy_(torch.arange(own.start, own.stop).expand_as(self.head_source))
+            self.newer.zero_(), self.head_source.copy_(torch.arange(own.start, own.stop).expand_as(self.head_source))
             self.sets.empty(self.layer)
 
     def compress(self, q, k, v, lengths):
@@ -146,7 +146,7 @@ class HShare(DoubleSparsity):
             idx,
             count,
         )  # of the last query, every head's own
-        self.first[:B] = (lengths - self.args.recent).clamp(min=0)
+        self.newer[:B] = (lengths - self.args.recent).clamp(min=0)
         told = self.of_all_heads(torch.stack(flags, 1), 2)  # [B, Q, Hkv, S]
         alike = torch.einsum("bqis,bqjs->bij", told.float(), told.float())
         n, own = told.shape[2], self.shape.own_heads
@@ -178,8 +178,8 @@ class HShare(DoubleSparsity):
         idx = torch.where(follows[..., None], sets.idx[source, row], idx)
         count = torch.where(due[:, None], count, old[1])
         idx = torch.where(due[:, None, None], idx, old[0])
-        first = torch.where(due, (pos + 1 - recent).clamp(min=0), self.first[:B])
-        sets.idx[layer, :B], sets.count[layer, :B], self.first[:B] = idx, count, first
+        first = torch.where(due, (pos + 1 - recent).clamp(min=0), self.newer[:B])
+        sets.idx[layer, :B], sets.count[layer, :B], self.newer[:B] = idx, count, first
         # tokens that left the recent window since are still attended to (published code)
         run = with_run(idx, count, first, self.shape.max_seq_len - 1, self.k_static)
         return run, count + (pos - first + 1)[:, None]

@@ -16,7 +16,9 @@ from engine import LLM, Sampling, Session, draw_finite, eager_step, noise_keys
 from errors import InputError
 from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
-from runtime import smollm2
+from runtime import TINY, smollm2
+from scripts.eval import acceptance
+from scripts.report.speculation import gain
 from speculation import Speculator, seen_behind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -314,3 +316,29 @@ def test_the_summary_counts_drafts(cli):
 def test_a_library_is_told_too():
     with pytest.raises(InputError, match="--speculate"):
         LLM(speculate=-1)
+
+
+# ---- when it pays ----
+
+
+def test_the_gain_counts_what_a_round_reads():
+    """Of 3 drafts and a check, by hand; a draft that is full's step gains nothing, whatever is right."""
+    assert gain((10.0, 30.0, 6.0), 3, 0.5) == pytest.approx(40 * (1 + 0.5 + 0.25 + 0.125) / (3 * 16 + 40))
+    assert gain((10.0, 30.0, 30.0), 4, 1.0) == pytest.approx(1)
+
+
+def test_acceptance_is_measured(cli, tmp_path, monkeypatch):
+    """On the shipped model: a row a method and text, its share of right drafts, and full's own text."""
+    monkeypatch.setattr(acceptance, "texts", lambda *_: dict(a=list(range(5, 60)), b=list(range(300, 340))))
+    out = tmp_path / "acceptance.json"
+    argv = ["--checkpoint", TINY, "--lengths", 700, "--new", 12, "--method", "double_sparsity", "--out", out]
+    status, said, err = cli(acceptance, *argv)
+    rows = json.loads(out.read_text())["rows"]
+    assert status == 0 and [r["text"] for r in rows] == ["a", "b"] and "full's text" in said
+    assert all(r["apart"] is None and 0 <= r["kept"] <= r["drafted"] and r["tokens"] == 12 for r in rows)
+    before = out.read_text()
+    assert (
+        cli(acceptance, *argv, "--resume")[0] == 0 and json.loads(out.read_text())["rows"] == json.loads(before)["rows"]
+    )
+    for wrong in (["--lengths", "x"], ["--lengths", "600"], ["--speculate", "0"]):
+        assert cli(acceptance, "--checkpoint", TINY, *wrong)[0] == 2

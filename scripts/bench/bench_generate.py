@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -254,14 +255,10 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
         others = [m for m in opt.method if m != "full"]
         return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
-    runs += [
-        Speculating(work, method, mode, n, chance)
-        for method in opt.method
-        for mode in set(opt.mode) & {"eager", "compiled"}
-        for n in opt.speculate
-        for chance in opt.acceptance
-        if all(cls.verifies for cls, _ in layer_methods(method, work.model.args.n_layer))
-    ]
+    for method, mode, n in itertools.product(opt.method, set(opt.mode) & {"eager", "compiled"}, opt.speculate):
+        if method != "full" and all(cls.verifies for cls, _ in layer_methods(method, work.model.args.n_layer)):
+            first = Speculating(work, method, mode, n, opt.acceptance[0])
+            runs += [first, *(Speculating(work, method, mode, n, a, first) for a in opt.acceptance[1:])]
     for peer in opt.peer:
         runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads or 0)
     return [runs] if opt.interleave else [[run] for run in runs]

@@ -151,21 +151,25 @@ class Enforced(Speculator):
 
 
 class Speculating(Ours):
-    """Drafts by a method, checked by exact attention; `chance` of the drafts are right."""
+    """Drafts by a method, checked by exact attention; `chance` of the drafts are right. like: a run that differs in its
+    chance alone, whose cache and compiled steps serve this one, too."""
 
-    def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float):
+    def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float, like: Speculating | None = None):
         super().__init__(work, method, mode)
-        self.drafts, self.chance = drafts, chance
+        self.drafts, self.chance, self.like = drafts, chance, like
         self.name = f"{method} {mode}, {drafts} drafts at {chance:g}"
 
     def open(self) -> None:
         w, model = self.work, self.work.model
-        model.setup(self.method, w.batch, w.length + w.new, w.new, {}, self.drafts)
-        self.cache = model.cache
-        self.step = make_step(model, self.sampling, self.mode == "compiled")
-        draw = functools.partial(draw_finite, self.sampling)
-        self.speculator = Enforced(model, draw, self.drafts, self.mode == "compiled")
-        self._session().warm_up(w.batch)
+        if self.like is not None:
+            self.cache, self.step, self.speculator = self.like.cache, self.like.step, self.like.speculator
+        else:
+            model.setup(self.method, w.batch, w.length + w.new, w.new, {}, self.drafts)
+            self.cache = model.cache
+            self.step = make_step(model, self.sampling, self.mode == "compiled")
+            draw = functools.partial(draw_finite, self.sampling)
+            self.speculator = Enforced(model, draw, self.drafts, self.mode == "compiled")
+            self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
         full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
         # tokens of a round: its right drafts up to the first that is not, and one of the check

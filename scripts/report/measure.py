@@ -59,6 +59,12 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
             f"{SHAPES} llama-3.2-1b --synthetic --weights int4 --length 8192 32768 --new 32 --rounds 3 "
             f"--method {LONG}",
         ],
+        speculate=[
+            f"{SHAPES} llama-3.2-1b --synthetic --weights {w} --length 8192 32768 --new 48 --rounds 3 --speculate 4 "
+            "--acceptance 0.7 0.8 0.9 --method full double_sparsity self_index,keep=full"
+            for w in ("int4", "bf16")
+        ],
+        acceptance=["eval.acceptance --threads 1 --lengths 4096,8192"],
         attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 "
                    "--length 8192 32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
         weights=[
@@ -99,10 +105,10 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 
 # no machine's speed is in these
 FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
-FOLDERS |= dict.fromkeys(("answers", "bases"), "published")
+FOLDERS |= dict.fromkeys(("answers", "bases", "acceptance"), "published")
 FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "known", "defaults", "long", "groups")}
 COMPARE = "eval.compare"  # writes a folder
-RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers")
+RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers", "eval.acceptance")
 
 
 def part(question: str, i: int, command: str, limit: float) -> dict | None:

@@ -22,6 +22,7 @@ from errors import InputError, Parser, run_cli
 from scripts.report.accuracy import BOUNDS, TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
 from scripts.report.markdown import RESULTS, measuring, runs
+from scripts.report.speculation import plot as speculation
 from scripts.report.speed import decoded, width
 from scripts.shared.results import check_out, save_figure
 
@@ -187,7 +188,13 @@ def frontier(points: list[tuple[float, float, str]]) -> list[tuple[float, float,
 
 
 PLOTS: dict[str, Callable[[], Any]] = dict(
-    speed=speed, attention=attention, weights=weights, accuracy=accuracy, ruler=ruler, compiled=compiled
+    speed=speed,
+    attention=attention,
+    weights=weights,
+    accuracy=accuracy,
+    ruler=ruler,
+    compiled=compiled,
+    speculation=speculation,
 )
 
 

@@ -21,14 +21,13 @@ from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
 OF_PUBLISHED = ("ruler", "claims", "published")
+OF_DOCS = dict(collectives="docs/parallel.md", speculation="docs/speculation.md")
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": {
-        name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, "collectives")
-    },
+    "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, *OF_DOCS)},
     "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
-    "docs/parallel.md": dict(collectives=TABLES["collectives"][0]),
+    **{page: {name: TABLES[name][0]} for name, page in OF_DOCS.items()},
     "models/tiny/README.md": dict(quality=quality),
 }
 
