@@ -181,6 +181,7 @@ class KVMethod(Storage):
     joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together
     whole_calibration: ClassVar[bool] = False  # of several ranks, too; else that of the rank's heads
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
+    steps_alike: ClassVar[bool] = True  # False: a step or a layer reads more than another, `traffic` is their mean
     prompt: Prompt | None = None  # while one is read in chunks
     verifies: ClassVar[bool] = False  # holds all keys and values as they are: what it drafts can be checked
     rewinds: ClassVar[bool] = False  # a token appended where one was taken back leaves what it alone would

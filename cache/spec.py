@@ -275,7 +275,8 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
     """
     given = dict(knobs or {})
     parts = layer_parts(spec, n_layer)
-    taken = {"skip_layers", "keep"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
+    all_keep = given.get("keep") == "full" and given.pop("keep")
+    taken = {"skip_layers"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
     if unknown := sorted(set(given) - taken):
         inner = [f"{k}={v}" for part in parts for k, v in part.knobs.items() if k.endswith("_method")]
         hint = f"; a knob of {inner[0]} stands behind it, {inner[0]}:{unknown[0]}={given[unknown[0]]}" if inner else ""
@@ -285,17 +286,13 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
         cls, preset = resolve(part.name)
         own = {k: v for k, v in given.items() if k in knob_names(cls)} | part.knobs
         skip_layers = str(own.pop("skip_layers", given.get("skip_layers", "auto")))
-        keep = own.get("keep", given.get("keep"))
-        if keep == "full" or "keep" not in knob_names(cls):
-            own.pop("keep", None)
-            if keep not in (None, "full"):
-                raise InputError(f"method {part.name}: keep={short(keep)} is not full")
+        keep = (own.get("keep") == "full" and own.pop("keep")) or all_keep
         args = {**preset, **own}
         make_args(cls, args)  # wrong knobs are told of where every layer is skipped, too
         if layer in _skipped(cls, skip_layers, n_layer):
             cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
         made = make_args(cls, args)
-        out.append((kept(cls) if keep == "full" and not cls.verifies else cls, made))
+        out.append((kept(cls) if keep and not cls.verifies else cls, made))
     return out
 
 

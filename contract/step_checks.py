@@ -15,13 +15,25 @@ from cache.spec import make_args, method_class
 from contract.checks import ROUNDED, Knobs, same, told
 from contract.explain import Broken
 from contract.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
+from kernels.op import bytes_read
 
 # ---- bytes ----
 
+READ_MORE = 1.1  # bytes that a step may read, of those that are told: lengths are not known on meta
 
-def meta_method(name: str, args: Any, batch: int, T: int, dtype: torch.dtype, knobs: Knobs, calib: Any = None) -> Any:
-    """One layer's method on the meta device: its sizes alone."""
-    cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu").on("meta")
+
+def meta_method(
+    name: str,
+    args: Any,
+    batch: int,
+    T: int,
+    dtype: torch.dtype,
+    knobs: Knobs,
+    calib: Any = None,
+    new: int | None = None,
+) -> Any:
+    """One layer's method on the meta device: its sizes alone. new: tokens that are decoded at most."""
+    cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
     at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
     return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
@@ -82,6 +94,17 @@ def check_traffic(name: str, knobs: Knobs) -> None:
                 "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
                 "all of them",
             )
+    method, B = meta_method(name, LLAMA, 2, 32768, torch.bfloat16, knobs, new=1), 2
+    q, k, v = (torch.empty(B, n, LLAMA.head_dim, dtype=torch.bfloat16, device="meta")
+               for n in (LLAMA.n_head, LLAMA.n_kv_head, LLAMA.n_kv_head))  # fmt: skip
+    pos = torch.empty(B, dtype=torch.int64, device="meta")
+    takes, said = bytes_read(lambda: method.decode(q, k, v, pos), method.buffers()), method.traffic(32767)
+    if takes > READ_MORE * said and method.steps_alike:
+        raise Broken(
+            f"a step of 32768 tokens reads {takes} bytes {told(knobs)}, traffic(32767) tells {said}",
+            "count in `traffic`, or in a Selecting's `score_bytes`, all that a step reads; a tensor that is read twice "
+            "counts twice",
+        )
 
 
 # ---- the compiled step ----

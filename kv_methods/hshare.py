@@ -95,6 +95,7 @@ class HShare(DoubleSparsity):
     skip_layers = ()  # type: ignore[assignment]
     reads_queries = True
     joins_heads = True
+    steps_alike = False
 
     sets: SharedSets
     head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks

@@ -18,4 +18,4 @@ class Oracle(Selecting):
         return self.weights(self.logits(q, pos), pos)
 
     def score_bytes(self, pos):
-        return (pos + 1 - self.chosen(pos)) * self.token_bytes() // 2  # the keys of the others, too
+        return (pos + 1) * self.token_bytes() // 2  # every key

@@ -137,6 +137,8 @@ BROKEN = {
     "lies_about_the_window": ("class Toy(KVMethod):", "class Toy(KVMethod):\n    supports_window = True", "window",
                               "not honoured"),
     "reads_too_much": ("(pos + 1)", "3 * s.max_seq_len", "traffic", "its buffers have"),
+    "tells_less_than_it_reads": ("return decode_attention(", "return self.k[:B].sum(2).mean(1, keepdim=True) * 0 + "
+                                 "decode_attention(", "traffic", "a step of 32768 tokens reads"),
     "copies_the_cache": ("self.seen[: len(pos)] += 1", "self.k[: len(pos)] = self.k[: len(pos)].roll(0, 2) * 1.0",
                          "copies", "as large as its buffer k"),
     "takes_the_wrong_dtype": ("self.seen[:B])", "self.seen[:B].float())", "lossless", "give stop as torch.int64"),
