@@ -108,7 +108,7 @@ int64_t kvf_has_tiles() { return has_tiles(); }
 int64_t kvf_has_many_rows(int64_t bits) {
     if (TILES) return has_tiles();
     bool has;
-    by_bits(bits, [&](auto n) { has = HAS_MANY_ROWS<n>; });
+    by_bits(bits, [&](auto constant) { has = HAS_MANY_ROWS<constant>; });
     return has;
 }
 }

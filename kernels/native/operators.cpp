@@ -413,7 +413,7 @@ void multiply_unpacked(const Weight& w, int64_t bits, const Tensor& x, const flo
     const Tensor rows = like(x, {n, std::min(most, blocks) * SIDE}), from = matrix(x, M, n, n);
     for (int64_t first = 0; first < blocks; first += most) {
         const int64_t count = std::min(most, blocks - first);
-        by_bits(bits, [&](auto n) { unpack_rows<n>(w, data<T>(rows), first, count, (int)threads()); });
+        by_bits(bits, [&](auto constant) { unpack_rows<constant>(w, data<T>(rows), first, count, (int)threads()); });
         const Tensor part = matrix(rows, n, count * SIDE, count * SIDE),
                      to = matrix(y, M, count * SIDE, out, first * SIDE);
         TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), from.get(), part.get()));
@@ -454,7 +454,7 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zer
         if (!own && M >= MANY) return multiply_unpacked<T>(w, bits, x, more, y, blocks);
         const Product<T> of{
             .x = data<T>(x), .bias = more, .y = data<T>(y), .M = M, .blocks = blocks, .threads = threads()};
-        by_bits(bits, [&](auto n) { own ? many_rows<n>(w, of) : linear<n>(w, of); });
+        by_bits(bits, [&](auto constant) { own ? many_rows<constant>(w, of) : linear<constant>(w, of); });
     });
     return y;
 }
@@ -516,7 +516,8 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
 Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
                         Tensor rest, Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
                         int64_t ring_bits, int64_t bits) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), T_ = lead.size(1), H = basis.size(1) / D;
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), slots = lead.size(1),
+            H = basis.size(1) / D;
     for (auto x : {&basis, &ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
         STD_TORCH_CHECK(lies_whole(*x), "the basis, caches and tables must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params) && q.stride(2) == 1, "caches must be contiguous");
@@ -528,7 +529,7 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     const int64_t *at = ints(pos, "pos"), *many = ints(count, "count");
     STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
-    int64_t K = idx ? idx->size(1) : T_ - R;
+    int64_t K = idx ? idx->size(1) : slots - R;
     for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
     by_type({&q, &basis, &ring_k, &lead, &rest}, [&](auto zero) {
@@ -550,41 +551,44 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
                   .params = halves(params, "params"),
                   .bits = bits,
                   .W = H * D,
-                  .slots = T_};
+                  .slots = slots};
         const Tokens tokens{.pos = at, .idx = ints(idx, "idx"), .count = stored.data(), .K = K};
         if (B) attend_latents(heads_of<T>(q, H, out), data<const T>(basis), ring, store, tokens, angles_of(cos, sin));
     });
     return out;
 }
 
-void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data_, Maybe params, int64_t bits, int64_t sinks,
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, int64_t bits, int64_t sinks,
                       int64_t block, double clip) {
-    int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data_.size(2), ring = kept.size(2) - sinks;
-    STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data_) && lies_whole(params), "a cache must be contiguous");
-    STD_TORCH_CHECK(D % WHOLE == 0 && data_.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
+    int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = packed.size(2), ring = kept.size(2) - sinks;
+    STD_TORCH_CHECK(lies_whole(kept) && lies_whole(packed) && lies_whole(params), "a cache must be contiguous");
+    STD_TORCH_CHECK(D % WHOLE == 0 && packed.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     make_whole(x, pos);
-    if (bits < 16) bytes(data_, "data");
-    else is_bf16({&x, &data_});
+    if (bits < 16) bytes(packed, "data");
+    else is_bf16({&x, &packed});
     const int64_t* at = ints(pos, "pos");
-    uint16_t* pairs = halves(params, "params");
     by_type({&x, &kept}, [&](auto zero) {
         typedef decltype(zero) T;
+        const QuantizedHead<T> first{.packed = data<char>(packed),
+                                     .params = halves(params, "params"),
+                                     .whole = data<T>(kept),
+                                     .slots = slots,
+                                     .bits = bits,
+                                     .group = params && !block ? D / params->size(3) : D,
+                                     .sinks = sinks,
+                                     .ring = ring,
+                                     .block = block,
+                                     .D = D,
+                                     .clip = (float)clip};
         const int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8,
                       each = params ? params->numel() / params->size(0) / H : 0;
+        const T* from = data<const T>(x);
 #pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++) {
-            const QuantizedHead<T> to{.packed = data<char>(data_) + i * slots * row,
-                                      .params = pairs ? pairs + i * each : nullptr,
-                                      .whole = data<T>(kept) + i * (sinks + ring) * D,
-                                      .slots = slots,
-                                      .bits = bits,
-                                      .group = params && !block ? D / params->size(3) : D,
-                                      .sinks = sinks,
-                                      .ring = ring,
-                                      .block = block,
-                                      .D = D,
-                                      .clip = (float)clip};
-            append_quantized(to, data<const T>(x) + i * D, at[i / H]);
+            QuantizedHead<T> to = first;
+            to.packed += i * slots * row, to.whole += i * (sinks + ring) * D;
+            if (to.params) to.params += i * each;
+            append_quantized(to, from + i * D, at[i / H]);
         }
     });
 }
