@@ -3,7 +3,7 @@
 
 namespace {
 
-using plain::coded, plain::low_bits, plain::multiplies_one_row, plain::two_words, plain::zeros_at;
+using plain::coded, plain::low_bits, plain::multiplies_one_row, plain::two_words;
 
 vu halves_at(const void* p) {  // gcc 12 converts halves of the vector and joins them
     return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -35,6 +35,11 @@ __attribute__((always_inline)) inline vf sums(vf* x) {
 vf halves(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
+
+vi zeros_at(const uint8_t* p, int v) {
+    const vu two = bytes_at(p);
+    return (vi)(v ? two >> 4 : two & 15);
+}
 
 // ---- scores by look-up ----
 
