@@ -44,7 +44,7 @@ lint: .venv/dev
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy *.py cache contract kernels kv_methods tokenizer weights
 	.venv/bin/lint-imports
-	.venv/bin/clang-format --dry-run --Werror kernels/native/*.cpp kernels/native/*.h
+	.venv/bin/clang-format --dry-run --Werror kernels/native/*.cpp kernels/native/*.h kernels/native/isa/*.h
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -1,73 +1,70 @@
 // Attention over a range or a list of tokens in full precision.
 #include "softmax.h"
 
-extern "C" {
+namespace {
 
-int64_t kvf_multiplies_pairs() {  // of bf16, as they are
-#ifdef PAIRED
-    return true;
-#else
-    return false;
-#endif
-}
+// Slots start[b], or 0, to stop[b] of a row
+struct Range {
+    const int64_t *start, *stop;
 
-void kvf_decode_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* start,
-                          const int64_t* stop, const float* mean_k, const float* mean_v, const int64_t* count,
-                          void* out, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head, int64_t k_slot,
-                          int64_t v_row, int64_t v_head, int64_t v_slot, int64_t B, int64_t H, int64_t G, int64_t D,
-                          int64_t threads) {
+    int64_t first(int64_t b) const { return start ? start[b] : 0; }
+};
+
+// Tokens [B, H, D] that stand for count[b] others each; or none
+struct Means {
+    const float *k, *v;
+    const int64_t* count;
+};
+
+template <class T>
+void attend_range(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, Range range, Means means) {
+    const int64_t H = heads.H, G = heads.G, D = heads.D;
     int64_t longest = 0;
-    for (int64_t b = 0; b < B; b++) longest = std::max(longest, stop[b] - (start ? start[b] : 0));
-    FLOAT_OR_BF16(attention(
-        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H, h = group % H, lo = (start ? start[b] : 0) + part * CHUNK;
-            seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot,
-                           v_slot, nullptr, lo, std::min(stop[b], lo + CHUNK));
-            if (part == 0 && count && count[b] > 0) {
-                const float *extra_k = mean_k + group * D, *extra_v = mean_v + group * D;
-                const float more = std::log2((float)count[b]) / seen.scale;  // for as many tokens as it stands for
-                seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{}, [&] {
-                    for (int64_t g = 0; g < G; g++) seen.p[g * N] += more;
-                });
-            }
-        }))
+    for (int64_t b = 0; b < heads.B; b++) longest = std::max(longest, range.stop[b] - range.first(b));
+    attention(heads, parts_of(longest), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H, h = group % H, lo = range.first(b) + part * CHUNK;
+        seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo,
+                       std::min(range.stop[b], lo + CHUNK));
+        if (part == 0 && means.count && means.count[b] > 0) {
+            const float *extra_k = means.k + group * D, *extra_v = means.v + group * D;
+            const float more = std::log2((float)means.count[b]) / seen.scale;  // for as many tokens as it stands for
+            seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{}, [&] {
+                for (int64_t g = 0; g < G; g++) seen.p[g * N] += more;
+            });
+        }
+    });
 }
 
-// n tokens of a row, each G / n query heads: head g is token g % n, which sees from start + g % n on and stops at
-// stop - (n - 1) + g % n.
-void kvf_verify_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* start,
-                          const int64_t* stop, void* out, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head,
-                          int64_t k_slot, int64_t v_row, int64_t v_head, int64_t v_slot, int64_t B, int64_t H,
-                          int64_t G, int64_t D, int64_t n, int64_t threads) {
+// n tokens of a row, as query heads of their own: head g of a group is token g % n, whose slots are those of the first
+// one, moved by its place. range.stop is where the last one's end
+template <class T>
+void attend_tokens(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, Range range, int64_t n) {
+    const int64_t H = heads.H, G = heads.G;
     int64_t longest = 0;
-    for (int64_t b = 0; b < B; b++) longest = std::max(longest, stop[b] - (start ? start[b] : 0));
-    FLOAT_OR_BF16(attention(
-        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H, h = group % H, from = start ? start[b] : 0, lo = from + part * CHUNK;
-            seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot,
-                           v_slot, nullptr, lo, std::min(stop[b], lo + CHUNK), [&](int64_t first, int count) {
-                               if (first + count <= stop[b] - n + 1 && (!start || first >= from + n - 1)) return;
-                               for (int64_t g = 0; g < G; g++)
-                                   for (int64_t i = 0, at = first; i < count; i++, at++)
-                                       if (at >= stop[b] - n + 1 + g % n || (start && at < from + g % n))
-                                           seen.p[g * N + i] = -INFINITY;
-                           });
-        }))
+    for (int64_t b = 0; b < heads.B; b++) longest = std::max(longest, range.stop[b] - range.first(b));
+    attention(heads, parts_of(longest), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H, h = group % H, from = range.first(b), lo = from + part * CHUNK;
+        int64_t all_begin = range.start ? from + n - 1 : 0, first_ends = range.stop[b] - n + 1;
+        seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo, std::min(range.stop[b], lo + CHUNK),
+                       [&](int64_t at, int count) {
+                           if (at >= all_begin && at + count <= first_ends) return;
+                           for (int64_t g = 0; g < G; g++)
+                               for (int64_t i = 0; i < count; i++)
+                                   if (at + i >= first_ends + g % n || (range.start && at + i < from + g % n))
+                                       seen.p[g * N + i] = -INFINITY;
+                       });
+    });
 }
 
-void kvf_gather_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* idx,
-                          const int64_t* count, void* out, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head,
-                          int64_t k_slot, int64_t v_row, int64_t v_head, int64_t v_slot, int64_t idx_row,
-                          int64_t idx_head, int64_t count_row, int64_t count_head, int64_t B, int64_t H, int64_t G,
-                          int64_t D, int64_t K, int64_t threads) {
-    FLOAT_OR_BF16(attention(
-        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(K), threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H, h = group % H, n = std::min(K, count[b * count_row + h * count_head]);
-            seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head, k_slot,
-                           v_slot, idx + b * idx_row + h * idx_head, part * CHUNK, std::min(n, (part + 1) * CHUNK));
-        }))
+template <class T> void attend_list(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, const List& list) {
+    const int64_t H = heads.H;
+    attention(heads, parts_of(list.K), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H, h = group % H, n = std::min(list.K, *list.count.of(b, h));
+        seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot, list.idx.of(b, h)}, part * CHUNK,
+                       std::min(n, (part + 1) * CHUNK));
+    });
 }
-}
+
+}  // namespace
+
+extern "C" int64_t kvf_multiplies_pairs() { return !std::is_same_v<QueriesFor<bf16>::type, Plain>; }  // as they are

@@ -128,7 +128,7 @@ def library() -> ctypes.CDLL:
     cxx, omp = compiler(), openmp()
     # what the compiler defines tells its version and every instruction set of the processor
     target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
-    sources = (x.read_text() for x in sorted(FOLDER.iterdir()) if x.suffix in (".h", ".cpp"))
+    sources = (x.read_text() for x in sorted(FOLDER.rglob("*")) if x.suffix in (".h", ".cpp"))
     made_of = (*sources, target, omp, torch.__version__, *FLAGS, *LINKING)
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     path = cache_path(f"native-{key}.so")

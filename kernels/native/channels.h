@@ -7,41 +7,48 @@ namespace {
 
 constexpr int ALONG = 16;  // rows that are scored along
 
-// Adds to C scores, `apart` from query to query, of V vectors of tokens the products of q [C, q_head] with n rows;
-// fetches the n rows behind them.
+// Rows of numbers, `apart` from each other
+template <class T> struct Apart {
+    T* at;
+    int apart;
+
+    T* operator[](int i) const { return at + i * apart; }
+};
+
+// Adds to C scores of V vectors of tokens from t on the products of queries q, a row each, with n rows; fetches the n
+// rows behind them.
 template <int C, int V, class T>
-void add_scores(const float* q, int q_head, const T* const* rows, int n, bool more, int t, float* to, int apart) {
+void add_scores(Apart<const float> q, const T* const* rows, int n, bool more, int t, Apart<float> to) {
     vf acc[C][V];
     for (int c = 0; c < C; c++)
-        for (int j = 0; j < V; j++) acc[c][j] = load(to + c * apart + t + j * L);
+        for (int j = 0; j < V; j++) acc[c][j] = load(to[c] + t + j * L);
     for (int r = 0; r < n; r++) {
         if (more) prefetch_row(rows[r + n] + t, V * L);
         for (int j = 0; j < V; j++) {
             vf x = load(rows[r] + t + j * L);
-            for (int c = 0; c < C; c++) acc[c][j] += x * q[c * q_head + r];
+            for (int c = 0; c < C; c++) acc[c][j] += x * q[c][r];
         }
     }
     for (int c = 0; c < C; c++)
-        for (int j = 0; j < V; j++) store(to + c * apart + t + j * L, acc[c][j]);
+        for (int j = 0; j < V; j++) store(to[c] + t + j * L, acc[c][j]);
 }
 
-// Scores of n tokens, which are whole vectors: q [C, q_head], of which R count, times R rows.
-template <int C, class T>
-void score_rows(const float* q, int q_head, const T* const* rows, int R, float* to, int apart, int n) {
+// Scores of n tokens, which are whole vectors: C queries of R numbers times R rows.
+template <int C, class T> void score_rows(Apart<const float> q, const T* const* rows, int R, Apart<float> to, int n) {
     constexpr int V = C > 2 ? L / 4 : L / 2;  // as many sums as leave registers
-    for (int c = 0; c < C; c++) std::fill_n(to + c * apart, n, 0.0f);
+    for (int c = 0; c < C; c++) std::fill_n(to[c], n, 0.0f);
     for (int r = 0; r < R; r += ALONG) {
         int some = std::min(ALONG, R - r), t = 0;
         bool more = r + 2 * ALONG <= R;
-        for (; t + V * L <= n; t += V * L) add_scores<C, V>(q + r, q_head, rows + r, some, more, t, to, apart);
-        for (; t < n; t += L) add_scores<C, 1>(q + r, q_head, rows + r, some, more, t, to, apart);
+        for (; t + V * L <= n; t += V * L) add_scores<C, V>({q.at + r, q.apart}, rows + r, some, more, t, to);
+        for (; t < n; t += L) add_scores<C, 1>({q.at + r, q.apart}, rows + r, some, more, t, to);
     }
 }
 
-// Multiplies sums [C, R, L] by shrink [C], and adds the products of C weights of n tokens, `apart`, with R rows. n is
+// Multiplies sums [C, R, L] by shrink [C], and adds the products of C rows of weights of n tokens with R rows. n is
 // of whole vectors.
 template <int C, class T>
-void weigh_rows(const float* weight, int apart, const T* const* rows, int R, const float* shrink, float* to, int n) {
+void weigh_rows(Apart<const float> weight, const T* const* rows, int R, const float* shrink, float* to, int n) {
     constexpr int W = L / C;  // rows at a time, as many sums as leave registers
     for (int r = 0; r < R; r += W) {
         const T *x[W], *next[W];
@@ -52,7 +59,7 @@ void weigh_rows(const float* weight, int apart, const T* const* rows, int R, con
             if (t % (64 / (int)sizeof(T)) == 0)
                 for (int w = 0; w < W; w++) prefetch_row(next[w] + t, 1);
             vf p[C];
-            for (int c = 0; c < C; c++) p[c] = load(weight + c * apart + t), keep(p[c]);
+            for (int c = 0; c < C; c++) p[c] = load(weight[c] + t), keep(p[c]);
             for (int w = 0; w < W; w++) {
                 vf part = load(x[w] + t);
                 for (int c = 0; c < C; c++) sum[c][w] += part * p[c];

@@ -42,8 +42,14 @@ template <class T> void put_rows(const float* sums, int R, const T* bias, T* y) 
     else put(R);
 }
 
-template <class T>
-void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, int64_t out, int threads) {
+template <class T> struct DenseWeight {
+    const T *w, *bias;  // [out][in], [out] or none
+    int64_t in, out;
+};
+
+template <class T> void dense(const DenseWeight<T>& weight, const T* x, T* y, int64_t M, int threads) {
+    const T *w = weight.w, *bias = weight.bias;
+    const int64_t in = weight.in, out = weight.out;
     std::vector<float> wide;
     const float* rows;
     if constexpr (std::is_same_v<T, float>) rows = x;
@@ -79,16 +85,4 @@ void dense(const T* w, const T* x, const T* bias, T* y, int64_t M, int64_t in, i
 
 }  // namespace
 
-// Intel processors with AVX-512 are what torch's library (MKL) is made for
-extern "C" int64_t kvf_multiplies_one_row() {
-#ifdef __AVX512F__
-    return !__builtin_cpu_is("intel");
-#else
-    return true;
-#endif
-}
-
-extern "C" void kvf_dense_linear(int64_t is_bf16, const void* x, const void* w, const void* bias, void* y, int64_t M,
-                                 int64_t in, int64_t out, int64_t threads) {
-    FLOAT_OR_BF16((dense((const T*)w, (const T*)x, (const T*)bias, (T*)y, M, in, out, threads)))
-}
+extern "C" int64_t kvf_multiplies_one_row() { return multiplies_one_row(); }

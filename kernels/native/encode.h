@@ -4,26 +4,6 @@
 
 namespace {
 
-uint16_t to_half(float x) {  // to nearest, ties to even
-#if defined(__F16C__)
-    return _cvtss_sh(x, 0);
-#else
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    uint32_t sign = bits >> 16 & 0x8000, f = bits & 0x7fffffff;
-    if (f > 0x7f800000) return sign | 0x7e00;
-    if (f >= 0x477ff000) return sign | 0x7c00;
-    if (f < 0x38800000) {  // subnormal: the sum's rounding is the one that is wanted
-        float y;
-        std::memcpy(&y, &f, 4);
-        y += 0.5f;
-        std::memcpy(&f, &y, 4);
-        return sign | (f - 0x3f000000);
-    }
-    return sign | ((f + 0xc8000fff + (f >> 13 & 1)) >> 13);
-#endif
-}
-
 constexpr int GROUP = 32;  // channels of a token that share a scale and a zero, or tokens of a channel
 
 // Codes of n numbers that share a scale and a zero, fp16 `pair`, against both as they are stored. Numbers, and codes,

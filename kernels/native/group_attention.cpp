@@ -32,106 +32,105 @@ template <class T> struct Coordinates {
     float zero(int64_t t) const { return params ? half_to_float(params[2 * t + 1]) : 0.0f; }
 };
 
-template <class Unit, class T>
-void attend_groups(const T* q, int64_t q_row, int64_t q_head, const char* k, const uint16_t* k_params, const char* v,
-                   const uint16_t* v_params, const T* basis, const float* bias, const int64_t* pos, const float* cos,
-                   const float* sin, int64_t table_row, float* out, int64_t B, int64_t groups, int64_t s, int64_t G,
-                   int64_t D, int64_t slots, int64_t R, int64_t bits, int64_t threads) {
-    int64_t channels = groups * s * D, row_bytes = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
-    Basis<Unit> panels(basis, R, true, channels, R, threads);
+// Keys or values of `groups` groups [B, groups, slots, R], and what makes heads of them: [groups * s * D, R]
+template <class T> struct Grouped {
+    const char* data;        // of `bits`, or of T
+    const uint16_t* params;  // [B, groups, slots, 2], or none
+    const T* basis;
+    const float* bias;  // [groups * s * D]
+    int64_t slots, R, bits;
+
+    Coordinates<T> of(int64_t item) const {
+        const int64_t row_bytes = R * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
+        return {data + item * slots * row_bytes, params ? params + item * slots * 2 : nullptr, (int)R, (int)bits};
+    }
+};
+
+// mean [B, H * G, R] gets the weighted coordinates of the values, before they are expanded. H = groups * s
+template <class Unit, class T> void attend_coordinates(const Heads<T>& heads, int64_t groups, const Grouped<T>& k,
+                                                       const Grouped<T>& v, const int64_t* pos, const Angles& angles,
+                                                       float* mean) {
+    const int64_t B = heads.B, s = heads.H / groups, G = heads.G, D = heads.D, R = k.R, bits = k.bits;
+    const int64_t threads = heads.threads;
+    int64_t channels = groups * s * D;
+    Basis<Unit> panels(k.basis, R, true, channels, R, threads);
     std::vector<float> ones(channels);  // what coordinates of 1 give: a zero is added to every one of them
 #pragma omp parallel for num_threads(threads)
     for (int64_t c = 0; c < channels; c++) {
         vf total = {};
-        for (int64_t r = 0; r < R; r += L) total += load(basis + c * R + r);
+        for (int64_t r = 0; r < R; r += L) total += load(k.basis + c * R + r);
         ones[c] = sum(total);
     }
     float softness = LOG2_E / std::sqrt((float)D);
     int64_t longest = *std::max_element(pos, pos + B) + 1, span = span_of(longest), parts = (longest + span - 1) / span;
-    attention(
-        (const float*)nullptr, 0, 0, out, (int)B, (int)groups, (int)(s * G), (int)R, parts, threads,
-        [&](int64_t item, int64_t part, const float*, Seen& seen) {
-            int64_t b = item / groups, first_head = item % groups * s;
-            Expanded<Unit> keys(panels, panels.R, cos + b * table_row, sin + b * table_row, first_head, s, D);
-            Coordinates<T> latents{k + item * slots * row_bytes, k_params ? k_params + item * slots * 2 : nullptr,
-                                   (int)R, (int)bits};
-            Coordinates<T> values{v + item * slots * row_bytes, v_params ? v_params + item * slots * 2 : nullptr,
-                                  (int)R, (int)bits};
-            Room<float> query(s * G * D), weights(s * G * BLOCK), scale(BLOCK), zero(BLOCK), v_scale(BLOCK),
-                v_zero(BLOCK);
-            Room<T> held(bits == 16 ? 0 : BLOCK * R);
-            std::vector<float> zeros(s * G);
-            scaled_query(q + b * q_row + first_head * G * q_head, q_head, (int)(s * G), (int)D, softness, query.at);
-            const T* vs[BLOCK];
-            const Next<T> none{};
-            auto mend = [&](float* x, int64_t channel) {
-                for (int d = 0; d < PANEL; d++)
-                    for (int i = 0; i < BLOCK; i += L) {
-                        float *at = x + d * BLOCK + i, one = ones[channel + d], plus = bias[channel + d];
-                        store(at, load(at) * load(&scale[i]) + (load(&zero[i]) * one + plus));
-                    }
-            };
-            int64_t stop = std::min(pos[b] + 1, (part + 1) * span);
-            for (int64_t first = part * span; first < stop; first += BLOCK) {
-                int n = keys.n = (int)std::min<int64_t>(BLOCK, stop - first);
-                for (int i = 0; i < n; i++) {
-                    int64_t t = keys.at[i] = first + i;
-                    latents.take(t, keys.row(i)), scale[i] = latents.scale(t), zero[i] = latents.zero(t);
-                    v_scale[i] = values.scale(t), v_zero[i] = values.zero(t);
-                    if (bits == 16) vs[i] = (const T*)values.data + t * R;
-                    else values.take(t, &held[i * R]), vs[i] = &held[i * R];
+    const Heads<float> inner{.out = mean, .B = B, .H = groups, .G = s * G, .D = R, .threads = threads};
+    attention(inner, parts, [&](int64_t item, int64_t part, const float*, Seen& seen) {
+        int64_t b = item / groups, first_head = item % groups * s;
+        Expanded<Unit> keys(panels, panels.R, angles.of(b), first_head, s, D);
+        const Coordinates<T> latents = k.of(item), values = v.of(item);
+        Room<float> query(s * G * D), weights(s * G * BLOCK), scale(BLOCK), zero(BLOCK), v_scale(BLOCK), v_zero(BLOCK);
+        Room<T> held(bits == 16 ? 0 : BLOCK * R);
+        std::vector<float> zeros(s * G);
+        scaled_query(heads.of(b, first_head), heads.head, (int)(s * G), (int)D, softness, query.at);
+        const T* vs[BLOCK];
+        const Next<T> none{};
+        auto mend = [&](float* x, int64_t channel) {
+            for (int d = 0; d < PANEL; d++)
+                for (int i = 0; i < BLOCK; i += L) {
+                    float *at = x + d * BLOCK + i, one = ones[channel + d], plus = k.bias[channel + d];
+                    store(at, load(at) * load(&scale[i]) + (load(&zero[i]) * one + plus));
                 }
-                keys.turn();
-                for (int64_t h = 0; h < s; h++)
-                    keys.logits(h, &query[h * G * D], (int)G, &weights[h * G * BLOCK], mend);
-                for (int64_t g = 0; g < s * G; g++) {
-                    float *p = &weights[g * BLOCK], *y = &seen.y[g * R], shrink = seen.soften((int)g, p, n, BLOCK);
-                    if (shrink != 1)
-                        for (int64_t r = 0; r < R; r += L) store(y + r, load(y + r) * shrink);
-                    if (!values.params) continue;
-                    vf zero = {};
-                    for (int i = 0; i < BLOCK; i += L) {
-                        vf w = load(p + i);
-                        zero += w * load(&v_zero[i]), store(p + i, w * load(&v_scale[i]));
-                    }
-                    zeros[g] = zeros[g] * shrink + sum(zero);
-                }
-                by_heads((int)(s * G), [&](auto m, int g) {
-                    weigh<m, BLOCK>(&weights[g * BLOCK], vs, n, (int)R, &seen.y[g * R], none);
-                });
+        };
+        int64_t stop = std::min(pos[b] + 1, (part + 1) * span);
+        for (int64_t first = part * span; first < stop; first += BLOCK) {
+            int n = keys.n = (int)std::min<int64_t>(BLOCK, stop - first);
+            for (int i = 0; i < n; i++) {
+                int64_t t = keys.at[i] = first + i;
+                latents.take(t, keys.row(i)), scale[i] = latents.scale(t), zero[i] = latents.zero(t);
+                v_scale[i] = values.scale(t), v_zero[i] = values.zero(t);
+                if (bits == 16) vs[i] = (const T*)values.data + t * R;
+                else values.take(t, &held[i * R]), vs[i] = &held[i * R];
             }
-            for (int64_t g = 0; g < s * G; g++)
-                for (int64_t r = 0; r < R; r++) seen.y[g * R + r] += zeros[g];
-        });
+            keys.turn();
+            for (int64_t h = 0; h < s; h++) keys.logits(h, &query[h * G * D], (int)G, &weights[h * G * BLOCK], mend);
+            for (int64_t g = 0; g < s * G; g++) {
+                float *p = &weights[g * BLOCK], *y = &seen.y[g * R], shrink = seen.soften((int)g, p, n, BLOCK);
+                if (shrink != 1)
+                    for (int64_t r = 0; r < R; r += L) store(y + r, load(y + r) * shrink);
+                if (!values.params) continue;
+                vf zero = {};
+                for (int i = 0; i < BLOCK; i += L) {
+                    vf w = load(p + i);
+                    zero += w * load(&v_zero[i]), store(p + i, w * load(&v_scale[i]));
+                }
+                zeros[g] = zeros[g] * shrink + sum(zero);
+            }
+            by_heads((int)(s * G),
+                     [&](auto m, int g) { weigh<m, BLOCK>(&weights[g * BLOCK], vs, n, (int)R, &seen.y[g * R], none); });
+        }
+        for (int64_t g = 0; g < s * G; g++)
+            for (int64_t r = 0; r < R; r++) seen.y[g * R + r] += zeros[g];
+    });
+}
+
+// mean: room for the weighted coordinates, which are expanded once
+template <class T> void attend_groups(const Heads<T>& heads, int64_t groups, const Grouped<T>& k, const Grouped<T>& v,
+                                      const int64_t* pos, const Angles& angles, float* mean) {
+    with_unit<T>(
+        [&](auto unit) { attend_coordinates<typename decltype(unit)::type>(heads, groups, k, v, pos, angles, mean); });
+    const int64_t query_heads = heads.H * heads.G, G = heads.G, D = heads.D, R = v.R;
+#pragma omp parallel for num_threads(heads.threads)
+    for (int64_t i = 0; i < heads.B * query_heads; i++) {
+        int64_t channel = i % query_heads / G * D;
+        std::vector<float> y(D);
+        for (int64_t d = 0; d < D; d++) {
+            const T* u = v.basis + (channel + d) * R;
+            vf acc = {};
+            for (int64_t r = 0; r < R; r += L) acc += load(u + r) * load(mean + i * R + r);
+            y[d] = sum(acc) + v.bias[channel + d];  // weights add up to 1
+        }
+        for (int64_t d = 0; d < D; d += L) store(heads.out + i * D + d, load(&y[d]));
+    }
 }
 
 }  // namespace
-
-extern "C" {
-
-// out [B, groups * s * G, D]; mean [.., R] is room for the weighted coordinates, which are expanded once
-void kvf_group_attention(int64_t is_bf16, const void* q, const void* k, const uint16_t* k_params, const void* v,
-                         const uint16_t* v_params, const void* k_basis, const void* v_basis, const float* k_bias,
-                         const float* v_bias, const int64_t* pos, const float* cos, const float* sin, float* mean,
-                         void* out, int64_t q_row, int64_t q_head, int64_t table_row, int64_t B, int64_t groups,
-                         int64_t s, int64_t G, int64_t D, int64_t slots, int64_t R, int64_t bits, int64_t threads) {
-    with_unit(is_bf16, [&](auto unit, auto zero) {
-        typedef decltype(zero) T;
-        attend_groups<typename decltype(unit)::type>((const T*)q, q_row, q_head, (const char*)k, k_params,
-                                                     (const char*)v, v_params, (const T*)k_basis, k_bias, pos, cos, sin,
-                                                     table_row, mean, B, groups, s, G, D, slots, R, bits, threads);
-    });
-    int64_t heads = groups * s * G;
-    FLOAT_OR_BF16(_Pragma("omp parallel for num_threads(threads)") for (int64_t i = 0; i < B * heads; i++) {
-        int64_t channel = i % heads / G * D;
-        std::vector<float> y(D);
-        for (int64_t d = 0; d < D; d++) {
-            const T* u = (const T*)v_basis + (channel + d) * R;
-            vf acc = {};
-            for (int64_t r = 0; r < R; r += L) acc += load(u + r) * load(mean + i * R + r);
-            y[d] = sum(acc) + v_bias[channel + d];  // weights add up to 1
-        }
-        for (int64_t d = 0; d < D; d += L) store((T*)out + i * D + d, load(&y[d]));
-    })
-}
-}

@@ -3,17 +3,17 @@
 
 namespace {
 
-// Slots of one row of the batch: keys as coordinates, the first of them apart, and the values of all heads, W channels
-// of 2, 4, 8 or 16 (T's) bits.
-template <class T> struct Slots {
+// Slots of all rows of the batch, or of one: keys as coordinates, the first of them apart, and the values of all heads,
+// W channels of 2, 4, 8 or 16 (T's) bits.
+template <class T> struct LatentSlots {
     const T *lead, *rest;
     int64_t first, second;  // coordinates of either
     const char* values;
     const uint16_t* params;
-    int64_t bits, W;
+    int64_t bits, W, slots;
 
-    Slots row(int64_t b, int64_t slots) const {
-        Slots x = *this;
+    LatentSlots row(int64_t b) const {
+        LatentSlots x = *this;
         x.lead += b * slots * first, x.rest += b * slots * second, x.values += b * slots * value_bytes();
         if (params) x.params += b * slots * W / 16;
         return x;
@@ -37,14 +37,14 @@ template <class T> struct Slots {
 // Values in codes of a block of BLOCK tokens: a scale and a zero for 32 channels of a token. Weights are multiplied
 // with the scales, and what zeros give is the same for 32 channels.
 template <class T> struct Coded {
-    const Slots<T>& from;
+    const LatentSlots<T>& from;
     int64_t pairs, padded;         // of a token
     Room<uint32_t> rows, columns;  // scale and zero
     const uint8_t* codes[BLOCK];
     Room<float> weight;
     std::vector<float> plus;
 
-    Coded(const Slots<T>& from, int G)
+    Coded(const LatentSlots<T>& from, int G)
         : from(from),
           pairs(from.W / 32),
           padded((pairs + L - 1) / L * L),
@@ -99,88 +99,78 @@ template <class T> struct Coded {
     }
 };
 
-template <class Unit, class T>
-void attend_latents(const T* q, int64_t q_row, int64_t q_head, const T* basis, int64_t rank, const Slots<T>& ring,
-                    int64_t ring_slots, const Slots<T>& store, int64_t slots, const int64_t* pos, const int64_t* idx,
-                    const int64_t* count, int64_t K, const float* cos, const float* sin, int64_t table_row, T* out,
-                    int64_t B, int64_t H, int64_t G, int64_t D, int64_t threads) {
-    int64_t W = H * D, longest = *std::max_element(count, count + B), span = span_of(longest);
+// What is attended to besides the ring, whose newest token is at pos [B]: the first count[b] of slots idx [B, K] of the
+// store, or, without a list, of all slots
+struct Tokens {
+    const int64_t *pos, *idx, *count;
+    int64_t K;
+};
+
+// The ring's keys have `rank` coordinates in the basis [rank, H * D], those of the store the first of them
+template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, const T* basis,
+                                                        const LatentSlots<T>& ring, const LatentSlots<T>& store,
+                                                        const Tokens& tokens, const Angles& angles) {
+    const int64_t B = heads.B, H = heads.H, G = heads.G, D = heads.D, threads = heads.threads, rank = ring.first;
+    int64_t W = H * D, longest = *std::max_element(tokens.count, tokens.count + B), span = span_of(longest);
     int64_t parts = (longest + span - 1) / span;
     Basis<Unit> panels(basis, W, false, W, rank, threads);
-    attention((const T*)nullptr, 0, 0, out, (int)B, 1, (int)(H * G), (int)D, 1 + parts, threads,
-              [&](int64_t b, int64_t part, const float*, Seen& seen) {
-                  const Slots<T> from = part ? store.row(b, slots) : ring.row(b, ring_slots);
-                  Expanded<Unit> keys(panels, filled_up(from.first + from.second), cos + b * table_row,
-                                      sin + b * table_row, 0, H, D);
-                  Room<float> query(H * G * D), weights(G * BLOCK);
-                  scaled_query(q + b * q_row, q_head, (int)(H * G), (int)D, LOG2_E / std::sqrt((float)D), query.at);
-                  const bool coded = from.bits < 16;
-                  Coded<T> codes(from, (int)G);
-                  const Next<T> nothing{};
-                  auto none = [](float*, int64_t) {};
-                  // the ring's slots have their places, a list its slots: the first token of the item, and the last
-                  int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, pos[b] + 1 - ring_slots);
-                  int64_t end = part ? std::min(count[b], part * span) : pos[b] + 1;
-                  int64_t slot[BLOCK];
-                  for (int64_t first = begin; first < end; first += BLOCK) {
-                      keys.n = (int)std::min<int64_t>(BLOCK, end - first);
-                      for (int i = 0; i < keys.n; i++) {
-                          int64_t t = keys.at[i] = part && idx ? idx[b * K + first + i] : first + i;
-                          slot[i] = part ? t : t % ring_slots;
-                          from.take(slot[i], keys.row(i), keys.R);
-                      }
-                      keys.turn();
-                      if (coded) codes.turn(slot, keys.n);
-                      int64_t more =
-                          part && idx ? std::max<int64_t>(0, std::min<int64_t>(BLOCK, end - first - BLOCK)) : 0;
-                      for (int64_t h = 0; h < H; h++) {
-                          // what a list names lies anywhere: the next block's tokens are fetched a few at a time
-                          for (int64_t i = h * more / H; i < (h + 1) * more / H; i++) {
-                              int64_t next = idx[b * K + first + BLOCK + i];
-                              from.fetch(next), keys.fetch(next);
-                          }
-                          keys.logits(h, &query[h * G * D], (int)G, weights.at, none);
-                          for (int64_t g = h * G; g < (h + 1) * G; g++) {
-                              float shrink = seen.soften((int)g, &weights[(g - h * G) * BLOCK], keys.n, BLOCK);
-                              if (shrink != 1)
-                                  for (int64_t d = 0; d < D; d += L)
-                                      ::store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
-                          }
-                          float* y = &seen.y[h * G * D];
-                          if (!coded) {
-                              const T* values[BLOCK];
-                              for (int i = 0; i < keys.n; i++) values[i] = (const T*)from.values + slot[i] * W + h * D;
-                              by_heads((int)G, [&](auto m, int g) {
-                                  weigh<m, BLOCK>(weights.at + g * BLOCK, values, keys.n, (int)D, y + g * D, nothing);
-                              });
-                          } else if (from.bits == 2) codes.template weigh<2>(weights.at, h * D, D, (int)G, keys.n, y);
-                          else if (from.bits == 4) codes.template weigh<4>(weights.at, h * D, D, (int)G, keys.n, y);
-                          else codes.template weigh<8>(weights.at, h * D, D, (int)G, keys.n, y);
-                      }
-                  }
-              });
+    const Heads<T> inner{.out = heads.out, .B = B, .H = 1, .G = H * G, .D = D, .threads = threads};
+    attention(inner, 1 + parts, [&](int64_t b, int64_t part, const float*, Seen& seen) {
+        const LatentSlots<T> from = part ? store.row(b) : ring.row(b);
+        Expanded<Unit> keys(panels, filled_up(from.first + from.second), angles.of(b), 0, H, D);
+        Room<float> query(H * G * D), weights(G * BLOCK);
+        scaled_query(heads.of(b, 0), heads.head, (int)(H * G), (int)D, LOG2_E / std::sqrt((float)D), query.at);
+        const bool coded = from.bits < 16;
+        Coded<T> codes(from, (int)G);
+        const Next<T> nothing{};
+        auto none = [](float*, int64_t) {};
+        // the ring's slots have their places, a list its slots: the first token of the item, and the last
+        int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, tokens.pos[b] + 1 - ring.slots);
+        int64_t end = part ? std::min(tokens.count[b], part * span) : tokens.pos[b] + 1;
+        int64_t slot[BLOCK];
+        for (int64_t first = begin; first < end; first += BLOCK) {
+            keys.n = (int)std::min<int64_t>(BLOCK, end - first);
+            for (int i = 0; i < keys.n; i++) {
+                int64_t t = keys.at[i] = part && tokens.idx ? tokens.idx[b * tokens.K + first + i] : first + i;
+                slot[i] = part ? t : t % ring.slots;
+                from.take(slot[i], keys.row(i), keys.R);
+            }
+            keys.turn();
+            if (coded) codes.turn(slot, keys.n);
+            int64_t more = part && tokens.idx ? std::max<int64_t>(0, std::min<int64_t>(BLOCK, end - first - BLOCK)) : 0;
+            for (int64_t h = 0; h < H; h++) {
+                // what a list names lies anywhere: the next block's tokens are fetched a few at a time
+                for (int64_t i = h * more / H; i < (h + 1) * more / H; i++) {
+                    int64_t next = tokens.idx[b * tokens.K + first + BLOCK + i];
+                    from.fetch(next), keys.fetch(next);
+                }
+                keys.logits(h, &query[h * G * D], (int)G, weights.at, none);
+                for (int64_t g = h * G; g < (h + 1) * G; g++) {
+                    float shrink = seen.soften((int)g, &weights[(g - h * G) * BLOCK], keys.n, BLOCK);
+                    if (shrink != 1)
+                        for (int64_t d = 0; d < D; d += L)
+                            ::store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                }
+                float* y = &seen.y[h * G * D];
+                if (!coded) {
+                    const T* values[BLOCK];
+                    for (int i = 0; i < keys.n; i++) values[i] = (const T*)from.values + slot[i] * W + h * D;
+                    by_heads((int)G, [&](auto m, int g) {
+                        weigh<m, BLOCK>(weights.at + g * BLOCK, values, keys.n, (int)D, y + g * D, nothing);
+                    });
+                } else if (from.bits == 2) codes.template weigh<2>(weights.at, h * D, D, (int)G, keys.n, y);
+                else if (from.bits == 4) codes.template weigh<4>(weights.at, h * D, D, (int)G, keys.n, y);
+                else codes.template weigh<8>(weights.at, h * D, D, (int)G, keys.n, y);
+            }
+        }
+    });
+}
+
+template <class T> void attend_latents(const Heads<T>& heads, const T* basis, const LatentSlots<T>& ring,
+                                       const LatentSlots<T>& store, const Tokens& tokens, const Angles& angles) {
+    with_unit<T>([&](auto unit) {
+        attend_latents_with<typename decltype(unit)::type>(heads, basis, ring, store, tokens, angles);
+    });
 }
 
 }  // namespace
-
-extern "C" {
-
-// The ring's keys have `rank` coordinates, those of the store the first of them; idx [B, K]: slots of the store, T_ a
-// row, of which the first `count` are attended to; without it, slots 0 to count.
-void kvf_latent_attention(int64_t is_bf16, int64_t ring_bits, int64_t bits, const void* q, const void* basis,
-                          const void* ring_k, const void* ring_v, const uint16_t* ring_params, const void* lead,
-                          const void* rest, const void* v, const uint16_t* params, const int64_t* pos,
-                          const int64_t* idx, const int64_t* count, const float* cos, const float* sin, void* out,
-                          int64_t q_row, int64_t q_head, int64_t table_row, int64_t B, int64_t H, int64_t G, int64_t D,
-                          int64_t T_, int64_t ring, int64_t K, int64_t rank, int64_t first, int64_t second,
-                          int64_t threads) {
-    with_unit(is_bf16, [&](auto unit, auto zero) {
-        typedef decltype(zero) T;
-        Slots<T> held{(const T*)ring_k, (const T*)ring_k, rank, 0, (const char*)ring_v, ring_params, ring_bits, H * D};
-        Slots<T> stored{(const T*)lead, (const T*)rest, first, second, (const char*)v, params, bits, H * D};
-        attend_latents<typename decltype(unit)::type>((const T*)q, q_row, q_head, (const T*)basis, rank, held, ring,
-                                                      stored, T_, pos, idx, count, K, cos, sin, table_row, (T*)out, B,
-                                                      H, G, D, threads);
-    });
-}
-}

@@ -1,7 +1,7 @@
 // y = x W^T for few rows of x: W is read once, packed in bf16 or in 8 or 4 bits, and unpacked in registers.
 #include <algorithm>
 #include <vector>
-#include "packed_weight.h"
+#include "products.h"
 #include "shares.h"
 
 namespace {
@@ -15,9 +15,7 @@ constexpr int FEW = 4;        // rows of x that are multiplied while W is unpack
 // without, 4 bits up to 13 % slower
 template <int BITS, int M> void fetch_ahead(const uint8_t* p) {
     constexpr int AHEAD = L == 8 ? 1024 : 4096;
-#if defined(__AVX512BF16__) && !defined(__AVXVNNI__)
-    if (BITS == 8 && M == 1) return;
-#endif
+    if (ZEN_4 && BITS == 8 && M == 1) return;
     for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + AHEAD + i);
 }
 
@@ -105,136 +103,20 @@ template <int MOST, class F> void by_rows(int64_t M, F&& f) {  // f(count, first
     }
 }
 
-// Sums of some blocks -> rows of y [][all blocks][16]
-template <int M, class T> void put_all(T* y, int64_t row, int64_t all, Blocks blocks, int64_t count,
-                                       const vf (*part)[M][VECTORS], const float* bias) {
+// Sums of some blocks -> M rows of y from `row` on
+template <int M, class T>
+void put_all(const Product<T>& of, int64_t row, Blocks blocks, int64_t count, const vf (*part)[M][VECTORS]) {
     for (int64_t k = 0; k < count; k++)
         for (int m = 0; m < M; m++)
-            for (int v = 0; v < VECTORS; v++) put(y, row + m, all, blocks[k], v, part[k][m][v], bias);
+            for (int v = 0; v < VECTORS; v++) of.put(row + m, blocks[k], v, part[k][m][v]);
 }
 
-#if (defined(__AVX2__) && !defined(__AVX512F__)) || defined(__AVX512BW__)
-#define INTEGERS
 // ---- codes of 8 and 4 bits as integers ----
 //
-// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact. A code is multiplied
-// with the two bytes of an integer, four by four where the processor does that at once (VNNI), else two by two, of
-// which sums of 4-bit codes fit into 16 bits for a while; without VNNI 8-bit codes are multiplied with integers as they
-// are.
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-template <int BITS> constexpr bool BY_BYTES = true;
-constexpr int MOST = L / 2;
-#else
-template <int BITS> constexpr bool BY_BYTES = BITS == 4;
-constexpr int MOST = L == 8 ? 2 : 8;
-#endif
+// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact.
 
 constexpr int64_t ALONE = 4096;       // inputs that one thread makes integers of sooner than threads meet
 constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
-
-#if defined(__AVX512F__)
-#define OF_PROCESSOR(NAME) _mm512_##NAME
-typedef __m512i Own;
-#else
-#define OF_PROCESSOR(NAME) _mm256_##NAME
-typedef __m256i Own;
-#endif
-Own everywhere(int32_t x) { return OF_PROCESSOR(set1_epi32)(x); }
-
-// Codes times M rows of x, added up; UNITS of inputs at a time, at most 4
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-vi dot(vi acc, vu w, int32_t four) {  // four unsigned bytes of each lane of w times four with a sign
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, everywhere(four));
-#else
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, everywhere(four));
-#endif
-}
-
-template <int BITS, int M> struct Products {
-    vi high[VECTORS][M][2] = {}, rest[VECTORS][M][2] = {};
-
-    template <int UNITS> void add(const uint8_t* p, const int32_t* x) {
-        const vu low = vu{} + 0x0f0f0f0fu, sign = vu{} + 0x80808080u;
-        for (int u = 0; u < UNITS; u++, p += BITS * 16, x += 4 * M)
-            for (int v = 0; v < VECTORS; v++) {
-                const uint8_t* at = p + v * L * 4;
-                vu two[2];
-                if constexpr (BITS == 4) {
-                    vu w = load_as<vu>(at);
-                    two[0] = w & low, two[1] = (w >> 4) & low;
-                } else
-                    for (int h = 0; h < 2; h++) two[h] = load_as<vu>(at + h * WORDS) ^ sign;
-                for (int h = 0; h < 2; h++)
-                    for (int m = 0; m < M; m++) {
-                        const int32_t* from = x + (h * M + m) * 2;
-                        int a = M < 4 ? h : 0;  // sums of one row in turns: an addition waits for the one before
-                        high[v][m][a] = dot(high[v][m][a], two[h], from[0]);
-                        rest[v][m][a] = dot(rest[v][m][a], two[h], from[1]);
-                    }
-            }
-    }
-    void begin(int v, int m, vi x) { rest[v][m][0] = x; }
-    vi total(int v, int m) const {
-        vi a = high[v][m][0], b = rest[v][m][0];
-        if (M < 4) a += high[v][m][1], b += rest[v][m][1];
-        return (a << 8) + b;
-    }
-    static constexpr int ZERO = BITS == 8 ? 128 : 8;  // of symmetric codes: bytes have no sign here
-};
-#else
-typedef int16_t Halves __attribute__((vector_size(L * 4)));
-typedef uint16_t uHalves __attribute__((vector_size(L * 4)));
-
-template <int BITS, int M> struct Products {
-    vi sum[VECTORS][M] = {};
-
-    template <int UNITS> void add(const uint8_t* p, const int32_t* x) {
-        constexpr int AT_ONCE = M < 4 ? VECTORS : 1;  // vectors, as registers allow
-        for (int v = 0; v < VECTORS; v += AT_ONCE) {
-            if constexpr (BITS == 4) {
-                Halves high[AT_ONCE][M] = {}, rest[AT_ONCE][M] = {};  // 8 sums of two products of 15 and 128 at most
-                const int32_t* from = x;
-                for (int u = 0; u < UNITS; u++)
-                    for (int h = 0; h < 2; h++)
-                        for (int m = 0; m < M; m++, from += 2)
-                            for (int j = 0; j < AT_ONCE; j++) {
-                                const vu w = load_as<vu>(p + u * BITS * 16 + (v + j) * L * 4) >> (4 * h) & 0x0f0f0f0fu;
-                                high[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[0]));
-                                rest[j][m] += (Halves)OF_PROCESSOR(maddubs_epi16)((Own)w, everywhere(from[1]));
-                                asm("" : "+v"(high[j][m]), "+v"(rest[j][m]));  // as in_order, for any M
-                            }
-                for (int j = 0; j < AT_ONCE; j++)
-                    for (int m = 0; m < M; m++)
-                        sum[v + j][m] += dot(high[j][m], 256 | 256 << 16) + dot(rest[j][m], 1 | 1 << 16);
-            } else {
-                const int32_t* from = x;
-                for (int u = 0; u < 2 * UNITS; u++)
-                    for (int m = 0; m < M; m++, from += 2)
-                        for (int j = 0; j < AT_ONCE; j++) {
-                            const Halves w = load_as<Halves>(p + u * WORDS + (v + j) * L * 4);
-                            vi& to = sum[v + j][m];
-                            to += dot(w << 8 >> 8, from[0]);
-                            in_order<M>(to);
-                            to += dot(w >> 8, from[1]);
-                            in_order<M>(to);
-                        }
-            }
-        }
-    }
-    void begin(int v, int m, vi x) { sum[v][m] = x; }
-    vi total(int v, int m) const { return sum[v][m]; }
-    static constexpr int ZERO = BITS == 8 ? 0 : 8;
-
-private:
-    template <int ROWS>
-    static void in_order(vi& sum) {  // or gcc adds up in another order, for which registers do not suffice
-        if (ROWS < 4) asm("" : "+v"(sum));
-    }
-    static vi dot(Halves w, int32_t two) { return (vi)OF_PROCESSOR(madd_epi16)((Own)w, everywhere(two)); }
-};
-#endif
 
 struct Integers {                // of M rows of x
     int64_t M, in, span, spans;  // inputs of a row, and that share a step
@@ -269,28 +151,11 @@ struct Integers {                // of M rows of x
         for (int64_t i = 0; i < span; i += L) {                         // L inputs, half of them as many lanes
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
-            const vi in_8 = LANE % 8, in_4 = LANE % 4;
-            Pairs words;
-            if constexpr (BY_BYTES<BITS>) {  // of four bytes: the upper ones, the lower ones
-                // of 4-bit codes, a word has the inputs of even places of 8, the next one those of odd places
-                if (BITS == 4) q = two_of(q, q, LANE - in_8 + (in_8 * 2 + in_8 / 4) % 8);
-                const vi upper = (q + 128) >> 8;
-                const Own both = OF_PROCESSOR(packs_epi32)((Own)upper, (Own)(q - (upper << 8)));
-                words = (Pairs)OF_PROCESSOR(packs_epi16)(both, both);
-            } else {  // bytes two apart are taken together
-                q = two_of(q, q, LANE - in_4 + (in_4 * 2 + in_4 / 2) % 4);
-                words = (Pairs)OF_PROCESSOR(packs_epi32)((Own)q, (Own)q);
-            }
-            for (int j = 0; j < L / 4; j++, to += own.count * 2) {
-                const int64_t pair = words[2 * j];
-                std::memcpy(to, &pair, sizeof pair);
-            }
+            to = put_lanes<BITS>(q, own.count * 2, to);
         }
         step[row * spans + s] = top / LARGEST;
         minus_sum[row * spans + s] = -sum(total);
     }
-
-    typedef int64_t Pairs __attribute__((vector_size(L * 4)));
 };
 
 // COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span. PLAIN: scales are fp16, no
@@ -356,11 +221,12 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
     else by_units(std::false_type{});
 }
 
-template <int BITS, class T>
-void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
+template <int BITS, class T> void linear_by_integers(const Weight& w, const Product<T>& of) {
+    const int64_t M = of.M;
+    const int threads = of.threads;
     Integers rows(M, w.in, w.group);
-    Shares shares(blocks, threads);
-    const auto take = [&](int64_t i) { rows.take<BITS>(x, i / rows.spans, i % rows.spans); };
+    Shares shares(of.blocks, threads);
+    const auto take = [&](int64_t i) { rows.take<BITS>(of.x, i / rows.spans, i % rows.spans); };
     const bool alone = M * w.in <= ALONE;
     if (alone)
         for (int64_t i = 0; i < M * rows.spans; i++) take(i);
@@ -375,22 +241,21 @@ void linear_by_integers(const Weight& w, const T* x, const float* bias, T* y, in
                 vf part[Shares::STREAMS][m][VECTORS];
                 if (count == 1) few_by_integers<BITS, m, 1>(w, own, rows, first, part);
                 else few_by_integers<BITS, m, Shares::STREAMS>(w, own, rows, first, part);
-                put_all<m>(y, first, blocks, own, count, part, bias);
+                put_all<m>(of, first, own, count, part);
             });
         });
     }
 }
-#endif
-
-template <int BITS, class T>
-void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
+template <int BITS, class T> void linear_by_floats(const Weight& w, const Product<T>& of) {
+    const int64_t M = of.M;
+    const int threads = of.threads;
     const int64_t groups = w.in / w.group;
     std::vector<float> wide, sums;
     const float* rows;
-    if constexpr (std::is_same_v<T, float>) rows = x;
+    if constexpr (std::is_same_v<T, float>) rows = of.x;
     else {
         wide.resize(M * w.in);
-        for (int64_t i = 0; i < M * w.in; i += L) store(wide.data() + i, load(x + i));
+        for (int64_t i = 0; i < M * w.in; i += L) store(wide.data() + i, load(of.x + i));
         rows = wide.data();
     }
     const bool summed = w.zero || w.minimum;
@@ -402,7 +267,7 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
             sums[g] = sum(s);
         }
     }
-    Shares shares(blocks, threads);
+    Shares shares(of.blocks, threads);
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> unpacked(M > FEW ? w.in * SIDE : 0);
@@ -415,20 +280,16 @@ void linear_by_floats(const Weight& w, const T* x, const float* bias, T* y, int6
                     const float *at = rows + first * w.in, *total = sums.data() + (summed ? first * groups : 0);
                     if (M > FEW) many<m>(unpacked.data(), w.in, at, part[0]);
                     else if constexpr (m <= FEW) few<BITS, m>(w, own, count, at, total, part);
-                    put_all<m>(y, first, blocks, own, at_once, part, bias);
+                    put_all<m>(of, first, own, at_once, part);
                 });
             }
         });
     }
 }
 
-template <int BITS, class T>
-void linear(const Weight& w, const T* x, const float* bias, T* y, int64_t M, int64_t blocks, int threads) {
-#ifdef INTEGERS
-    if constexpr (BITS < 16) linear_by_integers<BITS>(w, x, bias, y, M, blocks, threads);
-    else
-#endif
-        linear_by_floats<BITS>(w, x, bias, y, M, blocks, threads);
+template <int BITS, class T> void linear(const Weight& w, const Product<T>& of) {
+    if constexpr ((AVX2 || AVX512) && BITS < 16) linear_by_integers<BITS>(w, of);
+    else linear_by_floats<BITS>(w, of);
 }
 
 template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t first, int64_t blocks, int threads) {
@@ -446,14 +307,3 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
 }
 
 }  // namespace
-
-extern "C" void kvf_linear(int64_t is_bf16, int64_t bits, const void* x, WEIGHT_ARGUMENTS, const float* bias, void* y,
-                           int64_t M, int64_t in, int64_t blocks, int64_t group, int64_t shared, int64_t min_shared,
-                           int64_t threads) {
-    FLOAT_OR_BF16(BY_BITS((linear<BITS>(WEIGHT, (const T*)x, bias, (T*)y, M, blocks, threads))))
-}
-
-extern "C" void kvf_unpack_rows(int64_t is_bf16, int64_t bits, WEIGHT_ARGUMENTS, void* y, int64_t in, int64_t group,
-                                int64_t shared, int64_t min_shared, int64_t first, int64_t blocks, int64_t threads) {
-    FLOAT_OR_BF16(BY_BITS((unpack_rows<BITS>(WEIGHT, (T*)y, first, blocks, threads))))
-}

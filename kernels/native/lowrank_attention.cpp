@@ -1,16 +1,21 @@
 // Attention over latents in their own space (OjaKV). Tokens lie side by side: coordinate c of token t at c * chan + t.
 #include "channels.h"
-#include "tiles.h"
 
 namespace {
 
+// One head's latents: coordinates lie `chan` apart
+template <class T> struct Block {
+    const T *k, *v;
+    int64_t chan;
+};
+
 // What a part has seen of latents. The weighted coordinates stay L sums each until the end.
-struct Latents {
+struct Weighted {
     int G, R_K, R_V;  // coordinates of a key and of a value
     int M;            // tokens of a block: long runs of each row, and logits that stay in a first-level cache
     std::vector<float> p, wide, shrink;
 
-    Latents(int G, int R_K, int R_V)
+    Weighted(int G, int R_K, int R_V)
         : G(G),
           R_K(R_K),
           R_V(R_V),
@@ -20,95 +25,113 @@ struct Latents {
           shrink(G) {}
 
     // tokens lo..hi of one head; q [G, D], of which R_K coordinates count
-    template <class T>
-    void see(const float* q, const T* k, const T* v, int64_t chan, int64_t lo, int64_t hi, Seen& seen) {
+    template <class T> void see(const float* q, const Block<T>& of, int64_t lo, int64_t hi, Seen& seen) {
         int64_t whole = lo + std::max<int64_t>(0, hi - lo) / L * L;
         for (int64_t first = lo; first < whole; first += M)
-            block(q, k + first, v + first, chan, (int)std::min<int64_t>(M, whole - first), seen);
+            block(q, Block<T>{of.k + first, of.v + first, of.chan}, (int)std::min<int64_t>(M, whole - first), seen);
         if (whole < hi) {  // behind the last token may be anything, and the end of the buffer
             int n = (int)(hi - whole);
             std::vector<T> end((R_K + R_V) * L, T{});
-            for (int r = 0; r < R_K; r++) std::copy_n(k + r * chan + whole, n, &end[r * L]);
-            for (int r = 0; r < R_V; r++) std::copy_n(v + r * chan + whole, n, &end[(R_K + r) * L]);
-            block(q, end.data(), end.data() + R_K * L, L, n, seen);
+            for (int r = 0; r < R_K; r++) std::copy_n(of.k + r * of.chan + whole, n, &end[r * L]);
+            for (int r = 0; r < R_V; r++) std::copy_n(of.v + r * of.chan + whole, n, &end[(R_K + r) * L]);
+            block(q, Block<T>{end.data(), end.data() + R_K * L, L}, n, seen);
         }
         for (int g = 0; g < G; g++)
             for (int r = 0; r < R_V; r++) seen.y[g * seen.D + r] = sum(load(&wide[(g * R_V + r) * L]));
     }
 
-    template <class T> void block(const float* q, const T* k, const T* v, int64_t chan, int n, Seen& seen) {
+    template <class T> void block(const float* q, const Block<T>& of, int n, Seen& seen) {
         int width = (n + L - 1) / L * L;
         std::vector<const T*> rows(std::max(R_K, R_V));
-        for (int r = 0; r < R_K; r++) rows[r] = k + r * chan;
-        by_heads(G,
-                 [&](auto m, int g) { score_rows<m>(q + g * seen.D, seen.D, rows.data(), R_K, &p[g * M], M, width); });
-        for (int g = 0; g < G; g++) shrink[g] = seen.soften(g, &p[g * M], n, width);
-        for (int r = 0; r < R_V; r++) rows[r] = v + r * chan;
+        for (int r = 0; r < R_K; r++) rows[r] = of.k + r * of.chan;
         by_heads(G, [&](auto m, int g) {
-            weigh_rows<m>(&p[g * M], M, rows.data(), R_V, &shrink[g], &wide[g * R_V * L], width);
+            score_rows<m>({q + g * seen.D, seen.D}, rows.data(), R_K, {&p[g * M], M}, width);
+        });
+        for (int g = 0; g < G; g++) shrink[g] = seen.soften(g, &p[g * M], n, width);
+        for (int r = 0; r < R_V; r++) rows[r] = of.v + r * of.chan;
+        by_heads(G, [&](auto m, int g) {
+            weigh_rows<m>({&p[g * M], M}, rows.data(), R_V, &shrink[g], &wide[g * R_V * L], width);
         });
     }
 };
 
-}  // namespace
+// Latents [B, H, slots, R_K or R_V], coordinate by coordinate in memory, of which row b holds the first stored[b]; a
+// coordinate of a token lies `chan` behind the one before
+template <class T> struct Latent {
+    const T* at;
+    int64_t row, head, chan, rank;
+    PerHead<const float> basis;  // [B or 1, H, D, rank]
 
-extern "C" {
+    const T* of(int64_t b, int64_t h) const { return at + b * row + h * head; }
+};
 
-// q [B, H * G, D]; latents of which row b holds the first stored[b]; bases [B or 1, H, D, R], a row stride of 0 where
-// all rows share one; full-rank tokens [B, H, F, D] of which those are there that `filled` [B, F] tells.
-void kvf_lowrank_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const float* k_basis,
-                           const float* v_basis, const int64_t* stored, const void* k_full, const void* v_full,
-                           const uint8_t* filled, void* out, int64_t q_row, int64_t q_head, int64_t k_row,
-                           int64_t k_head, int64_t v_row, int64_t v_head, int64_t chan, int64_t k_basis_row,
-                           int64_t v_basis_row, int64_t B, int64_t H, int64_t G, int64_t D, int64_t R_K, int64_t R_V,
-                           int64_t F, int64_t threads) {
+// Tokens at full rank [B, H, F, D], whole in memory, of which those are there that `filled` [B, F] tells
+template <class T> struct Filled {
+    const T *k, *v;
+    const uint8_t* filled;
+    int64_t F;
+};
+
+template <class T> void attend_lowrank(const Heads<T>& heads, const Latent<T>& k, const Latent<T>& v,
+                                       const int64_t* stored, const Filled<T>& full) {
+    const int64_t B = heads.B, H = heads.H, G = heads.G, D = heads.D, threads = heads.threads;
+    const int64_t R_K = k.rank, R_V = v.rank, F = full.F;
     int64_t W = (std::max(R_K, R_V) + L - 1) / L * L, longest = *std::max_element(stored, stored + B);
     Room<float> folded(B * H * G * W), mean(B * H * G * W);  // queries in the key basis, outputs in the value basis
     std::vector<float> lse(B * H * G);
-    FLOAT_OR_BF16(
-        _Pragma("omp parallel for num_threads(threads)")
-        for (int64_t head = 0; head < B * H * G; head++) {
-            int64_t b = head / (H * G), h = head % (H * G) / G;
-            const T* x = (const T*)q + b * q_row + head % (H * G) * q_head;
-            const float* u = k_basis + b * k_basis_row + h * D * R_K;
-            for (int64_t d = 0; d < D; d++)
-                for (int64_t r = 0; r < R_K; r++) folded[head * W + r] += number(x[d]) * u[d * R_K + r];
-        }
-        attention(folded.at, H * G * W, W, mean.at, (int)B, (int)H, (int)G, (int)W, parts_of(longest), threads,
-            [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-                int64_t b = group / H, h = group % H, lo = part * CHUNK;
-                Latents((int)G, (int)R_K, (int)R_V).see(query, (const T*)k + b * k_row + h * k_head,
-                                                        (const T*)v + b * v_row + h * v_head, chan, lo,
-                                                        std::min(stored[b], lo + CHUNK), seen);
-            }, (int)D, lse.data());
-        _Pragma("omp parallel for num_threads(threads)")
-        for (int64_t group = 0; group < B * H; group++) {
-            int64_t b = group / H, h = group % H;
-            Seen seen((int)G, (int)D);
-            seen.clear();
-            std::vector<float> query(G * D);
-            scaled_query((const T*)q + b * q_row + h * G * q_head, q_head, (int)G, (int)D, LOG2_E / std::sqrt((float)D),
-                         query.data());
-            const float* u = v_basis + b * v_basis_row + h * D * R_V;
-            for (int64_t g = 0; g < G; g++) {  // all latents are as one token, whose value is what was attended to
-                int64_t head = group * G + g;
-                if (lse[head] == -INFINITY) continue;
-                seen.top[g] = lse[head] * LOG2_E, seen.sum_parts[g * L] = 1;
-                for (int64_t d = 0; d < D; d++) {
-                    vf acc = {};
-                    for (int64_t r = 0; r < R_V; r += L)
-                        acc += load_some<vf>(u + d * R_V + r, (int)std::min<int64_t>(L, R_V - r)) * load(&mean[head * W + r]);
-                    seen.y[g * D + d] = sum(acc);
-                }
+#pragma omp parallel for num_threads(threads)
+    for (int64_t head = 0; head < B * H * G; head++) {
+        int64_t b = head / (H * G), h = head % (H * G) / G;
+        const T* x = heads.q + b * heads.row + head % (H * G) * heads.head;
+        const float* u = k.basis.of(b, h);
+        for (int64_t d = 0; d < D; d++)
+            for (int64_t r = 0; r < R_K; r++) folded[head * W + r] += number(x[d]) * u[d * R_K + r];
+    }
+    const Heads<float> inner{.q = folded.at,
+                             .row = H * G * W,
+                             .head = W,
+                             .out = mean.at,
+                             .B = B,
+                             .H = H,
+                             .G = G,
+                             .D = W,
+                             .threads = threads};
+    const auto work = [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H, h = group % H, lo = part * CHUNK;
+        Weighted((int)G, (int)R_K, (int)R_V)
+            .see(query, Block<T>{k.of(b, h), v.of(b, h), k.chan}, lo, std::min(stored[b], lo + CHUNK), seen);
+    };
+    attention(inner, parts_of(longest), work, D, lse.data());
+#pragma omp parallel for num_threads(threads)
+    for (int64_t group = 0; group < B * H; group++) {
+        int64_t b = group / H, h = group % H;
+        Seen seen((int)G, (int)D);
+        seen.clear();
+        std::vector<float> query(G * D);
+        scaled_query(heads.of(b, h), heads.head, (int)G, (int)D, LOG2_E / std::sqrt((float)D), query.data());
+        const float* u = v.basis.of(b, h);
+        for (int64_t g = 0; g < G; g++) {  // all latents are as one token, whose value is what was attended to
+            int64_t head = group * G + g;
+            if (lse[head] == -INFINITY) continue;
+            seen.top[g] = lse[head] * LOG2_E, seen.sum_parts[g * L] = 1;
+            for (int64_t d = 0; d < D; d++) {
+                vf acc = {};
+                for (int64_t r = 0; r < R_V; r += L)
+                    acc +=
+                        load_some<vf>(u + d * R_V + r, (int)std::min<int64_t>(L, R_V - r)) * load(&mean[head * W + r]);
+                seen.y[g * D + d] = sum(acc);
             }
-            std::vector<int64_t> slots;
-            for (int64_t f = 0; f < F; f++)
-                if (filled[b * F + f]) slots.push_back(f);
-            seen.add_slots(query.data(), (const T*)k_full + group * F * D, (const T*)v_full + group * F * D, D, D,
-                           slots.data(), 0, (int64_t)slots.size());
-            for (int64_t g = 0; g < G; g++)
-                for (int64_t d = 0; d < D; d += L)
-                    store((T*)out + (group * G + g) * D + d, load(&seen.y[g * D + d]) / std::max(seen.total((int)g), 1e-30f));
-        })
+        }
+        std::vector<int64_t> slots;
+        for (int64_t f = 0; f < F; f++)
+            if (full.filled[b * F + f]) slots.push_back(f);
+        const Slots<T> of{full.k + group * F * D, full.v + group * F * D, D, D, slots.data()};
+        seen.add_slots(query.data(), of, 0, (int64_t)slots.size());
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t d = 0; d < D; d += L)
+                store(heads.out + (group * G + g) * D + d,
+                      load(&seen.y[g * D + d]) / std::max(seen.total((int)g), 1e-30f));
+    }
 }
-}
+
+}  // namespace

@@ -4,30 +4,26 @@
 
 #include "softmax.h"
 
-extern "C" {
+namespace {
 
 // weights [B, H, T_]: of each slot the softmax weights of a group's query heads, summed up; 0 from stop [B] on
-void kvf_observed_attention(int64_t is_bf16, const void* q, const void* k, const void* v, const int64_t* stop,
-                            void* out, float* weights, int64_t q_row, int64_t q_head, int64_t k_row, int64_t k_head,
-                            int64_t k_slot, int64_t v_row, int64_t v_head, int64_t v_slot, int64_t B, int64_t H,
-                            int64_t G, int64_t D, int64_t T_, int64_t threads) {
+template <class T> void attend_observed(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v,
+                                        const int64_t* stop, float* weights, int64_t T_) {
+    const int64_t B = heads.B, H = heads.H, G = heads.G, threads = heads.threads;
     int64_t longest = 0;
     for (int64_t b = 0; b < B; b++) longest = std::max(longest, stop[b]);
     std::unique_ptr<float[]> logits(new float[B * H * G * longest]);
     std::vector<float> lse(B * H * G);
-    FLOAT_OR_BF16(
-        attention((const T*)q, q_row, q_head, (T*)out, B, H, G, D, parts_of(longest), threads,
-                  [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-                      int64_t b = group / H, h = group % H, lo = part * CHUNK, hi = std::min(stop[b], lo + CHUNK);
-                      float* to = &logits[group * G * longest];
-                      seen.add_slots(query, (const T*)k + b * k_row + h * k_head, (const T*)v + b * v_row + h * v_head,
-                                     k_slot, v_slot, nullptr, lo, hi, [&](int64_t first, int n) {
-                                         for (int64_t g = 0; g < G; g++)
-                                             for (int i = 0; i < n; i++)
-                                                 to[g * longest + first + i] = seen.p[g * N + i] * seen.scale;
-                                     });
-                  },
-                  0, lse.data()))
+    const auto work = [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H, h = group % H, lo = part * CHUNK, hi = std::min(stop[b], lo + CHUNK);
+        float* to = &logits[group * G * longest];
+        const auto look = [&](int64_t first, int n) {
+            for (int64_t g = 0; g < G; g++)
+                for (int i = 0; i < n; i++) to[g * longest + first + i] = seen.p[g * N + i] * seen.scale;
+        };
+        seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo, hi, look);
+    };
+    attention(heads, parts_of(longest), work, 0, lse.data());
     int64_t parts = parts_of(T_);
 #pragma omp parallel for num_threads(threads)
     for (int64_t item = 0; item < B * H * parts; item++) {
@@ -44,4 +40,5 @@ void kvf_observed_attention(int64_t is_bf16, const void* q, const void* k, const
         std::fill(to + filled, to + hi, 0.0f);
     }
 }
-}
+
+}  // namespace

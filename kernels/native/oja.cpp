@@ -1,13 +1,18 @@
 // Oja's rule, one token after the other (kernels/oja.py).
 #include "vectors.h"
 
-extern "C" {
+namespace {
 
-// out = u [groups, D, R] turned towards x [groups, m, D] token by token, u += (x - u y) y^T with y = u^T x
-void kvf_oja_sequential(const float* x, const float* u, float* out, int64_t groups, int64_t m, int64_t D, int64_t rank,
-                        int64_t threads) {
+// groups of m rows of D numbers, and a basis of `rank` directions of each
+struct OjaSizes {
+    int64_t groups, m, D, rank, threads;
+};
+
+// out = u [groups, D, rank] turned towards x [groups, m, D] token by token, u += (x - u y) y^T with y = u^T x
+void oja_sequence(const float* x, const float* u, float* out, const OjaSizes& sizes) {
+    const int64_t groups = sizes.groups, m = sizes.m, D = sizes.D, rank = sizes.rank;
     const int64_t R = (rank + L - 1) / L * L;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+#pragma omp parallel for num_threads(sizes.threads) schedule(dynamic)
     for (int64_t group = 0; group < groups; group++) {
         std::vector<float> y(R), basis(D * R);
         for (int64_t d = 0; d < D; d++) std::copy_n(u + (group * D + d) * rank, rank, &basis[d * R]);
@@ -26,4 +31,5 @@ void kvf_oja_sequential(const float* x, const float* u, float* out, int64_t grou
         for (int64_t d = 0; d < D; d++) std::copy_n(&basis[d * R], rank, out + (group * D + d) * rank);
     }
 }
-}
+
+}  // namespace

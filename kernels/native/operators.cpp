@@ -86,21 +86,55 @@ Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
 
 int64_t threads() { return torch::stable::get_num_threads(); }
 
-struct Lists {
-    int64_t row, head;
-};  // one list may serve all heads
-Lists strides_of(const Tensor& x) { return {x.stride(0), x.size(1) > 1 ? x.stride(1) : 0}; }
+// f(a number of the type that all of these have)
+template <class F> void by_type(std::initializer_list<const Tensor*> some, F f) {
+    if (is_bf16(some)) f(bf16{});
+    else f(0.0f);
+}
+
+// ---- operands, of tensors whose type was looked at ----
+
+template <class T> Heads<T> heads_of(const Tensor& q, int64_t H, const Tensor& out) {
+    STD_TORCH_CHECK(q.stride(2) == 1, "the channels of queries must be contiguous");
+    return {.q = data<const T>(q),
+            .row = q.stride(0),
+            .head = q.stride(1),
+            .out = data<T>(out),
+            .B = q.size(0),
+            .H = H,
+            .G = q.size(1) / H,
+            .D = q.size(2),
+            .threads = threads()};
+}
+template <class T> Cache<T> cache_of(const Tensor& x) {
+    STD_TORCH_CHECK(x.stride(3) == 1, "the last dimension must be contiguous");
+    return {.at = data<const T>(x), .row = x.stride(0), .head = x.stride(1), .slot = x.stride(2)};
+}
+// One row may serve the whole batch, and one list all heads
+template <class T> PerHead<T> per_head(T* at, const Tensor& x) {
+    return {.at = at, .row = x.size(0) > 1 ? x.stride(0) : 0, .head = x.size(1) > 1 ? x.stride(1) : 0};
+}
+template <class T> PerHead<T> per_head(T* at, const Maybe& x) { return x ? per_head(at, *x) : PerHead<T>{}; }
+List list_of(const Tensor& idx, const Tensor& count) {
+    STD_TORCH_CHECK(idx.stride(2) == 1, "the last dimension must be contiguous");
+    return {.idx = per_head<const int64_t>(ints(idx, "idx"), idx),
+            .count = per_head<const int64_t>(ints(count, "count"), count),
+            .K = idx.size(2)};
+}
+Angles angles_of(const Tensor& cos, const Tensor& sin) {
+    return {.cos = floats(cos, "cos"), .sin = floats(sin, "sin"), .row = cos.size(0) > 1 ? cos.stride(0) : 0};
+}
 
 Tensor attention_of_slots(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop, Maybe mean_k, Maybe mean_v,
                           Maybe count) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
-    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
     make_whole(start, stop, mean_k, mean_v, count);
-    Tensor out = like(q, {B, Hq, D});
-    kvf_decode_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
-                         ints(stop, "stop"), floats(mean_k, "mean_k"), floats(mean_v, "mean_v"), ints(count, "count"),
-                         out.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0),
-                         v.stride(1), v.stride(2), B, H, Hq / H, D, threads());
+    Tensor out = like(q, {q.size(0), q.size(1), q.size(2)});
+    by_type({&q, &k, &v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const Range range{.start = ints(start, "start"), .stop = ints(stop, "stop")};
+        const Means means{.k = floats(mean_k, "mean_k"), .v = floats(mean_v, "mean_v"), .count = ints(count, "count")};
+        attend_range(heads_of<T>(q, k.size(1), out), cache_of<T>(k), cache_of<T>(v), range, means);
+    });
     return out;
 }
 
@@ -109,13 +143,23 @@ Tensor decode_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop) 
 }
 
 Tensor verify_attention(Tensor q, Tensor k, Tensor v, Maybe start, Tensor stop) {
-    int64_t B = q.size(0), Hq = q.size(1), n = q.size(2), D = q.size(3), H = k.size(1);
-    STD_TORCH_CHECK(k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
+    const int64_t B = q.size(0), Hq = q.size(1), n = q.size(2), D = q.size(3), H = k.size(1);
     make_whole(q, start, stop);
     Tensor out = like(q, {B, Hq, n, D});
-    kvf_verify_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
-                         ints(stop, "stop"), out.data_ptr(), q.stride(0), D, k.stride(0), k.stride(1), k.stride(2),
-                         v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H * n, D, n, threads());
+    by_type({&q, &k, &v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const Heads<T> heads{.q = data<const T>(q),
+                             .row = Hq * n * D,
+                             .head = D,
+                             .out = data<T>(out),
+                             .B = B,
+                             .H = H,
+                             .G = Hq / H * n,
+                             .D = D,
+                             .threads = threads()};
+        const Range range{.start = ints(start, "start"), .stop = ints(stop, "stop")};
+        attend_tokens(heads, cache_of<T>(k), cache_of<T>(v), range, n);
+    });
     return out;
 }
 
@@ -125,50 +169,53 @@ Tensor packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, Maybe mean_k,
 }
 
 std::tuple<Tensor, Tensor> observed_attention(Tensor q, Tensor k, Tensor v, Tensor stop) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1), T = k.size(2);
-    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "channels must be contiguous");
+    int64_t B = q.size(0), H = k.size(1), slots = k.size(2);
     make_whole(stop);
-    Tensor out = like(q, {B, Hq, D}), weights = like(q, {B, H, T}, ScalarType::Float);
-    kvf_observed_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(stop, "stop"),
-                           out.data_ptr(), (float*)weights.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
-                           k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2), B, H, Hq / H, D, T,
-                           threads());
+    Tensor out = like(q, {B, q.size(1), q.size(2)}), weights = like(q, {B, H, slots}, ScalarType::Float);
+    by_type({&q, &k, &v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        attend_observed(heads_of<T>(q, H, out), cache_of<T>(k), cache_of<T>(v), ints(stop, "stop"),
+                        data<float>(weights), slots);
+    });
     return {std::move(out), std::move(weights)};
 }
 
 Tensor gather_attention(Tensor q, Tensor k, Tensor v, Tensor idx, Tensor count) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1);
-    STD_TORCH_CHECK(q.stride(2) == 1 && k.stride(3) == 1 && v.stride(3) == 1 && idx.stride(2) == 1,
-                    "the last dimension must be contiguous");
-    Tensor out = like(q, {B, Hq, D});
-    Lists at = strides_of(idx), n = strides_of(count);
-    kvf_gather_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(idx, "idx"),
-                         ints(count, "count"), out.data_ptr(), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-                         k.stride(2), v.stride(0), v.stride(1), v.stride(2), at.row, at.head, n.row, n.head, B, H,
-                         Hq / H, D, idx.size(2), threads());
+    Tensor out = like(q, {q.size(0), q.size(1), q.size(2)});
+    by_type({&q, &k, &v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        attend_list(heads_of<T>(q, k.size(1), out), cache_of<T>(k), cache_of<T>(v), list_of(idx, count));
+    });
     return out;
 }
 
 Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Tensor v, Maybe k_params, Maybe v_params,
                                Maybe alpha, Maybe codes, Tensor sink_k, Tensor sink_v, Tensor tail_k, Tensor tail_v,
                                Tensor pos, Tensor prompt_len, Tensor flushed, int64_t bits) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = idx.size(1);
     for (auto x : {&k, &v, &sink_k, &sink_v, &tail_k, &tail_v})
         STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
-    STD_TORCH_CHECK(
-        lies_whole(k_params) && lies_whole(v_params) && lies_whole(alpha) && lies_whole(codes) && q.stride(2) == 1,
-        "a cache must be contiguous");
-    int64_t half = is_bf16({&q, &sink_k, &sink_v, &tail_k, &tail_v});
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && lies_whole(alpha) && lies_whole(codes),
+                    "a cache must be contiguous");
     if (bits == 16) is_bf16({&q, &k, &v});
     else bytes(k, "k"), bytes(v, "v");
     make_whole(idx, count, pos, prompt_len);
-    Tensor out = like(q, {B, Hq, D});
-    kvf_packed_gather_attention(half, bits, q.data_ptr(), ints(idx, "idx"), ints(count, "count"), k.data_ptr(),
-                                v.data_ptr(), halves(k_params, "k_params"), halves(v_params, "v_params"),
-                                floats(alpha, "alpha"), bytes(codes, "codes"), sink_k.data_ptr(), sink_v.data_ptr(),
-                                tail_k.data_ptr(), tail_v.data_ptr(), ints(pos, "pos"), ints(prompt_len, "prompt_len"),
-                                ints(flushed, "flushed"), out.data_ptr(), q.stride(0), q.stride(1), B, H, Hq / H, D,
-                                k.size(2), idx.size(2), sink_k.size(2), tail_k.size(2), threads());
+    Tensor out = like(q, {q.size(0), q.size(1), q.size(2)});
+    by_type({&q, &sink_k, &sink_v, &tail_k, &tail_v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const Listed<T> listed{.bits = bits,
+                               .packed = {.k = data<uint8_t>(k),
+                                          .v = data<uint8_t>(v),
+                                          .k_params = halves(k_params, "k_params"),
+                                          .v_params = halves(v_params, "v_params"),
+                                          .signs = bytes(codes, "codes")},
+                               .whole = {.k = data<T>(k), .v = data<T>(v), .slots = k.size(2)},
+                               .alpha = floats(alpha, "alpha")};
+        const Whole<T> sinks{.k = data<T>(sink_k), .v = data<T>(sink_v), .slots = sink_k.size(2)},
+            ring{.k = data<T>(tail_k), .v = data<T>(tail_v), .slots = tail_k.size(2)};
+        attend_packed(
+            heads_of<T>(q, idx.size(1), out), list_of(idx, count), listed, sinks, ring,
+            {.pos = ints(pos, "pos"), .prompt = ints(prompt_len, "prompt_len"), .flushed = ints(flushed, "flushed")});
+    });
     return out;
 }
 
@@ -179,13 +226,16 @@ std::tuple<Tensor, Tensor> select_tokens(Tensor scores, Maybe mask, Maybe pos, T
     if (scores.stride(2) != 1) make_whole(scores);
     make_whole(mask, pos);
     Tensor idx = like(scores, {B, H, K}, ScalarType::Long), count = like(scores, {B, H}, ScalarType::Long);
-    // wanted is [B], or [B, H]; a mask may serve all heads
-    int64_t wanted_head = wanted.dim() > 1 && wanted.size(1) > 1 ? wanted.stride(1) : 0;
-    int64_t mask_row = mask ? mask->size(1) * T : 0, mask_head = mask && mask->size(1) > 1 ? T : 0;
-    if (mask && mask->size(0) == 1) mask_row = 0;
-    kvf_select(floats(scores, "scores"), data<uint8_t>(mask), ints(pos, "pos"), ints(wanted, "wanted"),
-               ints(idx, "idx"), ints(count, "count"), scores.stride(0), scores.stride(1), mask_row, mask_head,
-               wanted.stride(0), wanted_head, B, H, T, K, sinks, recent, threads());
+    const ScoredRows rows{.at = per_head<const float>(floats(scores, "scores"), scores),
+                          .pos = ints(pos, "pos"),
+                          .B = B,
+                          .H = H,
+                          .T = T,
+                          .threads = threads()};
+    PerHead<const int64_t> want{.at = ints(wanted, "wanted"), .row = wanted.stride(0)};  // [B], or [B, H]
+    if (wanted.dim() > 1) want = per_head(want.at, wanted);
+    select_largest(rows, per_head<const uint8_t>(data<uint8_t>(mask), mask), want, {.sinks = sinks, .recent = recent},
+                   {.idx = data<int64_t>(idx), .count = data<int64_t>(count), .K = K});
     return {std::move(idx), std::move(count)};
 }
 
@@ -199,27 +249,26 @@ std::tuple<Tensor, Tensor> budget_select(Tensor scores, Tensor pos, Tensor wante
 }
 
 Tensor top_p_count(Tensor weights, Tensor pos, double p, int64_t sinks, int64_t recent) {
-    int64_t B = weights.size(0), H = weights.size(1), T = weights.size(2);
     if (weights.stride(2) != 1) make_whole(weights);
     make_whole(pos);
-    Tensor count = like(weights, {B, H}, ScalarType::Long);
-    kvf_top_p(floats(weights, "weights"), ints(pos, "pos"), &p, ints(count, "count"), weights.stride(0),
-              weights.stride(1), B, H, T, sinks, recent, threads());
+    Tensor count = like(weights, {weights.size(0), weights.size(1)}, ScalarType::Long);
+    const ScoredRows rows{.at = per_head<const float>(floats(weights, "weights"), weights),
+                          .pos = ints(pos, "pos"),
+                          .B = weights.size(0),
+                          .H = weights.size(1),
+                          .T = weights.size(2),
+                          .threads = threads()};
+    count_nucleus(rows, p, {.sinks = sinks, .recent = recent}, data<int64_t>(count));
     return count;
 }
 
-// Scores [B, H, T]
-Tensor looked_up(const Tensor& like_this, const float* table, int64_t B, int64_t H, const Tensor& codes,
-                 const Tensor* params, const float* total, const Maybe& pos, const Maybe& skip) {
-    int64_t T = codes.size(2), W = codes.size(3);
-    STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == W, "the codes of a head must be contiguous");
-    STD_TORCH_CHECK(!params || (params->stride(3) == 1 && params->stride(2) == 2),
-                    "params of a head must be contiguous");
-    Tensor out = rows_like(like_this, {B, H}, T);
-    kvf_look_up(table, bytes(codes, "codes"), halves(params, "params"), total, ints(pos, "pos"), ints(skip, "skip"),
-                (float*)out.data_ptr(), codes.stride(0), codes.stride(1), params ? params->stride(0) : 0,
-                params ? params->stride(1) : 0, out.stride(0), out.stride(1), B, H, T, W, skip ? skip->size(2) : 0,
-                threads());
+// Scores [B, H, T] of codes [B, H, T, W]; `of` has the table, and what goes with it
+Tensor looked_up(LookedUp of, const Tensor& like_this, const Tensor& codes) {
+    STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == codes.size(3), "the codes of a head must be contiguous");
+    of.codes = per_head<const uint8_t>(bytes(codes, "codes"), codes);
+    of.T = codes.size(2), of.W = codes.size(3), of.threads = threads();
+    Tensor out = rows_like(like_this, {of.B, of.H}, of.T);
+    look_up(of, per_head(data<float>(out), out));
     return out;
 }
 
@@ -250,7 +299,13 @@ Tensor lut_score(Tensor q, Tensor book, Tensor packed, Maybe pos, Maybe skip) {
             }
     }
     make_whole(pos, skip);
-    return looked_up(q, table.data(), B, H, packed, nullptr, nullptr, pos, skip);
+    const LookedUp of{.table = table.data(),
+                      .pos = ints(pos, "pos"),
+                      .skip = ints(skip, "skip"),
+                      .n_skip = skip ? skip->size(2) : 0,
+                      .B = B,
+                      .H = H};
+    return looked_up(of, q, packed);
 }
 
 // A label of 4 bits looks up its product with the query, one of 2 bits together with its neighbour's
@@ -269,7 +324,14 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
                     bits == 4 ? x[c] * i : x[2 * c] * (i & 3) + x[2 * c + 1] * (i >> 2);
     }
     make_whole(pos);
-    return looked_up(q, table.data(), B, H, labels, &params, total.data(), pos, {});
+    STD_TORCH_CHECK(params.stride(3) == 1 && params.stride(2) == 2, "params of a head must be contiguous");
+    const LookedUp of{.table = table.data(),
+                      .params = per_head<const uint16_t>(halves(params, "params"), params),
+                      .total = total.data(),
+                      .pos = ints(pos, "pos"),
+                      .B = B,
+                      .H = H};
+    return looked_up(of, q, labels);
 }
 
 std::vector<float> as_floats(const Tensor& x) {  // x lies whole
@@ -280,25 +342,40 @@ std::vector<float> as_floats(const Tensor& x) {  // x lies whole
     return out;
 }
 
+// Queries [B, H, C, R], which become fp32 in `numbers`, for n tokens
+Scored scored(const Tensor& q, std::vector<float>& numbers, const int64_t* pos, int64_t n) {
+    numbers = as_floats(q);
+    return {.q = numbers.data(),
+            .B = q.size(0),
+            .H = q.size(1),
+            .C = q.size(2),
+            .R = q.size(3),
+            .n = n,
+            .pos = pos,
+            .threads = threads()};
+}
+Scores scores_of(const Tensor& out) {
+    return {.at = data<float>(out), .row = out.stride(0), .head = out.stride(1), .query = out.stride(2)};
+}
+
 Tensor score_heads(Tensor q, Tensor x, Maybe pos) {
-    int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = x.size(2);
-    STD_TORCH_CHECK(x.stride(3) == 1 && R % WHOLE == 0, "rows must be contiguous, and whole vectors");
+    STD_TORCH_CHECK(x.stride(3) == 1 && q.size(3) % WHOLE == 0, "rows must be contiguous, and whole vectors");
     make_whole(q, pos);
-    Tensor out = rows_like(q, {B, H, C}, T);
-    kvf_head_scores(is_bf16({&x}), as_floats(q).data(), x.data_ptr(), ints(pos, "pos"), (float*)out.data_ptr(),
-                    x.stride(0), x.stride(1), x.stride(2), out.stride(0), out.stride(1), out.stride(2), B, H, C, T, R,
-                    threads());
+    Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, x.size(2));
+    std::vector<float> numbers;
+    const Scored of = scored(q, numbers, ints(pos, "pos"), x.size(2));
+    by_type({&x}, [&](auto zero) { head_scores(of, cache_of<decltype(zero)>(x), scores_of(out)); });
     return out;
 }
 
 Tensor score_channels(Tensor q, Tensor channels, Tensor keys, Tensor pos) {
-    int64_t B = q.size(0), H = q.size(1), C = q.size(2), R = q.size(3), T = keys.size(3);
     STD_TORCH_CHECK(keys.stride(3) == 1, "the tokens of a channel must be contiguous");
     make_whole(q, channels, pos);
-    Tensor out = rows_like(q, {B, H, C}, T);
-    kvf_channel_scores(is_bf16({&keys}), as_floats(q).data(), ints(channels, "channels"), keys.data_ptr(),
-                       ints(pos, "pos"), (float*)out.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(2),
-                       out.stride(0), out.stride(1), out.stride(2), B, H, C, T, R, threads());
+    Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, keys.size(3));
+    std::vector<float> numbers;
+    const Scored of = scored(q, numbers, ints(pos, "pos"), keys.size(3));
+    const int64_t* which = ints(channels, "channels");
+    by_type({&keys}, [&](auto zero) { channel_scores(of, which, cache_of<decltype(zero)>(keys), scores_of(out)); });
     return out;
 }
 
@@ -317,8 +394,12 @@ Tensor dense_linear(Tensor x, Tensor weight, Maybe bias) {
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n,
                     " inputs");
     Tensor y = products_like(x, out);
-    int64_t half = bias ? is_bf16({&x, &weight, &*bias}) : is_bf16({&x, &weight});
-    kvf_dense_linear(half, x.data_ptr(), weight.data_ptr(), data<char>(bias), y.data_ptr(), M, n, out, threads());
+    if (bias) is_bf16({&x, &*bias});
+    by_type({&x, &weight}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const DenseWeight<T> of{.w = data<T>(weight), .bias = data<T>(bias), .in = n, .out = out};
+        dense(of, data<const T>(x), data<T>(y), M, (int)threads());
+    });
     return y;
 }
 
@@ -345,6 +426,26 @@ int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
     return n;
 }
 
+// y = x W^T + bias by torch's product with unpacked rows, some blocks at a time
+template <class T>
+void multiply_unpacked(const Weight& w, int64_t bits, const Tensor& x, const float* bias, Tensor& y, int64_t blocks) {
+    const int64_t n = w.in, M = x.numel() / n, out = blocks * SIDE;
+    const int64_t most = std::max<int64_t>(1, UNPACKED_AT_ONCE / (n * SIDE));
+    const Tensor rows = like(x, {n, std::min(most, blocks) * SIDE}), from = matrix(x, M, n, n);
+    for (int64_t first = 0; first < blocks; first += most) {
+        const int64_t count = std::min(most, blocks - first);
+        by_bits(bits, [&](auto constant) { unpack_rows<constant>(w, data<T>(rows), first, count, (int)threads()); });
+        const Tensor part = matrix(rows, n, count * SIDE, count * SIDE),
+                     to = matrix(y, M, count * SIDE, out, first * SIDE);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), from.get(), part.get()));
+    }
+    if (!bias) return;
+    T* at = data<T>(y);
+#pragma omp parallel for num_threads(threads())
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(bias + o));
+}
+
 Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zero, Maybe minimum, Maybe min_step,
                      Maybe bias, int64_t bits) {
     make_whole(x);
@@ -356,36 +457,26 @@ Tensor packed_linear(Tensor x, Tensor packed, Maybe scale, Maybe step, Maybe zer
                     "a zero is of 4-bit codes, and has 4 bits");
     STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero),
                     "a group has one minimum, or a zero");
-    const int64_t shared = sharing(scale, step, "scale"), min_shared = sharing(minimum, min_step, "minimum");
+    const auto per_group = [](const Maybe& x, const Maybe& step, const char* name) {
+        return PerGroup{
+            .at = data<char>(x), .step = data<uint16_t>(step), .shift = __builtin_ctzll(sharing(x, step, name))};
+    };
     Tensor y = products_like(x, blocks * SIDE);
-    const int64_t half = is_bf16({&x}), group = n / groups;
-    const auto codes = bytes(packed, "packed"), per = data<uint8_t>(scale), zeros = bytes(zero, "zero"),
-               least = data<uint8_t>(minimum);
-    const auto steps = data<uint16_t>(step), min_steps = data<uint16_t>(min_step);
+    const Weight w{.codes = bytes(packed, "packed"),
+                   .scale = per_group(scale, step, "scale"),
+                   .zero = bytes(zero, "zero"),
+                   .minimum = per_group(minimum, min_step, "minimum"),
+                   .in = n,
+                   .group = n / groups};
     const float* more = floats(bias, "bias");
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
-    if (own || M < MANY) {
-        (own ? kvf_many_rows : kvf_linear)(half, bits, x.data_ptr(), codes, per, steps, zeros, least, min_steps, more,
-                                           y.data_ptr(), M, n, blocks, group, shared, min_shared, threads());
-        return y;
-    }
-    const int64_t out = blocks * SIDE, most = std::max<int64_t>(1, UNPACKED_AT_ONCE / (n * SIDE));
-    const Tensor rows = like(x, {n, std::min(most, blocks) * SIDE}), from = matrix(x, M, n, n);
-    for (int64_t first = 0; first < blocks; first += most) {
-        const int64_t count = std::min(most, blocks - first);
-        kvf_unpack_rows(half, bits, codes, per, steps, zeros, least, min_steps, rows.data_ptr(), n, group, shared,
-                        min_shared, first, count, threads());
-        const Tensor part = matrix(rows, n, count * SIDE, count * SIDE),
-                     to = matrix(y, M, count * SIDE, out, first * SIDE);
-        TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), from.get(), part.get()));
-    }
-    const auto add = [&](auto* at) {
-#pragma omp parallel for num_threads(threads())
-        for (int64_t m = 0; m < M; m++)
-            for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(more + o));
-    };
-    if (more && half) add((bf16*)y.data_ptr());
-    else if (more) add((float*)y.data_ptr());
+    by_type({&x}, [&](auto zero) {
+        typedef decltype(zero) T;
+        if (!own && M >= MANY) return multiply_unpacked<T>(w, bits, x, more, y, blocks);
+        const Product<T> of{
+            .x = data<T>(x), .bias = more, .y = data<T>(y), .M = M, .blocks = blocks, .threads = threads()};
+        by_bits(bits, [&](auto constant) { own ? many_rows<constant>(w, of) : linear<constant>(w, of); });
+    });
     return y;
 }
 
@@ -398,7 +489,7 @@ void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor 
     const int64_t *at = ints(start, "start"), *which = ints(channels, "channels");
     uint8_t* to = bytes(labels, "labels");
     uint16_t* pairs = halves(params, "params");
-    auto run = [&](auto zero) {
+    by_type({&k}, [&](auto zero) {
         typedef decltype(zero) T;
 #pragma omp parallel for num_threads(threads()) if (S > 1)
         for (int64_t i = 0; i < B * H; i++) {
@@ -413,9 +504,7 @@ void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor 
                 pack_codes(codes.data(), r, bits, to + b * labels.stride(0) + h * labels.stride(1) + (first + s) * W);
             }
         }
-    };
-    if (is_bf16({&k})) run(bf16{});
-    else run(0.0f);
+    });
 }
 
 void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Tensor ring_v, Maybe ring_params,
@@ -423,146 +512,208 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
     for (auto x : {&ring_k, &ring_v, &lead, &rest, &v}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params), "a cache must be contiguous");
     make_whole(latents, values, pos);
-    int64_t is_half = is_bf16({&latents, &values, &ring_k, &lead, &rest});
     if (bits < 16) bytes(ring_v, "ring_v"), bytes(v, "v");
     else is_bf16({&values, &ring_v, &v});
-    const int64_t* at = ints(pos, "pos");
-    uint16_t *ring_pairs = halves(ring_params, "ring_params"), *pairs = halves(params, "params");
-    auto run = [&](auto zero) {
+    by_type({&latents, &values, &ring_k, &lead, &rest}, [&](auto zero) {
         typedef decltype(zero) T;
-        append_token<T>((const T*)latents.data_ptr(), (const T*)values.data_ptr(), at, (T*)ring_k.data_ptr(),
-                        ring_v.data_ptr(), ring_pairs, (T*)lead.data_ptr(), (T*)rest.data_ptr(), v.data_ptr(), pairs,
-                        bits, pos.size(0), ring_k.size(1), lead.size(1), ring_k.size(2), lead.size(2), rest.size(2),
-                        values.size(1));
-    };
-    if (is_half) run(bf16{});
-    else run(0.0f);
+        const Latents<T> to{.ring = {.k = data<T>(ring_k),
+                                     .v = data<char>(ring_v),
+                                     .params = halves(ring_params, "ring_params"),
+                                     .slots = ring_k.size(1),
+                                     .rank = ring_k.size(2)},
+                            .store = {.lead = data<T>(lead),
+                                      .rest = data<T>(rest),
+                                      .v = data<char>(v),
+                                      .params = halves(params, "params"),
+                                      .slots = lead.size(1),
+                                      .leading = lead.size(2),
+                                      .others = rest.size(2)},
+                            .bits = bits,
+                            .width = values.size(1)};
+        append_token(to, data<const T>(latents), data<const T>(values), ints(pos, "pos"), pos.size(0));
+    });
 }
 
 Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
                         Tensor rest, Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
                         int64_t ring_bits, int64_t bits) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), T = lead.size(1), H = basis.size(1) / D;
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), slots = lead.size(1),
+            H = basis.size(1) / D;
     for (auto x : {&basis, &ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
         STD_TORCH_CHECK(lies_whole(*x), "the basis, caches and tables must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params) && q.stride(2) == 1, "caches must be contiguous");
-    int64_t is_half = is_bf16({&q, &basis, &ring_k, &lead, &rest});
     if (ring_bits < 16) bytes(ring_v, "ring_v");
     else is_bf16({&q, &ring_v});
     if (bits < 16) bytes(v, "v");
     else is_bf16({&q, &v});
     make_whole(idx, count, pos);
-    const int64_t *at = ints(pos, "pos"), *list = ints(idx, "idx"), *many = ints(count, "count");
+    const int64_t *at = ints(pos, "pos"), *many = ints(count, "count");
     STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
     std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
-    int64_t K = idx ? idx->size(1) : T - R;
+    int64_t K = idx ? idx->size(1) : slots - R;
     for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
-    if (B)
-        kvf_latent_attention(is_half, ring_bits, bits, q.data_ptr(), basis.data_ptr(), ring_k.data_ptr(),
-                             ring_v.data_ptr(), halves(ring_params, "ring_params"), lead.data_ptr(), rest.data_ptr(),
-                             v.data_ptr(), halves(params, "params"), at, list, stored.data(), floats(cos, "cos"),
-                             floats(sin, "sin"), out.data_ptr(), q.stride(0), q.stride(1),
-                             cos.size(0) > 1 ? cos.stride(0) : 0, B, H, Hq / H, D, T, R, K, ring_k.size(2),
-                             lead.size(2), rest.size(2), threads());
+    by_type({&q, &basis, &ring_k, &lead, &rest}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const LatentSlots<T> ring{.lead = data<T>(ring_k),
+                                  .rest = data<T>(ring_k),  // none of it
+                                  .first = ring_k.size(2),
+                                  .second = 0,
+                                  .values = data<char>(ring_v),
+                                  .params = halves(ring_params, "ring_params"),
+                                  .bits = ring_bits,
+                                  .W = H * D,
+                                  .slots = R},
+            store{.lead = data<T>(lead),
+                  .rest = data<T>(rest),
+                  .first = lead.size(2),
+                  .second = rest.size(2),
+                  .values = data<char>(v),
+                  .params = halves(params, "params"),
+                  .bits = bits,
+                  .W = H * D,
+                  .slots = slots};
+        const Tokens tokens{.pos = at, .idx = ints(idx, "idx"), .count = stored.data(), .K = K};
+        if (B) attend_latents(heads_of<T>(q, H, out), data<const T>(basis), ring, store, tokens, angles_of(cos, sin));
+    });
     return out;
 }
 
-void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, int64_t bits, int64_t sinks,
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, int64_t bits, int64_t sinks,
                       int64_t block, double clip) {
-    int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
-    STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
-    STD_TORCH_CHECK(D % WHOLE == 0 && data.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
+    int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = packed.size(2), ring = kept.size(2) - sinks;
+    STD_TORCH_CHECK(lies_whole(kept) && lies_whole(packed) && lies_whole(params), "a cache must be contiguous");
+    STD_TORCH_CHECK(D % WHOLE == 0 && packed.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     make_whole(x, pos);
-    int64_t is_half = is_bf16({&x, &kept}), group = params && !block ? D / params->size(3) : D;
-    if (bits < 16) bytes(data, "data");
-    else is_bf16({&x, &data});
+    if (bits < 16) bytes(packed, "data");
+    else is_bf16({&x, &packed});
     const int64_t* at = ints(pos, "pos");
-    uint16_t* pairs = halves(params, "params");
-    auto run = [&](auto zero) {
+    by_type({&x, &kept}, [&](auto zero) {
         typedef decltype(zero) T;
-        int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8,
-                each = params ? params->numel() / params->size(0) / H : 0;
+        const QuantizedHead<T> first{.packed = data<char>(packed),
+                                     .params = halves(params, "params"),
+                                     .whole = data<T>(kept),
+                                     .slots = slots,
+                                     .bits = bits,
+                                     .group = params && !block ? D / params->size(3) : D,
+                                     .sinks = sinks,
+                                     .ring = ring,
+                                     .block = block,
+                                     .D = D,
+                                     .clip = (float)clip};
+        const int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8,
+                      each = params ? params->numel() / params->size(0) / H : 0;
+        const T* from = data<const T>(x);
 #pragma omp parallel for num_threads(threads()) if (block)
-        for (int64_t i = 0; i < B * H; i++)
-            append_quantized<T>((const T*)x.data_ptr() + i * D, at[i / H], (T*)kept.data_ptr() + i * (sinks + ring) * D,
-                                (char*)data.data_ptr() + i * slots * row, pairs ? pairs + i * each : nullptr, bits,
-                                sinks, ring, block, (float)clip, D, group, slots);
-    };
-    if (is_half) run(bf16{});
-    else run(0.0f);
+        for (int64_t i = 0; i < B * H; i++) {
+            QuantizedHead<T> to = first;
+            to.packed += i * slots * row, to.whole += i * (sinks + ring) * D;
+            if (to.params) to.params += i * each;
+            append_quantized(to, from + i * D, at[i / H]);
+        }
+    });
 }
 
 Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Tensor v, Maybe v_params, Tensor v_kept,
                            Tensor pos, Tensor k_stop, Tensor v_stop, int64_t sinks, int64_t k_bits, int64_t v_bits,
                            bool channels) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k_kept.size(1);
+    const int64_t D = q.size(2);
     for (auto x : {&k, &k_kept, &v, &v_kept}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
-    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && q.stride(2) == 1, "caches must be contiguous");
-    int64_t half = is_bf16({&q, &k_kept, &v_kept});
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params), "caches must be contiguous");
     if (k_bits < 16) bytes(k, "k");
     else is_bf16({&q, &k});
     if (v_bits < 16) bytes(v, "v");
     else is_bf16({&q, &v});
     make_whole(pos, k_stop, v_stop);
-    auto group = [&](const Maybe& x) { return x ? D / x->size(3) : D; };
-    Tensor out = like(q, {B, Hq, D});
-    if (B)
-        kvf_quantized_attention(
-            half, k_bits, v_bits, channels, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), k_kept.data_ptr(),
-            v.data_ptr(), halves(v_params, "v_params"), v_kept.data_ptr(), ints(pos, "pos"), ints(k_stop, "k_stop"),
-            ints(v_stop, "v_stop"), out.data_ptr(), q.stride(0), q.stride(1), B, H, Hq / H, D, k.size(2), v.size(2),
-            sinks, k_kept.size(2), channels ? D : group(k_params), group(v_params), threads());
+    Tensor out = like(q, {q.size(0), q.size(1), D});
+    by_type({&q, &k_kept, &v_kept}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const auto cache = [&](const Tensor& x, const Tensor& kept, const uint16_t* pairs, int64_t bits, int64_t group,
+                               bool by_channel) {
+            return QuantizedCache<T>{.packed = data<char>(x),
+                                     .params = pairs,
+                                     .whole = data<T>(kept),
+                                     .slots = x.size(2),
+                                     .bits = bits,
+                                     .group = group,
+                                     .sinks = sinks,
+                                     .held = kept.size(2),
+                                     .by_channel = by_channel};
+        };
+        const int64_t k_group = k_params && !channels ? D / k_params->size(3) : D,
+                      v_group = v_params ? D / v_params->size(3) : D;
+        const auto keys = cache(k, k_kept, halves(k_params, "k_params"), k_bits, k_group, channels),
+                   values = cache(v, v_kept, halves(v_params, "v_params"), v_bits, v_group, false);
+        const Ends ends{.pos = ints(pos, "pos"), .k = ints(k_stop, "k_stop"), .v = ints(v_stop, "v_stop")};
+        if (q.size(0)) attend_quantized(heads_of<T>(q, k_kept.size(1), out), keys, values, ends);
+    });
     return out;
 }
 
 Tensor lowrank_attention(Tensor q, Tensor k, Tensor v, Tensor k_basis, Tensor v_basis, Tensor stored, Tensor k_full,
                          Tensor v_full, Tensor filled) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k.size(1), F = k_full.size(2);
     for (auto x : {&k_basis, &v_basis, &k_full, &v_full})
         STD_TORCH_CHECK(lies_whole(*x), "bases and full-rank tokens must be contiguous");
-    STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3) && q.stride(2) == 1,
-                    "tokens must lie side by side");
-    int64_t half = is_bf16({&q, &k, &v, &k_full, &v_full});
+    STD_TORCH_CHECK(k.stride(2) == 1 && v.stride(2) == 1 && k.stride(3) == v.stride(3), "tokens must lie side by side");
     make_whole(stored, filled);
     expect(ScalarType::Bool, filled, "filled");
-    auto row = [](const Tensor& x) { return x.size(0) > 1 ? x.stride(0) : 0; };
-    Tensor out = like(q, {B, Hq, D});
-    if (B)
-        kvf_lowrank_attention(half, q.data_ptr(), k.data_ptr(), v.data_ptr(), floats(k_basis, "k_basis"),
-                              floats(v_basis, "v_basis"), ints(stored, "stored"), k_full.data_ptr(), v_full.data_ptr(),
-                              (const uint8_t*)filled.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
-                              k.stride(1), v.stride(0), v.stride(1), k.stride(3), row(k_basis), row(v_basis), B, H,
-                              Hq / H, D, k.size(3), v.size(3), F, threads());
+    Tensor out = like(q, {q.size(0), q.size(1), q.size(2)});
+    by_type({&q, &k, &v, &k_full, &v_full}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const auto latent = [](const Tensor& x, const Tensor& basis, const char* name) {
+            return Latent<T>{.at = data<T>(x),
+                             .row = x.stride(0),
+                             .head = x.stride(1),
+                             .chan = x.stride(3),
+                             .rank = x.size(3),
+                             .basis = per_head<const float>(floats(basis, name), basis)};
+        };
+        const Filled<T> full{
+            .k = data<T>(k_full), .v = data<T>(v_full), .filled = data<const uint8_t>(filled), .F = k_full.size(2)};
+        if (q.size(0))
+            attend_lowrank(heads_of<T>(q, k.size(1), out), latent(k, k_basis, "k_basis"), latent(v, v_basis, "v_basis"),
+                           ints(stored, "stored"), full);
+    });
     return out;
 }
 
 Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_params, Tensor k_basis, Tensor v_basis,
                        Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), groups = k.size(1), R = k_basis.size(2);
-    int64_t s = k_basis.size(1) / D, G = Hq / (groups * s);
+    int64_t H = groups * (k_basis.size(1) / D);  // heads whose keys come of coordinates
     for (auto x : {&k, &v, &k_basis, &v_basis, &k_bias, &v_bias, &cos, &sin})
         STD_TORCH_CHECK(lies_whole(*x), "caches, bases and tables must be contiguous");
-    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && q.stride(2) == 1, "caches must be contiguous");
-    int64_t half = is_bf16({&q, &k_basis, &v_basis});
+    STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params), "caches must be contiguous");
     if (bits == 16) is_bf16({&q, &k, &v});
     else bytes(k, "k"), bytes(v, "v");
     make_whole(pos);
     Tensor out = like(q, {B, Hq, D}), mean = like(q, {B, Hq, R}, ScalarType::Float);
-    if (B)
-        kvf_group_attention(half, q.data_ptr(), k.data_ptr(), halves(k_params, "k_params"), v.data_ptr(),
-                            halves(v_params, "v_params"), k_basis.data_ptr(), v_basis.data_ptr(),
-                            floats(k_bias, "k_bias"), floats(v_bias, "v_bias"), ints(pos, "pos"), floats(cos, "cos"),
-                            floats(sin, "sin"), (float*)mean.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1),
-                            cos.size(0) > 1 ? cos.stride(0) : 0, B, groups, s, G, D, k.size(2), R, bits, threads());
+    by_type({&q, &k_basis, &v_basis}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const auto grouped = [&](const Tensor& x, const uint16_t* pairs, const Tensor& basis, const float* bias) {
+            return Grouped<T>{.data = data<char>(x),
+                              .params = pairs,
+                              .basis = data<T>(basis),
+                              .bias = bias,
+                              .slots = x.size(2),
+                              .R = R,
+                              .bits = bits};
+        };
+        const auto keys = grouped(k, halves(k_params, "k_params"), k_basis, floats(k_bias, "k_bias")),
+                   values = grouped(v, halves(v_params, "v_params"), v_basis, floats(v_bias, "v_bias"));
+        if (B)
+            attend_groups(heads_of<T>(q, H, out), groups, keys, values, ints(pos, "pos"), angles_of(cos, sin),
+                          data<float>(mean));
+    });
     return out;
 }
 
 Tensor oja_sequential(Tensor basis, Tensor x) {
-    int64_t N = basis.size(0), D = basis.size(1), r = basis.size(2);
     make_whole(basis, x);
-    Tensor out = like(basis, {N, D, r});
-    kvf_oja_sequential(floats(x, "x"), floats(basis, "basis"), (float*)out.data_ptr(), N, x.size(1), D, r, threads());
+    Tensor out = like(basis, {basis.size(0), basis.size(1), basis.size(2)});
+    oja_sequence(
+        floats(x, "x"), floats(basis, "basis"), data<float>(out),
+        {.groups = basis.size(0), .m = x.size(1), .D = basis.size(1), .rank = basis.size(2), .threads = threads()});
     return out;
 }
 

@@ -3,9 +3,20 @@
 
 namespace {
 
-template <int BITS> void add_packed(Seen& seen, const float* q, const uint8_t* k, const uint8_t* v,
-                                    const uint16_t* k_params, const uint16_t* v_params, const uint8_t* codes,
-                                    const int64_t* idx, int64_t lo, int64_t hi) {
+// Tokens in 2, 4 or 8 bits, [B, H, slots, ...] whole in memory, or those of one head
+struct Packed {
+    const uint8_t *k, *v;
+    const uint16_t *k_params, *v_params;  // scale and zero of 32 channels
+    const uint8_t* signs;                 // a bit for each channel of a key; or none
+
+    Packed of(int64_t first, int64_t D, int64_t bits) const {  // from token `first` on
+        const int64_t bytes = first * D * bits / 8, pairs = first * (D / 32) * 2;
+        return {k + bytes, v + bytes, k_params + pairs, v_params + pairs, signs ? signs + first * D / 8 : nullptr};
+    }
+};
+
+template <int BITS>
+void add_packed(Seen& seen, const float* q, const Packed& of, const int64_t* idx, int64_t lo, int64_t hi) {
     int D = seen.D, bytes = D * BITS / 8, pairs = D / 32 * 2;
     std::vector<float> rows(2 * N * D);
     const float *ks[N], *vs[N];
@@ -15,57 +26,64 @@ template <int BITS> void add_packed(Seen& seen, const float* q, const uint8_t* k
         for (int i = 0; i < n; i++) {
             if (first + i + N < hi) {
                 int64_t next = idx[first + i + N];
-                __builtin_prefetch(k + next * bytes), __builtin_prefetch(v + next * bytes);
-                __builtin_prefetch(k_params + next * pairs), __builtin_prefetch(v_params + next * pairs);
-                if (codes) __builtin_prefetch(codes + next * D / 8);
+                __builtin_prefetch(of.k + next * bytes), __builtin_prefetch(of.v + next * bytes);
+                __builtin_prefetch(of.k_params + next * pairs), __builtin_prefetch(of.v_params + next * pairs);
+                if (of.signs) __builtin_prefetch(of.signs + next * D / 8);
             }
             int64_t t = idx[first + i];
-            unpack<BITS>(k + t * bytes, k_params + t * pairs, codes ? codes + t * D / 8 : nullptr, D, (float*)ks[i]);
-            unpack<BITS>(v + t * bytes, v_params + t * pairs, nullptr, D, (float*)vs[i]);
+            const uint8_t* signs = of.signs ? of.signs + t * D / 8 : nullptr;
+            unpack<BITS>(of.k + t * bytes, of.k_params + t * pairs, signs, D, (float*)ks[i]);
+            unpack<BITS>(of.v + t * bytes, of.v_params + t * pairs, nullptr, D, (float*)vs[i]);
         }
         seen.add(Plain{q}, ks, vs, n, Next<float>{}, [] {});
     }
 }
 
+// Tokens in full precision, [B, H, slots, D] whole in memory
+template <class T> struct Whole {
+    const T *k, *v;
+    int64_t slots;
+
+    Slots<T> of(int64_t group, int64_t D, const int64_t* idx) const {
+        return {k + group * slots * D, v + group * slots * D, D, D, idx};
+    }
+};
+
+// Tokens that a list is of: packed, or whole where they have 16 bits. alpha [B, H, D], or none: factors of the keys
+template <class T> struct Listed {
+    int64_t bits;
+    Packed packed;
+    Whole<T> whole;
+    const float* alpha;
+};
+
+// Each of [B]; the ring has those decoded from `flushed` [1] on
+struct Lengths {
+    const int64_t *pos, *prompt, *flushed;
+};
+
+template <class T> void attend_packed(const Heads<T>& heads, const List& list, const Listed<T>& listed,
+                                      const Whole<T>& sinks, const Whole<T>& ring, const Lengths& lengths) {
+    const int64_t H = heads.H, G = heads.G, D = heads.D, bits = listed.bits, parts = parts_of(list.K);
+    attention(heads, parts + 1, [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        int64_t b = group / H;
+        if (part == parts) {  // sinks, and the decoded tokens that the ring holds
+            int64_t prompt = lengths.prompt[b], newest = lengths.pos[b] - prompt,
+                    oldest = std::max(*lengths.flushed, newest - ring.slots + 1);
+            seen.add_slots(query, sinks.of(group, D, nullptr), 0, std::min(sinks.slots, prompt));
+            std::vector<int64_t> slots;
+            for (int64_t i = oldest; i <= newest; i++) slots.push_back((i % ring.slots + ring.slots) % ring.slots);
+            seen.add_slots(query, ring.of(group, D, slots.data()), 0, (int64_t)slots.size());
+            return;
+        }
+        const int64_t *idx = list.idx.of(b, group % H), n = *list.count.of(b, group % H);
+        int64_t lo = part * CHUNK, hi = std::min({list.K, n, lo + CHUNK});
+        if (bits == 16) return seen.add_slots(query, listed.whole.of(group, D, idx), lo, hi);
+        std::vector<float> x(query, query + G * D);
+        for (int64_t i = 0; listed.alpha && i < G * D; i++) x[i] *= listed.alpha[group * D + i % D];
+        const Packed own = listed.packed.of(group * listed.whole.slots, D, bits);
+        (bits == 2 ? add_packed<2> : bits == 4 ? add_packed<4> : add_packed<8>)(seen, x.data(), own, idx, lo, hi);
+    });
+}
+
 }  // namespace
-
-extern "C" {
-
-void kvf_packed_gather_attention(int64_t is_bf16, int64_t bits, const void* q, const int64_t* idx, const int64_t* count,
-                                 const void* k, const void* v, const uint16_t* k_params, const uint16_t* v_params,
-                                 const float* alpha, const uint8_t* codes, const void* sink_k, const void* sink_v,
-                                 const void* tail_k, const void* tail_v, const int64_t* pos, const int64_t* prompt_len,
-                                 const int64_t* flushed, void* out, int64_t q_row, int64_t q_head, int64_t B, int64_t H,
-                                 int64_t G, int64_t D, int64_t T_, int64_t K, int64_t sinks, int64_t ring,
-                                 int64_t threads) {
-    int64_t listed = parts_of(K);
-    FLOAT_OR_BF16(attention(
-        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
-        [&](int64_t group, int64_t part, const float* query, Seen& seen) {
-            int64_t b = group / H;
-            if (part == listed) {  // sinks, and the decoded tokens that the ring holds
-                int64_t newest = pos[b] - prompt_len[b], oldest = std::max(*flushed, newest - ring + 1);
-                seen.add_slots(query, (const T*)sink_k + group * sinks * D, (const T*)sink_v + group * sinks * D, D, D,
-                               nullptr, 0, std::min(sinks, prompt_len[b]));
-                std::vector<int64_t> slots;
-                for (int64_t i = oldest; i <= newest; i++) slots.push_back((i % ring + ring) % ring);
-                seen.add_slots(query, (const T*)tail_k + group * ring * D, (const T*)tail_v + group * ring * D, D, D,
-                               slots.data(), 0, (int64_t)slots.size());
-                return;
-            }
-            const int64_t* list = idx + group * K;
-            int64_t lo = part * CHUNK, hi = std::min({K, count[group], lo + CHUNK});
-            if (bits == 16)
-                return seen.add_slots(query, (const T*)k + group * T_ * D, (const T*)v + group * T_ * D, D, D, list, lo,
-                                      hi);
-            std::vector<float> x(query, query + G * D);
-            for (int64_t i = 0; alpha && i < G * D; i++) x[i] *= alpha[group * D + i % D];
-            int64_t bytes = group * T_ * D * bits / 8, pairs = group * T_ * (D / 32) * 2;
-            (bits == 2   ? add_packed<2>
-             : bits == 4 ? add_packed<4>
-                         : add_packed<8>)(seen, x.data(), (const uint8_t*)k + bytes, (const uint8_t*)v + bytes,
-                                          k_params + pairs, v_params + pairs,
-                                          codes ? codes + group * T_ * D / 8 : nullptr, list, lo, hi);
-        }))
-}
-}

@@ -37,13 +37,7 @@ template <> struct Unit<8> {  // lanes of four inputs
 template <> struct Unit<4> {  // lanes of eight inputs
     static void read(const uint8_t* p, vf table, vf* w) {
         vu v = load_as<vu>(p);
-        for (int j = 0; j < UNIT; j++) {
-#if defined(__AVX512F__)  // a look-up takes the lowest four bits of a lane: no mask, no conversion
-            w[j] = (vf)_mm512_permutexvar_ps((__m512i)(v >> (4 * j)), (__m512)table);
-#else
-            w[j] = __builtin_convertvector((vi)((v >> (4 * j)) & 15), vf) + table[0];
-#endif
-        }
+        for (int j = 0; j < UNIT; j++) w[j] = coded(v >> (4 * j), table);
     }
 };
 
@@ -74,20 +68,18 @@ struct Weight {
     bool plain() const { return !scale.step && !minimum; }
 };
 
-// Outputs of vector v of a block, of a row of y [M][blocks][16]
-template <class T> void put(T* y, int64_t row, int64_t blocks, int64_t b, int v, vf z, const float* bias) {
-    const int64_t at = b * SIDE + v * L;
-    store(y + row * blocks * SIDE + at, bias ? z + load(bias + at) : z);
-}
+// y [M][blocks][16] = x [M][inputs] W^T + bias, if there is one
+template <class T> struct Product {
+    const T* x;
+    const float* bias;
+    T* y;
+    int64_t M, blocks, threads;
 
-vi zeros_at(const uint8_t* p, int v) {  // of vector v of a block
-#if defined(__AVX512F__)
-    return (vi)((vu)_mm512_cvtepu8_epi32(_mm_set1_epi64x(load_as<int64_t>(p))) >> (vu)(LANE / 8 * 4) & 15);
-#else
-    const vu two = bytes_at(p);
-    return (vi)(v ? two >> 4 : two & 15);
-#endif
-}
+    void put(int64_t row, int64_t b, int v, vf z) const {  // vector v of a block
+        const int64_t at = b * SIDE + v * L;
+        store(y + row * blocks * SIDE + at, bias ? z + load(bias + at) : z);
+    }
+};
 
 template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
     vf t = LANES;
@@ -117,26 +109,10 @@ template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t fr
     }
 }
 
+template <class F> void by_bits(int64_t bits, F f) {  // f(bits as a constant)
+    if (bits == 16) f(std::integral_constant<int, 16>{});
+    else if (bits == 8) f(std::integral_constant<int, 8>{});
+    else f(std::integral_constant<int, 4>{});
+}
+
 }  // namespace
-
-// The parts of a weight as C gets them
-#define WEIGHT_ARGUMENTS                                                                                     \
-    const uint8_t *codes, const void *scale, const uint16_t *step, const uint8_t *zero, const void *minimum, \
-        const uint16_t *min_step
-#define WEIGHT                                                                                                     \
-    Weight {                                                                                                       \
-        codes, {scale, step, __builtin_ctzll(shared)}, zero, {minimum, min_step, __builtin_ctzll(min_shared)}, in, \
-            group                                                                                                  \
-    }
-
-#define BY_BITS(CALL)            \
-    if (bits == 16) {            \
-        constexpr int BITS = 16; \
-        CALL;                    \
-    } else if (bits == 8) {      \
-        constexpr int BITS = 8;  \
-        CALL;                    \
-    } else {                     \
-        constexpr int BITS = 4;  \
-        CALL;                    \
-    }

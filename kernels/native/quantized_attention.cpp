@@ -19,18 +19,8 @@ template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* ou
     }
     for (int r = 0; r < STEP<BITS> / L; r++) {
         vu code = w >> (B * r);
-        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
-#if defined(__AVX512F__)
-        if constexpr (BITS == 2 || BITS == 4) {  // looked up by the low 4 bits, whatever is above
-            constexpr int M = (1 << BITS) - 1;
-            const __m512 table = {0,     1,     2,      3,      4 & M,  5 & M,  6 & M,  7 & M,
-                                  8 & M, 9 & M, 10 & M, 11 & M, 12 & M, 13 & M, 14 & M, 15 & M};
-            out[r] = (vf)_mm512_permutexvar_ps((__m512i)code, table);
-            continue;
-        }
-#endif
-        if constexpr (BITS != 3) code &= (1u << B) - 1;
-        out[r] = __builtin_convertvector((vi)code, vf);
+        if constexpr (BITS == 3) out[r] = __builtin_convertvector((vi)((code & 3) | (third >> r & 1) << 2), vf);
+        else out[r] = low_bits<BITS>(code);
     }
 }
 
@@ -121,7 +111,18 @@ void floats_of(const uint16_t* halves, int n, float* out) {
     for (; i < n; i++) out[i] = half_to_float(halves[i]);
 }
 
-// One head's keys or values: `packed` rows of slots = positions, `whole` rows of sinks and a ring.
+// Keys or values of all heads: `slots` = positions, packed, and `held` whole ones, of which sinks come first, then a
+// ring
+template <class T> struct QuantizedCache {
+    const void* packed;  // [B, H, slots, D] in so many bits
+    const uint16_t*
+        params;      // scales and zeros: of `group` channels of a token, or, by_channel, of a channel of N tokens
+    const T* whole;  // [B, H, held, D]
+    int64_t slots, bits, group, sinks, held;
+    bool by_channel;
+};
+
+// Those of one head
 template <class T> struct Quantized {
     const uint8_t* packed;
     const uint16_t* params;
@@ -129,15 +130,15 @@ template <class T> struct Quantized {
     int64_t bits, group, sinks, ring;
     int D, per;  // channels that a byte of the first plane holds, where they are unpacked in that order; else 1
 
-    Quantized(const void* packed, const uint16_t* params, const void* whole, int64_t head, int64_t slots, int64_t bits,
-              int64_t group, bool channels, int64_t sinks, int64_t held, int D)
-        : packed((const uint8_t*)packed + head * slots * D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8),
-          params(params ? params + head * slots * D / (channels ? N : group) * 2 : nullptr),
-          whole((const T*)whole + head * held * D),
-          bits(bits),
-          group(group),
-          sinks(sinks),
-          ring(held - sinks),
+    Quantized(const QuantizedCache<T>& of, int64_t head, int D)
+        : packed((const uint8_t*)of.packed +
+                 head * of.slots * D * (of.bits == 16 ? (int64_t)sizeof(T) * 8 : of.bits) / 8),
+          params(of.params ? of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2 : nullptr),
+          whole(of.whole + head * of.held * D),
+          bits(of.bits),
+          group(of.group),
+          sinks(of.sinks),
+          ring(of.held - of.sinks),
           D(D) {
         per = bits == 16 ? 1 : 8 / (bits == 3 ? 2 : (int)bits);
         if (D % (L * per)) per = 1;
@@ -174,20 +175,29 @@ template <class T> struct Quantized {
     }
 };
 
+// One head's keys or values, to be written: as QuantizedCache. Tokens share scales by blocks of `block`, or, where it
+// is 0, channels of a token do by groups
+template <class T> struct QuantizedHead {
+    char* packed;
+    uint16_t* params;
+    T* whole;
+    int64_t slots, bits, group, sinks, ring, block, D;
+    float clip;
+};
+
 // A token of one head joins the ring, x [D] at pos; what leaves it is packed: the token whose place it takes, or, where
 // tokens share scales, a block of tokens of which the last, or if the ring has room for one more the one behind it, is
 // x.
-template <class T> void append_quantized(const T* x, int64_t pos, T* whole, char* data, uint16_t* params, int64_t bits,
-                                         int64_t sinks, int64_t ring, int64_t block, float clip, int64_t D,
-                                         int64_t group, int64_t slots) {
-    auto slot_of = [&](int64_t t) { return whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
+template <class T> void append_quantized(const QuantizedHead<T>& to, const T* x, int64_t pos) {
+    const int64_t bits = to.bits, sinks = to.sinks, ring = to.ring, block = to.block, D = to.D, group = to.group;
+    auto slot_of = [&](int64_t t) { return to.whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
     T* slot = slot_of(pos);
     int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
     int64_t end = pos + 1 - (ring - block), n = block ? block : 1;  // of the block that leaves, if one does
     // where nothing leaves, the slot's contents go to one that is never read
-    int64_t first = block ? end - block : ((pos - ring) % slots + slots) % slots;
+    int64_t first = block ? end - block : ((pos - ring) % to.slots + to.slots) % to.slots;
     if (block) std::copy_n(x, D, slot);
-    if (bits == 16) std::copy_n(slot, D, (T*)(data + first * row_bytes));
+    if (bits == 16) std::copy_n(slot, D, (T*)(to.packed + first * row_bytes));
     else if (!block || (end > 0 && end % block == 0)) {
         std::vector<float> numbers(n * D);
         std::vector<uint8_t> codes(n * D);
@@ -198,103 +208,100 @@ template <class T> void append_quantized(const T* x, int64_t pos, T* whole, char
         if (block)
             for (int64_t i = 0; i < n; i += GROUP)
                 for (int64_t d = 0; d < D; d++)
-                    codes_of(&numbers[i * D + d], GROUP, D, bits, clip, &codes[i * D + d],
-                             params + ((first + i) / GROUP * D + d) * 2);
+                    codes_of(&numbers[i * D + d], GROUP, D, bits, to.clip, &codes[i * D + d],
+                             to.params + ((first + i) / GROUP * D + d) * 2);
         else
             for (int64_t d = 0; d < D; d += group)
-                codes_of(&numbers[d], group, 1, bits, clip, &codes[d], params + (first * D + d) / group * 2);
-        for (int64_t i = 0; i < n; i++) pack_codes(&codes[i * D], D, bits, (uint8_t*)data + (first + i) * row_bytes);
+                codes_of(&numbers[d], group, 1, bits, to.clip, &codes[d], to.params + (first * D + d) / group * 2);
+        for (int64_t i = 0; i < n; i++)
+            pack_codes(&codes[i * D], D, bits, (uint8_t*)to.packed + (first + i) * row_bytes);
     }
     if (!block) std::copy_n(x, D, slot);
 }
 
-}  // namespace
+// Keys are packed from their sinks to k [B], values to v [B] <= k; all others up to pos [B] are whole
+struct Ends {
+    const int64_t *pos, *k, *v;
+};
 
-extern "C" {
-
-// Keys are packed from `sinks` to k_stop [B], values to v_stop [B] <= k_stop; all others are whole.
-void kvf_quantized_attention(int64_t is_bf16, int64_t k_bits, int64_t v_bits, int64_t channels, const void* q,
-                             const void* k, const uint16_t* k_params, const void* k_whole, const void* v,
-                             const uint16_t* v_params, const void* v_whole, const int64_t* pos, const int64_t* k_stop,
-                             const int64_t* v_stop, void* out, int64_t q_row, int64_t q_head, int64_t B, int64_t H,
-                             int64_t G, int64_t D, int64_t k_slots, int64_t v_slots, int64_t sinks, int64_t held,
-                             int64_t k_group, int64_t v_group, int64_t threads) {
-    int64_t listed = parts_of(*std::max_element(k_stop, k_stop + B));
-    FLOAT_OR_BF16(attention(
-        (const T*)q, q_row, q_head, (T*)out, B, H, G, D, listed + 1, threads,
-        [&](int64_t head, int64_t part, const float* query, Seen& seen) {
-            int64_t b = head / H;
-            Quantized<T> keys(k, k_params, k_whole, head, k_slots, k_bits, k_group, channels, sinks, held, D);
-            Quantized<T> values(v, v_params, v_whole, head, v_slots, v_bits, v_group, false, sinks, held, D);
-            if (part == listed) {  // what is whole
-                std::vector<int64_t> slots;
-                for (int64_t t = 0; t < std::min(sinks, pos[b] + 1); t++) slots.push_back(t);
-                for (int64_t t = std::max(sinks, k_stop[b]); t <= pos[b]; t++) slots.push_back(keys.slot(t));
-                return seen.add_slots(query, keys.whole, values.whole, D, D, slots.data(), 0, (int64_t)slots.size());
-            }
-            std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
-            std::vector<float> k_pairs(N * D / k_group * 2), v_pairs(N * D / v_group * 2), pairs(D * 2);
-            std::vector<int> order(D);
-            for (int d = 0; d < D; d++) order[d] = keys.at(d);
-            const float *ks[N], *vs[N];
-            for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
-            for (int g = 0; g < G; g++)
-                for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
-            // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are multiplied
-            bool by_channel = channels && k_bits < 16, by_token = k_bits < 16 && !channels && k_group == D;
-            const Next<float> nothing{};
-            int64_t hi = std::min(k_stop[b], (part + 1) * CHUNK);
-            for (int64_t first = std::max(sinks, part * CHUNK), next; first < hi; first = next) {
-                next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
-                if (first < v_stop[b]) next = std::min(next, v_stop[b]);
-                int n = (int)(next - first);
-                const float* x = turned.data();
-                if (by_channel) {
-                    floats_of(keys.params + first / N * D * 2, (int)D * 2, pairs.data());
-                    for (int d = 0; d < D; d++) scale[order[d]] = pairs[2 * d], zero[order[d]] = pairs[2 * d + 1];
-                    for (int g = 0; g < G; g++) {
-                        vf total = {};
-                        for (int d = 0; d < D; d += L) {
-                            vf from = load(&turned[g * D + d]);
-                            store(&scaled[g * D + d], from * load(&scale[d])), total += from * load(&zero[d]);
-                        }
-                        sums[g] = sum(total);
-                    }
-                    x = scaled.data();
-                } else if (k_bits < 16) floats_of(keys.params_of(first), n * (int)(D / k_group) * 2, k_pairs.data());
-                if (k_bits == 16) {
-                    for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
-                    by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
-                } else
-                    keys.packed_rows(first, by_channel || by_token ? nullptr : k_pairs.data(), [&](const auto& of) {
-                        by_heads(G, [&](auto m, int g) { of.template dots<m>(x + g * D, n, &seen.p[g * N]); });
-                    });
+template <class T>
+void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v, const Ends& ends) {
+    const int64_t H = heads.H, G = heads.G, D = heads.D;
+    int64_t packed = parts_of(*std::max_element(ends.k, ends.k + heads.B));
+    attention(heads, packed + 1, [&](int64_t head, int64_t part, const float* query, Seen& seen) {
+        int64_t b = head / H;
+        Quantized<T> keys(k, head, D), values(v, head, D);
+        if (part == packed) {  // what is whole
+            std::vector<int64_t> slots;
+            for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) slots.push_back(t);
+            for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) slots.push_back(keys.slot(t));
+            return seen.add_slots(query, Slots<T>{keys.whole, values.whole, D, D, slots.data()}, 0,
+                                  (int64_t)slots.size());
+        }
+        std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
+        std::vector<float> k_pairs(N * D / k.group * 2), v_pairs(N * D / v.group * 2), pairs(D * 2);
+        std::vector<int> order(D);
+        for (int d = 0; d < D; d++) order[d] = keys.at(d);
+        const float *ks[N], *vs[N];
+        for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
+        for (int g = 0; g < G; g++)
+            for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
+        // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are multiplied
+        bool by_channel = k.by_channel && k.bits < 16, by_token = k.bits < 16 && !k.by_channel && k.group == D;
+        const Next<float> nothing{};
+        int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK);
+        for (int64_t first = std::max(k.sinks, part * CHUNK), next; first < hi; first = next) {
+            next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
+            if (first < ends.v[b]) next = std::min(next, ends.v[b]);
+            int n = (int)(next - first);
+            const float* x = turned.data();
+            if (by_channel) {
+                floats_of(keys.params + first / N * D * 2, (int)D * 2, pairs.data());
+                for (int d = 0; d < D; d++) scale[order[d]] = pairs[2 * d], zero[order[d]] = pairs[2 * d + 1];
                 for (int g = 0; g < G; g++) {
-                    float *p = &seen.p[g * N], more = sums[g];
-                    if (by_channel)
-                        for (int i = 0; i < n; i++) p[i] += more;
-                    if (by_token)
-                        for (int i = 0; i < n; i++) p[i] = p[i] * k_pairs[2 * i] + more * k_pairs[2 * i + 1];
-                    float shrink = seen.soften(g, p, n, N);
-                    if (shrink != 1)
-                        for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                    vf total = {};
+                    for (int d = 0; d < D; d += L) {
+                        vf from = load(&turned[g * D + d]);
+                        store(&scaled[g * D + d], from * load(&scale[d])), total += from * load(&zero[d]);
+                    }
+                    sums[g] = sum(total);
                 }
-                if (v_bits < 16 && first < v_stop[b]) {
-                    floats_of(values.params_of(first), n * (int)(D / v_group) * 2, v_pairs.data());
-                    values.packed_rows(first, v_pairs.data(), [&](const auto& of) {
-                        by_heads(G, [&](auto m, int g) { of.template weigh<m>(&seen.p[g * N], n, &seen.y[g * D]); });
-                    });
-                    continue;
-                }
-                for (int i = 0; i < n; i++)
-                    if (first < v_stop[b]) values.take(first + i, (float*)vs[i]);
-                    else values.take_whole(first + i, (float*)vs[i]);
-                by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], vs, n, D, &seen.y[g * D], nothing); });
-            }
+                x = scaled.data();
+            } else if (k.bits < 16) floats_of(keys.params_of(first), n * (int)(D / k.group) * 2, k_pairs.data());
+            if (k.bits == 16) {
+                for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
+                by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
+            } else
+                keys.packed_rows(first, by_channel || by_token ? nullptr : k_pairs.data(), [&](const auto& of) {
+                    by_heads(G, [&](auto m, int g) { of.template dots<m>(x + g * D, n, &seen.p[g * N]); });
+                });
             for (int g = 0; g < G; g++) {
-                std::copy(&seen.y[g * D], &seen.y[g * D] + D, y.data());
-                for (int d = 0; d < D; d++) seen.y[g * D + d] = y[values.at(d)];
+                float *p = &seen.p[g * N], more = sums[g];
+                if (by_channel)
+                    for (int i = 0; i < n; i++) p[i] += more;
+                if (by_token)
+                    for (int i = 0; i < n; i++) p[i] = p[i] * k_pairs[2 * i] + more * k_pairs[2 * i + 1];
+                float shrink = seen.soften(g, p, n, N);
+                if (shrink != 1)
+                    for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
             }
-        }))
+            if (v.bits < 16 && first < ends.v[b]) {
+                floats_of(values.params_of(first), n * (int)(D / v.group) * 2, v_pairs.data());
+                values.packed_rows(first, v_pairs.data(), [&](const auto& of) {
+                    by_heads(G, [&](auto m, int g) { of.template weigh<m>(&seen.p[g * N], n, &seen.y[g * D]); });
+                });
+                continue;
+            }
+            for (int i = 0; i < n; i++)
+                if (first < ends.v[b]) values.take(first + i, (float*)vs[i]);
+                else values.take_whole(first + i, (float*)vs[i]);
+            by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], vs, n, D, &seen.y[g * D], nothing); });
+        }
+        for (int g = 0; g < G; g++) {
+            std::copy(&seen.y[g * D], &seen.y[g * D] + D, y.data());
+            for (int d = 0; d < D; d++) seen.y[g * D + d] = y[values.at(d)];
+        }
+    });
 }
-}
+
+}  // namespace

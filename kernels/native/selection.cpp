@@ -1,5 +1,5 @@
 // The largest scores of a row.
-#include "vectors.h"
+#include "operands.h"
 
 namespace {
 
@@ -21,37 +21,9 @@ float of_key(int32_t key) {
 constexpr int64_t SAMPLE = 512;
 constexpr int BINS = 512, SORTED = 128;
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-struct Places {  // of the bits of a byte that are set
-    uint8_t of[256][L] = {};
-    constexpr Places() {
-        for (int mask = 0; mask < 256; mask++)
-            for (int bit = 0, n = 0; bit < L; bit++)
-                if (mask >> bit & 1) of[mask][n++] = (uint8_t)bit;
-    }
-};
-#endif
-
-// the places of the numbers x for which keep(x), in order, of n in whole vectors -> how many
+// the places of the numbers x for which keep(x), in order, of n -> how many
 template <class Keep> int64_t places(const int32_t* x, int64_t n, int32_t* out, Keep keep) {
-    int64_t m = 0, i = 0;
-#if defined(__AVX512F__)
-    __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (; i + L <= n; i += L, at = _mm512_add_epi32(at, _mm512_set1_epi32(L))) {
-        vi kept = keep(load_as<vi>(x + i));  // -1 or 0
-        __mmask16 mask = _mm512_movepi32_mask((__m512i)kept);
-        _mm512_storeu_si512(out + m, _mm512_maskz_compress_epi32(mask, at));  // the rest is written over
-        m += __builtin_popcount(mask);
-    }
-#elif defined(__AVX2__)
-    static constexpr Places table;
-    for (; i + L <= n; i += L) {
-        int mask = _mm256_movemask_ps((__m256)keep(load_as<vi>(x + i)));
-        vi at = (vi)bytes_at(table.of[mask]) + (int32_t)i;
-        std::memcpy(out + m, &at, sizeof at);
-        m += __builtin_popcount(mask);
-    }
-#endif
+    int64_t i, m = whole_places(x, n, i, out, keep);
     for (; i < n; i++) out[m] = (int32_t)i, m += keep(x[i]) != 0;
     return m;
 }
@@ -151,53 +123,70 @@ struct Nucleus {
     }
 };
 
-}  // namespace
+// Scores, or weights, [B, H, T], of which those behind pos [B] do not count, if there is one
+struct ScoredRows {
+    PerHead<const float> at;
+    const int64_t* pos;
+    int64_t B, H, T, threads;
+};
 
-extern "C" {
+// Tokens that are always taken
+struct Forced {
+    int64_t sinks, recent;
+};
 
-void kvf_top_p(const float* weights, const int64_t* pos, const double* p, int64_t* count, int64_t row, int64_t head,
-               int64_t B, int64_t H, int64_t T, int64_t sinks, int64_t recent, int64_t threads) {
-#pragma omp parallel num_threads(threads)
+// The slots of each head [B, H, K], of which count [B, H] are filled
+struct Chosen {
+    int64_t *idx, *count;
+    int64_t K;
+};
+
+// count [B, H]: how many of a row's largest weights sum to p or more
+void count_nucleus(const ScoredRows& rows, double p, Forced forced, int64_t* count) {
+    const int64_t H = rows.H;
+#pragma omp parallel num_threads(rows.threads)
     {
         Nucleus nucleus;
 #pragma omp for schedule(dynamic)
-        for (int64_t group = 0; group < B * H; group++) {
-            int64_t b = group / H, n = std::max<int64_t>(0, std::min(pos[b] + 1, T));
-            count[group] = nucleus.count(weights + b * row + group % H * head, n, *p, sinks, recent);
+        for (int64_t group = 0; group < rows.B * H; group++) {
+            int64_t b = group / H, n = std::max<int64_t>(0, std::min(rows.pos[b] + 1, rows.T));
+            count[group] = nucleus.count(rows.at.of(b, group % H), n, p, forced.sinks, forced.recent);
         }
     }
 }
 
-void kvf_select(const float* scores, const uint8_t* mask, const int64_t* pos, const int64_t* wanted, int64_t* idx,
-                int64_t* count, int64_t row, int64_t head, int64_t mask_row, int64_t mask_head, int64_t wanted_row,
-                int64_t wanted_head, int64_t B, int64_t H, int64_t T, int64_t K, int64_t sinks, int64_t recent,
-                int64_t threads) {
-#pragma omp parallel num_threads(threads)
+// The slots of as many of the largest scores as are wanted, and that the mask lets pass; or, without one, some forced
+void select_largest(const ScoredRows& rows, const PerHead<const uint8_t>& mask, const PerHead<const int64_t>& wanted,
+                    Forced forced, const Chosen& chosen) {
+    const int64_t H = rows.H, T = rows.T;
+#pragma omp parallel num_threads(rows.threads)
     {
         static thread_local Picker picker;  // its memory is kept for the next call
 #pragma omp for schedule(dynamic)
-        for (int64_t group = 0; group < B * H; group++) {
-            int64_t b = group / H, h = group % H, n = pos ? std::max<int64_t>(0, std::min(pos[b] + 1, T)) : T;
-            int64_t want = wanted[b * wanted_row + h * wanted_head], allowed = n;
-            const float* from = scores + b * row + h * head;
+        for (int64_t group = 0; group < rows.B * H; group++) {
+            int64_t b = group / H, h = group % H, n = rows.pos ? std::max<int64_t>(0, std::min(rows.pos[b] + 1, T)) : T;
+            int64_t want = *wanted.of(b, h), allowed = n;
+            const float* from = rows.at.of(b, h);
             picker.keys.resize(n);
             for (int64_t t = 0; t < n; t++)
                 picker.keys[t] = std::min(std::max(key_of(from[t]), INT32_MIN + 1), INT32_MAX - 1);
             if (mask) {
-                const uint8_t* may = mask + b * mask_row + h * mask_head;
+                const uint8_t* may = mask.of(b, h);
                 allowed = 0;
                 for (int64_t t = 0; t < n; t++)
                     allowed += may[t] != 0, picker.keys[t] = may[t] ? picker.keys[t] : INT32_MIN;
             } else {
-                want = std::max(want, std::min(sinks + recent, n));
-                for (int64_t t = 0; t < std::min(sinks, n); t++) picker.keys[t] = INT32_MAX;
-                for (int64_t t = std::max<int64_t>(0, n - recent); t < n; t++) picker.keys[t] = INT32_MAX;
+                want = std::max(want, std::min(forced.sinks + forced.recent, n));
+                for (int64_t t = 0; t < std::min(forced.sinks, n); t++) picker.keys[t] = INT32_MAX;
+                for (int64_t t = std::max<int64_t>(0, n - forced.recent); t < n; t++) picker.keys[t] = INT32_MAX;
             }
-            want = std::max<int64_t>(0, std::min({want, allowed, K}));
-            std::fill(idx + group * K, idx + (group + 1) * K, 0);
-            picker.pick(want, idx + group * K);
-            count[group] = want;
+            want = std::max<int64_t>(0, std::min({want, allowed, chosen.K}));
+            int64_t* idx = chosen.idx + group * chosen.K;
+            std::fill(idx, idx + chosen.K, 0);
+            picker.pick(want, idx);
+            chosen.count[group] = want;
         }
     }
 }
-}
+
+}  // namespace

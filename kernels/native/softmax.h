@@ -2,12 +2,20 @@
 //
 // Caches are fp32 or bf16 (template argument T), sums and weights are in fp32.
 #pragma once
-#include "rows.h"
+#include "operands.h"
+#include "products.h"
 
 namespace {
 
 constexpr int64_t CHUNK = 2048;  // tokens of a work item
 constexpr float LOG2_E = 1.44269504f;
+
+// Keys and values of one head; of a list of slots, or of all
+template <class T> struct Slots {
+    const T *k, *v;
+    int64_t k_slot, v_slot;  // numbers from one to the next
+    const int64_t* idx = nullptr;
+};
 
 // What a work item has seen: per query head the largest logit, the sum of 2^(logit - largest), the weighted values.
 struct Seen {
@@ -61,15 +69,14 @@ struct Seen {
     }
 
     // slots idx[lo..hi), or lo..hi themselves, of one head's cache; look(first, n) as above
-    template <class T, class Look> void add_slots(const float* q, const T* k, const T* v, int64_t k_slot,
-                                                  int64_t v_slot, const int64_t* idx, int64_t lo, int64_t hi,
-                                                  Look look) {
+    template <class T, class Look>
+    void add_slots(const float* q, const Slots<T>& of, int64_t lo, int64_t hi, Look look) {
         Next<T> block[2];
         auto rows = [&](int64_t first, Next<T>& to) {
             to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
             for (int i = 0; i < to.n; i++) {
-                int64_t slot = idx ? idx[first + i] : first + i;
-                to.k[i] = k + slot * k_slot, to.v[i] = v + slot * v_slot;
+                int64_t slot = of.idx ? of.idx[first + i] : first + i;
+                to.k[i] = of.k + slot * of.k_slot, to.v[i] = of.v + slot * of.v_slot;
             }
         };
         auto each = [&](const auto& query) {
@@ -80,14 +87,10 @@ struct Seen {
                 add(query, own.k, own.v, own.n, block[i ^ 1], [&] { look(first, own.n); });
             }
         };
-#ifdef PAIRED
-        if constexpr (std::is_same_v<T, bf16>) return each(Paired(q, G, D));
-#endif
-        each(Plain{q});
+        each(typename QueriesFor<T>::type(q, G, D));
     }
-    template <class T> void add_slots(const float* q, const T* k, const T* v, int64_t k_slot, int64_t v_slot,
-                                      const int64_t* idx, int64_t lo, int64_t hi) {
-        add_slots(q, k, v, k_slot, v_slot, idx, lo, hi, [](int64_t, int) {});
+    template <class T> void add_slots(const float* q, const Slots<T>& of, int64_t lo, int64_t hi) {
+        add_slots(q, of, lo, hi, [](int64_t, int) {});
     }
 };
 
@@ -97,11 +100,12 @@ template <class T> void scaled_query(const T* q, int64_t head, int G, int D, flo
 }
 
 // Runs work(group, part, q [G, D] fp32, seen) for `parts` parts of each of B * H groups, and joins the parts. Products
-// are scaled by 1 / sqrt(channels), logits are in log 2; without q, work has its own. lse, if given, gets the logarithm
-// of what each softmax summed up to.
-template <class T, class Work> void attention(const T* q, int64_t q_row, int64_t q_head, T* out, int B, int H, int G,
-                                              int D, int64_t parts, int64_t threads, Work work, int channels = 0,
-                                              float* lse = nullptr) {
+// are scaled by 1 / sqrt(channels), by default D, logits are in log 2; without q, work has its own. lse, if given, gets
+// the logarithm of what each softmax summed up to.
+template <class T, class Work>
+void attention(const Heads<T>& heads, int64_t parts, Work work, int64_t channels = 0, float* lse = nullptr) {
+    const int B = (int)heads.B, H = (int)heads.H, G = (int)heads.G, D = (int)heads.D;
+    const int64_t threads = heads.threads;
     float scale = LOG2_E / std::sqrt((float)(channels ? channels : D));
     int64_t groups = (int64_t)B * H;
     std::vector<float> all(groups * parts * G * (D + 2));  // y, then largest logit and sum of each query head
@@ -109,11 +113,11 @@ template <class T, class Work> void attention(const T* q, int64_t q_row, int64_t
     {
         std::vector<float> query(G * D);
         Seen seen(G, D);
-        if (q) seen.scale = scale;
+        if (heads.q) seen.scale = scale;
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < groups * parts; item++) {
             int64_t group = item / parts, b = group / H, h = group % H;
-            if (q) scaled_query(q + b * q_row + h * G * q_head, q_head, G, D, 1.0f, query.data());
+            if (heads.q) scaled_query(heads.of(b, h), heads.head, G, D, 1.0f, query.data());
             seen.clear();
             work(group, item % parts, query.data(), seen);
             float* to = &all[item * G * (D + 2)];
@@ -138,7 +142,7 @@ template <class T, class Work> void attention(const T* q, int64_t q_row, int64_t
                 vf y = {};
                 for (int64_t s = 0; s < parts; s++)
                     if (weight[s] > 0) y += load(from + s * G * (D + 2) + g * D + d) * weight[s];
-                store(out + head * D + d, y / std::max(total, 1e-30f));
+                store(heads.out + head * D + d, y / std::max(total, 1e-30f));
             }
         }
     }

@@ -1,5 +1,8 @@
 // Vectors of floats as wide as the processor's, 16 with AVX-512, else 8. Numbers of 16, 8, 4 and 2 bits become fp32.
 //
+// What is written in the instructions of a processor is in a file by its instruction set (isa/), included here and, for
+// products, by products.h.
+//
 // (gcc takes vectors apart that are wider than the processor's, and copies them through memory: three times as slow.)
 #pragma once
 #include <algorithm>
@@ -8,20 +11,20 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
-#if defined(__AVX2__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
+
+#include "isa/isa.h"
 
 namespace {
 
-#if defined(__AVX512F__)
+#if AVX512
 constexpr int L = 16;  // floats of a vector. Kernels have as many sums at once: half of the processor's registers
 #define LANES {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #else
 constexpr int L = 8;
 #define LANES {0, 1, 2, 3, 4, 5, 6, 7}
 #endif
-constexpr int WHOLE = 16;  // numbers that rows are multiples of: VECTOR of ops.py
+constexpr int WHOLE = 16;    // numbers that rows are multiples of: VECTOR of ops.py
+constexpr int ENTRIES = 16;  // of a table, one for each value of 4 bits
 typedef float vf __attribute__((vector_size(L * 4)));
 typedef int32_t vi __attribute__((vector_size(L * 4)));
 typedef uint32_t vu __attribute__((vector_size(L * 4)));
@@ -43,24 +46,7 @@ template <class V, class P> V load_some(const P* p, int n) {  // n of L numbers 
     return x;
 }
 vf load(const float* p) { return load_as<vf>(p); }
-vu halves_at(const void* p) {  // L numbers of 2 bytes; gcc 12 converts halves of the vector and joins them
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
-#else
-    typedef uint16_t half_vector __attribute__((vector_size(L * 2)));
-    return __builtin_convertvector(load_as<half_vector>(p), vu);
-#endif
-}
-vf load(const bf16* p) { return (vf)(halves_at(p) << 16); }
 vf all(float x) { return x - vf{}; }  // plus zero would be computed: -0 + 0 is 0
-void keep(vf& x) {  // in a register: gcc would read it from memory again for each product, and a processor reads two at
-                    // a time
-#if defined(__AVX2__)
-    asm("" : "+v"(x));
-#endif
-}
 float number(float x) { return x; }
 float number(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;
@@ -74,15 +60,6 @@ bf16 rounded(float x) {  // to nearest, ties to even
     return {x != x ? (uint16_t)0x7fc0 : (uint16_t)((u + (0x7fff + ((u >> 16) & 1))) >> 16)};
 }
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
-void store(bf16* p, vf x) {  // to nearest, ties to even
-    vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i y = (__m256i)(x != x ? vu{} + 0x7fc0 : rounded);
-    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
-#else
-    for (int i = 0; i < L; i++) p[i].bits = x[i] != x[i] ? 0x7fc0 : (uint16_t)rounded[i];
-#endif
-}
 
 template <class V, class Op> auto fold(V x, Op op) {  // op over all numbers
     typedef std::decay_t<decltype(x[0])> E;
@@ -102,16 +79,6 @@ template <class V> auto sum(V x) {
 }
 template <class V> auto largest(V x) {
     return fold(x, [](auto a, auto b) { return a > b ? a : b; });
-}
-
-bool any(vi mask) {  // of a comparison
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(__AVX2__)
-    return _mm256_movemask_ps((__m256)mask) != 0;
-#else
-    return largest(-mask) != 0;
-#endif
 }
 
 template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's behind them
@@ -134,27 +101,56 @@ template <int S, int M = L> __attribute__((always_inline)) inline vf joined(cons
     }
 }
 
-// Number i of the result is the sum over x[i]: all 16 in 45 operations, where one alone takes 10. x is used up.
-__attribute__((always_inline)) inline vf sums(vf* x) {
-#if defined(__AVX512F__)
-    return joined<1>(x);
-#elif defined(__AVX2__)
-    __m256 half[4], a, b;
-    for (int i = 0; i < 4; i++) {  // in the order of `sum`: numbers that are 4 apart, 2 apart, neighbours
-        a = (__m256)x[i], b = (__m256)x[i + 4];
-        half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+// L numbers of 4 bytes of L rows, `at` bytes into each: number j of row i becomes number i of row j of `to`.
+inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_row) {
+    vi x[L];
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i++) x[i] = load_as<vi>((const char*)rows[i] + at);
+#pragma GCC unroll 4
+    for (int s = 1; s < L; s *= 2) {  // swaps bit s of a number's row with that of its column
+        const vi odd = (LANE & s) != 0, low = odd ? L + (LANE ^ s) : LANE, high = odd ? L + LANE : LANE ^ s;
+#pragma GCC unroll 16
+        for (int i = 0; i < L; i++)
+            if (!(i & s)) {
+                vi a = x[i], b = x[i | s];
+                x[i] = two_of(a, b, low), x[i | s] = two_of(a, b, high);
+            }
     }
-    for (int i = 0; i < 2; i++)  // of x[i], x[i + 2], x[i + 4] and x[i + 6] two numbers each
-        half[i] =
-            _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44), _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
-    a = _mm256_unpacklo_ps(half[0], half[1]), b = _mm256_unpackhi_ps(half[0], half[1]);
-    return (vf)_mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-#else
-    vf y;
-    for (int i = 0; i < L; i++) y[i] = sum(x[i]);
-    return y;
-#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < L; i++) std::memcpy((char*)to + i * to_row, &x[i], sizeof x[i]);
 }
+
+vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is made up by a multiplication
+    vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)x | (h & 0x8000) << 16);
+}
+
+typedef std::conditional_t<L == 16, uint16_t, uint8_t> Bits;  // a bit for each number of a vector
+
+// Room for n numbers, in whole vectors: a row that lies across two lines of the cache costs twice.
+template <class T> struct Room {
+    std::vector<vf> lines;
+    T* at;
+    Room(int64_t n) : lines((n * sizeof(T) + sizeof(vf) - 1) / sizeof(vf)), at((T*)lines.data()) {}
+    T& operator[](int64_t i) { return at[i]; }
+};
+
+}  // namespace
+
+#include "isa/plain.h"
+#if AVX512
+#include "isa/avx512.h"
+#elif AVX2
+#include "isa/avx2.h"
+#else
+namespace {
+using namespace plain;
+}
+#endif
+
+namespace {
+
+vf load(const bf16* p) { return (vf)(halves_at(p) << 16); }
 
 vf exp2_of(vf x) {  // x <= 0; below -126 it stays at 2^-126, which adds to nothing
     x = x < -126.0f ? vf{} - 126.0f : x;
@@ -168,46 +164,6 @@ vf exp2_of(vf x) {  // x <= 0; below -126 it stays at 2^-126, which adds to noth
     return (vf)((vu)y + ((vu) __builtin_convertvector(whole, vi) << 23));
 }
 
-vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is made up by a multiplication
-    vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
-    return (vf)((vu)x | (h & 0x8000) << 16);
-}
-vf halves(const uint16_t* p) {  // L numbers
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__) && defined(__F16C__)
-    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
-    return half_to_float(halves_at(p));
-#endif
-}
-float half_to_float(uint16_t h) {
-#if defined(__F16C__)
-    return _cvtsh_ss(h);
-#else
-    return half_to_float(vu{h})[0];
-#endif
-}
-
-vu bytes_at(const uint8_t* p) {  // L bytes; gcc 12 makes 70 instructions of the conversion, one by one
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
-    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-#else
-    typedef uint8_t some __attribute__((vector_size(L)));
-    return __builtin_convertvector(load_as<some>(p), vu);
-#endif
-}
-
-#if defined(__AVX512F__)
-typedef uint16_t Bits;  // a bit for each number of a vector
-vu two_words(uint32_t a, uint32_t b) { return vu{a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b}; }
-#else
-typedef uint8_t Bits;
-vu two_words(uint32_t a, uint32_t) { return vu{} + a; }  // the second one is for numbers from the ninth on
-#endif
-
 template <int BITS> vf codes_of(const uint8_t* p) {  // L channels
     if constexpr (BITS == 8) return __builtin_convertvector((vi)bytes_at(p), vf);
     vu word;
@@ -215,13 +171,7 @@ template <int BITS> vf codes_of(const uint8_t* p) {  // L channels
     if constexpr (BITS == 1) word = vu{} + load_as<Bits>(p);
     if constexpr (BITS == 2) word = vu{} + load_as<std::conditional_t<L == 16, uint32_t, uint16_t>>(p);
     if constexpr (BITS == 4) word = two_words(load_as<uint32_t>(p), L == 16 ? load_as<uint32_t>(p + 4) : 0);
-#if defined(__AVX512F__)  // a table's index is taken from the lowest bits: neither mask nor conversion
-    const vf number = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if constexpr (BITS == 4) return (vf)_mm512_permutexvar_ps((__m512i)(word >> shift), (__m512)number);
-    const vf four = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
-    if constexpr (BITS == 2) return (vf)_mm512_permutevar_ps((__m512)four, (__m512i)(word >> shift));
-#endif
-    return __builtin_convertvector((vi)((word >> shift) & ((1u << BITS) - 1)), vf);
+    return low_bits<BITS>(word >> shift);
 }
 
 template <int BITS> vf codes_at(const uint8_t* row, int D, int d) {  // of channels d.. of a row of D
@@ -244,13 +194,3 @@ void unpack(const uint8_t* packed, const uint16_t* params, const uint8_t* signs,
 }
 
 }  // namespace
-
-// A call with T as the type of a cache
-#define FLOAT_OR_BF16(...) \
-    if (is_bf16) {         \
-        typedef bf16 T;    \
-        __VA_ARGS__;       \
-    } else {               \
-        typedef float T;   \
-        __VA_ARGS__;       \
-    }

@@ -1,0 +1,40 @@
+// What kernels are given: tensors as pointers to their numbers, and strides in numbers. operators.cpp makes them.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+// Queries [B, H * G, D], of G heads for each head of a cache, and their outputs. Channels lie side by side
+template <class T> struct Heads {
+    const T* q = nullptr;  // or none, where an attention makes its own
+    int64_t row = 0, head = 0;
+    T* out;  // [B, H * G, D], whole
+    int64_t B, H, G, D, threads;
+
+    const T* of(int64_t b, int64_t h) const { return q + b * row + h * G * head; }
+};
+
+// [B, H, n, numbers that lie side by side], as a cache of n slots
+template <class T> struct Cache {
+    const T* at;
+    int64_t row, head, slot;
+
+    const T* of(int64_t b, int64_t h) const { return at + b * row + h * head; }
+};
+
+// Numbers for each head, or for a row of the batch where `head` is 0; what lies behind `at` of a head lies side by side
+template <class T> struct PerHead {
+    T* at;
+    int64_t row, head;
+
+    explicit operator bool() const { return at; }
+    T* of(int64_t b, int64_t h) const { return at + b * row + h * head; }
+};
+
+// Slots idx[0..count) of K that there is room for
+struct List {
+    PerHead<const int64_t> idx, count;
+    int64_t K;
+};
+
+}  // namespace
