@@ -537,13 +537,15 @@ class LLM:
             self._ready = (self.model.cache, size)
         key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
         step, like = self._steps.pop(key, None), next(iter(self._steps.values()), None)
+        start = time.perf_counter()
         session = Session(self.model, step or make_step(self.model, sampling, self.compile, like), sampling)
         self._steps[key] = session.step  # as the newest
         if len(self._steps) > STEPS:
             del self._steps[next(iter(self._steps))]
         if step is None and self.compile:
             print(f"compiling the decode step: {self.method}, {batch} rows of {max_seq_len} tokens", file=sys.stderr)
-            session.compile_s = session.warm_up(batch)
+            session.warm_up(batch)
+            session.compile_s = time.perf_counter() - start  # with the import of the compiler
         return session
 
     def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
