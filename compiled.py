@@ -8,7 +8,6 @@ of a step (kernels/native/graphs.cpp).
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,10 @@ from tqdm import tqdm
 from kernels import native, op
 from model import Transformer, decode_layer
 
+# A graph costs the C++ compiler 4 s of a core, most of it for headers. So where there are more kinds of layers than
+# this, as where each has a budget of its own, GROUP further layers share a graph.
+KINDS = 5
+GROUP = 4
 Step = Callable[..., Tensor]  # tokens and pos [B], then what Sampling.draw takes besides -> the next tokens [B]
 
 
@@ -94,14 +97,37 @@ def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
     return model.embed(tokens.clamp(min=0))
 
 
+def decode_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
+    """`decode_layer` of each of these parts of `Transformer.decode_parts`."""
+    for block, method, ahead in layers:
+        x = decode_layer(block, method, ahead, x, pos)
+    return x
+
+
 class Layers:
     """Compiled calls up to the last layer, for all steps on one cache. key: what they were looked up for last."""
 
     def __init__(self, model: Transformer):
-        layer, device = torch_compile(decode_layer, model.device), model.device
-        self.calls = [CompiledCall(torch_compile(embed, device), model)]
-        self.calls += [CompiledCall(layer, *part) for part in model.decode_parts()]
+        self.hidden, self.parts = (model.args.dim, model.dtype), model.decode_parts()
+        self.group = torch_compile(decode_group, model.device)
+        self.calls = [CompiledCall(torch_compile(embed, model.device), model)]
         self.key: Any = None
+
+    def compile(self, tokens: Tensor, pos: Tensor, progress: Any) -> Tensor:
+        """Those that are missing; they are not run. The result is like what the last layer gives."""
+        dim, dtype = self.hidden
+        x = torch.empty(*tokens.shape, dim, dtype=dtype)
+        self.calls[0].compile(tokens, pos)
+        for call in self.calls[1:]:
+            call.compile(x, pos)
+        kinds, rest = set[int](), self.parts if len(self.calls) == 1 else []
+        while rest:
+            few = rest[: 1 if len(kinds) <= KINDS else GROUP]
+            self.calls.append(CompiledCall(self.group, few))
+            kinds.add(id(self.calls[-1].compile(x, pos)))
+            rest = rest[len(few) :]
+            progress.update(len(few))
+        return x
 
 
 class CompiledStep:
@@ -113,7 +139,6 @@ class CompiledStep:
     def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
         self.head = CompiledCall(head)
         self.layers: Layers = like.layers if like else Layers(model)
-        self.hidden = model.args.dim, model.dtype
         self.key: Any = None  # what the graphs were looked up for
         self.graphs: Step | None = None
 
@@ -133,25 +158,25 @@ class CompiledStep:
 
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         """A step through torch.compile. It compiles what is missing: first it traces all of it, meanwhile g++ runs."""
-        dim, dtype = self.hidden
-        x, calls = tokens, self.layers.calls
+        layers, bar = (
+            self.layers,
+            tqdm(desc="tracing", total=len(self.layers.parts), unit="layer", disable=None, leave=False),
+        )
         with compiling() as finish:
-            with tqdm(calls, "tracing layers", unit="layer", disable=None, leave=False) as layers:
-                for call in layers:
-                    call.compile(x, pos)
-                    x = torch.empty(*tokens.shape, dim, dtype=dtype)
-                layers.set_description_str("tracing the choice of a token")
+            with bar:
+                x = layers.compile(tokens, pos, bar)
+                bar.set_description_str("tracing the choice of a token")
                 self.head.compile(x, pos, *given)
-                layers.set_description_str("waiting for the C++ compiler")
+                bar.set_description_str("waiting for the C++ compiler")
                 finish()
             x = tokens
-            for call in calls:
+            for call in layers.calls:
                 x = call.look_up(x, pos)
             out = self.head.look_up(x, pos, *given)
-        if key != self.layers.key:
-            self.layers.key = key
-        self.key = self.layers.key  # the same object, until they are looked up for another key
-        self.graphs = in_native_code([*calls, self.head])
+        if key != layers.key:
+            layers.key = key
+        self.key = layers.key  # the same object, until they are looked up for another key
+        self.graphs = in_native_code([*layers.calls, self.head])
         return out
 
 
@@ -189,10 +214,13 @@ class CompiledCall:
                 tensors[place] = x
         return self.graph(tensors)[0]
 
-    def compile(self, *args: Tensor) -> None:
-        """Compile a graph for such arguments if none fits, and do not run it."""
-        with contextlib.suppress(NotRun), graph_calls(run=False):
-            self.function(*self.fixed, *args)
+    def compile(self, *args: Tensor) -> Any:
+        """The graph for such arguments, which is compiled if there is none, and not run."""
+        try:
+            with graph_calls(run=False):
+                self.function(*self.fixed, *args)
+        except NotRun as e:
+            return e.graph
 
     def look_up(self, *args: Tensor) -> Tensor:
         """Through torch.compile, which compiles a graph if none fits."""
@@ -221,7 +249,10 @@ class CompiledCall:
 
 
 class NotRun(Exception):
-    """A graph has been compiled, and was not to be run."""
+    """A graph was called that was not to be run."""
+
+    def __init__(self, graph: Any):
+        self.graph = graph
 
 
 @contextmanager
@@ -235,7 +266,7 @@ def graph_calls(run: bool = True) -> Iterator[list[tuple[Any, list[Tensor], Sequ
 
     def call(graph: Any, inputs: Sequence[Any]) -> Any:
         if not run:
-            raise NotRun
+            raise NotRun(graph)
         tensors = list(inputs)  # the graph clears its own
         outputs = original(graph, inputs)
         calls.append((graph, tensors, outputs))
@@ -281,10 +312,11 @@ def compiling() -> Iterator[Callable[[], None]]:
         for entry in entries:
             entry.load()
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         sets = pool.submit(instruction_sets, cpu_vec_isa.valid_vec_isa_list)
         with contextlib.ExitStack() as stack:
-            replace = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+            # what another release of torch may not have is created, and not asked for
+            replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
             replace(cpu_vec_isa, "valid_vec_isa_list", sets.result)
             replace(wrappers, "load_pybinding", load)
             replace(symbolic_convert, "get_funcname", lambda *line: None)  # for a log: it reads all sources, 0.2 s

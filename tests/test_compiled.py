@@ -36,6 +36,8 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
         llm = E.LLM(TINY, method=method, compile=compile)
         runs.append([[c.tokens for c in llm.generate(prompts, 12, how)] for how in (E.Sampling(), sampled)])
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+    steps = [step for step in llm._steps.values() if isinstance(step, compiled.CompiledStep)]
+    assert all(step.graphs for step in steps)  # on a CPU no method's graphs need Python between them
 
 
 @pytest.mark.slow
@@ -56,6 +58,24 @@ def test_layers_of_a_kind_share_a_graph(compiled_inputs, method, kinds):
     llm = E.LLM(TINY, method=method, compile=True)
     llm.session(1, 64, 32, E.Sampling())
     assert len(compiled_inputs) == kinds + 2  # with the embedding and the choice of a token
+
+
+def test_layers_of_many_kinds_go_by_groups(tiny, monkeypatch):
+    monkeypatch.setattr(compiled, "KINDS", 2), monkeypatch.setattr(compiled, "GROUP", 3)
+    for kinds, sizes in (([0] * 6, [1] * 6), ([0, 1, 0, 1, 0, 1], [1] * 6), ([0, 1, 2, 3, 4, 5], [1, 1, 1, 3])):
+        tiny[0].setup_cache("full", 1, 64)
+        layers, graphs = compiled.Layers(tiny[0]), {}
+        numbers = {id(part[1]): kind for part, kind in zip(layers.parts, kinds, strict=True)}
+
+        def compile(call, *args, numbers=numbers, graphs=graphs):
+            few = call.fixed[0] if isinstance(call.fixed[0], list) else []
+            return graphs.setdefault(tuple(numbers[id(method)] for _, method, _ in few), object())
+
+        monkeypatch.setattr(compiled.CompiledCall, "compile", compile)
+        with compiled.tqdm(disable=True) as bar:
+            layers.compile(torch.zeros(1), torch.zeros(1), bar)
+        assert [len(call.fixed[0]) for call in layers.calls[1:]] == sizes
+        assert [id(p[1]) for call in layers.calls[1:] for p in call.fixed[0]] == [id(p[1]) for p in layers.parts]
 
 
 def test_what_is_compiled_is_said(compiled_inputs, capsys):
