@@ -174,6 +174,9 @@ def test_a_step_looks_again_for_another_batch_or_number_of_threads(tiny, monkeyp
         want = model.decode(pos[:batch], pos[:batch] + 9).argmax(-1)
         assert torch.equal(f(pos[:batch], pos[:batch] + 9, pos[:batch] + 1, *given), want)
     assert other.layers is step.layers and len(asked) == 5
+    model.cache[0].k.transpose_(2, 3)
+    with pytest.raises(RuntimeError, match="channels must be contiguous"):  # what a graph raises
+        step(pos[:2], pos[:2] + 10, pos[:2] + 1)
 
 
 @pytest.mark.slow
