@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -305,14 +305,26 @@ def compiling() -> Iterator[Callable[[], None]]:
     start: Callable[..., Any] = wrappers.load_pybinding_async
 
     def load(*args: Any, **kwargs: Any) -> Entry:
-        entries.append(Entry(start(*args, submit_fn=pool.submit, **kwargs)))
+        entries.append(Entry(start(*args, submit_fn=submit, **kwargs)))
         return entries[-1]
+
+    def submit(job: Any) -> Future[None]:
+        """What inductor compiles one after another for a graph, beside each other; then the job, which links it."""
+        lock, parts = job.args
+        objects = [pool.submit(job.func, f"{lock}.{i}", (part,)) for i, part in enumerate(parts[:-1])]
+
+        def link() -> None:
+            for made in objects:
+                made.result()
+            job()
+
+        return linkers.submit(link)
 
     def finish() -> None:
         for entry in entries:
             entry.load()
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool, ThreadPoolExecutor() as linkers:
         sets = pool.submit(instruction_sets, cpu_vec_isa.valid_vec_isa_list)
         with contextlib.ExitStack() as stack:
             # what another release of torch may not have is created, and not asked for
