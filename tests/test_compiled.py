@@ -36,6 +36,8 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
         llm = E.LLM(TINY, method=method, compile=compile)
         runs.append([[c.tokens for c in llm.generate(prompts, 12, how)] for how in (E.Sampling(), sampled)])
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+    steps = [step for step in llm._steps.values() if isinstance(step, compiled.CompiledStep)]
+    assert all(step.graphs for step in steps)  # on a CPU no method's graphs need Python between them
 
 
 @pytest.mark.slow
@@ -50,21 +52,30 @@ def test_compiled_steps_of_several_caches_do_not_mix(tiny):
     assert tokens[True] == tokens[False]
 
 
-@pytest.mark.parametrize("method, kinds", [("full", 1), ("0-1:full,2-:self_index", 2), ("random", 3)])
-def test_layers_of_a_kind_share_a_graph(compiled_inputs, monkeypatch, method, kinds):
+@pytest.mark.parametrize("method, kinds", [("full", 1), ("0-1:full,2-:self_index", 2), ("random", 6)])
+def test_layers_of_a_kind_share_a_graph(compiled_inputs, method, kinds):
     """What a layer's code reads decides: the control `random` hashes the number of its layer."""
-    monkeypatch.setattr(compiled, "GROUP", 2)
     llm = E.LLM(TINY, method=method, compile=True)
     llm.session(1, 64, 32, E.Sampling())
     assert len(compiled_inputs) == kinds + 2  # with the embedding and the choice of a token
 
 
-def test_groups_of_layers():
-    a, b = torch.nn.Linear(1, 1), torch.nn.ReLU()
-    for n, sizes in ((1, [1]), (24, [4] * 6), (27, [3] * 9), (26, [2] * 13), (29, [4] * 7 + [1])):
-        parts = [(i, a, None) for i in range(n)] + [(n, b, None), (n + 1, b, (a, b))]
-        groups = list(compiled.groups(parts))
-        assert [len(g) for g in groups] == [*sizes, 1, 1] and [p for g in groups for p in g] == parts
+def test_layers_of_many_kinds_go_by_groups(tiny, monkeypatch):
+    monkeypatch.setattr(compiled, "KINDS", 2), monkeypatch.setattr(compiled, "GROUP", 3)
+    for kinds, sizes in (([0] * 6, [1] * 6), ([0, 1, 0, 1, 0, 1], [1] * 6), ([0, 1, 2, 3, 4, 5], [1, 1, 1, 3])):
+        tiny[0].setup_cache("full", 1, 64)
+        layers, graphs = compiled.Layers(tiny[0]), {}
+        numbers = {id(part[1]): kind for part, kind in zip(layers.parts, kinds, strict=True)}
+
+        def compile(call, *args, numbers=numbers, graphs=graphs):
+            few = call.fixed[0] if isinstance(call.fixed[0], list) else []
+            return graphs.setdefault(tuple(numbers[id(method)] for _, method, _ in few), object())
+
+        monkeypatch.setattr(compiled.CompiledCall, "compile", compile)
+        with compiled.tqdm(disable=True) as bar:
+            layers.compile(torch.zeros(1), torch.zeros(1), bar)
+        assert [len(call.fixed[0]) for call in layers.calls[1:]] == sizes
+        assert [id(p[1]) for call in layers.calls[1:] for p in call.fixed[0]] == [id(p[1]) for p in layers.parts]
 
 
 def test_what_is_compiled_is_said(compiled_inputs, capsys):
@@ -131,7 +142,7 @@ def test_a_compiled_call_looks_its_tensors_up_once():
         counted = [
             compiled.CompiledCall(lambda *x, step=step, asked=asked: asked.append(0) or step(*x), h) for h in held
         ]
-        with torch.inference_mode():
+        with torch.inference_mode(), compiled.compiling():
             for i in range(3):
                 for call in counted:
                     assert torch.equal(call(tokens + i, pos), function(*call.fixed, tokens + i, pos))
@@ -145,8 +156,8 @@ def test_a_step_looks_again_for_another_batch_or_number_of_threads(tiny, monkeyp
     model, threads = tiny[0], torch.get_num_threads()
     model.setup_cache("full", 3, 64)
     step = E.make_step(model, E.Sampling(), compile=True)
-    asked, head = [], step.head.function
-    step.head.function = lambda *x: asked.append(0) or head(*x)
+    asked, look_up = [], step.look_up
+    step.look_up = lambda *x: asked.append(0) or look_up(*x)
     pos = torch.arange(3)
     for batch, lookups in ((2, 1), (3, 2), (2, 3)):
         for _ in range(2):
@@ -163,6 +174,9 @@ def test_a_step_looks_again_for_another_batch_or_number_of_threads(tiny, monkeyp
         want = model.decode(pos[:batch], pos[:batch] + 9).argmax(-1)
         assert torch.equal(f(pos[:batch], pos[:batch] + 9, pos[:batch] + 1, *given), want)
     assert other.layers is step.layers and len(asked) == 5
+    model.cache[0].k.transpose_(2, 3)
+    with pytest.raises(RuntimeError, match="channels must be contiguous"):  # what a graph raises
+        step(pos[:2], pos[:2] + 10, pos[:2] + 1)
 
 
 @pytest.mark.slow

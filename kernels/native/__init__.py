@@ -8,9 +8,10 @@ compiler a note says so, once, and the torch versions run.
 import torch
 
 from kernels.native.build import ask, available
+from kernels.native.graphs import Graphs
 from kernels.native.pages import OnePiece, in_huge_pages
 
 VECTOR = 16  # floats: rows are read in whole vectors
 DTYPES = (torch.float32, torch.bfloat16)
 
-__all__ = ["DTYPES", "VECTOR", "OnePiece", "ask", "available", "in_huge_pages"]
+__all__ = ["DTYPES", "VECTOR", "Graphs", "OnePiece", "ask", "available", "in_huge_pages"]

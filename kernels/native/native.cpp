@@ -22,3 +22,4 @@
 #include "scores.cpp"
 #include "selection.cpp"
 #include "operators.cpp"
+#include "graphs.cpp"

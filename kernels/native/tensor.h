@@ -1,6 +1,8 @@
 // Tensors through torch's stable C interface. A call lends them, which costs nothing; torch's own class for this
 // interface allocates twice for each.
 
+#pragma once
+
 namespace {
 
 using torch::headeronly::ScalarType;
