@@ -798,7 +798,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
         save: str | Path | None = None,
-        load: str | Path | None = None,
+        load: str | Path | CacheFile | None = None,
     ) -> list[Completion]:
         """Every question about the same prompts, which are read once: all prompts' answers to the first question, then
         to the next. What one was answered, the next does not see: each starts from the state after the prompts.
@@ -814,9 +814,9 @@ class LLM:
         if load is not None:
             if prompts is not None or system is not None:
                 raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
-            saved = CacheFile(load)
+            saved = load if isinstance(load, CacheFile) else CacheFile(load)
             if (was := saved.meta["more"].get("chat", False)) != chat:
-                raise InputError(f"{load} was saved with{'' if was else 'out'} a chat template: "
+                raise InputError(f"{saved.path} was saved with{'' if was else 'out'} a chat template: "
                                  f"{'add' if was else 'drop'} --chat (chat={was})")  # fmt: skip
             session = self.restore(saved, max_new_tokens, sampling, further)
         else:
@@ -826,10 +826,10 @@ class LLM:
             rows = [parts.opening(self.tokenizer, p) if parts.head and isinstance(p, str) else self.encode(p)
                     for p in given]  # fmt: skip
             session = self.read(rows, max_new_tokens, sampling, further)
-        if save is not None:
-            self.save(save, chat=chat)
         synchronize(session.device)
         read_s, out = time.perf_counter() - start - session.compile_s, list[Completion]()
+        if save is not None:
+            self.save(save, chat=chat)
         state, cache = session.state(), Snapshot(self.model.cache) if len(asked) > 1 else None
         for i, question in enumerate(asked):
             if i and cache is not None:
