@@ -25,7 +25,7 @@ OF_PUBLISHED = ("ruler", "claims", "published")
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": {
-        name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, "collectives")
+        name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, "collectives", "restore")
     },
     "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
     "docs/parallel.md": dict(collectives=TABLES["collectives"][0]),
