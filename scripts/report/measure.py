@@ -46,7 +46,7 @@ GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "q
 GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "softmax", "max"))
 GROUPS += " sals,score=sum sals,score=softmax"
 RESTORE = (f"bench.bench_restore --threads 1 --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 "
-           "--length 8192")  # fmt: skip
+           "--length 8000")  # fmt: skip
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
