@@ -533,6 +533,7 @@ class LLM:
             self.model = load_checkpoint(reader, device, dtype, weight_format, ranks)
             self.tokenizer = load_tokenizer(reader.tokenizer)
         self.source = f"--random-init {random_init} and seed {seed}" if random_init else str(checkpoint)
+        self.source += "".join(f" {flag} {x}" for flag, x in (("--weights", weights), ("--head", head)) if x)
         self.weight_format = weight_format
         self.model.kv_dtype = pick_dtype(kv_dtype, device) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
@@ -736,14 +737,17 @@ class LLM:
     @locked
     def read(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: str | Sequence[str | list[int]],
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         further: int = 0,
     ) -> Session:
         """Prompts, read side by side: what follows is up to the session, `feed` and `rows`, until another call takes
         the cache. further: tokens beside the new ones that may be fed. InputError as `generate`."""
-        rows = [self.encode(p) for p in prompts]
+        given = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(given, list | tuple) or not given:
+            raise InputError("no prompt was given: give a text, or a list of them")
+        rows = [self.encode(p) for p in given]
         session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further), sampling or Sampling())
         session.prefill(rows)
         return session
@@ -788,7 +792,7 @@ class LLM:
     def ask(
         self,
         prompts: str | Sequence[str | list[int]] | None,
-        questions: Sequence[str | list[int]] = (),
+        questions: str | Sequence[str | list[int]] = (),
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         *,
@@ -808,7 +812,7 @@ class LLM:
         what is raised, are those of `generate`.
         """
         stop, parts = stop_strings(stop), self._chat_parts(chat, system, chat_args)
-        asked = [self._ids_of(q, parts) for q in questions or [""]]
+        asked = [self._ids_of(q, parts) for q in ([questions] if isinstance(questions, str) else questions or [""])]
         sampling, further = sampling or Sampling(), max(map(len, asked))
         start = time.perf_counter()
         if load is not None:
@@ -820,11 +824,8 @@ class LLM:
                                  f"{'add' if was else 'drop'} --chat (chat={was})")  # fmt: skip
             session = self.restore(saved, max_new_tokens, sampling, further)
         else:
-            given = [prompts] if isinstance(prompts, str) else prompts
-            if not isinstance(given, list | tuple) or not given:
-                raise InputError("no prompt was given: give a text, a list of them, or a saved cache (load)")
-            rows = [parts.opening(self.tokenizer, p) if parts.head and isinstance(p, str) else self.encode(p)
-                    for p in given]  # fmt: skip
+            texts_of = [prompts] if isinstance(prompts, str) else prompts or []
+            rows = [parts.opening(self.tokenizer, p) if parts.head and isinstance(p, str) else p for p in texts_of]
             session = self.read(rows, max_new_tokens, sampling, further)
         synchronize(session.device)
         read_s, out = time.perf_counter() - start - session.compile_s, list[Completion]()

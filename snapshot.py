@@ -25,11 +25,13 @@ from cache.calibration import Calibration, RandomCalibration, fingerprint, of_mo
 from cache.spec import layer_methods, method_name
 from errors import InputError
 from model import Transformer
-from runtime import DTYPES, check_fetched
+from runtime import DTYPES, check_fetched, require_memory
 from weights import WeightFormat
 
 VERSION = 1  # of the file
 TEXT = "text."  # of tensors that are no method's
+PARTS = {"weights", "source", "dtype", "kv_dtype", "layers", "method", "calibration", "lengths", "step", "numbers",
+         "layouts", "max_seq_len", "more", "text.prompts", "text.fed", "text.next"}  # fmt: skip
 
 
 @dataclass
@@ -66,9 +68,15 @@ class Snapshot:
     """What a cache holds, to go back to as often as wanted: its buffers, and the numbers that methods keep beside."""
 
     def __init__(self, cache: nn.Module):
+        every = [(m, buffers_of(m)) for m in cache.modules()]
+        device = first_of(cache).shape.device
+        on_device = (b.nbytes for _, buffers in every for name, b in buffers.items() if not name.startswith("host_"))
+        require_memory(sum(on_device), device, "a second copy of the KV cache", "ask one question at a time")
         self.saved = [
-            (m, {name: b.clone() for name, b in buffers_of(m).items()}, numbers_of(m)) for m in cache.modules()
-        ]
+            (m, {name: b.to("cpu" if name.startswith("host_") else b.device, copy=True) for name, b in buffers.items()},
+             numbers_of(m))
+            for m, buffers in every
+        ]  # fmt: skip
 
     def restore(self) -> None:
         for m, buffers, numbers in self.saved:
@@ -126,7 +134,8 @@ def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, form: WeightFormat | None) -> dict:
-    """What a cache's contents follow from beside its tokens. source: the checkpoint, as the user knows it."""
+    """What a cache's contents follow from beside its tokens. source: the
+    checkpoint and form of its weights, as the user knows them."""
     if model.args.ranks.size > 1:
         raise InputError(f"a cache of {model.args.ranks.size} processes cannot be saved or loaded: use one process")
     layers = layer_methods(spec, model.args.n_layer, knobs)
@@ -134,7 +143,7 @@ def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, 
     weights = fingerprint(model.folder) if model.folder is not None else source
     out = dict(
         version=VERSION,
-        source=source + ("" if form is None else f" with --weights of {form}"),
+        source=source,
         weights=[weights, of_model(model.args), None if form is None else asdict(form)],
         dtype=dtype_name(model.dtype),
         kv_dtype=dtype_name(model.kv_dtype or model.dtype),
@@ -224,6 +233,8 @@ class CacheFile:
             raise InputError(f"{path} is of version {version}, expected {VERSION}: save it again")
         if digest(text, self.tensors) != metadata.get("checksum"):
             raise InputError(f"{path} is damaged, its checksum is not that of its contents: save it again")
+        if missing := PARTS - meta.keys() - self.tensors.keys():
+            raise InputError(f"{path} has no {min(missing)}: save it again")
 
     def check(self, of: dict[str, Any]) -> None:
         """InputError unless it is a cache of this `identity`."""
@@ -253,6 +264,9 @@ class CacheFile:
         tokens, room = max(self.meta["lengths"]) + self.meta["step"], first_of(cache).shape.max_seq_len
         named = dict(cache.named_modules())
         found = [(f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
+        known = {(name, k) for name, m in named.items() for k in numbers_of(m)}
+        if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
+            raise InputError(f"{self.path} counts what its methods do not: save it again")
         for key, m, buffer in found:  # all of it before any
             rule = m.layout(tokens).get(buffer) if isinstance(m, Storage) else None
             if key not in self.tensors or rule != self.meta["layouts"].get(key):
@@ -260,7 +274,8 @@ class CacheFile:
                 raise InputError(f"{self.path} is of a cache for {self.meta['max_seq_len']} tokens, and {method} lays "
                                  f"out {buffer} differently in {room}: save with --max-seq-len {room}")  # fmt: skip
             size, most = self.tensors[key].shape, m.get_buffer(buffer).shape
-            if len(size) != len(most) or any(n > slots for n, slots in zip(size, most, strict=True)):
+            same = len(size) == len(most) and self.tensors[key].dtype == m.get_buffer(buffer).dtype
+            if not same or any(n > slots for n, slots in zip(size, most, strict=True)):
                 raise InputError(f"{self.path} holds {tokens} tokens, {key} is {[*size]}, and the cache has room for "
                                  f"{[*most]}: give a larger --max-seq-len")  # fmt: skip
         for key, m, buffer in found:
