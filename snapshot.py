@@ -267,19 +267,23 @@ class CacheFile:
         known = {(name, k) for name, m in named.items() for k in numbers_of(m)}
         if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
             raise InputError(f"{self.path} counts what its methods do not: save it again")
+        saved, pos = dict(self.tensors), torch.tensor(self.meta["lengths"]) + self.meta["step"] - 1
         for key, m, buffer in found:  # all of it before any
+            b, was = m.get_buffer(buffer), self.meta["layouts"].get(key)
             rule = m.layout(tokens).get(buffer) if isinstance(m, Storage) else None
-            if key not in self.tensors or rule != self.meta["layouts"].get(key):
+            if key in saved and rule != was and isinstance(m, Storage):
+                carried = m.carry(buffer, saved.pop(key).to(b.device), was, pos.to(b.device))
+                saved |= {} if carried is None else {key: carried}
+            if key not in saved:
                 method = type(named[key.partition(".")[0]]).__name__
                 raise InputError(f"{self.path} is of a cache for {self.meta['max_seq_len']} tokens, and {method} lays "
                                  f"out {buffer} differently in {room}: save with --max-seq-len {room}")  # fmt: skip
-            size, most = self.tensors[key].shape, m.get_buffer(buffer).shape
-            same = len(size) == len(most) and self.tensors[key].dtype == m.get_buffer(buffer).dtype
+            size, most = saved[key].shape, b.shape
+            same = len(size) == len(most) and saved[key].dtype == b.dtype
             if not same or any(n > slots for n, slots in zip(size, most, strict=True)):
                 raise InputError(f"{self.path} holds {tokens} tokens, {key} is {[*size]}, and the cache has room for "
                                  f"{[*most]}: give a larger --max-seq-len")  # fmt: skip
         for key, m, buffer in found:
-            saved = self.tensors[key]
-            m.get_buffer(buffer)[tuple(map(slice, saved.shape))].copy_(saved)
+            m.get_buffer(buffer)[tuple(map(slice, saved[key].shape))].copy_(saved[key])
         for name, numbers in self.meta["numbers"].items():
             named[name].__dict__.update(numbers)

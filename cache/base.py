@@ -165,6 +165,11 @@ class Storage(nn.Module):
         smaller: a larger cache holds the same in its first slots (snapshot.py)."""
         return {}
 
+    def carry(self, name: str, saved: Tensor, layout: Any, pos: Tensor) -> Tensor | None:
+        """A buffer that was saved by another `layout`, as it lies in this one, the newest tokens at pos [B]. None, as
+        by default: it cannot be told."""
+        return None
+
 
 class KVMethod(Storage):
     """Base of every method: rotation, exact prefill, and a decode step of append, select, attend."""
