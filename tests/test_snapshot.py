@@ -178,9 +178,11 @@ def test_state_is_in_buffers_and_numbers(spec):
 @pytest.mark.parametrize("spec", sampled(SPECS, OFTEN))
 def test_a_file_is_as_large_as_what_is_filled(tmp_path, spec):
     """What was written is what is the same in a cache that held something else before."""
-    lengths, step, caches = (1500,), 40, []
+    # of these, tokens in a ring, 64 to 128, have a slot in the compressed store, too: 2 % of what is filled from 8K on
+    long = spec.startswith(("sals", "ojakv", "static_pca", "hadamard")) and spec not in OFTEN
+    lengths, step, caches = (8000 if long else 1500,), 40, []
     for fill in (3, 5):
-        model = set_up(spec, 4000, None, rows=1)
+        model = set_up(spec, lengths[0] + 500, None, rows=1)
         for m in model.cache.modules():
             for b in buffers_of(m).values() if not spec.endswith("p0.9") else ():
                 b.fill_(fill)
@@ -191,7 +193,7 @@ def test_a_file_is_as_large_as_what_is_filled(tmp_path, spec):
     write(tmp_path / "a", model, spec, lengths, step)
     header = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
     size = os.path.getsize(tmp_path / "a") - header
-    assert size <= 1.02 * written + 4 * 1600 + 64, (size, written)
+    assert size <= 1.02 * written + 4 * (lengths[0] + step) + 64, (size, written)
 
 
 # ---- LLM ----
