@@ -51,10 +51,13 @@ def restore() -> str:
     was measured."""
     cells: Cells = {}
     rows = [(run, r) for run in runs("restore") for r in run["rows"]]
-    full = {(run["machine"], run["model"], r["length"]): r["file_bytes"] for run, r in rows if r["method"] == "full"}
+    sizes: dict[tuple, int] = {}  # of the smallest: a file of a prompt that was read has its logits, too
+    for run, r in rows:
+        key = run["model"], r["length"], r["method"]
+        sizes[key] = min(r["file_bytes"], sizes.get(key, r["file_bytes"]))
     for run, r in sorted(rows, key=lambda x: (x[0]["model"], x[1]["length"], x[1]["method"] != "full")):
-        size = r["file_bytes"] / full.get((run["machine"], run["model"], r["length"]), float("nan"))
-        first = run["model"], f"{r['length']:,}", name(r), f"{r['file_bytes'] / 2**20:.1f}", percent(size)
+        size, full = (sizes.get((run["model"], r["length"], m), float("nan")) for m in (r["method"], "full"))
+        first = run["model"], f"{r['length']:,}", name(r), f"{size / 2**20:.1f}", percent(size / full)
         if (first, run["machine"]) not in cells or "prefill_s" in r:
             instead = f" instead of {rate(r['prefill_s'])}" if "prefill_s" in r else ""
             cells[first, run["machine"]] = f"{rate(statistics.median(r['restore_s']))}{instead}"
