@@ -27,15 +27,18 @@ from compiled import Step, compile_step, eager_step
 from errors import InputError, check_count, check_range, short
 from model import ModelArgs, Transformer
 from parallel import ONE, Ranks
-from runtime import TINY, pick_device, pick_dtype, synchronize
+from runtime import TINY, check_out, pick_device, pick_dtype, synchronize
+from snapshot import CacheFile, Snapshot, State, identity, save
 from speculation import Speculator, Tally
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
+from tokenizer.turns import ChatParts, parts_of
 from weights import WeightFormat, open_checkpoint
 
 LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
 NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
 CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
+LEAST = 256  # slots for prompts in a cache that may be saved: in smaller ones, methods lay out sinks otherwise
 STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
 
 
@@ -179,6 +182,10 @@ class Session:
         self.tally = Tally()
         self.pos = self.next = torch.empty(0, dtype=torch.int64)
         self.given: list[Tensor] = []  # what Sampling.draw takes beside logits and pos
+        self.prompts: list[list[int]] = []
+        self.fed: list[Tensor] = []  # tokens [B] of each step since
+        self.uneven = False  # rows that speculate have got different numbers of them
+        self.logits: Tensor | None = None  # [B, V] right after a prompt
 
     @property
     def owns_cache(self) -> bool:
@@ -211,6 +218,7 @@ class Session:
         given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
         logits = self.model.prefill(tokens, lengths)
         self.begin(draw_finite(self.sampling, logits, lengths - 1, *given), lengths, *given)
+        self.prompts, self.logits = prompts, logits
 
     def _given(self, keys: Tensor, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         if self.sampling.repetition_penalty == 1:
@@ -223,7 +231,35 @@ class Session:
     def begin(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> None:
         """From a cache that holds pos [B] tokens a row: `tokens` [B] are the next ones. The cache is this session's."""
         self.next, self.pos, self.given = tokens, pos, list(given) or [torch.zeros_like(pos)]
+        self.prompts, self.fed, self.logits, self.uneven = [], [], None, False
         self.decoded, self.model.cache.owner = 0, self
+
+    def state(self) -> State:
+        """Where it stands: with what the cache holds, all that `resume` needs. InputError if it has no cache."""
+        if not self.owns_cache:
+            raise InputError("there is nothing in the cache to save: read a prompt first")
+        if self.uneven:
+            raise InputError(
+                "rows that speculate have gone on unevenly: save the cache after the prompt, or a row alone"
+            )
+        fed = torch.stack(self.fed, 1) if self.fed else self.next.new_empty(len(self.next), 0)
+        return State(self.prompts, fed, self.next, self.logits)
+
+    @torch.inference_mode()
+    def resume(self, state: State) -> None:
+        """Go on from there, in a cache that holds what it held. By another Sampling than then, what comes next is
+        drawn again where a prompt's logits are known."""
+        lengths = torch.tensor([len(p) for p in state.prompts], device=self.device)
+        fed, tokens, pos = state.fed.to(self.device), state.next.to(self.device), lengths + state.decoded
+        texts = [p + row for p, row in zip(state.prompts, fed.tolist(), strict=True)]
+        given = self._given(torch.tensor(noise_keys(self.sampling.seed, state.prompts), device=self.device), texts)
+        logits = None if state.logits is None else state.logits.to(self.device)
+        if logits is not None:
+            tokens = draw_finite(self.sampling, logits, pos - 1, *given)
+        self.model.cache[0].rope.set_prompt(lengths)
+        self.begin(tokens, pos, *given)
+        self.prompts, self.fed, self.logits = state.prompts, list(fed.unbind(1)), logits
+        self.decoded = state.decoded
 
     def _own_cache(self) -> None:
         if not self.owns_cache:
@@ -234,6 +270,8 @@ class Session:
     def advance(self, tokens: Tensor) -> None:
         """One decode step with these tokens; `next` is what follows them."""
         self._own_cache()
+        self.fed.append(tokens)
+        self.logits = None
         if len(self.given) > 1:
             self.given[1].scatter_(1, tokens.clamp(min=0)[:, None], True)
         # a clone: under CUDA graphs the output's memory is reused by the next replay
@@ -254,7 +292,8 @@ class Session:
         for i in range(0, len(tokens), block):
             self._own_cache()
             part = list(tokens[i : i + block])
-            self.next = self.speculator.feed(part, self.pos, self.given)
+            self.next, self.logits = self.speculator.feed(part, self.pos, self.given), None
+            self.fed += [torch.full_like(self.pos, t) for t in part]
             self.pos = self.pos + len(part)
             self.decoded += len(part)
             self.model.maintain(self.decoded)
@@ -267,6 +306,7 @@ class Session:
             end, self.pos = self.pos, self.pos.clamp(max=length)
             self.model.rewind(self.pos, end)
             self.decoded -= over
+            self.fed = self.fed[:-over]
 
     def rows(self, n: int, stop_ids: frozenset[int] = frozenset()) -> Iterator[list[int | None]]:
         """Yield the next token of every row, up to n for each; None for a row that is done: it met a stop id, or
@@ -302,7 +342,10 @@ class Session:
         left, begun = torch.full_like(self.pos, n - 1), self.decoded
         fed = [0] * len(self.pos)
         while not all(f == n - 1 or done for f, done in zip(fed, self.done, strict=True)):
+            first = self.next
             tokens, count, kept = self.check(left)
+            self.logits, self.uneven = None, self.uneven or len(set(count)) > 1
+            self.fed += [first, *torch.tensor(tokens, device=first.device).unbind(1)][: max(count)]
             at_most = [n - 1 - f for f in fed]
             fed = [f + c for f, c in zip(fed, count, strict=True)]
             self._count(at_most, kept)
@@ -581,6 +624,9 @@ class LLM:
             reader = open_checkpoint(checkpoint)
             self.model = load_checkpoint(reader, device, dtype, weight_format, ranks)
             self.tokenizer = load_tokenizer(reader.tokenizer)
+        self.source = f"--random-init {random_init} and seed {seed}" if random_init else str(checkpoint)
+        self.source += "".join(f" {flag} {x}" for flag, x in (("--weights", weights), ("--head", head)) if x)
+        self.weight_format = weight_format
         self.model.kv_dtype = pick_dtype(kv_dtype, device) if isinstance(kv_dtype, str) else kv_dtype
         self.model.use_calibration(calibration)
         if max_seq_len is not None:
@@ -699,8 +745,8 @@ class LLM:
         if not question:
             return []
         if chat:
-            raise InputError("a chat template ends the prompt's turn: ask in a second turn of a conversation "
-                             "(--interactive), or give no chat template")  # fmt: skip
+            raise InputError("a chat template ends the prompt's turn: ask(prompt, questions, chat=True), or ask in a "
+                             "second turn of a conversation (--interactive)")  # fmt: skip
         return self._check_ids(self.tokenizer.encode(question, bos=False) if isinstance(question, str) else question)
 
     @locked
@@ -763,18 +809,173 @@ class LLM:
                 if not out:
                     raise
                 result.interrupted = True
-            result.compile_s, result.kv_bytes = session.compile_s, self.model.kv_bytes()
-            result.kv_bytes_full = self.model.kv_bytes_full(len(batch), size[0])
-            for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
-                piece = text.flush()
-                if on_text:
-                    on_text(first + row, piece)
-                out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
+            result.compile_s = session.compile_s
+            out += self._completions(result, texts, first, on_text)
             if error:
                 raise Ended(str(error), out)
             if result.interrupted:
                 break
         return out
+
+    def _completions(
+        self, result: Result, texts: list[Text], first: int, on_text: Callable[[int, str], None] | None
+    ) -> list[Completion]:
+        """Of a batch that has ended, with what the cache takes; `first` is the number of its first row."""
+        result.kv_bytes = self.model.kv_bytes()
+        result.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
+        out = []
+        for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
+            piece = text.flush()
+            if on_text:
+                on_text(first + row, piece)
+            out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
+        return out
+
+    # ---- a prompt that is read once ----
+
+    def _identity(self) -> dict[str, Any]:
+        return identity(self.model, self.method, self.knobs, self.source, self.weight_format)
+
+    @locked
+    def read(
+        self,
+        prompts: str | Sequence[str | list[int]],
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        further: int = 0,
+    ) -> Session:
+        """Prompts, read side by side: what follows is up to the session, `feed` and `rows`, until another call takes
+        the cache. further: tokens beside the new ones that may be fed. InputError as `generate`."""
+        given = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(given, list | tuple) or not given:
+            raise InputError("no prompt was given: give a text, or a list of them")
+        rows = [self.encode(p) for p in given]
+        session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further), sampling or Sampling())
+        session.prefill(rows)
+        return session
+
+    def _roomy(self, prompts: list[list[int]], max_new_tokens: int, further: int) -> tuple[int, int | None]:
+        """`capacity`, where there is room with LEAST slots for prompts."""
+        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
+        room = (self.max_seq_len or self.model.args.context) - further - max_new_tokens
+        return self.capacity(max(*map(len, prompts), min(LEAST, room)), max_new_tokens, further)
+
+    @locked
+    def save(self, file: str | Path, **more: Any) -> None:
+        """Write what the cache holds, the prompt of the last call and what was decoded since, to a file for `restore`.
+        more: what is to be found in the file, in JSON."""
+        check_out(file, "--save-cache")
+        session = getattr(self.model.cache, "owner", None)
+        if session is None or not session.prompts:
+            raise InputError("there is nothing in the cache to save: read a prompt first")
+        save(Path(file), self.model.cache, session.state(), self._identity(), **more)
+
+    @locked
+    def restore(
+        self,
+        file: str | Path | CacheFile,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        further: int = 0,
+    ) -> Session:
+        """Go on from a file of `save`, as if the prompt had been read here; the arguments are those of `read`.
+        InputError if the file is damaged, of another model, method, knob, dtype or calibration, or does not fit."""
+        saved = file if isinstance(file, CacheFile) else CacheFile(file)
+        saved.check(self._identity())
+        state = saved.state
+        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded)
+        session = self.session(len(state.prompts), *size, sampling or Sampling())
+        self.model.cache.owner = None
+        saved.fill(self.model.cache)
+        session.resume(state)
+        return session
+
+    @locked
+    def ask(
+        self,
+        prompts: str | Sequence[str | list[int]] | None,
+        questions: str | Sequence[str | list[int]] = (),
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        chat_args: dict[str, Any] | None = None,
+        stop: str | Sequence[str] = (),
+        on_text: Callable[[int, str], None] | None = None,
+        save: str | Path | None = None,
+        load: str | Path | CacheFile | None = None,
+    ) -> list[Completion]:
+        """Every question about the same prompts, which are read once: all prompts' answers to the first question, then
+        to the next. What one was answered, the next does not see: each starts from the state after the prompts.
+
+        questions: none asks for what follows the prompts. chat: prompt and question are one turn of the chat template.
+        save: write the prompts' cache to this file; load: take it from there, with no prompts. The other arguments, and
+        what is raised, are those of `generate`.
+        """
+        stop, parts = stop_strings(stop), self._chat_parts(chat, system, chat_args)
+        asked = [self._ids_of(q, parts) for q in ([questions] if isinstance(questions, str) else questions or [""])]
+        sampling, further = sampling or Sampling(), max(map(len, asked))
+        start = time.perf_counter()
+        if load is not None:
+            if prompts is not None or system is not None:
+                raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
+            saved = load if isinstance(load, CacheFile) else CacheFile(load)
+            if (was := saved.meta["more"].get("chat", False)) != chat:
+                raise InputError(f"{saved.path} was saved with{'' if was else 'out'} a chat template: "
+                                 f"{'add' if was else 'drop'} --chat (chat={was})")  # fmt: skip
+            session = self.restore(saved, max_new_tokens, sampling, further)
+        else:
+            texts_of = [prompts] if isinstance(prompts, str) else prompts or []
+            rows = [parts.opening(self.tokenizer, p) if parts.head and isinstance(p, str) else p for p in texts_of]
+            session = self.read(rows, max_new_tokens, sampling, further)
+        synchronize(session.device)
+        read_s, out = time.perf_counter() - start - session.compile_s, list[Completion]()
+        if save is not None:
+            self.save(save, chat=chat)
+        state, cache = session.state(), Snapshot(self.model.cache) if len(asked) > 1 else None
+        for i, question in enumerate(asked):
+            if i and cache is not None:
+                cache.restore()
+                session.resume(state)
+            result, error = empty_result(session.prompts, question), None
+            result.compile_s = session.compile_s if i == 0 else 0.0
+            texts = [Text(self.tokenizer.stream(), stop) for _ in session.prompts]
+
+            def show(row: int, token: int, first: int = len(out), texts: list[Text] = texts) -> bool:
+                piece = texts[row].put(token)
+                if on_text:
+                    on_text(first + row, piece)
+                return texts[row].stopped
+
+            start = time.perf_counter()
+            try:
+                session.feed(question)
+                synchronize(session.device)
+                result.prefill_s = time.perf_counter() - start + (read_s if i == 0 else 0.0)
+                continue_rows(session, result, max_new_tokens, self.stop_ids, show)
+            except InputError as e:
+                if not out and not any(result.tokens):
+                    raise
+                error = e
+            out += self._completions(result, texts, len(out), on_text)
+            if error:
+                raise Ended(str(error), out)
+            if result.interrupted:
+                break
+        return out
+
+    def _chat_parts(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> ChatParts:
+        """What stands around a prompt and a question. InputError as `open_chat` and `parts_of`."""
+        before = self.open_chat(chat, system, chat_args)
+        if not chat or isinstance(self.tokenizer, RandomVocabulary):
+            return ChatParts("", "", "")
+        return parts_of(self.tokenizer, before, **(chat_args or {}))
+
+    def _ids_of(self, question: str | list[int], parts: ChatParts) -> list[int]:
+        if not isinstance(question, str):
+            return self._check_ids(question)
+        return self._check_ids(parts.closing(self.tokenizer, question)) if parts.tail or question else []
 
     def stream(
         self,

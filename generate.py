@@ -3,6 +3,8 @@
 python generate.py --prompt "def main():"
 python generate.py --method self_index,budget=160 --prompt-file book.txt --max-new-tokens 200
 python generate.py --method 0-1:full,2-:sals-12.5 --interactive
+python generate.py --prompt-file book.txt --save-cache book.cache
+python generate.py --load-cache book.cache --question "Who is Emma?" --question "Where does she live?"
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from runtime import (
     versions,
     written,
 )
+from snapshot import CacheFile
 from tokenizer.chat import template_variable
 
 
@@ -55,9 +58,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--prompt-file", nargs="+", metavar="F", default=[], help="one or more UTF-8 files, a prompt each")
     a(
         "--question",
+        action="append",
+        default=[],
         metavar="TEXT",
-        help="what follows every prompt, through decode: methods compress without it (ours)",
+        help="what follows every prompt, through decode: methods compress without it (ours). Several, each by a flag "
+        "of its own, start from the same state: prompts are read once",
     )
+    a(
+        "--save-cache",
+        metavar="FILE",
+        help="write what the cache holds after the prompt, to go on from with --load-cache",
+    )
+    a("--load-cache", metavar="FILE", help="instead of a prompt: the cache of one that was read before")
     a("--max-new-tokens", type=int, default=128, metavar="N")
     a("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     a("--top-k", type=int, metavar="K")
@@ -115,6 +127,8 @@ def read_prompts(opt: argparse.Namespace) -> list[str]:
     for i, text in enumerate(texts):
         if not text:
             raise InputError(f"prompt {i + 1} is empty: give some text")
+    if not texts:
+        raise InputError('no prompt: give --prompt "some text", --prompt-file F, or --interactive')
     return texts
 
 
@@ -191,10 +205,50 @@ def profiled(trace: str | None) -> Iterator[None]:
             prof.export_chrome_trace(str(tmp))
 
 
+def run_questions(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
+    """Prompts that are read once, or were before; every question starts from there."""
+    saved, asked = opt.saved, max(1, len(opt.question))
+    texts = None if saved else read_prompts(opt)
+    alone = not opt.json and (len(saved.meta["lengths"]) if texts is None else len(texts)) == 1
+    begun: set[int] = set()
+
+    def show(row: int, piece: str) -> None:
+        if asked > 1 and row not in begun:
+            print(f"{chr(10) * bool(row)}--- {row + 1} ---")
+        begun.add(row)
+        print(piece, end="", flush=True)
+
+    try:
+        with profiled(opt.profile):
+            report.completions += llm.ask(
+                texts,
+                opt.question,
+                opt.max_new_tokens,
+                sampling,
+                chat=opt.chat,
+                system=opt.system,
+                chat_args=chat_args(opt),
+                stop=opt.stop,
+                on_text=show if alone else None,
+                save=opt.save_cache,
+                load=saved,
+            )
+    except Ended as e:
+        report.completions += e.completions
+        report.error = e
+    if alone:
+        print()
+    elif not opt.json:
+        print_all(report.completions)
+
+
+def print_all(completions: list[Completion]) -> None:
+    for i, c in enumerate(completions):
+        print(f"--- {i + 1} ---\n{c.text}")
+
+
 def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     texts = read_prompts(opt)
-    if not texts:
-        raise InputError('no prompt: give --prompt "some text", --prompt-file F, or --interactive')
     prompts = [llm.encode(t, opt.chat, opt.system, chat_args(opt)) for t in texts]
     if len(prompts) == 1:
         prompts *= opt.batch_size or 1
@@ -206,7 +260,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
                 prompts,
                 opt.max_new_tokens,
                 sampling,
-                question=opt.question,
+                question=opt.question[0] if opt.question else None,
                 batch_size=opt.batch_size,
                 stop=opt.stop,
                 on_text=show,
@@ -217,8 +271,7 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
     if streaming:
         print()
     elif not opt.json:
-        for i, c in enumerate(report.completions):
-            print(f"--- {i + 1} ---\n{c.text}")
+        print_all(report.completions)
 
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
@@ -266,11 +319,17 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(
             "--interactive reads its turns from standard input: drop --prompt, --question, --batch-size, --random-init"
         )
-    if opt.question and opt.chat:
-        raise InputError("--chat ends the prompt's turn before --question: ask in a second turn, with --interactive")
     if opt.adaptive and opt.speculate is None:
         raise InputError("--adaptive is for drafts: add --speculate N")
+    once = bool(opt.save_cache or opt.load_cache or len(opt.question) > 1 or opt.question and opt.chat)
+    if once and (opt.interactive or opt.batch_size is not None):
+        raise InputError("prompts that are saved, loaded or asked questions in a chat or one after another run side by "
+                         "side: drop --batch-size and --interactive")  # fmt: skip
+    if opt.load_cache and (opt.prompt or opt.prompt_file or opt.system is not None):
+        raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
     check_out(opt.profile, "--profile")
+    check_out(opt.save_cache, "--save-cache")
+    opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
     ranks, device = parallel.start(opt.device)
@@ -282,6 +341,8 @@ def main(argv: list[str] | None = None) -> int:
                   prefill_chunk=opt.prefill_chunk, ranks=ranks, speculate=opt.speculate,
                   adaptive=opt.adaptive)  # fmt: skip
         llm.use(opt.method, **knobs(opt))
+        if ranks.size > 1 and (opt.save_cache or opt.load_cache):
+            raise InputError(f"a cache of {ranks.size} processes cannot be saved or loaded: use one process")
     except InputError as e:
         error = e
     ranks.agree(error)  # one that cannot load ends them all
@@ -290,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
     if opt.interactive:
         run_interactive(opt, llm, sampling, report)
     else:
-        run_batches(opt, llm, sampling, report)
+        (run_questions if once else run_batches)(opt, llm, sampling, report)
     if opt.json:
         print(report.json(), flush=True)
     elif not report.error:

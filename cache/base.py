@@ -160,6 +160,17 @@ class Storage(nn.Module):
             t.copy_(value)
         return t
 
+    def layout(self, tokens: int) -> dict[str, Any]:
+        """Of buffers in which max_seq_len decides not only how many slots there are, but where `tokens` tokens lie:
+        what decides, in JSON. By default none, as where slot = position, or in a ring that only a short context makes
+        smaller: a larger cache holds the same in its first slots (snapshot.py)."""
+        return {}
+
+    def carry(self, name: str, saved: Tensor, layout: Any, pos: Tensor) -> Tensor | None:
+        """A buffer that was saved by another `layout`, as it lies in this one, the newest tokens at pos [B]. None, as
+        by default: it cannot be told."""
+        return None
+
 
 class KVMethod(Storage):
     """Base of every method: rotation, exact prefill, and a decode step of append, select, attend."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,9 @@ class Exempt(Tail):
     def __init__(self, shape: CacheShape, first: int, last: int, block: int):
         super().__init__(shape, block, block, lead=min(first + last, shape.max_seq_len))
         self.first, self.last = first, last
+
+    def layout(self, tokens: int) -> dict[str, Any]:
+        return dict(k=self.lead, v=self.lead)  # decoded tokens lie behind it
 
     def mask(self, lengths: Tensor, S: int) -> Tensor:
         """Which tokens of prompts of lengths [B], padded to S, are not in the middle: bool [B, S]."""

@@ -325,6 +325,15 @@ class Razor(KVMethod):
             if self.args.compensation:
                 self.mean_k.zero_(), self.mean_v.zero_()
 
+    def layout(self, tokens):
+        """A share of max_seq_len sizes the ring, by which places in slot_of go round."""
+        return dict(slot_of=self.ring) if self.n_own and tokens > self.sinks + self.ring else {}
+
+    def carry(self, name, saved, layout, pos):
+        """By the ring of another size; places of tokens that have left both windows may hold anything."""
+        place = (self._newest(pos) - self.sinks).clamp(min=0)
+        return saved.gather(1, place % (layout or saved.shape[1]))
+
     def traffic(self, pos):
         """All of `pos` taken as prompt, which sets S_0: tokens, the compensation token, a slot, S_0, order of heads."""
         s, a, n = self.shape, self.args, pos + 1

@@ -91,6 +91,11 @@ class Streaming(KVMethod):
         at = torch.where(slots < filled[:, None], at, -2)[:, None].expand(B, k.shape[1], -1)
         return Attended(at, q, k[:B], self.v[:B])
 
+    def layout(self, tokens):
+        """A window of the model's, which a short context has none of, is a ring without sinks."""
+        sizes = [self.sinks, self.window]
+        return dict(k=sizes, v=sizes) if tokens > sum(sizes) else {}
+
     def traffic(self, pos):
         s = self.shape
         return 2 * s.max_batch * s.n_kv_head * min(pos + 1, self.k.shape[2]) * s.head_dim * s.dtype.itemsize

@@ -24,7 +24,7 @@ from checkpoint import args_from_hf, random_transformer
 from errors import InputError
 from kv_methods.razor import Razor
 from model import NAMED
-from scripts.bench import bench_attention, bench_generate, bench_linear, layer, our_runs
+from scripts.bench import bench_attention, bench_generate, bench_linear, bench_restore, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, compare, weights_quality
 from scripts.report import gpu, measure, plots, tables, update_readme
@@ -570,6 +570,7 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         "published",
         "claims",
         "collectives",
+        "restore",
     }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 
@@ -657,6 +658,19 @@ def test_products_are_timed_beside_torchs(cli, monkeypatch):
     assert {r["product"] for r in rows} >= {"torch fp32", "torch bf16"}
 
 
+@pytest.mark.parametrize("how", [["--synthetic"], []])
+def test_restoring_is_timed_and_files_are_measured(cli, how):
+    argv = ["--length", "300", "--method", "full", "streaming,recent=96", "--rounds", "2", "--json", *how]
+    status, out, err = cli(bench_restore, *argv)
+    assert status == 0, err
+    full, few = json.loads(out)["rows"]
+    assert all(len(r["restore_s"]) == 2 and r["save_s"] > 0 and ("prefill_s" in r) == (not how) for r in (full, few))
+    token = full["kv_bytes"] // 428  # of the cache, which has room for 128 tokens beside the prompt
+    text = full["tensor_bytes"] - 301 * token  # with the next token
+    assert 0 < text < 4 * 300 + 4 * 2048 + 64 and few["tensor_bytes"] - text == 100 * token
+    assert full["tensor_bytes"] < full["file_bytes"] < full["tensor_bytes"] + 8192
+
+
 @pytest.mark.parametrize(
     ("script", "argv"),
     [
@@ -677,6 +691,8 @@ def test_products_are_timed_beside_torchs(cli, monkeypatch):
         (bench_attention, ["--size", "0x16"]),
         (bench_attention, ["--out", "/no/such/folder/x.json"]),
         (bench_attention, ["--device", "nothing"]),
+        (bench_restore, ["--method", "sals,nothing=1"]),
+        (bench_restore, ["--length", "0"]),
         (bench_generate, ["--method", "nothing"]),
         (bench_generate, ["--method", "0-1:full"]),
         (bench_generate, ["--method", "0-1:full,2-99:sals"]),

@@ -15,12 +15,14 @@ from checkpoint import load_checkpoint
 from model import Transformer
 from runtime import TINY
 from scripts.eval import answers, compare, perplexity, samples
-from scripts.eval.evaluation import Context, Evaluation, Snapshot, contexts
+from scripts.eval.evaluation import Context, Evaluation, contexts
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
-from scripts.eval.rows import ChatParts, chat_parts, read_rows, write_rows
+from scripts.eval.rows import read_rows, write_rows
 from scripts.eval.samples import rows_of
 from scripts.shared import options
+from snapshot import Snapshot
 from tokenizer import Tokenizer, load_tokenizer
+from tokenizer.turns import ChatParts, chat_parts
 
 SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
 T = SIZE - NEW

@@ -212,10 +212,7 @@ def test_the_command_line_asks_later(cli, llm):
     code, out, err = cli(generate, "--method", SNAPKV, "--prompt", CONTEXT, "--question", QUESTIONS[0],
                          "--max-new-tokens", 2)  # fmt: skip
     assert (code, out) == (0, llm.use(SNAPKV).generate(CONTEXT, 2, question=QUESTIONS[0])[0].text + "\n")
-    for more in ("--chat", "--interactive"):
-        code, _, err = cli(
-            generate, "--question", "why?", more, *(() if more == "--interactive" else ("--prompt", "x"))
-        )
-        assert code == 2 and "--question" in err and err.count("\n") == 1
+    code, _, err = cli(generate, "--question", "why?", "--interactive")
+    assert code == 2 and "--question" in err and err.count("\n") == 1
     with pytest.raises(InputError, match="second turn of a conversation"):
         llm.generate("x", 2, chat=True, question="why?")

@@ -344,3 +344,16 @@ def test_acceptance_is_measured(cli, tmp_path, monkeypatch):
     )
     for wrong in (["--lengths", "x"], ["--lengths", "600"], ["--speculate", "0"]):
         assert cli(acceptance, "--checkpoint", TINY, *wrong)[0] == 2
+
+
+def test_a_prompt_is_saved_and_asked_by_drafts(tmp_path):
+    """Questions from one state, saved and loaded, are answered as full answers them; uneven rows are not saved."""
+    questions = [list(range(20, 33)), list(range(40, 44))]
+    want = [c.tokens for c in LLM().ask(PROMPTS[:1], questions, max_new_tokens=20)]
+    llm = LLM(method="double_sparsity", speculate=3)
+    assert [c.tokens for c in llm.ask(PROMPTS[:1], questions, max_new_tokens=20, save=tmp_path / "c")] == want
+    again = LLM(method="double_sparsity", speculate=3)
+    assert [c.tokens for c in again.ask(None, questions, max_new_tokens=20, load=tmp_path / "c")] == want
+    llm.generate(PROMPTS, 20)
+    with pytest.raises(InputError, match="unevenly"):
+        llm.save(tmp_path / "d")

@@ -11,11 +11,11 @@ from sampled import sampled
 
 from checkpoint import load_checkpoint
 from scripts.eval.evaluation import Evaluation, contexts
-from scripts.eval.rows import ChatParts
 from scripts.eval.samples import rows_of
 from scripts.eval.tasks import Tasks
 from scripts.train.train_tiny import Trainer
 from tokenizer import load_tokenizer
+from tokenizer.turns import ChatParts
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 

@@ -41,13 +41,14 @@ from parallel import ONE, Ranks, start
 from runtime import TINY, set_threads, written
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
-from scripts.eval.rows import Row, chat_parts, check_metric, read_rows
+from scripts.eval.rows import Row, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
 from scripts.report.markdown import measuring, share, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, save_figure, write_json
+from tokenizer.turns import chat_parts
 from weights import WeightFormat
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")

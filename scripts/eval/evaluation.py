@@ -26,10 +26,12 @@ from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
 from runtime import TINY, add_calibration, add_precision, check_out, pick_device
-from scripts.eval.rows import ChatParts, Row, score
+from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
 from scripts.shared.options import load_model
+from snapshot import Snapshot
 from tokenizer import Tokenizer, load_tokenizer
+from tokenizer.turns import ChatParts
 from weights import open_checkpoint
 
 WORDS = TINY / "words.json"
@@ -76,23 +78,6 @@ def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
         kind: np.array([i for d in docs if d.kind == kind for i in tk.encode(d.text, bos=True)])
         for kind in ("code", "prose")
     }
-
-
-class Snapshot:
-    """What a cache holds after its prompt, to go back to: its buffers, and the counts that methods keep beside."""
-
-    def __init__(self, cache: nn.Module):
-        self.saved = []
-        for m in cache.modules():
-            constants = getattr(m, "constants", ())
-            buffers = {name: b.clone() for name, b in m.named_buffers(recurse=False) if name not in constants}
-            self.saved.append((m, buffers, {k: v for k, v in vars(m).items() if type(v) in (int, bool)}))
-
-    def restore(self) -> None:
-        for m, buffers, counts in self.saved:
-            for name, b in buffers.items():
-                m.get_buffer(name).copy_(b)
-            vars(m).update(counts)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from engine import LLM, pad
 from errors import InputError, check_range, run_cli
-from scripts.eval.evaluation import Snapshot
+from snapshot import Snapshot
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -1,4 +1,4 @@
-"""Samples as kvpress reads them, what they are scored by, and how they become tokens.
+"""Samples as kvpress reads them, and what they are scored by.
 
 A row: context, question, answer_prefix, answer (the references), max_new_tokens, task. RULER, LongBench, InfiniteBench
 and LooGLE are published in it; rows of one context are asked after one another. What a task is scored by follows from
@@ -13,13 +13,11 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from errors import InputError
 from runtime import read_text, written
-from tokenizer import Tokenizer
 
 Row = dict[str, Any]
 
@@ -68,50 +66,6 @@ def read_rows(path: str | Path) -> list[Row]:
     if not rows:
         raise InputError(f"{path} has no rows")
     return rows
-
-
-# ---- prompts ----
-
-
-@dataclass(frozen=True)
-class ChatParts:
-    """What a chat template writes before a user's text, after it, and between an answer and the next question."""
-
-    head: str = ""
-    tail: str = ""
-    between: str = "\n"
-
-    def tokens(self, tk: Tokenizer) -> int:
-        """How many tokens a prompt has beside its text."""
-        return len(tk.encode("", bos=True) if not self.head else self.opening(tk, "")) + len(self.closing(tk, ""))
-
-    def opening(self, tk: Tokenizer, context: str) -> list[int]:
-        """The prompt's beginning. A text's words that name special tokens are text."""
-        if not self.head:
-            return tk.encode(context, bos=True)
-        return tk.encode(self.head, bos=False) + tk.encode_text(context, False, first=False)
-
-    def closing(self, tk: Tokenizer, question: str, prefix: str = "", turn: int = 0) -> list[int]:
-        """A question, in turn `turn` of those on one context, and the beginning of its answer."""
-        if not self.tail:
-            return tk.encode((self.between if turn else "") + question + prefix, bos=False)
-        start = tk.encode(self.between, bos=False) if turn else []
-        ids = start + (tk.encode_text(question, False, first=False) if question else [])
-        return ids + tk.encode(self.tail, bos=False) + (tk.encode_text(prefix, False, first=False) if prefix else [])
-
-
-def chat_parts(tk: Tokenizer, chat: bool) -> ChatParts:
-    """Of the checkpoint's chat template; of a plain text if it has none, or `chat` is off."""
-    marks = ["user-said", "was-answered", "asks-again"]
-    said = [dict(role=r, content=c) for r, c in zip(("user", "assistant", "user"), marks, strict=True)]
-    try:
-        if not chat or not tk.template():
-            return ChatParts()
-        first, whole = tk.apply_chat_template(said[:1]), tk.apply_chat_template(said)
-    except InputError:  # there is none, or it takes no conversation
-        return ChatParts()
-    head, tail = first.split(marks[0])
-    return ChatParts(head, tail, whole.split(marks[1])[1].split(marks[2])[0])
 
 
 # ---- scores ----

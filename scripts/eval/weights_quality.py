@@ -26,10 +26,10 @@ from errors import InputError, Parser, run_cli
 from runtime import TINY, add_calibration, pick_device, set_threads
 from scripts.eval.evaluation import Evaluation, contexts
 from scripts.eval.perplexity import predict, summary, windows_of
-from scripts.eval.rows import ChatParts
 from scripts.eval.samples import rows_of
 from scripts.shared.options import expand
 from scripts.shared.results import check_out, record, write_json
+from tokenizer.turns import ChatParts
 from weights import WeightFormat
 
 

@@ -46,6 +46,8 @@ GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "q
                   for by in ("group", "softmax", "max", "query"))  # fmt: skip
 GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "softmax", "max"))
 GROUPS += " sals,score=sum sals,score=softmax"
+RESTORE = (f"bench.bench_restore --threads 1 --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 "
+           "--length 8000")  # fmt: skip
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
@@ -82,6 +84,8 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         answers=[f"eval.answers --checkpoint {PUBLISHED} --calibration {CALIBRATION} --max-new-tokens 12 --method all "
                  "sals-25 sals-12.5 self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 kivi-4 "
                  "ojakv,rank=0.8"],
+        restore=[f"{RESTORE} {more}" for more in ("--synthetic --method all kivi-4 sals-12.5 razor,window=512",
+                                                  "--method full self_index")],
         linear=["bench.bench_linear --threads 2 --rows 1 8 512"],
         accuracy=["eval.compare --threads 1 --batch-size 20 --lengths 2048 --tasks needle,key_value,repeats "
                   f"--samples 100 --method {ACCURACY}"],

@@ -46,6 +46,27 @@ def speed() -> str:
     return by_machine(["model, weights", "tokens", "cache"], cells) + "\n\n" + sources("speed")
 
 
+def restore() -> str:
+    """restore.json: a prompt's cache as a file, and how long it takes to go on from it; seconds of a prefill where it
+    was measured."""
+    cells: Cells = {}
+    rows = [(run, r) for run in runs("restore") for r in run["rows"]]
+    sizes: dict[tuple, int] = {}  # of the smallest: a file of a prompt that was read has its logits, too
+    for run, r in rows:
+        key = run["model"], r["length"], r["method"]
+        sizes[key] = min(r["file_bytes"], sizes.get(key, r["file_bytes"]))
+    for run, r in sorted(rows, key=lambda x: (x[0]["model"], x[1]["length"], x[1]["method"] != "full")):
+        size, full = (sizes.get((run["model"], r["length"], m), float("nan")) for m in (r["method"], "full"))
+        first = run["model"], f"{r['length']:,}", name(r), f"{size / 2**20:.1f}", percent(size / full)
+        if (first, run["machine"]) not in cells or "prefill_s" in r:
+            instead = f" instead of {rate(r['prefill_s'])}" if "prefill_s" in r else ""
+            cells[first, run["machine"]] = f"{rate(statistics.median(r['restore_s']))}{instead}"
+    if not cells:
+        return NONE
+    header = ["model", "tokens", "cache", "file, MiB", "of full's"]
+    return "Seconds to restore:\n\n" + by_machine(header, cells) + "\n\n" + sources("restore")
+
+
 def attention() -> str:
     """attention.json: one layer's whole step, how many times the best dense attention it is, at each length."""
     found: dict[tuple[str, str], dict[int, str]] = {}

@@ -21,7 +21,7 @@ from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
 from scripts.report.published import claims, published, ruler
 from scripts.report.speculation import speculation
-from scripts.report.speed import attention, speed, weights
+from scripts.report.speed import attention, restore, speed, weights
 
 # table -> what writes it, and the questions whose files it reads
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
@@ -32,6 +32,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     published=(published, ("smollm2", "answers", "real_files")),
     ruler=(ruler, ("ruler_*", "bases")),
     claims=(claims, ("ruler_defaults",)),
+    restore=(restore, ("restore",)),
     collectives=(collectives, ("collectives",)),
     speculation=(speculation, ("speculate", "acceptance")),
     compiled=(compiled, ("kernels", "addresses")),

@@ -1,0 +1,289 @@
+"""What a KV cache holds, to go back to: in memory, or in a file from which another process goes on.
+
+A file is a safetensors file with every buffer that prompts write, cut to what is filled. No method says what that is: a
+cache of the same methods that has room for these tokens and no more, on the meta device, has buffers of that size, and
+the first slots of a larger cache hold the same (`Storage.layout` says where they do not). What a method counts beside
+its buffers is every number that is not as in an empty cache. Constants follow from the calibration: none is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cache.base import Storage, connected
+from cache.calibration import Calibration, RandomCalibration, fingerprint, of_model, write_tensors
+from cache.spec import layer_methods, method_name
+from errors import InputError
+from model import Transformer
+from runtime import DTYPES, check_fetched, require_memory
+from weights import WeightFormat
+
+VERSION = 1  # of the file
+TEXT = "text."  # of tensors that are no method's
+PARTS = {"weights", "source", "dtype", "kv_dtype", "layers", "method", "calibration", "lengths", "step", "numbers",
+         "layouts", "max_seq_len", "more", "text.prompts", "text.fed", "text.next"}  # fmt: skip
+
+
+@dataclass
+class State:
+    """Where a session stands, beside its cache: the text of B rows that is in it, and what comes next."""
+
+    prompts: list[list[int]]
+    fed: Tensor  # [B, n] int64, decoded since
+    next: Tensor  # [B] int64, drawn and not fed
+    logits: Tensor | None  # [B, V] that `next` was drawn from, right after a prompt
+
+    @property
+    def decoded(self) -> int:
+        return self.fed.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row in the cache."""
+        return max(map(len, self.prompts)) + self.decoded
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its own buffers that prompts write: all but its constants."""
+    constants = getattr(module, "constants", ())
+    return {name: b for name, b in module.named_buffers(recurse=False) if name not in constants}
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers and flags, those that a method counts among them."""
+    return {name: x for name, x in vars(module).items() if type(x) in (int, bool, float) and name != "training"}
+
+
+class Snapshot:
+    """What a cache holds, to go back to as often as wanted: its buffers, and the numbers that methods keep beside."""
+
+    def __init__(self, cache: nn.Module):
+        every = [(m, buffers_of(m)) for m in cache.modules()]
+        device = first_of(cache).shape.device
+        on_device = (b.nbytes for _, buffers in every for name, b in buffers.items() if not name.startswith("host_"))
+        require_memory(sum(on_device), device, "a second copy of the KV cache", "ask one question at a time")
+        self.saved = [
+            (m, {name: b.to("cpu" if name.startswith("host_") else b.device, copy=True) for name, b in buffers.items()},
+             numbers_of(m))
+            for m, buffers in every
+        ]  # fmt: skip
+
+    def restore(self) -> None:
+        for m, buffers, numbers in self.saved:
+            for name, b in buffers.items():
+                m.get_buffer(name).copy_(b)
+            vars(m).update(numbers)
+
+
+# ---- what is filled ----
+
+
+def first_of(cache: nn.Module) -> Any:
+    """The method of the first layer."""
+    return next(cache.children())
+
+
+def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
+    """The methods of a cache in one for so many tokens, at most `decoded` of them decoded: sizes alone, no memory."""
+
+    def small(m: Any) -> Any:
+        window = m.shape.window if (m.shape.window or tokens) < tokens else None
+        shape = replace(m.shape.on("meta"), max_seq_len=tokens, max_new_tokens=decoded, window=window)
+        return type(m)(m.args, shape, m.layer, m.rope, m.calib)
+
+    return nn.ModuleList(connected(small(m) for m in cache.children()))
+
+
+def filled(cache: nn.Module, tokens: int, decoded: int) -> dict[str, Tensor]:
+    """The buffers of a cache with so many tokens in its longest row, cut: views of what is filled, by name."""
+    # one token more, which is about to come: who has moved tokens to make room for it has slots for those
+    small, out = dict(sized(cache, tokens + 1, decoded + 1).named_modules()), {}
+    for name, m in cache.named_modules():
+        twin = small.get(name)
+        sizes = {} if twin is None else {buffer: b.shape for buffer, b in buffers_of(twin).items()}
+        here, there = (x.layout(tokens) if isinstance(x, Storage) else {} for x in (m, twin))
+        for buffer, b in buffers_of(m).items():
+            if buffer in sizes and here.get(buffer) == there.get(buffer):
+                b = b[tuple(slice(min(n, most)) for n, most in zip(sizes[buffer], b.shape, strict=True))]
+            out[f"{name}.{buffer}"] = b
+    return out
+
+
+def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
+    """By module the numbers that are not those of an empty cache."""
+    shape, out = first_of(cache).shape, {}
+    fresh = dict(sized(cache, shape.max_seq_len, shape.max_new_tokens).named_modules())
+    for name, m in cache.named_modules():
+        was = numbers_of(fresh[name])
+        if changed := {k: v for k, v in numbers_of(m).items() if was.get(k) != v}:
+            out[name] = changed
+    return out
+
+
+# ---- what a file must be of ----
+
+
+def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, form: WeightFormat | None) -> dict:
+    """What a cache's contents follow from beside its tokens. source: the
+    checkpoint and form of its weights, as the user knows them."""
+    if model.args.ranks.size > 1:
+        raise InputError(f"a cache of {model.args.ranks.size} processes cannot be saved or loaded: use one process")
+    layers = layer_methods(spec, model.args.n_layer, knobs)
+    needs = any(cls.needs(args) for cls, args in layers)
+    weights = fingerprint(model.folder) if model.folder is not None else source
+    out = dict(
+        version=VERSION,
+        source=source,
+        weights=[weights, of_model(model.args), None if form is None else asdict(form)],
+        dtype=dtype_name(model.dtype),
+        kv_dtype=dtype_name(model.kv_dtype or model.dtype),
+        method=spec + "".join(f", {k}={v}" for k, v in knobs.items()),
+        layers=[[method_name(cls), asdict(args)] for cls, args in layers],
+        calibration=calibration_id(model.find_calibration()) if needs else None,
+    )
+    return json.loads(json.dumps(out, default=str))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next((name for name, d in DTYPES.items() if d == dtype), str(dtype))
+
+
+def calibration_id(calib: Calibration) -> str:
+    if isinstance(calib, RandomCalibration):
+        return f"random {calib.seed}"
+    if calib.path is not None:
+        return fingerprint(calib.path)
+    return digest("", calib.tensors)
+
+
+def digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """Of a text, and of the names, dtypes, shapes and bytes of tensors."""
+    h = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        h.update(f"{name} {t.dtype} {[*t.shape]}".encode())
+        h.update(t.flatten().view(torch.uint8).numpy().data)
+    return h.hexdigest()
+
+
+def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
+    """What is not alike in [method, knobs] of the layers."""
+    for layer, ((name, knobs), (our_name, our_knobs)) in enumerate(zip(saved, ours, strict=True)):
+        if name != our_name:
+            yield f"layer {layer} is {name} there and {our_name} here"
+        else:
+            yield from (f"layer {layer} has {k}={v} there and {k}={our_knobs.get(k)} here"
+                        for k, v in knobs.items() if our_knobs.get(k) != v)  # fmt: skip
+
+
+# ---- the file ----
+
+
+def save(path: Path, cache: nn.Module, state: State, of: dict[str, Any], **more: Any) -> None:
+    """Write a cache and where its session stands, under another name and then renamed. of: its `identity`; more: what
+    the caller wants to read again. InputError if it cannot be written."""
+    tensors = filled(cache, state.longest, state.decoded)
+    S = max(map(len, state.prompts))
+    tokens = [p + [0] * (S - len(p)) for p in state.prompts]
+    tensors |= {f"{TEXT}prompts": torch.tensor(tokens, dtype=torch.int32), f"{TEXT}fed": state.fed.int()}
+    tensors |= {f"{TEXT}next": state.next} | ({} if state.logits is None else {f"{TEXT}logits": state.logits})
+    layouts = {
+        f"{name}.{buffer}": rule
+        for name, m in cache.named_modules()
+        if isinstance(m, Storage)
+        for buffer, rule in m.layout(state.longest).items()
+    }
+    shape = first_of(cache).shape
+    meta = of | dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
+                     numbers=counted(cache), layouts=layouts, more=more)  # fmt: skip
+    text = json.dumps(meta)
+    write_tensors(path, tensors, {"cache": text, "checksum": digest(text, tensors)})
+
+
+class CacheFile:
+    """A file that `save` wrote, read and found whole. InputError says what is wrong with it, and what to do."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise InputError(f"there is no file {path}: generate.py --save-cache {path} writes one")
+        check_fetched(self.path)
+        try:
+            with safe_open(self.path, framework="pt") as f:
+                metadata = f.metadata() or {}
+                self.tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118, a safe_open is no dict
+            text = metadata.get("cache")
+            meta = None if text is None else json.loads(text)
+        except (SafetensorError, OSError, ValueError, RecursionError) as e:
+            raise InputError(f"cannot read {path}: {e}; save it again") from None
+        if text is None or not isinstance(meta, dict):
+            raise InputError(f"{path} is no saved cache: name a file that --save-cache wrote")
+        self.meta: dict[str, Any] = meta
+        if (version := self.meta.get("version")) != VERSION:
+            raise InputError(f"{path} is of version {version}, expected {VERSION}: save it again")
+        if digest(text, self.tensors) != metadata.get("checksum"):
+            raise InputError(f"{path} is damaged, its checksum is not that of its contents: save it again")
+        if missing := PARTS - meta.keys() - self.tensors.keys():
+            raise InputError(f"{path} has no {min(missing)}: save it again")
+
+    def check(self, of: dict[str, Any]) -> None:
+        """InputError unless it is a cache of this `identity`."""
+        path, meta = self.path, self.meta
+        if meta["weights"] != of["weights"]:
+            raise InputError(f"{path} was saved with the weights of {meta['source']}, not of {of['source']}: give the "
+                             "--checkpoint and --weights that it was saved with")  # fmt: skip
+        for key, flag, what in (("dtype", "--dtype", "computed"), ("kv_dtype", "--kv-dtype", "held")):
+            if meta[key] != of[key]:
+                raise InputError(f"{path} was {what} in {meta[key]}, this run is in {of[key]}: give {flag} {meta[key]}")
+        if meta["layers"] != of["layers"]:
+            raise InputError(f"{path} was saved with --method {meta['method']}, not {of['method']} "
+                             f"({next(differences(meta['layers'], of['layers']))}): give the same")  # fmt: skip
+        if meta["calibration"] != of["calibration"]:
+            raise InputError(
+                f"{path} was saved with another calibration: give the --calibration that it was saved with"
+            )
+
+    @property
+    def state(self) -> State:
+        text = {name.removeprefix(TEXT): t for name, t in self.tensors.items() if name.startswith(TEXT)}
+        prompts = [p[:n].tolist() for p, n in zip(text["prompts"], self.meta["lengths"], strict=True)]
+        return State(prompts, text["fed"].long(), text["next"], text.get("logits"))
+
+    def fill(self, cache: nn.Module) -> None:
+        """Put what was saved into an empty cache, which may be larger. InputError if it does not fit there."""
+        tokens, room = max(self.meta["lengths"]) + self.meta["step"], first_of(cache).shape.max_seq_len
+        named = dict(cache.named_modules())
+        found = [(f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
+        known = {(name, k) for name, m in named.items() for k in numbers_of(m)}
+        if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
+            raise InputError(f"{self.path} counts what its methods do not: save it again")
+        saved, pos = dict(self.tensors), torch.tensor(self.meta["lengths"]) + self.meta["step"] - 1
+        for key, m, buffer in found:  # all of it before any
+            b, was = m.get_buffer(buffer), self.meta["layouts"].get(key)
+            rule = m.layout(tokens).get(buffer) if isinstance(m, Storage) else None
+            if key in saved and rule != was and isinstance(m, Storage):
+                carried = m.carry(buffer, saved.pop(key).to(b.device), was, pos.to(b.device))
+                saved |= {} if carried is None else {key: carried}
+            if key not in saved:
+                method = type(named[key.partition(".")[0]]).__name__
+                raise InputError(f"{self.path} is of a cache for {self.meta['max_seq_len']} tokens, and {method} lays "
+                                 f"out {buffer} differently in {room}: save with --max-seq-len {room}")  # fmt: skip
+            size, most = saved[key].shape, b.shape
+            same = len(size) == len(most) and saved[key].dtype == b.dtype
+            if not same or any(n > slots for n, slots in zip(size, most, strict=True)):
+                raise InputError(f"{self.path} holds {tokens} tokens, {key} is {[*size]}, and the cache has room for "
+                                 f"{[*most]}: give a larger --max-seq-len")  # fmt: skip
+        for key, m, buffer in found:
+            m.get_buffer(buffer)[tuple(map(slice, saved[key].shape))].copy_(saved[key])
+        for name, numbers in self.meta["numbers"].items():
+            named[name].__dict__.update(numbers)
