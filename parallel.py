@@ -68,7 +68,7 @@ class Ranks:
         if self.size == 1:
             return x
         functional: Any = torch.ops._c10d_functional
-        parts = functional.all_gather_into_tensor(x.contiguous()[None], self.size, _group())
+        parts = functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), self.size, _group())
         return torch.cat(functional.wait_tensor(parts).unbind(0), -1)
 
     def all(self, thing: Any) -> list[Any]:

@@ -234,7 +234,8 @@ SMOLLM2 = pytest.mark.skipif(smollm2() is None, reason="needs the package llm-sm
 @pytest.mark.slow
 @pytest.mark.parametrize("argv, progress", [
     ("perplexity --method full streaming --length 256 --decoded 32 --windows 5 --batch-size 2 --recall 2", "parts"),
-    ("weights_quality --length 256 --samples 5 --texts 3 --new 8 --batch-size 2 --weights fp32 int4 --method full", None),
+    ("weights_quality --length 256 --samples 5 --texts 3 --new 8 --batch-size 2 --weights fp32 int4 --method full",
+     None),
     pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
                  "snapkv", "rows", marks=SMOLLM2),
     pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "

@@ -20,6 +20,7 @@ from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
 from scripts.report.published import claims, published, ruler
+from scripts.report.ranks import of_ranks
 from scripts.report.speed import attention, speed, weights
 
 # table -> what writes it, and the questions whose files it reads
@@ -32,6 +33,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     ruler=(ruler, ("ruler_full", "ruler_held", "ruler_read", "ruler_defaults", "ruler_groups", "bases")),
     claims=(claims, ("ruler_defaults",)),
     collectives=(collectives, ("collectives",)),
+    ranks=(of_ranks, ("ranks",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),
 )

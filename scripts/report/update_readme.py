@@ -21,14 +21,15 @@ from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
 OF_PUBLISHED = ("ruler", "claims", "published")
+OF_PARALLEL = ("collectives", "ranks")
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": {
-        name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, "collectives")
+        name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, *OF_PARALLEL)
     },
     "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
-    "docs/parallel.md": dict(collectives=TABLES["collectives"][0]),
+    "docs/parallel.md": {name: TABLES[name][0] for name in OF_PARALLEL},
     "models/tiny/README.md": dict(quality=quality),
 }
 
