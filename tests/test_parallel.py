@@ -181,9 +181,47 @@ def test_a_process_that_dies_ends_the_others():
     time.sleep(10)  # into the steps
     os.kill(children[1], signal.SIGKILL)
     begin = time.monotonic()
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode and time.monotonic() - begin < 30
+    said = [line for line in err.splitlines() if line.startswith("error:")]  # none, where torchrun was faster
+    assert len(said) <= 1 and all("another rank has ended" in line for line in said), err[-1500:]
+    assert "[rank0]" not in err and "local_rank: 1" in err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure, said", [("InputError('no such file')", "error: rank 1 of 2: no such file"),
+                                           ("OSError('disk')", "error: rank 1 of 2: OSError: disk")])  # fmt: skip
+def test_a_process_that_cannot_load_says_which_and_why(tmp_path, failure, said):
+    script = tmp_path / "load.py"
+    script.write_text("from errors import InputError, run_cli\nimport parallel\n\n\ndef main():\n"
+                      "    ranks, _ = parallel.start('cpu')\n    with ranks.agreed():\n"
+                      f"        if ranks.rank:\n            raise {failure}\n\n\nrun_cli(main)\n")  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [said], done.stderr[-1500:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_units_are_done_in_turns(size, monkeypatch):
+    """Each once, by every so-many-th rank, and all in their order on all ranks."""
+    units, did = list(range(7)), {r: [] for r in range(size)}
+    found = {r: units[r::size] for r in range(size)}
+
+    def all_of(ranks, thing):  # the others have done theirs, too
+        turn = len(did[ranks.rank]) - 1
+        return [None if thing is None else f[turn] * 10 if turn < len(f) else None for f in found.values()]
+
+    for rank in range(size):
+        work = lambda unit, rank=rank: did[rank].append(unit) or unit * 10  # noqa: E731
+        if size == 1:
+            assert list(ONE.in_turns(units, work)) == [10 * u for u in units]
+            continue
+        monkeypatch.setattr(Ranks, "all", all_of)
+        out = list(Ranks(rank, size).in_turns(units[: len(units) // size * size], work))
+        assert out == [10 * u for u in units[: len(units) // size * size]]
+        assert did[rank] == found[rank][: len(out) // size]
 
 
 # ---- shared work: each process has the whole model ----
