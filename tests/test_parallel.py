@@ -104,6 +104,17 @@ def test_a_compiled_step(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_sums_are_in_one_graph_of_a_gpu():
+    """As inductor writes it for an H100: two sums in each of two layers, and the logits gathered."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
+    done = subprocess.run([sys.executable, "tests/cuda_step.py", "full"], cwd=ROOT, env=env, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("_c10d_functional.all_reduce_.default(") == 4
+    assert done.stdout.count(" = torch.ops._c10d_functional.all_gather_into_tensor.default(") == 1
+
+
+@pytest.mark.slow
 def test_two_agents_are_two_machines(tmp_path):
     compare(tmp_path, 2, ["full", "sals"], agents=2, random=SIZES)
 
