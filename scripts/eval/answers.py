@@ -106,8 +106,8 @@ def main() -> None:
         asked = [Context(turn, [row], [[]]) for turn, row in zip(turns, rows, strict=True)]
     else:
         asked = [Context(turns[0][:shared], rows, [turn[shared:] for turn in turns])]
-    ev.setup({m: (m, {}) for m in opt.method}, max(map(len, turns)) + opt.max_new_tokens,
-             max(map(len, turns)) - shared + opt.max_new_tokens)  # fmt: skip
+    longest, prompt = max(map(len, turns)), max(len(c.prompt) for c in asked)
+    ev.setup({m: (m, {}) for m in opt.method}, longest + opt.max_new_tokens, longest - prompt + opt.max_new_tokens)
     if [r["method"] for r in data["rows"]] != opt.method:
         data["rows"] = [dict(method=m, answers=[], found=[]) | ev.bytes(m, shared) for m in opt.method]
     by_method, caches, done = {r["method"]: r for r in data["rows"]}, ev.caches, 0
