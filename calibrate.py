@@ -53,7 +53,7 @@ from checkpoint import args_from_hf, load_checkpoint
 from corpus import shuffled
 from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer
-from parallel import ONE, Ranks, start
+from parallel import ONE, PATIENCE, Ranks, start
 from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
 from tokenizer import load_tokenizer
 from weights import WeightFormat, open_checkpoint
@@ -229,6 +229,7 @@ class Pass:
         n, N, saved = model.args.n_layer, len(self.sequences), time.time()
         if self.layer:  # of a sequence that one process began
             self.sums.sums, self.sums.tokens, self.done, self.layer, self.x = {}, 0, 0, 0, None
+        self.done = ranks.all(self.done)[0]  # another machine may not have the file
         for first in tqdm(range(self.done, N, ranks.size), desc=self.name, unit=f"{ranks.size} sequences"):
             mine = first + ranks.rank
             layers = layer_tokens(model)(self.sequences[mine][None]) if mine < N else iter(())
@@ -315,8 +316,8 @@ def parse_args() -> Any:
 
 def main() -> None:
     opt = parse_args()
-    kind, (ranks, given) = WeightFormat.parse(opt.weights, opt.head), start(opt.device)
-    device = pick_device(given)
+    ranks, given = start(opt.device, PATIENCE)
+    kind, device = WeightFormat.parse(opt.weights, opt.head), pick_device(given)
     reader = open_checkpoint(opt.checkpoint)
     source, args = reader.path, args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
@@ -324,7 +325,9 @@ def main() -> None:
         if opt.method or opt.data:
             raise InputError("--import-channels measures nothing: drop --method and --data")
         check_place(out, source)
-        save(out, source, args, *imported(Path(opt.import_channels), args), opt.bases, opt.json)
+        found = imported(Path(opt.import_channels), args)
+        if ranks.rank == 0:
+            save(out, source, args, *found, opt.bases, opt.json)
         return
     seq_len = opt.seq_len or min(2048, args.context)
     samples = (QUICK_SAMPLES if opt.quick else SAMPLES) if opt.samples is None else opt.samples
@@ -360,12 +363,15 @@ def main() -> None:
     for p in passes:
         args.check_ids(p.sequences.flatten().tolist())
     try:
-        for p in passes:
-            p.load(device)
-        model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+        with ranks.agreed():
+            for p in passes:
+                p.load(device)
+            model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
         tensors: dict[str, Tensor] = {}
         for p in passes:
-            tensors |= p.run(model, ranks).finish(args.n_layer)
+            sums = p.run(model, ranks)
+            if ranks.rank == 0:
+                tensors |= sums.finish(args.n_layer)
         if ranks.rank:
             return
         save(out, source, args, tensors, how, opt.bases, opt.json)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +275,10 @@ def load_checkpoint(
 
 def _check_finite(model: Transformer) -> None:
     """InputError names a tensor with NaN or infinity. Minimum and maximum are one fast reading; NaN is both of them."""
-    params = [p.data if p.is_contiguous() else p.data.t() for p in model.parameters()]  # as they lie in memory
-    params += [t.float() for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers()]
-    if torch.stack([x for p in params for x in torch.aminmax(p)]).isfinite().all():
+    params = (p.data if p.is_contiguous() else p.data.t() for p in model.parameters())  # as they lie in memory
+    # floats of one at a time: those of all scales would be an eighth of int4 weights
+    scales = (t.float() for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers())
+    if torch.stack([x for p in chain(params, scales) for x in torch.aminmax(p)]).isfinite().all():
         return
     name, t = next((n, t) for n, target in tensors_of(model).items() if not (t := target.read()).isfinite().all())
     raise InputError(f"tensor {name} in {model.folder} holds NaN or infinity as {str(t.dtype).removeprefix('torch.')}: "

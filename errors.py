@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -72,4 +73,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):  # type: ignore[override]
+        if (
+            os.environ.get("LOCAL_RANK", "0") != "0"
+        ):  # of torchrun's processes, all of which read this, the first says it
+            sys.exit(2)
         raise InputError(f"{message}; see {self.prog} --help")

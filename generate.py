@@ -308,6 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     if opt.list_methods:
         print(describe())
         return 0
+    ranks, device = parallel.start(opt.device)
     check_count("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)
     if opt.batch_size is not None:
         check_count("--batch-size", opt.batch_size, 1, 1_000_000)
@@ -332,9 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
-    ranks, device = parallel.start(opt.device)
-    llm, error = None, None
-    try:
+    with ranks.agreed():  # one that cannot load ends them all
         llm = LLM(opt.checkpoint or TINY, device=device, dtype=opt.dtype, compile=opt.compile,
                   random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
                   kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,
@@ -343,10 +342,6 @@ def main(argv: list[str] | None = None) -> int:
         llm.use(opt.method, **knobs(opt))
         if ranks.size > 1 and (opt.save_cache or opt.load_cache):
             raise InputError(f"a cache of {ranks.size} processes cannot be saved or loaded: use one process")
-    except InputError as e:
-        error = e
-    ranks.agree(error)  # one that cannot load ends them all
-    assert llm is not None
     report = Report(opt.method, llm.model.device)
     if opt.interactive:
         run_interactive(opt, llm, sampling, report)

@@ -10,11 +10,16 @@ Sums are functional collectives, of gloo on CPUs and of NCCL on GPUs: a decode s
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +27,13 @@ from torch import Tensor
 from errors import InputError
 
 TIMEOUT = timedelta(seconds=600)  # a rank may load for minutes; one that died ends the others at once
+PATIENCE = timedelta(hours=12)  # the same where each has work of its own between two collectives
+# what collectives say when another rank has ended: gloo, then NCCL
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+PARENT_DIED = 1  # PR_SET_PDEATHSIG of Linux
+
+Unit = TypeVar("Unit")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Ranks:
         if self.size == 1:
             return x
         functional: Any = torch.ops._c10d_functional
-        parts = functional.all_gather_into_tensor(x.contiguous()[None], self.size, _group())
+        parts = functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), self.size, _group())
         return torch.cat(functional.wait_tensor(parts).unbind(0), -1)
 
     def all(self, thing: Any) -> list[Any]:
@@ -69,17 +81,33 @@ class Ranks:
         dist.all_gather_object(every, thing)
         return every
 
-    def agree(self, error: BaseException | None) -> None:
-        """Where a rank has met bad input, every rank ends with it: the first one's, said by rank 0 alone."""
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Where a rank fails inside, every rank ends, with one line that rank 0 says: which one failed, and why."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as e:
+            if self.size == 1 or _lost(e):
+                raise
+            error = e
         if self.size == 1:
-            if error:
-                raise error
             return
-        said = self.all(None if error is None else str(error))
-        if found := [(rank, text) for rank, text in enumerate(said) if text is not None]:
+        mine = error and (str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}")
+        found = [(rank, text) for rank, text in enumerate(self.all(mine)) if text is not None]
+        if found:
             rank, text = found[0]
             alike = len({text for _, text in found}) == 1 and len(found) == self.size
-            raise InputError(text if alike else f"rank {rank} of {self.size}: {text}")
+            raise InputError(text if alike else f"rank {rank} of {self.size}: {text}") from error
+
+    def in_turns(self, units: Sequence[Unit], work: Callable[[Unit], Found]) -> Iterator[Found]:
+        """work(unit) of all units, in their order, on every rank; each rank does every so-many-th of them."""
+        for first in range(0, len(units), self.size):
+            here, found = units[first : first + self.size], None
+            with self.agreed():
+                if self.rank < len(here):
+                    found = work(here[self.rank])
+            yield from self.all(found)[: len(here)]
 
 
 ONE = Ranks()
@@ -95,7 +123,24 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def start(device: str | None = None) -> tuple[Ranks, str | None]:
+def _lost(e: BaseException) -> bool:
+    """Whether a collective has failed, as it does when another rank has ended."""
+    return isinstance(e, RuntimeError) and any(text in str(e) for text in LOST)
+
+
+def _report_errors(ranks: Ranks, stderr: Any) -> None:
+    """What no rank expected is told by the one that it happened to. That a rank ended is told once, by another."""
+
+    def report(kind: type[BaseException], e: BaseException, trace: Any) -> None:
+        if not _lost(e):
+            print(f"rank {ranks.rank} of {ranks.size}:", *traceback.format_exception(e), sep="\n", file=stderr)
+        elif ranks.rank == 0:
+            print("error: another rank has ended, and this run with it: which one, torchrun says", file=stderr)
+
+    sys.excepthook = report
+
+
+def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Ranks, str | None]:
     """Join the ranks of this run -> who this is, and its device: of several GPUs the one that torchrun gave it.
 
     One process: `ONE`, and the device as it is. All ranks but the first are silent from here on. InputError where a
@@ -107,6 +152,9 @@ def start(device: str | None = None) -> tuple[Ranks, str | None]:
 
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    ranks, stderr = Ranks(rank, size), sys.stderr
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGTERM)  # a rank does not outlive its torchrun, however that ends
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for as long as the process lives
     if on_gpu:
@@ -119,8 +167,9 @@ def start(device: str | None = None) -> tuple[Ranks, str | None]:
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         try:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
         except (RuntimeError, ValueError) as e:
             raise InputError(f"rank {rank} of {size} does not reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
-    return Ranks(rank, size), device
+    _report_errors(ranks, stderr)
+    return ranks, device

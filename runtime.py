@@ -172,7 +172,7 @@ def check_out(path: str | Path | None, flag: str = "--out") -> None:
         # as it will be written: permissions alone do not tell (a full or read-only disk, /proc)
         trial = temporary(path)
         trial.touch()
-        trial.unlink()
+        trial.unlink(missing_ok=True)  # of several ranks one is the first
     except OSError as e:
         raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
 

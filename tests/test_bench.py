@@ -571,6 +571,7 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         "claims",
         "collectives",
         "restore",
+        "ranks",
     }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 

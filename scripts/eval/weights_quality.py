@@ -3,6 +3,7 @@
     python -m scripts.eval.weights_quality                                       # the shipped model
     python -m scripts.eval.weights_quality --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
     python -m scripts.eval.weights_quality --out weights.json
+    torchrun --nproc-per-node 8 -m scripts.eval.weights_quality --parallel data --out weights.json
 
 Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
 first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,14 +26,17 @@ from tqdm import tqdm
 from cache.spec import layer_methods
 from checkpoint import load_checkpoint, read_args
 from errors import InputError, Parser, run_cli
+from parallel import Ranks
 from runtime import TINY, add_calibration, pick_device, set_threads
-from scripts.eval.evaluation import Evaluation, contexts
+from scripts.eval.evaluation import Evaluation, add_parallel, contexts, join
 from scripts.eval.perplexity import predict, summary, windows_of
 from scripts.eval.samples import rows_of
 from scripts.shared.options import expand
 from scripts.shared.results import check_out, record, write_json
 from tokenizer.turns import ChatParts
 from weights import WeightFormat
+
+Found = TypeVar("Found")
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,9 +59,11 @@ def parse_args() -> argparse.Namespace:
     a("--device")
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
+    add_parallel(p)
     a("--out", help="result file, e.g. weights.json; written after every kind of weights")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
+    join(opt)
     if min(opt.samples, opt.texts, opt.batch_size) < 1 or opt.new < 2:
         raise InputError("--samples, --texts and --batch-size must be at least 1, --new at least 2")
     args = read_args(opt.checkpoint)
@@ -80,29 +88,34 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(same) / sum(map(len, ours))
 
 
+def shared(what: str, samples: list, batch: int, ranks: Ranks, work: Callable[[Any], Found]) -> Iterator[Found]:
+    """What work makes of each batch of samples, in their order."""
+    batches = [samples[i : i + batch] for i in range(0, len(samples), batch)]
+    yield from tqdm(ranks.in_turns(batches, work), desc=what, total=len(batches), leave=False)
+
+
 def measure(ev: Evaluation, opt: argparse.Namespace, firsts: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
     """A row a method, for the model's weights; firsts: tokens of the first weights, filled in if there are none."""
     T, new = opt.length, opt.new
     ev.setup({m: (m, {}) for m in opt.method}, T + max(64, new))
     needles: dict[str, list[float]] = {m: [] for m in opt.method}
     asked = contexts(list(rows_of(ev, "needle", T, opt.samples, opt, 0)), ev.tk, ChatParts(), False, False)
-    for i in tqdm(range(0, len(asked), ev.batch), desc="needles", leave=False):
-        for m, *_, score in ev.ask(asked[i : i + ev.batch]):
+    for scores in shared("needles", asked, ev.batch, opt.ranks, lambda batch: [(m, s) for m, *_, s in ev.ask(batch)]):
+        for m, score in scores:
             needles[m].append(score)
     perplexity: dict[str, dict[str, float]] = {m: {} for m in opt.method}
     for kind in ev.texts:
         windows, decoded = windows_of(ev, kind, T, opt.texts), min(new, T // 2)
-        batches = [windows[i : i + ev.batch] for i in range(0, len(windows), ev.batch)]
-        parts = [predict(ev, batch, decoded, 0) for batch in tqdm(batches, desc=f"perplexity of {kind}", leave=False)]
+        predicted = partial(predict, ev, decoded=decoded, recall=0)
+        parts = list(shared(f"perplexity of {kind}", windows, ev.batch, opt.ranks, predicted))
         for m in opt.method:
             perplexity[m][f"perplexity_{kind}"] = round(summary([p[m] for p in parts])["perplexity"], 3)
     prompts = [
         ids[i * T : i * T + T].tolist() for ids in ev.texts.values() for i in range(min(opt.texts, len(ids) // T))
     ]
     tokens: dict[str, list[list[int]]] = {m: [] for m in opt.method}
-    for i in tqdm(range(0, len(prompts), opt.batch_size), desc="greedy", leave=False):
-        rows = prompts[i : i + opt.batch_size]
-        for m, out in ev.run_rows(rows, [[] for _ in rows], new).items():
+    for outs in shared("greedy", prompts, ev.batch, opt.ranks, lambda rows: ev.run_rows(rows, [[] for _ in rows], new)):
+        for m, out in outs.items():
             tokens[m] += out
     first = {m: firsts.setdefault(m, tokens[m]) for m in opt.method}
     return [
@@ -119,21 +132,22 @@ def logits_of(ev: Evaluation, T: int) -> Tensor:
 
 def main() -> None:
     opt = parse_args()
-    device = pick_device(opt.device)
+    ranks, device = opt.ranks, pick_device(opt.device)
     settings = {k: getattr(opt, k) for k in ("length", "samples", "texts", "new", "batch_size", "seed")}
     data = record(device, checkpoint=Path(opt.checkpoint).name, settings=settings, rows=[])
     firsts: dict[str, list[list[int]]] = {}
     want = None
     for weights in opt.weights:
-        model = load_checkpoint(opt.checkpoint, device, torch.float32, WeightFormat.parse(weights))
-        model.use_calibration(opt.calibration)
+        with ranks.agreed():
+            model = load_checkpoint(opt.checkpoint, device, torch.float32, WeightFormat.parse(weights))
+            model.use_calibration(opt.calibration)
         ev = Evaluation(Path(opt.checkpoint), device, opt.batch_size, False, opt.seed, model)
         logits = logits_of(ev, opt.length)
         want = logits if want is None else want
         off = ((logits - want).std() / want.std()).item()
         rows = [dict(weights=weights, logits_off=round(off, 5), **row) for row in measure(ev, opt, firsts)]
         data["rows"] += rows
-        if opt.out:
+        if opt.out and ranks.rank == 0:
             write_json(opt.out, data)
         if not opt.json:
             for row in rows:

@@ -26,7 +26,10 @@ from scripts.shared.options import expand
 from scripts.shared.results import check_out, record, write_json
 
 BANDWIDTH = 3.35e12  # bytes/s: H100 SXM5, NVIDIA's data sheet
-LATENCY = 10e-6  # s, an assumption: a small all-reduce among the GPUs of one machine
+# s: an all-reduce of 64 KB, which is [8, 4096] in bf16, replayed from a CUDA graph, on four H100 SXM5 with NVSwitch and
+# NCCL 2.18.3 (1 to 256 KB: 11.8 to 14.2 us). Measured by github.com/waynehacking8/nccl-collectives-bench, commit
+# 38c093e, results/quiet/tp_latency.json. That two and eight GPUs take as long is an assumption.
+LATENCY = 13.6e-6
 
 
 class Counted:
@@ -78,7 +81,8 @@ def shown(data: dict) -> str:
     header = ["method", "collectives a step", "MiB a step", *(f"ms, {n} H100{'s' * (n > 1)}" for n in sizes)]
     s = data["settings"]
     return (f"{s['model']}, batch {s['batch']}, {s['length']:,} tokens, bf16; predicted, not measured: bytes over "
-            f"{BANDWIDTH / 1e12:g} TB/s, {1e6 * LATENCY:g} us a collective.\n\n" + table(header, cells))  # fmt: skip
+            f"{data['bandwidth'] / 1e12:g} TB/s, {1e6 * data['latency']:g} us a collective.\n\n"
+            + table(header, cells))  # fmt: skip
 
 
 def collectives() -> str:

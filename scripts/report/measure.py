@@ -104,6 +104,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
         collectives=["report.collectives"],
+        ranks=["report.ranks"],
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
 from scripts.report.published import claims, published, ruler
+from scripts.report.ranks import of_ranks
 from scripts.report.speculation import speculation
 from scripts.report.speed import attention, restore, speed, weights
 
@@ -35,6 +36,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     restore=(restore, ("restore",)),
     collectives=(collectives, ("collectives",)),
     speculation=(speculation, ("speculate", "acceptance")),
+    ranks=(of_ranks, ("ranks",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),
 )

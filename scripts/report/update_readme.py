@@ -21,13 +21,14 @@ from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
 OF_PUBLISHED = ("ruler", "claims", "published")
-OF_DOCS = dict(collectives="docs/parallel.md", speculation="docs/speculation.md")
+OF_DOCS = {"docs/parallel.md": ("collectives", "ranks"), "docs/speculation.md": ("speculation",)}
+ELSEWHERE = {*OF_PUBLISHED, *(name for names in OF_DOCS.values() for name in names)}
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
-    "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in (*OF_PUBLISHED, *OF_DOCS)},
+    "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in ELSEWHERE},
     "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
-    **{page: {name: TABLES[name][0]} for name, page in OF_DOCS.items()},
+    **{page: {name: TABLES[name][0] for name in names} for page, names in OF_DOCS.items()},
     "models/tiny/README.md": dict(quality=quality),
 }
 
