@@ -179,6 +179,7 @@ class KVMethod(Storage):
     takes_chunks: bool = True  # a prompt may come in chunks
     joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together
     whole_calibration: ClassVar[bool] = False  # of several ranks, too; else that of the rank's heads
+    rereads: ClassVar[bool] = False  # a step reads keys to score them, too: `traffic` may be more than is held
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     prompt: Prompt | None = None  # while one is read in chunks
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query

@@ -1,4 +1,4 @@
-"""Slow float64 oracle of the methods that evict: H2O, TOVA, SnapKV and PyramidKV, one row of a batch at a time.
+"""Slow float64 oracle of the methods that evict, one row of a batch at a time.
 
 Written from the papers and docs/design.md (section 3), in loops over queries, heads and tokens. Nothing
 here imports cache/, kv_methods/ or kernels/.
@@ -54,6 +54,7 @@ class Row:
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """One token: q [Hq, D], k and v [Hkv, D] -> [Hq, D]."""
         pos, out, seen_by = len(self.k[0]), [], []
+        self.rescore()
         for head, score in enumerate(self.score):
             if self.evicts and len(score) >= self.held(pos + 1):
                 old = [t for t in sorted(score) if t <= pos - self.recent(pos + 1)]
@@ -83,6 +84,9 @@ class Row:
 
     def observe(self, weights: list[dict[int, float]]) -> None:
         """By KV head, the step's weights summed over the group."""
+
+    def rescore(self) -> None:
+        """Before a token comes and another goes."""
 
 
 class H2ORow(Row):
@@ -180,3 +184,28 @@ class PyramidKVRow(SnapKVRow):
             low = 2 * rest - high
         size = high - self.layer * (high - low) / (self.n_layer - 1)
         return min(length, window + round(size))
+
+
+class KeyDiffRow(Row):
+    def __init__(self, q, k, v, *, budget: Budget, recent: int):
+        self.budget, self.newest = budget, recent
+        super().__init__(q, k, v)
+
+    def distinct(self, keys):
+        """Minus the cosine of each key with the mean of all keys divided by their lengths."""
+        anchor = sum(key / np.linalg.norm(key) for key in keys) / len(keys)
+        return [-(key @ anchor) / (np.linalg.norm(key) * np.linalg.norm(anchor)) for key in keys]
+
+    def scores_of_prompt(self, q, n):
+        return [self.distinct(head) for head in self.k]
+
+    def rescore(self):
+        for keys, score in zip(self.k, self.score, strict=True):
+            held = sorted(score)
+            score |= dict(zip(held, self.distinct([keys[t] for t in held]), strict=True))
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))

@@ -1,11 +1,11 @@
-"""h2o, tova, snapkv and pyramidkv against float64 oracles: what each head holds after every step, and its output."""
+"""The methods that evict against float64 oracles: what each head holds after every step, and its output."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from oracle_evicting import H2ORow, PyramidKVRow, Row, SnapKVRow, TOVARow
+from oracle_evicting import H2ORow, KeyDiffRow, PyramidKVRow, Row, SnapKVRow, TOVARow
 from oracles import rotate
 
 from cache.spec import make_args, method_class, presets, resolve
@@ -15,7 +15,8 @@ from kernels.prompt_scores import pooled
 from model import ModelArgs
 
 N_LAYER, STEPS = 5, 24
-ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow)
+ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow,
+                                     keydiff=KeyDiffRow)  # fmt: skip
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "h2o-default": ("h2o", {}, (2, 2, 32), (40, 61)),
     "h2o-numbers": ("h2o", dict(heavy=9, recent=4), (3, 1, 32), (1, 12, 13, 14, 40)),
@@ -38,6 +39,11 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "pyramidkv-number": ("pyramidkv", dict(budget=24, recent=6), (2, 2, 32), (5, 23, 24, 30, 45, 70)),
     "pyramidkv-share": ("pyramidkv", dict(budget=0.25, recent=4, beta=4.0), (3, 1, 32), (3, 16, 70)),
     "pyramidkv-most": ("pyramidkv", dict(budget=0.7, recent=4), (1, 2, 32), (20, 70)),
+    "keydiff-default": ("keydiff", {}, (2, 2, 32), (31, 60)),
+    "keydiff-number": ("keydiff", dict(budget=16), (3, 2, 32), (1, 15, 16, 17, 60)),
+    "keydiff-share": ("keydiff", dict(budget=0.3), (5, 1, 64), (20, 50)),
+    "keydiff-recent": ("keydiff", dict(budget=12, recent=5), (8, 2, 96), (4, 40)),
+    "keydiff-of-one": ("keydiff", dict(budget=1), (1, 1, 128), (1, 20)),
 }
 FULL = [
     *(("h2o", dict(heavy=a, recent=b)) for a in (1, 10, 0.05, 0.25) for b in (1, 7, 0.1)),
@@ -45,6 +51,7 @@ FULL = [
     *(("snapkv", dict(budget=b, recent=r, kernel=n, pool=p, group=x)) for b, r in ((16, 8), (0.2, 5), (40, 32))
       for n in (1, 5, 7) for p in ("max", "avg") for x in ("mean", "max")),
     *(("pyramidkv", dict(budget=b, recent=4, beta=beta)) for b in (16, 0.2, 0.6) for beta in (1.0, 2.5, 20.0)),
+    *(("keydiff", dict(budget=b, recent=r)) for b in (8, 20) for r in (0, 1, 6)),  # of two keys both are alike the mean
 ]  # fmt: skip
 
 
@@ -107,14 +114,14 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     lost = compare(*CASES[case])
-    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default"))
+    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default", "keydiff-default"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     name, knobs = FULL[i]
-    for shape in ((1, 2, 32), (3, 1, 64), (4, 2, 96)):
+    for shape in ((1, 2, 32), (3, 1, 64), (4, 2, 96), (5, 1, 80), (8, 2, 128)):
         compare(name, knobs, shape, (1, 7, 33, 64), seed=i, at=i % N_LAYER)
 
 
@@ -130,9 +137,10 @@ WRONG = {
     "tova": [dict(budget=15), dict(recent=3), dict(heads="kv")],
     "snapkv": [dict(budget=19), dict(recent=7), dict(kernel=5), dict(pool="avg"), dict(group="max")],
     "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
+    "keydiff": [dict(budget=15), dict(recent=9)],
 }
 RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6))  # fmt: skip
+             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16))  # fmt: skip
 
 
 @pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
@@ -150,6 +158,7 @@ def test_defaults_are_the_papers():
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
     snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512)
     assert args["snapkv"] == snapkv
+    assert args["keydiff"] == dict(budget=2048, recent=0)
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     named = {preset: knobs for preset, (name, knobs) in presets().items() if name in ORACLES}
     assert named["snapkv-50"] == dict(budget=0.5) and named["snapkv-160"] == dict(budget=160)

@@ -36,6 +36,7 @@ WRONG = dict(
             dict(room=-1)],
     sparq=[dict(channels=0), dict(channels=1.5), dict(channels=33), dict(copies=3), dict(budget="pp")],
     streaming=[dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")],
+    keydiff=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
     tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
 )  # fmt: skip
 

@@ -69,6 +69,7 @@ HELD: dict[str, Ladder] = {
     "tova": tokens("tova,budget={}"),
     "snapkv": tokens("snapkv,budget={}", 32),
     "pyramidkv": shares("pyramidkv,budget={}", 400),
+    "keydiff": tokens("keydiff,budget={}"),
     "razor": shares("razor,window=64,share={}", 100),
     "ojakv": shares("ojakv,rank={}", 32),
     "palu": palu_bytes,
