@@ -29,12 +29,15 @@ class Row:
         self.v = [list(head) for head in v]
         n = k.shape[1]
         scores = self.scores_of_prompt(q, n)
-        self.score: list[dict[int, float]] = []
-        for head in range(len(k)):
-            recent = range(max(0, n - self.recent(n)), n)
-            others = sorted((t for t in range(n) if t not in recent), key=lambda t: (-scores[head][t], t))
-            kept = [*recent, *others[: self.held(n) - len(recent)]]
-            self.score.append({t: scores[head][t] for t in kept})
+        self.score: list[dict[int, float]] = [
+            {t: scores[head][t] for t in kept} for head, kept in enumerate(self.choose(scores, n))
+        ]
+
+    def choose(self, scores: list[list[float]], n: int) -> list[list[int]]:
+        """What each head keeps of the prompt."""
+        recent = range(max(0, n - self.recent(n)), n)
+        best = [sorted((t for t in range(n) if t not in recent), key=lambda t: (-head[t], t)) for head in scores]
+        return [[*recent, *others[: self.held(n) - len(recent)]] for others in best]
 
     def weights(self, x: np.ndarray, head: int, seen: list[int]) -> np.ndarray:
         """Softmax weights of one query x [D] over some tokens of a KV head."""
@@ -138,12 +141,58 @@ class TOVARow(Row):
         self.score = [dict(w) for w in weights]
 
 
-class SnapKVRow(Row):
+class PromptRow(Row):
+    """One that evicts from the prompt alone. weights [Hq, D, dim]: W_O by query head."""
+
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, kernel: int, pool: str, group: str):
-        self.budget, self.window, self.kernel, self.pool, self.group = budget, recent, kernel, pool, group
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, adaptive: bool, safeguard: float, value_aware: bool,
+                 first_stage: float, weights: np.ndarray):  # fmt: skip
+        self.budget, self.newest = budget, recent
+        self.adaptive, self.safeguard, self.value_aware, self.first_stage = (
+            adaptive, safeguard, value_aware, first_stage,
+        )  # fmt: skip
+        self.w = weights
         super().__init__(q, k, v)
+
+    def choose(self, scores, n):
+        """AdaKV: each head has its best safeguard * budget, then the best of all; CriticalKV: of what a head has, the
+        best by score, then by score times the mean |W_O v|_1 of the group."""
+        window = range(max(0, n - self.recent(n)), n)
+        before, budget, heads = range(window.start), self.held(n) - len(window), range(len(self.k))
+        ranked = [sorted(before, key=lambda t: (-scores[h][t], t)) for h in heads]
+        count = [budget] * len(heads)
+        if self.adaptive:
+            count = [int(self.safeguard * budget)] * len(heads)
+            rest = [(-scores[h][t], h, t) for h in heads for t in ranked[h][count[h] :]]
+            for _, h, _ in sorted(rest)[: budget * len(heads) - sum(count)]:
+                count[h] += 1
+        out = []
+        for h in heads:
+            kept = ranked[h][: count[h]]
+            if self.value_aware:
+                kept = ranked[h][: int(self.first_stage * count[h])]
+                others = sorted(
+                    (t for t in before if t not in kept), key=lambda t: (-scores[h][t] * self.size(h, t), t)
+                )
+                kept = kept + others[: count[h] - len(kept)]
+            out.append([*window, *kept])
+        return out
+
+    def size(self, head: int, t: int) -> float:
+        return float(np.mean([np.abs(self.v[head][t] @ self.w[head * self.g + i]).sum() for i in range(self.g)]))
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class SnapKVRow(PromptRow):
+    def __init__(self, q, k, v, *, kernel: int, pool: str, group: str, **knobs):
+        self.window, self.kernel, self.pool, self.group = knobs["recent"], kernel, pool, group
+        super().__init__(q, k, v, **knobs)
 
     def scores_of_prompt(self, q, n):
         votes = self.mass(q, n, self.window, max if self.group == "max" else sum)
@@ -155,12 +204,6 @@ class SnapKVRow(Row):
 
     def around(self, t):
         return range(t - self.kernel // 2, t + self.kernel // 2 + 1)
-
-    def recent(self, length):
-        return min(length, self.window)
-
-    def held(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
 
 
 class PyramidKVRow(SnapKVRow):
