@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from oracles import attention, softmax
+from oracles import attention, rotate, softmax
 
 Budget = int | float
 
@@ -227,6 +227,63 @@ class PyramidKVRow(SnapKVRow):
             low = 2 * rest - high
         size = high - self.layer * (high - low) / (self.n_layer - 1)
         return min(length, window + round(size))
+
+
+class ExpectedAttentionRow(PromptRow):
+    def __init__(
+        self, q, k, v, *, sinks: int, future: int, covariance: bool, value_norm: bool, epsilon: float, **knobs
+    ):
+        self.sinks, self.future, self.covariance = sinks, future, covariance
+        self.value_norm, self.epsilon = value_norm and not knobs["value_aware"], epsilon
+        super().__init__(q, k, v, **knobs)
+
+    def scores_of_prompt(self, q, n):
+        D = q.shape[2]
+        turn = np.mean([np.stack([rotate(x, n + j) for x in np.eye(D)], 1) for j in range(self.future)], 0)
+        out = []
+        for head, keys in enumerate(self.k):
+            total, seen = np.zeros(n), range(min(self.sinks, n), n)
+            for x in q[head * self.g : (head + 1) * self.g]:
+                if not seen:
+                    break
+                before = np.array([rotate(x[t], -t) for t in seen])  # as it was before its rotation
+                mean = sum(before) / len(seen)
+                spread = sum(np.outer(y - mean, y - mean) for y in before) / len(seen)
+                m, c = turn @ mean, turn @ spread @ turn.T
+                logits = [
+                    keys[t] @ m / math.sqrt(D) + self.covariance * (keys[t] @ c @ keys[t]) / (2 * D) for t in seen
+                ]
+                total[list(seen)] += softmax(np.array(logits)) / self.g
+            if self.value_norm:
+                total = np.array([(total[t] + self.epsilon) * np.linalg.norm(self.v[head][t]) for t in range(n)])
+            out.append([math.inf if t < self.sinks else float(total[t]) for t in range(n)])
+        return out
+
+
+class KVzipRow(PromptRow):
+    """votes [Hkv][n]: what `most_attention` says of each chunk."""
+
+    def __init__(self, q, k, v, *, votes, sinks: int, **knobs):
+        self.votes = [[math.inf if t < sinks else x for t, x in enumerate(head)] for head in votes]
+        super().__init__(q, k, v, **knobs)
+
+    def scores_of_prompt(self, q, n):
+        return self.votes
+
+
+def most_attention(q, k, prompt, chunk: range, sinks: int) -> list[list[float]]:
+    """q [Hq, n, D] and k [Hkv, n, D] of a repetition, prompt [Hkv, S, D], rotated -> [Hkv][chunk]: the most that any
+    query of the group pays to each token of the chunk, of its first tokens, the chunk and the repetition so far."""
+    g, out = len(q) // len(k), []
+    for head in range(len(k)):
+        most = [0.0] * len(chunk)
+        for i, t in np.ndindex(g, q.shape[1]):
+            first = prompt[head][: min(sinks, chunk.start)]
+            keys = np.concatenate((first, prompt[head][chunk.start : chunk.stop], k[head][: t + 1]))
+            p = softmax(keys @ q[head * g + i, t] / math.sqrt(q.shape[2]))
+            most = [max(a, float(b)) for a, b in zip(most, p[len(first) :], strict=False)]
+        out.append(most)
+    return out
 
 
 class KeyDiffRow(Row):

@@ -7,22 +7,36 @@ import os
 import numpy as np
 import pytest
 import torch
-from oracle_evicting import H2ORow, KeyDiffRow, PyramidKVRow, Row, SnapKVRow, TOVARow
+from oracle_evicting import (
+    ExpectedAttentionRow,
+    H2ORow,
+    KeyDiffRow,
+    KVzipRow,
+    PyramidKVRow,
+    Row,
+    SnapKVRow,
+    TOVARow,
+    most_attention,
+)
 from oracles import rotate
 
 from cache.spec import make_args, method_class, presets, resolve
 from contract import checks as c
 from contract import step_checks as s
+from contract.harness import prompt, run, tiny
+from contract.reference import forward
 from errors import InputError
 from kernels.observed_attention import last_mass
 from kernels.prompt_scores import pooled
 from kernels.ragged_attention import ragged_attention
+from kv_methods import kvzip
 from model import ModelArgs, Transformer
 from parallel import Ranks
 
 N_LAYER, STEPS = 5, 24
 ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow,
-                                     keydiff=KeyDiffRow)  # fmt: skip
+                                     keydiff=KeyDiffRow, expected_attention=ExpectedAttentionRow)  # fmt: skip
+EXPECTED = dict(budget=12, sinks=2, future=16)
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "h2o-default": ("h2o", {}, (2, 2, 32), (40, 61)),
     "h2o-numbers": ("h2o", dict(heavy=9, recent=4), (3, 1, 32), (1, 12, 13, 14, 40)),
@@ -51,6 +65,15 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "snapkv-value-aware": ("snapkv", dict(budget=14, recent=4, value_aware=True), (3, 2, 32), (1, 14, 15, 60)),
     "snapkv-by-value": ("snapkv", dict(budget=14, recent=4, value_aware=True, first_stage=0.0), (8, 1, 128), (40,)),
     "pyramidkv-both": ("pyramidkv", dict(budget=20, recent=4, adaptive=True, value_aware=True), (2, 3, 96), (5, 60)),
+    "expected_attention-default": ("expected_attention", dict(future=32), (2, 2, 32), (3, 60)),
+    "expected_attention-number": ("expected_attention", EXPECTED, (3, 2, 64), (1, 3, 12, 13, 50)),
+    "expected_attention-mean": (
+        "expected_attention",
+        EXPECTED | dict(covariance=False, value_norm=False, recent=3),
+        (5, 1, 32),
+        (40,),
+    ),
+    "expected_attention-value-aware": ("expected_attention", EXPECTED | dict(value_aware=True), (8, 2, 96), (40,)),
     "keydiff-default": ("keydiff", {}, (2, 2, 32), (31, 60)),
     "keydiff-number": ("keydiff", dict(budget=16), (3, 2, 32), (1, 15, 16, 17, 60)),
     "keydiff-share": ("keydiff", dict(budget=0.3), (5, 1, 64), (20, 50)),
@@ -66,6 +89,9 @@ FULL = [
     *((name, dict(budget=b, recent=5, adaptive=a > 0, safeguard=a % 1, value_aware=v > 0, first_stage=v % 1))
       for name in ("snapkv", "pyramidkv") for b in (16, 0.3)
       for a, v in ((1.2, 0), (1, 0), (0, 1.5), (0, 1.25), (1.5, 1.5))),
+    *(("expected_attention", EXPECTED | more) for more in (
+        {}, dict(adaptive=False), dict(covariance=False), dict(value_norm=False), dict(epsilon=0.0), dict(sinks=0),
+        dict(budget=0.3, recent=4), dict(value_aware=True), dict(adaptive=False, value_aware=True))),
     *(("keydiff", dict(budget=b, recent=r)) for b in (8, 20) for r in (0, 1, 6)),  # of two keys both are alike the mean
 ]  # fmt: skip
 
@@ -173,9 +199,17 @@ WRONG = {
     ],
     "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
     "keydiff": [dict(budget=15), dict(recent=9)],
+    "expected_attention": [
+        dict(future=64),
+        dict(covariance=False),
+        dict(value_norm=False),
+        dict(epsilon=1.0),
+        dict(adaptive=False),
+        dict(sinks=3),
+    ],
 }
 RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16))  # fmt: skip
+             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16), expected_attention=EXPECTED)  # fmt: skip
 
 
 @pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
@@ -195,6 +229,12 @@ def test_defaults_are_the_papers():
                   adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
     assert args["snapkv"] == snapkv
     assert args["keydiff"] == dict(budget=2048, recent=0)
+    shared = {k: snapkv[k] for k in ("room", "first_stage", "value_aware")} | dict(adaptive=True, recent=0, sinks=4)
+    assert args["expected_attention"] == shared | dict(
+        budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2
+    )
+    kvzip = vars(method_class("kvzip").Args())
+    assert kvzip == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     named = {preset: knobs for preset, (name, knobs) in presets().items() if name in ORACLES}
     assert named["snapkv-50"] == dict(budget=0.5) and named["snapkv-160"] == dict(budget=160)
@@ -375,3 +415,61 @@ def test_ragged_attention(g, d, dtype, tol, monkeypatch):
         monkeypatch.setenv("KV_FAST_BACKEND", backend) if backend else None
         if backend != "triton" or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
             assert (ragged_attention(q, k, v, start, stop).double() - want).abs().max() < tol, backend
+
+
+# ---- kvzip ----
+
+
+@pytest.mark.parametrize("g, d, knobs, chunk", [
+    (2, 32, dict(budget=12, sinks=2, chunk=16, tail=3), None),
+    pytest.param(1, 64, dict(budget=12, sinks=0, chunk=16, adaptive=False), 10, marks=pytest.mark.slow),
+    pytest.param(3, 80, dict(budget=0.3, chunk=50, safeguard=0.2), None, marks=pytest.mark.slow),
+    pytest.param(5, 96, dict(budget=14, recent=4, chunk=20, value_aware=True), 7, marks=pytest.mark.slow),
+    pytest.param(8, 128, dict(budget=10, chunk=7, tail=2), None, marks=pytest.mark.slow),
+])  # fmt: skip
+@pytest.mark.parametrize("ask", [pytest.param([], marks=pytest.mark.slow), [5, 6]], ids=["no tokenizer", "asked"])
+@torch.inference_mode()
+def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeypatch):
+    """Scores and choice in float64 from teacher forcing over the prompt and each repetition behind it."""
+    model, prompts = tiny(g, d), [prompt(30), prompt(19), prompt(3)]
+    monkeypatch.setattr(model, "encode", lambda text: [*ask, len(text) % 50] if ask else [])
+    model.setup_cache("kvzip", 3, 60, **knobs)
+    got, fed = run(model, prompts, 8, chunk=chunk)
+    args = vars(model.cache[0].args)
+    size, tail, sinks = args["chunk"], args["tail"], args["sinks"]
+    own = {k: args[k] for k in ("budget", "recent", "adaptive", "safeguard", "value_aware", "first_stage")}
+    for b, p in enumerate(prompts):
+        votes: list[list[list[float]]] = [[[], []], [[], []]]
+        for start in range(0, len(p), size):
+            part = range(start, min(start + size, len(p)))
+            request = model.encode(kvzip.GO_ON if start else kvzip.ASK)
+            text = torch.cat((torch.tensor(request, dtype=torch.int64), p[max(0, start - tail) : part.stop]))
+            told = []
+            forward(model, torch.cat((p, text))[None], told.append)
+            for layer_votes, t in zip(votes, told, strict=True):
+                q, k = (x.double().transpose(0, 1).numpy() for x in (t.q_rot, t.k_rot))
+                n = len(p)
+                found = most_attention(q[:, n:], k[:, n:], k[:, :n], part, sinks)
+                for head, more in zip(layer_votes, found, strict=True):
+                    head += more
+        for layer_votes, method, t in zip(votes, model.cache, told, strict=True):
+            n, v = len(p), t.v.double().transpose(0, 1).numpy()[:, : len(p)]
+            w = method.output_weights().double().detach().numpy()
+            one = KVzipRow(q[:, :n], k[:, :n], v, votes=layer_votes, sinks=sinks, weights=w, **own)
+            for head in range(2):
+                want = [*sorted(one.score[head]), *range(n, n + 8)]
+                assert kept(method, b, head) == want, (b, head)
+
+
+def test_kvzip_asks_in_words(monkeypatch):
+    """The requests of the paper, and the end of the chunk before; rows that have no such chunk get none."""
+    method = layer("kvzip", dict(chunk=16, tail=3), (1, 1, 32), 2, 64)
+    tokens = torch.arange(80).view(2, 40)
+    texts = method.second_pass(tokens, torch.tensor([40, 20]), lambda text: [1000 + len(text)])
+    assert [t.start for t in texts] == [0, 16, 32] and [t.lengths.tolist() for t in texts] == [
+        [17, 17],
+        [20, 8],
+        [12, 0],
+    ]
+    assert texts[0].tokens[0].tolist() == [1000 + len(kvzip.ASK), *range(16)]
+    assert texts[1].tokens[1].tolist() == [1000 + len(kvzip.GO_ON), *range(53, 72)]

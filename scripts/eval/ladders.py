@@ -70,6 +70,8 @@ HELD: dict[str, Ladder] = {
     "snapkv": tokens("snapkv,budget={}", 32),
     "pyramidkv": shares("pyramidkv,budget={}", 400),
     "keydiff": tokens("keydiff,budget={}"),
+    "expected_attention": tokens("expected_attention,budget={}", 4),
+    "kvzip": tokens("kvzip,budget={}", 4),
     "razor": shares("razor,window=64,share={}", 100),
     "ojakv": shares("ojakv,rank={}", 32),
     "palu": palu_bytes,
