@@ -7,6 +7,7 @@ Shapes: B rows, S prompt tokens, Hq query heads, Hkv KV heads, D head_dim, V voc
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -184,6 +185,11 @@ class Attention(nn.Module):
         q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
         return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
 
+    def output_weights(self, like: Tensor) -> Tensor:
+        """W_O of the query heads whose share is here, whatever its format: [Hq, D, dim], in dtype and device of `like`."""
+        each = torch.eye(self.wo.in_features, dtype=like.dtype, device=like.device)
+        return (self.wo(each) - self.wo(torch.zeros_like(each[:1]))).unflatten(0, (-1, self.head_dim))
+
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]; `attend` is the attention over what it is given and what a cache holds."""
         y = attend(*self.qkv(x))
@@ -350,6 +356,10 @@ class Transformer(nn.Module):
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
+        for block, layer in zip(self.layers, self.cache, strict=True):
+            for part in layer.modules():  # a method may hold others
+                if isinstance(part, KVMethod):
+                    part.output_weights = functools.partial(block.attention.output_weights, w)
 
     def find_calibration(self) -> Calibration:
         """The one set on the model, or the file in its checkpoint's folder or beside its GGUF file. InputError if there

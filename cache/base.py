@@ -189,8 +189,9 @@ class KVMethod(Storage):
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration holds (calibration.py)
     exact_prefill: bool = True  # what a prompt's attention gives does not depend on the method: it is exact
     takes_chunks: bool = True  # a prompt may come in chunks
-    joins_heads: ClassVar[bool] = False  # decides for all heads of a layer together
+    joins_heads: bool = False  # decides for all heads of a layer together
     whole_calibration: ClassVar[bool] = False  # of several ranks, too; else that of the rank's heads
+    rereads: ClassVar[bool] = False  # a step reads keys to score them, too: `traffic` may be more than is held
     reads_queries: ClassVar[bool] = True  # False: `compress` does not look at q; of chunks it then gets none
     steps_alike: ClassVar[bool] = True  # False: a step or a layer reads more than another, `traffic` is their mean
     prompt: Prompt | None = None  # while one is read in chunks
@@ -199,6 +200,7 @@ class KVMethod(Storage):
     predicts: bool = False  # the layer before calls `prefetch` with a predicted query
     trace: Any = None  # what `observe` sets: told of every step
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
+    output_weights: Callable[[], Tensor] | None = None  # set by a model: W_O by query head of the layer, [Hq, D, dim]
 
     args: Any
     rope: Rope

@@ -171,15 +171,15 @@ class Razor(KVMethod):
         if own:
             self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
         (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
-        if shape.ranks.size > 1 and cls.joins_heads:
-            raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
-                             f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
         part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs),
                        ranks=ONE, all_kv_heads=0)  # fmt: skip
         if calib is not None and (own or shape.ranks.size > 1):
             at = [shape.own_heads[h] for h in theirs]
             calib = calib.heads(self.layer, at, shape.layer_heads, cls.needs(args))
         self.other = cls(args, part, self.layer, self.rope, calib)
+        if shape.ranks.size > 1 and self.other.joins_heads:
+            raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
+                             f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
         self.predicts = self.other.predicts  # what the class says for all, layers may not
         self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks
         if own:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from cache.base import knob
-from cache.evicting import Evicting
+from cache.prompt_evicting import PromptEvicting
 from errors import InputError
 from kernels.prompt_scores import pooled
 
@@ -24,13 +24,12 @@ PRESETS = {
 }
 
 
-class SnapKV(Evicting):
+class SnapKV(PromptEvicting):
     paper = "Li, Huang et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
     stress = dict(budget=12, recent=4)
-    evicts = False
 
     @dataclass
-    class Args(Evicting.Args):
+    class Args(PromptEvicting.Args):
         budget: int | float = knob(
             1024, "tokens kept of a prompt, its window included, or their share (SnapKV: 1024 to 4096)"
         )
@@ -40,7 +39,6 @@ class SnapKV(Evicting):
         group: Literal["mean", "max"] = knob(
             "mean", "of a group's query heads, as kvpress has it, or their largest (AdaKV); the paper: one a key"
         )
-        room: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
 
         def __post_init__(self):
             super().__post_init__()
@@ -55,6 +53,3 @@ class SnapKV(Evicting):
         """Votes for what stands before the window alone, then pooled."""
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
-
-    def room(self):
-        return self.args.room if self.shape.max_new_tokens is None else self.shape.max_decoded

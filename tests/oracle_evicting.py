@@ -1,4 +1,4 @@
-"""Slow float64 oracle of the methods that evict: H2O, TOVA, SnapKV and PyramidKV, one row of a batch at a time.
+"""Slow float64 oracle of the methods that evict, one row of a batch at a time.
 
 Written from the papers and docs/design.md (section 3), in loops over queries, heads and tokens. Nothing
 here imports cache/, kv_methods/ or kernels/.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from oracles import attention, softmax
+from oracles import attention, rotate, softmax
 
 Budget = int | float
 
@@ -29,12 +29,15 @@ class Row:
         self.v = [list(head) for head in v]
         n = k.shape[1]
         scores = self.scores_of_prompt(q, n)
-        self.score: list[dict[int, float]] = []
-        for head in range(len(k)):
-            recent = range(max(0, n - self.recent(n)), n)
-            others = sorted((t for t in range(n) if t not in recent), key=lambda t: (-scores[head][t], t))
-            kept = [*recent, *others[: self.held(n) - len(recent)]]
-            self.score.append({t: scores[head][t] for t in kept})
+        self.score: list[dict[int, float]] = [
+            {t: scores[head][t] for t in kept} for head, kept in enumerate(self.choose(scores, n))
+        ]
+
+    def choose(self, scores: list[list[float]], n: int) -> list[list[int]]:
+        """What each head keeps of the prompt."""
+        recent = range(max(0, n - self.recent(n)), n)
+        best = [sorted((t for t in range(n) if t not in recent), key=lambda t: (-head[t], t)) for head in scores]
+        return [[*recent, *others[: self.held(n) - len(recent)]] for others in best]
 
     def weights(self, x: np.ndarray, head: int, seen: list[int]) -> np.ndarray:
         """Softmax weights of one query x [D] over some tokens of a KV head."""
@@ -54,6 +57,7 @@ class Row:
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """One token: q [Hq, D], k and v [Hkv, D] -> [Hq, D]."""
         pos, out, seen_by = len(self.k[0]), [], []
+        self.rescore()
         for head, score in enumerate(self.score):
             if self.evicts and len(score) >= self.held(pos + 1):
                 old = [t for t in sorted(score) if t <= pos - self.recent(pos + 1)]
@@ -83,6 +87,9 @@ class Row:
 
     def observe(self, weights: list[dict[int, float]]) -> None:
         """By KV head, the step's weights summed over the group."""
+
+    def rescore(self) -> None:
+        """Before a token comes and another goes."""
 
 
 class H2ORow(Row):
@@ -134,12 +141,58 @@ class TOVARow(Row):
         self.score = [dict(w) for w in weights]
 
 
-class SnapKVRow(Row):
+class PromptRow(Row):
+    """One that evicts from the prompt alone. weights [Hq, D, dim]: W_O by query head."""
+
     evicts = False
 
-    def __init__(self, q, k, v, *, budget: Budget, recent: int, kernel: int, pool: str, group: str):
-        self.budget, self.window, self.kernel, self.pool, self.group = budget, recent, kernel, pool, group
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, adaptive: bool, safeguard: float, value_aware: bool,
+                 first_stage: float, weights: np.ndarray):  # fmt: skip
+        self.budget, self.newest = budget, recent
+        self.adaptive, self.safeguard, self.value_aware, self.first_stage = (
+            adaptive, safeguard, value_aware, first_stage,
+        )  # fmt: skip
+        self.w = weights
         super().__init__(q, k, v)
+
+    def choose(self, scores, n):
+        """AdaKV: each head has its best safeguard * budget, then the best of all; CriticalKV: of what a head has, the
+        best by score, then by score times the mean |W_O v|_1 of the group."""
+        window = range(max(0, n - self.recent(n)), n)
+        before, budget, heads = range(window.start), self.held(n) - len(window), range(len(self.k))
+        ranked = [sorted(before, key=lambda t: (-scores[h][t], t)) for h in heads]
+        count = [budget] * len(heads)
+        if self.adaptive:
+            count = [int(self.safeguard * budget)] * len(heads)
+            rest = [(-scores[h][t], h, t) for h in heads for t in ranked[h][count[h] :]]
+            for _, h, _ in sorted(rest)[: budget * len(heads) - sum(count)]:
+                count[h] += 1
+        out = []
+        for h in heads:
+            kept = ranked[h][: count[h]]
+            if self.value_aware:
+                kept = ranked[h][: int(self.first_stage * count[h])]
+                others = sorted(
+                    (t for t in before if t not in kept), key=lambda t: (-scores[h][t] * self.size(h, t), t)
+                )
+                kept = kept + others[: count[h] - len(kept)]
+            out.append([*window, *kept])
+        return out
+
+    def size(self, head: int, t: int) -> float:
+        return float(np.mean([np.abs(self.v[head][t] @ self.w[head * self.g + i]).sum() for i in range(self.g)]))
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class SnapKVRow(PromptRow):
+    def __init__(self, q, k, v, *, kernel: int, pool: str, group: str, **knobs):
+        self.window, self.kernel, self.pool, self.group = knobs["recent"], kernel, pool, group
+        super().__init__(q, k, v, **knobs)
 
     def scores_of_prompt(self, q, n):
         votes = self.mass(q, n, self.window, max if self.group == "max" else sum)
@@ -151,12 +204,6 @@ class SnapKVRow(Row):
 
     def around(self, t):
         return range(t - self.kernel // 2, t + self.kernel // 2 + 1)
-
-    def recent(self, length):
-        return min(length, self.window)
-
-    def held(self, length):
-        return max(tokens(self.budget, length), self.recent(length))
 
 
 class PyramidKVRow(SnapKVRow):
@@ -180,3 +227,85 @@ class PyramidKVRow(SnapKVRow):
             low = 2 * rest - high
         size = high - self.layer * (high - low) / (self.n_layer - 1)
         return min(length, window + round(size))
+
+
+class ExpectedAttentionRow(PromptRow):
+    def __init__(
+        self, q, k, v, *, sinks: int, future: int, covariance: bool, value_norm: bool, epsilon: float, **knobs
+    ):
+        self.sinks, self.future, self.covariance = sinks, future, covariance
+        self.value_norm, self.epsilon = value_norm and not knobs["value_aware"], epsilon
+        super().__init__(q, k, v, **knobs)
+
+    def scores_of_prompt(self, q, n):
+        D = q.shape[2]
+        turn = np.mean([np.stack([rotate(x, n + j) for x in np.eye(D)], 1) for j in range(self.future)], 0)
+        out = []
+        for head, keys in enumerate(self.k):
+            total, seen = np.zeros(n), range(min(self.sinks, n), n)
+            for x in q[head * self.g : (head + 1) * self.g]:
+                if not seen:
+                    break
+                before = np.array([rotate(x[t], -t) for t in seen])  # as it was before its rotation
+                mean = sum(before) / len(seen)
+                spread = sum(np.outer(y - mean, y - mean) for y in before) / len(seen)
+                m, c = turn @ mean, turn @ spread @ turn.T
+                logits = [
+                    keys[t] @ m / math.sqrt(D) + self.covariance * (keys[t] @ c @ keys[t]) / (2 * D) for t in seen
+                ]
+                total[list(seen)] += softmax(np.array(logits)) / self.g
+            if self.value_norm:
+                total = np.array([(total[t] + self.epsilon) * np.linalg.norm(self.v[head][t]) for t in range(n)])
+            out.append([math.inf if t < self.sinks else float(total[t]) for t in range(n)])
+        return out
+
+
+class KVzipRow(PromptRow):
+    """votes [Hkv][n]: what `most_attention` says of each chunk."""
+
+    def __init__(self, q, k, v, *, votes, sinks: int, **knobs):
+        self.votes = [[math.inf if t < sinks else x for t, x in enumerate(head)] for head in votes]
+        super().__init__(q, k, v, **knobs)
+
+    def scores_of_prompt(self, q, n):
+        return self.votes
+
+
+def most_attention(q, k, prompt, chunk: range, sinks: int) -> list[list[float]]:
+    """q [Hq, n, D] and k [Hkv, n, D] of a repetition, prompt [Hkv, S, D], rotated -> [Hkv][chunk]: the most that any
+    query of the group pays to each token of the chunk, of its first tokens, the chunk and the repetition so far."""
+    g, out = len(q) // len(k), []
+    for head in range(len(k)):
+        most = [0.0] * len(chunk)
+        for i, t in np.ndindex(g, q.shape[1]):
+            first = prompt[head][: min(sinks, chunk.start)]
+            keys = np.concatenate((first, prompt[head][chunk.start : chunk.stop], k[head][: t + 1]))
+            p = softmax(keys @ q[head * g + i, t] / math.sqrt(q.shape[2]))
+            most = [max(a, float(b)) for a, b in zip(most, p[len(first) :], strict=False)]
+        out.append(most)
+    return out
+
+
+class KeyDiffRow(Row):
+    def __init__(self, q, k, v, *, budget: Budget, recent: int):
+        self.budget, self.newest = budget, recent
+        super().__init__(q, k, v)
+
+    def distinct(self, keys):
+        """Minus the cosine of each key with the mean of all keys divided by their lengths."""
+        anchor = sum(key / np.linalg.norm(key) for key in keys) / len(keys)
+        return [-(key @ anchor) / (np.linalg.norm(key) * np.linalg.norm(anchor)) for key in keys]
+
+    def scores_of_prompt(self, q, n):
+        return [self.distinct(head) for head in self.k]
+
+    def rescore(self):
+        for keys, score in zip(self.k, self.score, strict=True):
+            held = sorted(score)
+            score |= dict(zip(held, self.distinct([keys[t] for t in held]), strict=True))
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))

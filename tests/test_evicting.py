@@ -1,21 +1,42 @@
-"""h2o, tova, snapkv and pyramidkv against float64 oracles: what each head holds after every step, and its output."""
+"""The methods that evict against float64 oracles: what each head holds after every step, and its output."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
 import torch
-from oracle_evicting import H2ORow, PyramidKVRow, Row, SnapKVRow, TOVARow
+from oracle_evicting import (
+    ExpectedAttentionRow,
+    H2ORow,
+    KeyDiffRow,
+    KVzipRow,
+    PyramidKVRow,
+    Row,
+    SnapKVRow,
+    TOVARow,
+    most_attention,
+)
 from oracles import rotate
 
 from cache.spec import make_args, method_class, presets, resolve
+from contract import checks as c
+from contract import step_checks as s
+from contract.harness import prompt, run, tiny
+from contract.reference import forward
 from errors import InputError
 from kernels.observed_attention import last_mass
 from kernels.prompt_scores import pooled
-from model import ModelArgs
+from kernels.ragged_attention import ragged_attention
+from kv_methods import kvzip
+from model import ModelArgs, Transformer
+from parallel import Ranks
 
 N_LAYER, STEPS = 5, 24
-ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow)
+ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow,
+                                     keydiff=KeyDiffRow, expected_attention=ExpectedAttentionRow)  # fmt: skip
+EXPECTED = dict(budget=12, sinks=2, future=16)
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "h2o-default": ("h2o", {}, (2, 2, 32), (40, 61)),
     "h2o-numbers": ("h2o", dict(heavy=9, recent=4), (3, 1, 32), (1, 12, 13, 14, 40)),
@@ -38,6 +59,26 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "pyramidkv-number": ("pyramidkv", dict(budget=24, recent=6), (2, 2, 32), (5, 23, 24, 30, 45, 70)),
     "pyramidkv-share": ("pyramidkv", dict(budget=0.25, recent=4, beta=4.0), (3, 1, 32), (3, 16, 70)),
     "pyramidkv-most": ("pyramidkv", dict(budget=0.7, recent=4), (1, 2, 32), (20, 70)),
+    "snapkv-adaptive": ("snapkv", dict(budget=12, recent=4, adaptive=True), (3, 3, 32), (1, 11, 12, 13, 60)),
+    "snapkv-adaptive-share": ("snapkv", dict(budget=0.3, recent=4, adaptive=True), (2, 5, 80), (10, 60)),
+    "snapkv-unguarded": ("snapkv", dict(budget=12, recent=1, adaptive=True, safeguard=0.0), (5, 4, 32), (40, 60)),
+    "snapkv-value-aware": ("snapkv", dict(budget=14, recent=4, value_aware=True), (3, 2, 32), (1, 14, 15, 60)),
+    "snapkv-by-value": ("snapkv", dict(budget=14, recent=4, value_aware=True, first_stage=0.0), (8, 1, 128), (40,)),
+    "pyramidkv-both": ("pyramidkv", dict(budget=20, recent=4, adaptive=True, value_aware=True), (2, 3, 96), (5, 60)),
+    "expected_attention-default": ("expected_attention", dict(future=32), (2, 2, 32), (3, 60)),
+    "expected_attention-number": ("expected_attention", EXPECTED, (3, 2, 64), (1, 3, 12, 13, 50)),
+    "expected_attention-mean": (
+        "expected_attention",
+        EXPECTED | dict(covariance=False, value_norm=False, recent=3),
+        (5, 1, 32),
+        (40,),
+    ),
+    "expected_attention-value-aware": ("expected_attention", EXPECTED | dict(value_aware=True), (8, 2, 96), (40,)),
+    "keydiff-default": ("keydiff", {}, (2, 2, 32), (31, 60)),
+    "keydiff-number": ("keydiff", dict(budget=16), (3, 2, 32), (1, 15, 16, 17, 60)),
+    "keydiff-share": ("keydiff", dict(budget=0.3), (5, 1, 64), (20, 50)),
+    "keydiff-recent": ("keydiff", dict(budget=12, recent=5), (8, 2, 96), (4, 40)),
+    "keydiff-of-one": ("keydiff", dict(budget=1), (1, 1, 128), (1, 20)),
 }
 FULL = [
     *(("h2o", dict(heavy=a, recent=b)) for a in (1, 10, 0.05, 0.25) for b in (1, 7, 0.1)),
@@ -45,7 +86,19 @@ FULL = [
     *(("snapkv", dict(budget=b, recent=r, kernel=n, pool=p, group=x)) for b, r in ((16, 8), (0.2, 5), (40, 32))
       for n in (1, 5, 7) for p in ("max", "avg") for x in ("mean", "max")),
     *(("pyramidkv", dict(budget=b, recent=4, beta=beta)) for b in (16, 0.2, 0.6) for beta in (1.0, 2.5, 20.0)),
+    *((name, dict(budget=b, recent=5, adaptive=a > 0, safeguard=a % 1, value_aware=v > 0, first_stage=v % 1))
+      for name in ("snapkv", "pyramidkv") for b in (16, 0.3)
+      for a, v in ((1.2, 0), (1, 0), (0, 1.5), (0, 1.25), (1.5, 1.5))),
+    *(("expected_attention", EXPECTED | more) for more in (
+        {}, dict(adaptive=False), dict(covariance=False), dict(value_norm=False), dict(epsilon=0.0), dict(sinks=0),
+        dict(budget=0.3, recent=4), dict(value_aware=True), dict(adaptive=False, value_aware=True))),
+    *(("keydiff", dict(budget=b, recent=r)) for b in (8, 20) for r in (0, 1, 6)),  # of two keys both are alike the mean
 ]  # fmt: skip
+
+
+def output_weights(n_head, head_dim):
+    """Of a model of 40 channels."""
+    return torch.randn(n_head, head_dim, 40, generator=torch.Generator().manual_seed(5))
 
 
 def layer(name, knobs, shape, batch, T, at=3, new=None, dtype=torch.float32):
@@ -53,12 +106,16 @@ def layer(name, knobs, shape, batch, T, at=3, new=None, dtype=torch.float32):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size = args.cache_shape(at, batch, T, dtype, "cpu", new)
     cls, preset = resolve(name)
-    return cls(make_args(cls, preset | knobs), size, at, args.rotary(batch, T))
+    method = cls(make_args(cls, preset | knobs), size, at, args.rotary(batch, T))
+    method.output_weights = lambda: output_weights(g * h, d)
+    return method
 
 
 def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
-    args.pop("room", None)
+    if "room" in args:
+        args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
+        args.pop("room")
     if name == "pyramidkv":
         args |= dict(layer=at, n_layer=N_LAYER)
     return ORACLES[name](q, k, v, **args)
@@ -70,6 +127,9 @@ def rotated(x):
 
 
 def kept(method, b, head):
+    if getattr(method.args, "adaptive", False):
+        start, stop = (int(x[b, head]) for x in method.spans(b + 1))
+        return sorted(method.place[b].flatten()[start:stop].tolist())
     return sorted(method.place[b, head, : int(method.filled[b])].tolist())
 
 
@@ -107,14 +167,14 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     lost = compare(*CASES[case])
-    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default"))
+    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default", "keydiff-default"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     name, knobs = FULL[i]
-    for shape in ((1, 2, 32), (3, 1, 64), (4, 2, 96)):
+    for shape in ((1, 2, 32), (3, 1, 64), (4, 2, 96), (5, 1, 80), (8, 2, 128)):
         compare(name, knobs, shape, (1, 7, 33, 64), seed=i, at=i % N_LAYER)
 
 
@@ -128,11 +188,28 @@ def test_in_torch_it_is_the_same(name, monkeypatch):
 WRONG = {
     "h2o": [dict(heavy=8), dict(recent=5), dict(heavy=0.2)],
     "tova": [dict(budget=15), dict(recent=3), dict(heads="kv")],
-    "snapkv": [dict(budget=19), dict(recent=7), dict(kernel=5), dict(pool="avg"), dict(group="max")],
+    "snapkv": [
+        dict(budget=19),
+        dict(recent=7),
+        dict(kernel=5),
+        dict(pool="avg"),
+        dict(group="max"),
+        dict(adaptive=True),
+        dict(value_aware=True),
+    ],
     "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
+    "keydiff": [dict(budget=15), dict(recent=9)],
+    "expected_attention": [
+        dict(future=64),
+        dict(covariance=False),
+        dict(value_norm=False),
+        dict(epsilon=1.0),
+        dict(adaptive=False),
+        dict(sinks=3),
+    ],
 }
 RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6))  # fmt: skip
+             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16), expected_attention=EXPECTED)  # fmt: skip
 
 
 @pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
@@ -148,8 +225,16 @@ def test_defaults_are_the_papers():
     args = {name: vars(method_class(name).Args()) for name in ORACLES}
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
-    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512)
+    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512,
+                  adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
     assert args["snapkv"] == snapkv
+    assert args["keydiff"] == dict(budget=2048, recent=0)
+    shared = {k: snapkv[k] for k in ("room", "first_stage", "value_aware")} | dict(adaptive=True, recent=0, sinks=4)
+    assert args["expected_attention"] == shared | dict(
+        budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2
+    )
+    kvzip = vars(method_class("kvzip").Args())
+    assert kvzip == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     named = {preset: knobs for preset, (name, knobs) in presets().items() if name in ORACLES}
     assert named["snapkv-50"] == dict(budget=0.5) and named["snapkv-160"] == dict(budget=160)
@@ -252,3 +337,139 @@ def test_the_largest_of_a_group():
     each = last_mass(q, k.repeat_interleave(3, 1), lengths, 8).unflatten(1, (2, 3))
     assert torch.allclose(last_mass(q, k, lengths, 8, group="max"), each.amax(2), atol=1e-6)
     assert torch.allclose(last_mass(q, k, lengths, 8), each.sum(2), atol=1e-5)
+
+
+# ---- budgets that heads share ----
+
+
+BOTH = dict(budget=12, recent=4, adaptive=True, value_aware=True)
+
+
+def test_heads_that_share_a_budget_hold_as_much_as_those_that_do_not():
+    """To the byte, but for where each head begins; and every head has its safeguard."""
+    alike, shared = (
+        layer("snapkv", dict(budget=64, recent=8, adaptive=on), (2, 4, 32), 2, 400, new=20) for on in (False, True)
+    )
+    first = shared.nbytes().pop("first")
+    assert first == 8 * 2 * 5 and sum(shared.nbytes().values()) == sum(alike.nbytes().values()) + first
+    lengths = torch.tensor([300, 200])
+    shared.prefill(torch.randn(2, 8, 300, 32) * 3, *torch.randn(2, 2, 4, 300, 32), lengths)
+    start, stop = shared.spans(2)
+    held = stop - start
+    assert (held.sum(1) == 4 * 64).all() and (held >= 8 + int(0.2 * 56)).all() and (held != 64).any()
+    assert (start[:, 1:] - stop[:, :-1] == 20).all(), "each has slots for all tokens that may be decoded"
+
+
+@pytest.mark.slow
+def test_the_contract_is_kept_with_both_knobs():
+    for check in (c.check_poison, c.check_ragged, c.check_reset, c.check_second_turn, c.check_store, c.check_chunks,
+                  c.check_sizes, c.check_attended, c.check_half, s.check_nbytes, s.check_traffic,
+                  s.check_compiled):  # fmt: skip
+        check("snapkv", BOTH)
+        knobs = ":".join(["snapkv", *(f"{k}={v}" for k, v in BOTH.items())])
+        check("razor", dict(induction=0.4, echo=0.0, window=16, retrieval_method=knobs))
+
+
+def test_what_cannot_be_shared_is_said():
+    args = ModelArgs(n_head=8, n_kv_head=4, head_dim=32, n_layer=N_LAYER, ranks=Ranks(0, 2))
+    cls, shape = method_class("snapkv"), args.cache_shape(0, 1, 64, torch.float32, "cpu")
+    with pytest.raises(InputError, match="use adaptive=False"):
+        cls(cls.Args(adaptive=True), shape, 0, args.rotary(1, 64))
+    method = layer("snapkv", dict(budget=16, recent=4, value_aware=True), (2, 1, 32), 1, 64)
+    for weights, says in ((None, "needs the model's W_O"), (lambda: torch.ones(1, 32, 8), "no more processes")):
+        method.output_weights = weights
+        with pytest.raises(InputError, match=says):
+            method.prefill(torch.randn(1, 2, 30, 32), *torch.randn(2, 1, 1, 30, 32), torch.tensor([30]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_output_weights_are_those_of_the_layer(bias):
+    """By query head, of packed weights too, to what these are."""
+    model = Transformer(ModelArgs(dim=64, n_layer=1, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=64, vocab_size=32,
+                                  o_bias=bias))  # fmt: skip
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    model.setup_cache("snapkv", 1, 64)
+    with torch.inference_mode():
+        got = model.cache[0].output_weights()
+    assert torch.allclose(got.flatten(0, 1), model.layers[0].attention.wo.weight.T, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("g, d", [(1, 32), (3, 80), (5, 64), (8, 128)])
+def test_ragged_attention(g, d, dtype, tol, monkeypatch):
+    """By C++, torch and the interpreted kernel; slots that no head has are NaN."""
+    gen = torch.Generator().manual_seed(g)
+    start = torch.tensor([[0, 40], [50, 420], [130, 260]])
+    stop = torch.tensor([[40, 41], [60, 430], [257, 420]])
+    q, k, v = (torch.randn(*size, d, generator=gen).to(dtype) for size in ((3, 2 * g), (500,), (500,)))
+    used = torch.zeros(500, dtype=torch.bool)
+    want = torch.empty(q.shape, dtype=torch.float64)
+    for b, head in np.ndindex(3, 2 * g):
+        at = slice(int(start[b, head // g]), int(stop[b, head // g]))
+        used[at] = True
+        p = (k[at].double() @ q[b, head].double() * d**-0.5).softmax(0)
+        want[b, head] = p @ v[at].double()
+    k[~used], v[~used] = float("nan"), float("nan")
+    for backend in ("", "torch", "triton"):
+        monkeypatch.setenv("KV_FAST_BACKEND", backend) if backend else None
+        if backend != "triton" or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
+            assert (ragged_attention(q, k, v, start, stop).double() - want).abs().max() < tol, backend
+
+
+# ---- kvzip ----
+
+
+@pytest.mark.parametrize("g, d, knobs, chunk", [
+    (2, 32, dict(budget=12, sinks=2, chunk=16, tail=3), None),
+    pytest.param(1, 64, dict(budget=12, sinks=0, chunk=16, adaptive=False), 10, marks=pytest.mark.slow),
+    pytest.param(3, 80, dict(budget=0.3, chunk=50, safeguard=0.2), None, marks=pytest.mark.slow),
+    pytest.param(5, 96, dict(budget=14, recent=4, chunk=20, value_aware=True), 7, marks=pytest.mark.slow),
+    pytest.param(8, 128, dict(budget=10, chunk=7, tail=2), None, marks=pytest.mark.slow),
+])  # fmt: skip
+@pytest.mark.parametrize("ask", [pytest.param([], marks=pytest.mark.slow), [5, 6]], ids=["no tokenizer", "asked"])
+@torch.inference_mode()
+def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeypatch):
+    """Scores and choice in float64 from teacher forcing over the prompt and each repetition behind it."""
+    model, prompts = tiny(g, d), [prompt(30), prompt(19), prompt(3)]
+    monkeypatch.setattr(model, "encode", lambda text: [*ask, len(text) % 50] if ask else [])
+    model.setup_cache("kvzip", 3, 60, **knobs)
+    got, fed = run(model, prompts, 8, chunk=chunk)
+    args = vars(model.cache[0].args)
+    size, tail, sinks = args["chunk"], args["tail"], args["sinks"]
+    own = {k: args[k] for k in ("budget", "recent", "adaptive", "safeguard", "value_aware", "first_stage")}
+    for b, p in enumerate(prompts):
+        votes: list[list[list[float]]] = [[[], []], [[], []]]
+        for start in range(0, len(p), size):
+            part = range(start, min(start + size, len(p)))
+            request = model.encode(kvzip.GO_ON if start else kvzip.ASK)
+            text = torch.cat((torch.tensor(request, dtype=torch.int64), p[max(0, start - tail) : part.stop]))
+            told = []
+            forward(model, torch.cat((p, text))[None], told.append)
+            for layer_votes, t in zip(votes, told, strict=True):
+                q, k = (x.double().transpose(0, 1).numpy() for x in (t.q_rot, t.k_rot))
+                n = len(p)
+                found = most_attention(q[:, n:], k[:, n:], k[:, :n], part, sinks)
+                for head, more in zip(layer_votes, found, strict=True):
+                    head += more
+        for layer_votes, method, t in zip(votes, model.cache, told, strict=True):
+            n, v = len(p), t.v.double().transpose(0, 1).numpy()[:, : len(p)]
+            w = method.output_weights().double().detach().numpy()
+            one = KVzipRow(q[:, :n], k[:, :n], v, votes=layer_votes, sinks=sinks, weights=w, **own)
+            for head in range(2):
+                want = [*sorted(one.score[head]), *range(n, n + 8)]
+                assert kept(method, b, head) == want, (b, head)
+
+
+def test_kvzip_asks_in_words(monkeypatch):
+    """The requests of the paper, and the end of the chunk before; rows that have no such chunk get none."""
+    method = layer("kvzip", dict(chunk=16, tail=3), (1, 1, 32), 2, 64)
+    tokens = torch.arange(80).view(2, 40)
+    texts = method.second_pass(tokens, torch.tensor([40, 20]), lambda text: [1000 + len(text)])
+    assert [t.start for t in texts] == [0, 16, 32] and [t.lengths.tolist() for t in texts] == [
+        [17, 17],
+        [20, 8],
+        [12, 0],
+    ]
+    assert texts[0].tokens[0].tolist() == [1000 + len(kvzip.ASK), *range(16)]
+    assert texts[1].tokens[1].tolist() == [1000 + len(kvzip.GO_ON), *range(53, 72)]

@@ -15,9 +15,11 @@ LABELS = [dict(channels=0), dict(channels=0.0), dict(channels=1.5), dict(channel
 WRONG = dict(
     double_sparsity=LABELS,
     double_sparsity_offload=[*LABELS, dict(budget="p0.9")],
+    expected_attention=[dict(budget=0), dict(sinks=-1), dict(future=0), dict(epsilon=-1.0), dict(safeguard=1.5)],
     h2o=[dict(heavy=0), dict(recent=0.0), dict(heavy=1.5), dict(budget=10)],
     hshare=[dict(steps=0), dict(layers=1.5), dict(heads=-0.1), dict(budget=70), dict(budget="p0.9")],
     kivi=[dict(k_bits=5), dict(residual=40)],
+    kvzip=[dict(budget=0.0), dict(chunk=0), dict(tail=-1), dict(adaptive="some"), dict(first_stage=2.0)],
     loki=[dict(dims=0.0), dict(dims=40), dict(calibrated="later"), dict(budget="p1.5")],
     ojakv=[dict(rank=0.0), dict(rank=1.1), dict(energy=0.0), dict(energy=1.5), dict(n_start=-1), dict(n_recent=-1),
            dict(update_every=0), dict(query_window=0), dict(important=0.0), dict(important=1.5), dict(eta_prefill=-0.1),
@@ -33,9 +35,10 @@ WRONG = dict(
     self_index=[dict(budget=32), dict(sinks=-1), dict(flush=0), dict(tail=8, flush=9), dict(store_bits=3),
                 dict(sink_queries=0), dict(budget="p0.9")],
     snapkv=[dict(budget=16), dict(kernel=4), dict(kernel=0), dict(pool="sum"), dict(recent=0), dict(group="sum"),
-            dict(room=-1)],
+            dict(room=-1), dict(safeguard=-0.1), dict(first_stage=1.1), dict(adaptive=2)],
     sparq=[dict(channels=0), dict(channels=1.5), dict(channels=33), dict(copies=3), dict(budget="pp")],
     streaming=[dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")],
+    keydiff=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
     tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
 )  # fmt: skip
 

@@ -23,7 +23,9 @@ BINDING = [
     "sals,score=softmax,budget=40,sinks=2,recent=8", "sals,budget=p0.9,recent=8", "tova,budget=24",
     "h2o,heavy=12,recent=12", "ojakv,n_start=4,n_recent=4,update_every=4", "double_sparsity,budget=12,heads=query",
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
-    "snapkv,budget=40", "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
+    "snapkv,budget=40", "keydiff,budget=24", "expected_attention,budget=24,adaptive=False",
+    "kvzip,budget=24,adaptive=False,chunk=32", "snapkv,budget=40,value_aware=True",
+    "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
     "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
@@ -75,7 +77,8 @@ def test_two_processes_say_what_one_says(tmp_path):
 def test_every_method(tmp_path, kv_heads, n):
     """With more processes than KV heads some hold the same one."""
     group = "palu,group=1"  # groups never reach across ranks
-    specs = [group if s == "palu" else s for s in sorted(method_files())]
+    alike = {s: f"{s},adaptive=False" for s in ("expected_attention", "kvzip")}  # heads of other ranks share no slots
+    specs = [group if s == "palu" else alike.get(s, s) for s in sorted(method_files())]
     specs += [s for s in sorted(presets()) if presets()[s][0] != "palu"]
     compare(tmp_path, n, list(dict.fromkeys([*specs, *BINDING])), random=SIZES | dict(n_kv_head=kv_heads))
 

@@ -168,6 +168,17 @@ Tensor packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, Maybe mean_k,
                               std::move(mean_v), std::move(count));
 }
 
+Tensor ragged_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop) {
+    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = start.size(1), G = Hq / H;
+    STD_TORCH_CHECK(k.stride(1) == 1 && v.stride(1) == 1, "channels must be contiguous");
+    make_whole(q, start, stop);
+    Tensor out = like(q, {B, Hq, D});
+    kvf_decode_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
+                         ints(stop, "stop"), nullptr, nullptr, nullptr, out.data_ptr(), G * D, D, 0, 0, k.stride(0), 0,
+                         0, v.stride(0), B * H, 1, G, D, threads());  // heads are rows, of the same slots
+    return out;
+}
+
 std::tuple<Tensor, Tensor> observed_attention(Tensor q, Tensor k, Tensor v, Tensor stop) {
     int64_t B = q.size(0), H = k.size(1), slots = k.size(2);
     make_whole(stop);
@@ -739,6 +750,7 @@ Tensor oja_sequential(Tensor basis, Tensor x) {
     EACH(packed_linear, packed_linear)                     \
     EACH(quantized_append, quantized_append)               \
     EACH(quantized_attention, quantized_attention)         \
+    EACH(ragged_attention, ragged_attention)               \
     EACH(sequential, oja_sequential)                       \
     EACH(store_labels, store_labels)                       \
     EACH(top_p_count, top_p_count)                         \

@@ -1,0 +1,146 @@
+"""Evicting from a prompt alone, once it is read; what is decoded stays. With two knobs for every way of scoring:
+
+adaptive (AdaKV, Feng et al. 2024): a layer's budget goes to the best tokens of all its KV heads together, so that heads
+hold different numbers of them, one head's slots behind another's: all together what they would hold alike.
+value_aware (CriticalKV, Feng et al. 2025): a part of a head's tokens is chosen by score, the rest by the score times
+the size of what the token's value adds to the layer's output, |W_O v|_1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.base import Attended, knob
+from cache.evicting import Evicting
+from errors import InputError
+from kernels.prompt_scores import best_tokens
+from kernels.ragged_attention import ragged_attention
+
+
+class PromptEvicting(Evicting):
+    evicts = False
+    first: Tensor  # int64 [B, Hkv + 1]: adaptive, each head's first slot among the Hkv * N of its row; the last's end
+
+    @dataclass
+    class Args(Evicting.Args):
+        room: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+        adaptive: bool = knob(False, "share a layer's budget over its KV heads by score (AdaKV)")
+        safeguard: float = knob(0.2, "with adaptive: the part of its budget that each head has by itself (AdaKV)", 0, 1)
+        value_aware: bool = knob(False, "choose by score times |W_O v|_1, the best by score aside (CriticalKV)")
+        first_stage: float = knob(0.5, "with value_aware: the part that is chosen by score alone (CriticalKV)", 0, 1)
+
+    def room(self):
+        return self.args.room if self.shape.max_new_tokens is None else self.shape.max_decoded
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        if args.adaptive:
+            if shape.ranks.size > 1:
+                raise InputError(f"{type(self).__name__}: adaptive gives slots of a layer to any of its heads, and of "
+                                 f"{shape.ranks.size} processes each has its own: use adaptive=False")  # fmt: skip
+            self.joins_heads = True
+            self.buffer("first", (shape.max_batch, shape.n_kv_head + 1), torch.int64)
+            self.reset()
+
+    # ---- the prompt ----
+
+    def keep(self, k, v, scores, lengths, place=None, read=None):
+        (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
+        recent, held = self.recent(lengths), self.held(lengths)
+        before = (t < (lengths - recent)[:, None])[:, None]
+        scores = scores.expand(B, H, S).masked_fill(~before, float("-inf"))
+        count = (held - recent)[:, None].expand(B, H)  # of each head, its recent tokens aside
+        if self.args.adaptive:
+            count = shared_budget(scores, held - recent, self.args.safeguard)
+        if self.args.value_aware:
+            first = ranks(scores) < (count * self.args.first_stage).long()[..., None]
+            scores = (scores * self.value_sizes(v)).masked_fill(first, float("inf"))
+            scores = scores.masked_fill(~before, float("-inf"))
+        if not self.args.adaptive:
+            return super().keep(k, v, scores, lengths, place, read)
+        count = count + recent[:, None]
+        self.first[:B, 1:] = (count - held[:, None] + self.k.shape[2]).cumsum(1)  # all have as many slots to grow into
+        newest = ~before & (t < lengths[:, None])[:, None]
+        order = best_tokens(scores.masked_fill(newest, float("inf")), S)
+        row, head, i = (t < count[..., None]).nonzero(as_tuple=True)
+        token, slot = order[row, head, i], self.first[row, head] + i
+        for store, x in ((self.k, k), (self.v, v)):
+            store.flatten(1, 2)[row, slot] = x[row, head, token]
+        self.place.flatten(1, 2)[row, slot] = token.int()
+        self.filled[:B] = held
+
+    def value_sizes(self, v: Tensor) -> Tensor:
+        """|W_O v|_1 of v [B, Hkv, S, D], mean over a group's query heads -> fp32 [B, Hkv, S]."""
+        if self.output_weights is None:
+            raise InputError(f"{type(self).__name__}: value_aware needs the model's W_O: set `output_weights`")
+        w, g = self.output_weights().float(), self.shape.n_head // self.shape.n_kv_head
+        if len(w) < g:
+            raise InputError(f"{type(self).__name__}: value_aware needs W_O of all {g} query heads of a KV head, and "
+                             f"this process holds {len(w)}: start no more processes than KV heads")  # fmt: skip
+        w = w.unflatten(0, (-1, g))
+        w = w if self.heads is None else w[self.heads.to(w.device)]
+        out = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
+        for row, head in torch.cartesian_prod(*(torch.arange(n) for n in v.shape[:2])).tolist():
+            out[row, head] = sum((v[row, head].float() @ each).abs().sum(-1) for each in w[head]) / w.shape[1]
+        return out
+
+    # ---- heads of different lengths ----
+
+    def spans(self, B: int) -> tuple[Tensor, Tensor]:
+        """Where the slots of each head begin, and where those that are filled end: [B, Hkv], within a row's."""
+        start, end = self.first[:B, :-1], self.first[:B, 1:]
+        return start, end - self.k.shape[2] + self.filled[:B, None]
+
+    def append(self, k, v, pos):
+        if not self.args.adaptive:
+            return super().append(k, v, pos)
+        B, (H, N) = len(k), self.k.shape[1:3]
+        row, (_, slot) = torch.arange(B, device=k.device)[:, None], self.spans(B)
+        slot = slot.clamp(max=H * N - 1)  # where no room is left the run ends, in `maintain`
+        for store, x in ((self.k, k), (self.v, v), (self.place, pos[:, None].int().expand(B, H))):
+            store.flatten(1, 2)[row, slot] = x
+        self.filled[:B] += 1
+
+    def attend(self, q, idx, count, pos):
+        if not self.args.adaptive or idx is not None:
+            return super().attend(q, idx, count, pos)
+        row = torch.arange(len(q), device=q.device)[:, None] * (self.first.shape[1] - 1) * self.k.shape[2]
+        start, stop = (x + row for x in self.spans(len(q)))
+        return ragged_attention(q, self.k.flatten(0, 2), self.v.flatten(0, 2), start, stop)
+
+    def attended(self, q, idx, count, pos):
+        if not self.args.adaptive:
+            return super().attended(q, idx, count, pos)
+        start, stop = self.spans(len(q))
+        slot = start[..., None] + torch.arange(int((stop - start).max()), device=q.device)
+        there, row = slot < stop[..., None], torch.arange(len(q), device=q.device)[:, None, None]
+        slot = torch.where(there, slot, 0)
+        k, v, place = (x.flatten(1, 2)[row, slot] for x in (self.k, self.v, self.place))
+        return Attended(torch.where(there, place.long(), -2), q, k, v)
+
+    def reset(self):
+        super().reset()
+        if self.args.adaptive:
+            self.first.copy_(torch.arange(self.first.shape[1], device=self.first.device) * self.k.shape[2])
+
+    def traffic(self, pos):
+        lists = 8 * (self.shape.n_kv_head + 1) if self.args.adaptive else 0
+        return super().traffic(pos) + self.shape.max_batch * lists
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """The place of each token among its head's, from 0 for the best, of equal ones the first: [..., S] -> int64."""
+    return best_tokens(scores, scores.shape[-1]).argsort(-1)
+
+
+def shared_budget(scores: Tensor, n: Tensor, safeguard: float) -> Tensor:
+    """How many tokens each head keeps of scores [B, H, S], where those that are none have -inf: the best H * n of all
+    heads together, n [B], of which each head has its best safeguard * n -> int64 [B, H]."""
+    B, H, S = scores.shape
+    safe = ranks(scores) < (n.double() * safeguard).long()[:, None, None]
+    order = best_tokens(scores.masked_fill(safe, float("inf")).flatten(1), H * S)
+    among = torch.arange(H * S, device=n.device) < H * n[:, None]
+    return torch.zeros(B, H, dtype=torch.int64, device=n.device).scatter_add_(1, order // S, among.long())

@@ -1,0 +1,36 @@
+"""Attention of one query per row where every KV head holds a number of tokens of its own, one head's behind another's.
+
+Heads become rows of `decode_attention`'s kernels, whose keys are one list of slots for all: what is read is what each
+head holds, and programs are shared out by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.backend import use_native
+from kernels.dense_attention import decode_attention, split_attention
+from kernels.op import operation
+
+
+@operation(
+    triton=lambda *args: _of_rows(split_attention, *args),
+    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    opaque=True,
+)
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """Softmax attention of each KV head's query heads over slots start <= t < stop of its own.
+
+    q [B, Hq, D], k and v [N, D] (rotated), the slots of all rows and heads, start and stop [B, Hkv] int64, start < stop
+    -> [B, Hq, D]. Scale 1/sqrt(D). Slots that no head has may hold anything.
+    """
+    return _of_rows(lambda q, k, v, stop, start: decode_attention.reference(q, k, v, start, stop), q, k, v, start, stop)
+
+
+def _of_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """`attend` of as many rows as there are KV heads, all of which have the same slots."""
+    n = start.numel()
+    k, v = (x.expand(n, 1, *x.shape) for x in (k, v))
+    return attend(q.reshape(n, -1, q.shape[2]), k, v, stop.flatten(), start.flatten()).view(q.shape)

@@ -1,0 +1,51 @@
+"""KeyDiff: the keys least like the mean key stay, since keys that stand out are those that attention goes to.
+
+A token's score is minus the cosine of its key with the anchor, the mean of the keys' directions. No attention is asked
+for, so a prompt may come in blocks, after each of which no more than the budget is held (--prefill-chunk 128: the
+paper's). While decoding the anchor is that of the keys that are held, and moves with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache.base import knob
+from cache.evicting import Evicting
+
+
+def distinct(k: Tensor, there: Tensor) -> Tensor:
+    """Minus the cosine of each key with the anchor: k [B, H, N, D], of which `there` [B, N] count -> fp32 [B, H, N]."""
+    directions = F.normalize(k.float().masked_fill(~there[:, None, :, None], 0), dim=-1)
+    return -(directions @ F.normalize(directions.sum(2), dim=-1)[..., None])[..., 0]
+
+
+class KeyDiff(Evicting):
+    paper = "Park, Jones et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference"
+    stress = dict(budget=24)
+    lookback = 0
+    reads_queries = False
+    evicts_while_reading = True
+    rereads = True
+
+    @dataclass
+    class Args(Evicting.Args):
+        budget: int | float = knob(2048, "tokens kept, or their share of the length (KeyDiff: 2K to 8K)")
+        recent: int = knob(0, "newest tokens never evicted (KeyDiff: none; its sliding-window variant: some)", low=0)
+
+    def prompt_scores(self, q, k, v, mass, lengths):
+        return distinct(k, torch.arange(k.shape[2], device=k.device) < lengths[:, None])
+
+    def append(self, k, v, pos):
+        """The lowest score of what is held makes room: of the keys as they now are."""
+        B, slot = len(k), torch.arange(self.k.shape[2], device=k.device)
+        self.score[:B] = distinct(self.k[:B], slot < self.filled[:B, None])
+        super().append(k, v, pos)
+
+    def traffic(self, pos):
+        """Keys are read to be scored, too."""
+        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        return super().traffic(pos) + s.max_batch * s.n_kv_head * tokens * s.head_dim * s.dtype.itemsize
