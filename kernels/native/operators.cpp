@@ -457,7 +457,7 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     return out;
 }
 
-void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, int64_t bits, int64_t sinks,
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe params, Maybe, int64_t bits, int64_t sinks,
                       int64_t block, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = data.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(data) && lies_whole(params), "a cache must be contiguous");
@@ -483,8 +483,8 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor data, Maybe para
 }
 
 Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Tensor v, Maybe v_params, Tensor v_kept,
-                           Tensor pos, Tensor k_stop, Tensor v_stop, int64_t sinks, int64_t k_bits, int64_t v_bits,
-                           bool channels) {
+                           Tensor pos, Tensor k_stop, Tensor v_stop, Maybe, Maybe, int64_t sinks, int64_t k_bits,
+                           int64_t v_bits, bool channels) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = k_kept.size(1);
     for (auto x : {&k, &k_kept, &v, &v_kept}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params) && q.stride(2) == 1, "caches must be contiguous");
