@@ -106,11 +106,11 @@ class Quantized(KVMethod):
     def card_nbytes(self):
         B, H, T, D = self.shape.kv
         size = self.shape.dtype.itemsize
-        return sum(
-            B * H * round(store.packed.get_buffer("data").shape[2] * store.vector_bytes + store.whole.shape[2] * D * size)
-            + store.fixed_bytes
-            for store in (self.keys, self.values)
-        )
+        total = 0
+        for store in (self.keys, self.values):
+            slots, whole = store.packed.get_buffer("data").shape[2], store.whole.shape[2]
+            total += B * H * (round(slots * store.vector_bytes) + whole * D * size) + store.fixed_bytes
+        return total
 
     def traffic(self, pos):
         """Bytes of packed tokens and of whole ones; rings that empty at once are counted as full, the most they are."""

@@ -1,4 +1,4 @@
-"""Codes that stand for the numbers of a codebook, times a scale: Lloyd-Max codes of unit vectors (TurboQuant), and e4m3.
+"""Codes that stand for the numbers of a codebook, times a scale: Lloyd-Max codes of unit vectors (TurboQuant), e4m3.
 
 A vector of D channels that is turned at random lies evenly on a sphere: each coordinate has the density
 (1 - x^2)^((D - 3) / 2), near a normal one of variance 1 / D, whatever the vector was. The numbers that lose least under
@@ -24,17 +24,15 @@ GRID, ROUNDS = 40001, 2000  # points of the density, and the most rounds of Lloy
 def lloyd_max(head_dim: int, bits: int) -> Tensor:
     """The 2^bits numbers of least mean square error for a coordinate of a random unit vector of head_dim channels,
     rising: fp32 [2^bits] (TurboQuant, arXiv 2504.19874, eq. 4)."""
-    x = np.linspace(-1, 1, GRID)
-    x = x[np.abs(x) < 12 * head_dim**-0.5]  # beyond lies less than 1e-30
+    end = min(1.0, 12 * head_dim**-0.5)  # beyond lies less than 1e-30
+    x = np.linspace(-end, end, GRID)
     weight = (1 - x * x) ** ((head_dim - 3) / 2)
-    mass, moment = (np.concatenate(([0], np.cumsum(y))) for y in (weight, weight * x))
-    share = np.searchsorted(mass / mass[-1], (np.arange(2**bits) + 0.5) / 2**bits)
-    book = x[share.clip(max=len(x) - 1)]
+    mass, moment = (np.concatenate(([0], np.cumsum((y[1:] + y[:-1]) / 2))) for y in (weight, weight * x))
+    book = np.interp((np.arange(2**bits) + 0.5) / 2**bits, mass / mass[-1], x)
     for _ in range(ROUNDS):
-        edges = np.concatenate(([0], np.searchsorted(x, (book[1:] + book[:-1]) / 2), [len(x)]))
-        new = np.diff(moment[edges]) / np.diff(mass[edges])
-        done = np.abs(new - book).max() < 1e-12
-        book = new
+        edges = np.concatenate(([-end], (book[1:] + book[:-1]) / 2, [end]))
+        new = np.diff(np.interp(edges, x, moment)) / np.diff(np.interp(edges, x, mass))
+        done, book = np.abs(new - book).max() < 1e-12, new
         if done:
             break
     return torch.from_numpy((book - book[::-1]) / 2).float()  # the density is even

@@ -1,8 +1,8 @@
 """Group quantization: asymmetric, fp16 scale and zero for every group, packed into bytes.
 
 Groups are of 32 channels of a token, or of more; or of 32 tokens of a channel (KIVI's keys). Where 32 do not divide the
-channels, the last group is smaller: any multiple of 8 has its groups. The Triton kernels read x once and write what they
-pack. `dequantize` has none: the attention kernels dequantize in registers.
+channels, the last group is smaller: any multiple of 8 has its groups. The Triton kernels read x once and write what
+they pack. `dequantize` has none: the attention kernels dequantize in registers.
 """
 
 from __future__ import annotations

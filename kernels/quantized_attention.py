@@ -36,8 +36,8 @@ class QuantizedTokens(NamedTuple):
     """Keys, or values, of T positions. From `sinks` to `packed_until` they are packed, all others are whole."""
 
     data: Tensor  # uint8 [>= B, Hkv, >= T, D * bits / 8]; at 16 bits [..., D]
-    # fp16 [>= B, Hkv, T, groups, 2] scales and zeros, or per channel [>= B, Hkv, T / 32, D, 2]; with a book scales alone,
-    # [>= B, Hkv, T, 1], or with blocks [>= B, Hkv, T / 32, 1]
+    # fp16 [>= B, Hkv, T, groups, 2] scales and zeros, or per channel [>= B, Hkv, T / 32, D, 2]; with a book scales
+    # alone, [>= B, Hkv, T, 1], or with blocks [>= B, Hkv, T / 32, 1]
     params: Tensor | None
     whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
     bits: int
@@ -206,8 +206,7 @@ def _quantized_attention(
     there = torch.arange(n, device=pos.device) <= pos[:, None]
     keys = QuantizedTokens(k, k_params, k_whole, k_bits, sinks, GROUP * channels, book=k_book)
     values = QuantizedTokens(v, v_params, v_whole, v_bits, sinks, book=v_book)
-    keys, values = read_tokens(keys, pos, n, k_stop), read_tokens(values, pos, n, v_stop)
-    return masked_attention(q, keys, values, there[:, None])
+    return masked_attention(q, read_tokens(keys, pos, n, k_stop), read_tokens(values, pos, n, v_stop), there[:, None])
 
 
 # ---- Triton ----

@@ -141,7 +141,7 @@ def unpack_tile(word, pairs, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr, book=None):
-    """`unpack_tile` with a scale and a zero for every unit of 8 channels: fp32 [N, U], or numbers; book: see `_channel`.
+    """`unpack_tile` with a scale and a zero for every unit of 8 channels: fp32 [N, U], or numbers.
 
     All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
     """

@@ -18,23 +18,23 @@ from kernels.quantize import GROUP
 
 class FP8(Quantized):
     paper = "Micikevicius, Stosic et al. 2022, FP8 Formats for Deep Learning"
-    lossless = dict(recent=32 * 10**6)
-    stress = dict(recent=32)
+    lossless = dict(residual=32 * 10**6)
+    stress = dict(residual=32)
 
     @dataclass
     class Args:
-        recent: int = knob(
+        residual: int = knob(
             32, "newest tokens, at most, in the cache's dtype: blocks are coded when so many are full (ours)", GROUP
         )
 
         def __post_init__(self):
-            if self.recent % GROUP:
-                raise InputError(f"fp8: recent={self.recent} must be a multiple of the block of {GROUP} tokens")
+            if self.residual % GROUP:
+                raise InputError(f"fp8: residual={self.residual} must be a multiple of the block of {GROUP} tokens")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         check_groups("fp8", shape.head_dim)
         # a block is coded before the token that fills it attends, as in engines, which code every token at once; a ring
         # of the whole context never is
-        ring = min(args.recent, (shape.max_seq_len // GROUP + 1) * GROUP)
+        ring = min(args.residual, (shape.max_seq_len // GROUP + 1) * GROUP)
         self.keys, self.values = (QuantizedStore(shape, 8, 0, ring, block=ring, codebook=True) for _ in "kv")

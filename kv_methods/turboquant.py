@@ -34,7 +34,7 @@ class TurboQuant(Quantized):
         bits: Literal[2, 3, 4, 16] = knob(4, "bits of a coordinate of keys and values (Sec. 3.1; 16: as they are)")
         k_bits: int | None = knob(None, "bits of keys; None: `bits`")
         v_bits: int | None = knob(None, "bits of values; None: `bits`")
-        recent: int = knob(1, "newest tokens in the cache's dtype: 1 is the current one (Sec. 4.3 codes all at once)", 1)
+        recent: int = knob(1, "newest tokens in the cache's dtype: 1 is the current one (Sec. 4.3 codes all)", 1)
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
         seed: int = knob(0, "of the rotation, which every layer has of its own (ours)", 0)
 
