@@ -80,7 +80,7 @@ class Compacting(Evicting):
 
     def compact(self) -> None:
         """Evict: what stays moves to the first slots."""
-        (_, H, N, _), slot = self.k.shape, torch.arange(self.k.shape[2], device=self.k.device)
+        N, slot = self.k.shape[2], torch.arange(self.k.shape[2], device=self.k.device)
         there = (slot < self.filled[:, None])[:, None]
         last = torch.iinfo(torch.int32).max
         order = torch.where(there, self.place, last).sort(dim=-1, stable=True).indices

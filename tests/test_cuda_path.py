@@ -72,6 +72,8 @@ STEP = (
         sparq={"channel_score", "budget_select", "gather_attention"},
         loki={"head_scores", "budget_select", "gather_attention"},
         hshare=LABELS | {"gather_attention"},
+        rkv={"decode_attention"},
+        rocket={"channel_score", "budget_select", "gather_attention"},
     )
     | {
         "flexgen": FETCH,

@@ -1,11 +1,11 @@
-"""h2o, tova, snapkv and pyramidkv against float64 oracles: what each head holds after every step, and its output."""
+"""h2o, tova, snapkv, pyramidkv, rkv and rocket against float64 oracles: what each head holds, and its output."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from oracle_evicting import H2ORow, PyramidKVRow, Row, SnapKVRow, TOVARow
+from oracle_evicting import H2ORow, PyramidKVRow, RKVRow, RocketRow, Row, SnapKVRow, TOVARow
 from oracles import rotate
 
 from cache.spec import make_args, method_class, presets, resolve
@@ -15,7 +15,8 @@ from kernels.prompt_scores import pooled
 from model import ModelArgs
 
 N_LAYER, STEPS = 5, 24
-ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow)
+ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow, rkv=RKVRow,
+                                     rocket=RocketRow)  # fmt: skip
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "h2o-default": ("h2o", {}, (2, 2, 32), (40, 61)),
     "h2o-numbers": ("h2o", dict(heavy=9, recent=4), (3, 1, 32), (1, 12, 13, 14, 40)),
@@ -38,12 +39,40 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "pyramidkv-number": ("pyramidkv", dict(budget=24, recent=6), (2, 2, 32), (5, 23, 24, 30, 45, 70)),
     "pyramidkv-share": ("pyramidkv", dict(budget=0.25, recent=4, beta=4.0), (3, 1, 32), (3, 16, 70)),
     "pyramidkv-most": ("pyramidkv", dict(budget=0.7, recent=4), (1, 2, 32), (20, 70)),
+    "snapkv-later": ("snapkv", dict(budget=20, recent=4, decode_budget=7, decode_every=5), (3, 2, 32), (1, 5, 19, 60)),
+    "snapkv-later-largest": (
+        "snapkv",
+        dict(budget=9, recent=3, kernel=3, pool="avg", group="max", decode_budget=3, decode_every=8),
+        (2, 1, 64),
+        (40,),
+    ),
+    "pyramidkv-later": ("pyramidkv", dict(budget=24, recent=6, decode_budget=8, decode_every=6), (2, 2, 32), (5, 70)),
+    "rkv-default": ("rkv", {}, (2, 2, 32), (31, 60)),
+    "rkv-number": ("rkv", dict(budget=20, recent=4, buffer=6), (3, 2, 32), (1, 3, 15, 19, 20, 21, 60)),
+    "rkv-share": ("rkv", dict(budget=0.4, recent=5, buffer=8, mix=0.5, kernel=3), (2, 1, 64), (10, 60)),
+    "rkv-alike": ("rkv", dict(budget=18, recent=3, buffer=7, alike=0.1, spared=3), (1, 2, 32), (40, 50)),
+    "rkv-none-spared": ("rkv", dict(budget=18, recent=3, buffer=5, alike=0.1, spared=0, mix=0.0), (4, 1, 32), (40,)),
+    "rocket-default": ("rocket", {}, (2, 2, 32), (31, 60)),
+    "rocket-number": ("rocket", dict(budget=16, recent=4, page=2, kernel=7), (3, 2, 32), (1, 5, 15, 16, 17, 60)),
+    "rocket-share": ("rocket", dict(budget=0.3, recent=4, kernel=5, channels=9), (2, 1, 64), (10, 60)),
+    "rocket-kept": (
+        "rocket",
+        dict(budget=10, kept=25, attended=9, recent=5, page=1, channels=0.25),
+        (1, 2, 32),
+        (40, 50),
+    ),
+    "rocket-later": ("rocket", dict(budget=14, recent=4, decode_budget=6, decode_every=5), (4, 1, 32), (40, 50)),
 }
 FULL = [
     *(("h2o", dict(heavy=a, recent=b)) for a in (1, 10, 0.05, 0.25) for b in (1, 7, 0.1)),
     *(("tova", dict(budget=b, recent=r, heads=h)) for b in (8, 0.1, 0.5) for r in (0, 1, 6) for h in ("layer", "kv")),
     *(("snapkv", dict(budget=b, recent=r, kernel=n, pool=p, group=x)) for b, r in ((16, 8), (0.2, 5), (40, 32))
       for n in (1, 5, 7) for p in ("max", "avg") for x in ("mean", "max")),
+    *((name, dict(budget=b, recent=4, decode_budget=d, decode_every=n)) for name in ("snapkv", "pyramidkv", "rocket")
+      for b in (12, 0.3) for d, n in ((4, 3), (9, 7))),
+    *(("rkv", dict(budget=b, recent=r, buffer=n, alike=s)) for b in (16, 0.3) for r, n in ((2, 3), (8, 10))
+      for s in (0.0, 0.5)),
+    *(("rocket", dict(budget=b, recent=4, page=p, channels=c)) for b in (12, 0.2) for p in (1, 3) for c in (4, 0.5)),
     *(("pyramidkv", dict(budget=b, recent=4, beta=beta)) for b in (16, 0.2, 0.6) for beta in (1.0, 2.5, 20.0)),
 ]  # fmt: skip
 
@@ -107,7 +136,8 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     lost = compare(*CASES[case])
-    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default"))
+    none = ("h2o-all", "snapkv-default", "pyramidkv-default", "rkv-default", "rocket-default")
+    assert (lost > 0) != (case in none)
 
 
 @pytest.mark.slow
@@ -130,9 +160,12 @@ WRONG = {
     "tova": [dict(budget=15), dict(recent=3), dict(heads="kv")],
     "snapkv": [dict(budget=19), dict(recent=7), dict(kernel=5), dict(pool="avg"), dict(group="max")],
     "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
+    "rkv": [dict(mix=0.5), dict(recent=5), dict(buffer=8), dict(kernel=1), dict(alike=0.9), dict(spared=0)],
+    "rocket": [dict(page=3), dict(channels=4), dict(budget=24), dict(kernel=3)],
 }
 RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6))  # fmt: skip
+             pyramidkv=dict(budget=24, recent=6), rkv=dict(budget=20, recent=4, buffer=6, alike=0.0, spared=4),
+             rocket=dict(budget=16, recent=4, page=2, kernel=7))  # fmt: skip
 
 
 @pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
@@ -148,9 +181,12 @@ def test_defaults_are_the_papers():
     args = {name: vars(method_class(name).Args()) for name in ORACLES}
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
-    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512)
+    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512, decode_budget=None,
+                  decode_every=64)  # fmt: skip
     assert args["snapkv"] == snapkv
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
+    assert args["rkv"] == dict(budget=1024, recent=8, buffer=128, mix=0.1, kernel=7, alike=0.5, spared=1)
+    assert args["rocket"] == snapkv | dict(kernel=63, kept=None, attended=None, page=3, channels=0.5)
     named = {preset: knobs for preset, (name, knobs) in presets().items() if name in ORACLES}
     assert named["snapkv-50"] == dict(budget=0.5) and named["snapkv-160"] == dict(budget=160)
 

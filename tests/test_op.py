@@ -28,7 +28,8 @@ def read_by(method, B):
 
 
 # Lengths are numbers, which `meta` has not: caches count as full, and so these read more than at the end of a prompt
-ROOM = {"self_index": "a ring of decoded tokens", "snapkv": "slots of decoded tokens", "pyramidkv": "the same"}
+ROOM = {"self_index": "a ring of decoded tokens", "snapkv": "slots of decoded tokens", "pyramidkv": "the same",
+        "rkv": "a buffer of decoded tokens", "rocket": "the same as snapkv"}  # fmt: skip
 MORE = {"oracle": (1.12, "its scores, a bound's, are not counted"),
         "hshare": (2.3, "`meta` scores in every step, layer and head: `traffic` is the mean of them")}  # fmt: skip
 AHEAD = {"double_sparsity_offload": "tokens are fetched by `prefetch`, before the step"}

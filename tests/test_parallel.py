@@ -23,7 +23,8 @@ BINDING = [
     "sals,score=softmax,budget=40,sinks=2,recent=8", "sals,budget=p0.9,recent=8", "tova,budget=24",
     "h2o,heavy=12,recent=12", "ojakv,n_start=4,n_recent=4,update_every=4", "double_sparsity,budget=12,heads=query",
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
-    "snapkv,budget=40", "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
+    "snapkv,budget=40", "rkv,budget=24,recent=4,buffer=4", "rocket,budget=40", "turboquant,bits=2", "fp8",
+    "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
     "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
