@@ -12,11 +12,11 @@ from torch import Tensor
 
 from cache.base import CacheShape, Storage
 from errors import InputError
-from kernels.quantize import GROUP, quantize
+from kernels.quantize import GROUP, groups_of, quantize
 
 
 class PackedVectors(Storage):
-    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, width / group, 2]; at 16 bits vectors alone."""
+    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, groups, 2]; at 16 bits vectors alone."""
 
     data: Tensor  # at 16 bits [*slots, width] in the dtype of keys and values
     params: Tensor | None
@@ -31,8 +31,8 @@ class PackedVectors(Storage):
             self.params, self.vector_bytes = None, width * shape.dtype.itemsize
         else:
             self.buffer("data", (*slots, width * bits // 8), torch.uint8)
-            self.buffer("params", (*slots, width // group, 2), torch.float16)
-            self.vector_bytes = width * bits // 8 + width // group * 2 * 2
+            self.buffer("params", (*slots, groups_of(width, group), 2), torch.float16)
+            self.vector_bytes = width * bits // 8 + groups_of(width, group) * 2 * 2
 
     def put(
         self, at: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
@@ -52,6 +52,6 @@ class PackedVectors(Storage):
 
 
 def check_groups(what: str, head_dim: int, instead: str = "") -> None:
-    """InputError where the channels of a head are not whole groups; instead: what to do."""
-    if head_dim % GROUP:
-        raise InputError(f"{what} needs a head_dim divisible by {GROUP}, this model has {head_dim}{instead}")
+    """InputError where the codes of a head's channels are not whole bytes; instead: what to do."""
+    if head_dim % 8:
+        raise InputError(f"{what} needs a head_dim divisible by 8, this model has {head_dim}{instead}")

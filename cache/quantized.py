@@ -6,13 +6,16 @@ ring of the newest tokens in the cache's dtype, what leaves it packed, one pass 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage
 from cache.packed import PackedVectors
 from errors import InputError
-from kernels.quantize import BITS, GROUP
+from kernels.codebook import e4m3, lloyd_max
+from kernels.quantize import BITS, GROUP, groups_of
 from kernels.quantized_attention import (
     QuantizedTokens,
     append_token,
@@ -29,29 +32,42 @@ class QuantizedStore(Storage):
 
     def __init__(
         self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
-        block: int = 0,
+        block: int = 0, codebook: bool = False,
     ):  # fmt: skip
         """block: so many tokens leave the ring together, and GROUP of them share a scale and a zero for each channel,
-        instead of `group` channels of a token; the ring holds them, and may hold one more."""
+        instead of `group` channels of a token; the ring holds them, and may hold one more. codebook: codes stand for
+        numbers, of 8 bits those of e4m3, else those of a random unit vector, and a token, or GROUP of them, has a scale
+        for all channels."""
         super().__init__(shape)
         B, H, T, D = shape.kv
         self.bits, self.clip, self.sinks, self.block = bits, clip, sinks, block if bits < 16 else 0
-        if self.block:
-            slots = -(-T // GROUP) * GROUP
+        self.book: Tensor | None = None
+        if bits == 16 or not (block or codebook):
+            self.packed: Storage = PackedVectors(shape, (B, H, T), D, bits, group, clip)
+            self.vector_bytes: int | float = self.packed.vector_bytes  # of one token and KV head
+        else:
+            each = GROUP if block else 1  # tokens that share scales
+            slots, scales = groups_of(T, each) * each, (1,) if codebook else (D, 2)
             self.packed = Storage(shape)
             self.packed.buffer("data", (B, H, slots, D * bits // 8), torch.uint8)
-            self.packed.buffer("params", (B, H, slots // GROUP, D, 2), torch.float16)
-            self.vector_bytes = D * bits // 8 + D * 2 * 2 // GROUP  # of one token and KV head
-        else:
-            self.packed = PackedVectors(shape, (B, H, T), D, bits, group, clip)
-            self.vector_bytes = self.packed.vector_bytes
+            self.packed.buffer("params", (B, H, slots // each, *scales), torch.float16)
+            self.vector_bytes = D * bits // 8 + 2 * math.prod(scales) / each
+            if codebook:
+                numbers = e4m3() if bits == 8 else lloyd_max(D, bits)
+                self.book = self.packed.constant("book", (2**bits,), numbers, torch.float32)
         self.buffer("whole", (B, H, sinks + ring, D))
 
     @property
     def tokens(self) -> QuantizedTokens:
         """As the kernels take them."""
         data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
-        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.block, self.clip)
+        book = None if self.book is None else self.packed.get_buffer("book")
+        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.block, self.clip, book)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of the codebook."""
+        return 0 if self.book is None else self.book.nbytes
 
 
 class Quantized(KVMethod):
@@ -90,16 +106,18 @@ class Quantized(KVMethod):
     def card_nbytes(self):
         B, H, T, D = self.shape.kv
         size = self.shape.dtype.itemsize
-        return sum(
-            B * H * (store.packed.get_buffer("data").shape[2] * store.vector_bytes + store.whole.shape[2] * D * size)
-            for store in (self.keys, self.values)
-        )
+        total = 0
+        for store in (self.keys, self.values):
+            slots, whole = store.packed.get_buffer("data").shape[2], store.whole.shape[2]
+            total += B * H * (round(slots * store.vector_bytes) + whole * D * size) + store.fixed_bytes
+        return total
 
     def traffic(self, pos):
         """Bytes of packed tokens and of whole ones; rings that empty at once are counted as full, the most they are."""
         (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
         whole = min(n, self.keys.whole.shape[2])
-        return B * H * (2 * whole * D * size + (n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
+        packed = math.ceil((n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
+        return B * H * (2 * whole * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
 
 
 def check_bits(method: str, *given: int | None) -> None:

@@ -84,9 +84,9 @@ def _shapes(name: str) -> None:
     """The lossless limit at random shapes, ragged rows at all."""
     for seed in range(4):
         gen = torch.Generator().manual_seed(seed)
-        g, head_dim, n_kv_head = (int(torch.randint(n, (1,), generator=gen)) for n in (4, 4, 3))
+        g, head_dim, n_kv_head = (int(torch.randint(n, (1,), generator=gen)) for n in (4, 6, 3))
         lengths = torch.randint(1, 300, (6,), generator=gen).tolist()
-        c.check_lossless(name, ((1, 3, 4, 8)[g], (32, 64, 96, 128)[head_dim], 1 + n_kv_head), lengths)
+        c.check_lossless(name, ((1, 3, 4, 8)[g], (32, 64, 96, 128, 40, 80)[head_dim], 1 + n_kv_head), lengths)
     for shape in c.SHAPES:
         c.check_lossless(name, shape)
         for knobs in c.settings(name):

@@ -41,6 +41,7 @@ RAGGED = (3, 17, 64, 130)
 CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompts, and tokens of them at a time
 DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # layers, fewer than those of a model in which some are left out
 SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
+SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
 ROUNDED = 2e-2  # of logits, where sums in another order put a code on the other side of its rounding border
 Knobs = dict[str, Any]

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, slots
-from kernels.quantize import GROUP, dequantize, quantize
+from kernels.quantize import GROUP, WORDS, dequantize, quantize
 from kernels.tiles import dot, encode_groups, scale_zero
 
 
@@ -38,10 +38,10 @@ class LatentTokens(NamedTuple):
 
 
 def latent_tokens(latents: tuple[Tensor, ...], v: Tensor, params: Tensor | None) -> LatentTokens:
-    """Of buffers as an operation takes them: a group of 32 channels has a pair of params."""
+    """Of buffers as an operation takes them: 32 channels have a pair of params, and what is left of a row has."""
     if params is None:
         return LatentTokens(latents, (v,), 16)
-    return LatentTokens(latents, (v, params), v.shape[2] * 8 // (params.shape[2] * GROUP))
+    return LatentTokens(latents, (v, params), next(b for b in WORDS if v.shape[2] * 8 <= params.shape[2] * GROUP * b))
 
 
 def write_tokens(tokens: LatentTokens, row: Tensor, slot: Tensor, latents: Tensor, values: Tensor) -> None:
@@ -78,6 +78,7 @@ def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengt
     keys, values = k.transpose(1, 2).flatten(2), v.transpose(1, 2)
     B, S, _ = keys.shape
     _project(keys, basis, lengths, *store.latents)
+    values = values.flatten(2) if values.shape[3] % GROUP else values  # groups of 32 that may be of two heads
     coded = (values,) if store.bits == 16 else quantize(values, store.bits)
     for part, x in zip(store.values, coded, strict=True):
         part[:B, :S] = x.reshape(B, S, *part.shape[2:])
@@ -116,6 +117,7 @@ def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, value
 @operation(
     triton=lambda *args: _append_launch(*args),
     cpp=lambda latents, values, *_: use_native(values, values.shape[1]),
+    when=lambda latents, values, *_: values.shape[1] % GROUP == 0,
     mutates=("ring_k", "ring_v", "ring_params", "lead", "rest", "v", "params"),
     reads=lambda latents, values, pos, ring_k, ring_v, ring_params, *_: {  # the token that leaves
         name: slots(len(pos), x, 1) for name, x in dict(ring_k=ring_k, ring_v=ring_v, ring_params=ring_params).items()

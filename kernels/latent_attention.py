@@ -35,7 +35,7 @@ from kernels.op import operation, picked
 from kernels.quantize import WORDS
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
-from kernels.tiles import LOG2_E, dot, halves, rotated_logits, unpack_tile
+from kernels.tiles import LOG2_E, dot, halves, rotated_logits, scale_zero, unpack_tile, unpack_units
 
 MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
@@ -154,9 +154,13 @@ def _attend(
     if BITS < 16:
         u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
         unit = slot[:, None] * (WIDTH // 8) + h * (D // 8) + u
-        at = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
         words = tl.load(v + unit, mask=inside[:, None] & (u < D // 8), other=0)
-        both = tl.load(pairs + at, mask=inside[:, None] & (e < D // 32), other=0)
+        if D % 32 == 0:
+            at = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
+            both = tl.load(pairs + at, mask=inside[:, None] & (e < D // 32), other=0)
+        else:  # a group of 32 channels of a row may be of two heads: each 8 channels have their pair
+            at = slot[:, None] * ((WIDTH + 31) // 32) + (h * (D // 8) + u) // 4
+            both = tl.load(pairs + at, mask=inside[:, None] & (u < D // 8), other=0)
 
     keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     keys = _expand(keys, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
@@ -177,7 +181,11 @@ def _attend(
     new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
     p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)
     if BITS < 16:
-        values = unpack_tile(words, both, None, BITS, q.dtype.element_ty)
+        if D % 32 == 0:
+            values = unpack_tile(words, both, None, BITS, q.dtype.element_ty)
+        else:
+            scale, zero = scale_zero(both)
+            values = unpack_units(words, scale, zero, None, BITS, q.dtype.element_ty)
     else:
         values = tl.load(v + slot[:, None] * WIDTH + h * D + d, mask=inside[:, None] & (d < D), other=0.0)
     y = dot(tl.trans(values), p.to(values.dtype), y * shrink[None, :])

@@ -71,7 +71,9 @@ def _reads(q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, *rest: A
     return {name: picked(idx, x) for name, x in chosen.items()}
 
 
-@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]), reads=_reads)
+@operation(
+    triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q) and q.shape[2] % GROUP == 0, reads=_reads
+)
 def _packed_gather_attention(
     q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,
     alpha: Tensor | None, codes: Tensor | None, sink_k: Tensor, sink_v: Tensor, tail_k: Tensor, tail_v: Tensor,
@@ -137,17 +139,24 @@ def unpack_units(packed: Tensor, params: Tensor, bits: int, signs: Tensor | None
     shuffle for every number.
     """
     words = packed.view(WORDS[bits])
-    words = (words.int() if bits < 8 else words).unflatten(-1, (-1, GROUP // UNIT))
-    scale, zero = (x[..., None] for x in params.float().unflatten(-1, (-1, 2)).unbind(-1))
+    words, signs = words.int() if bits < 8 else words, None if signs is None else signs.int()
+    scale, zero = params.float().unflatten(-1, (-1, 2)).unbind(-1)
+    each = GROUP // UNIT
+    if words.shape[-1] % each:  # the last group is smaller
+        scale, zero = (x.repeat_interleave(each, -1)[..., : words.shape[-1]] for x in (scale, zero))
+    else:
+        scale, zero = scale[..., None], zero[..., None]
+        words, signs = words.unflatten(-1, (-1, each)), None if signs is None else signs.unflatten(-1, (-1, each))
+    whole = words.dim() > packed.dim()
     out = []
     for r in range(UNIT):
         x = (words >> (bits * r) & (2**bits - 1)).float() * scale + zero
         if signs is not None:
             # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
-            bit = signs.int().unflatten(-1, (-1, GROUP // UNIT)) >> (3 - r if r < SUB else 11 - r) & 1
+            bit = signs >> (3 - r if r < SUB else 11 - r) & 1
             x = x * (bit * 2 - 1).float()
-        out.append(x)
-    return torch.stack(out, -3).flatten(-3)
+        out.append(x.flatten(-2) if whole else x)
+    return torch.stack(out, -2).flatten(-2)
 
 
 # ---- Triton ----
@@ -198,7 +207,7 @@ def _packed_gather_attention_kernel(
             inside = first + n < hi
             slot = group * T + tl.load(idx + first + n, mask=inside, other=0)
             unit, real = slot[:, None] * (D // 8) + u, inside[:, None] & (u < D // 8)
-            pair, some = slot[:, None] * (D // 32) + e, inside[:, None] & (e < D // 32)
+            pair, some = slot[:, None] * ((D + 31) // 32) + e, inside[:, None] & (e < (D + 31) // 32)
             k_words, k_pairs = tl.load(k + unit, mask=real, other=0), tl.load(k_params + pair, mask=some, other=0)
             v_words, v_pairs = tl.load(v + unit, mask=real, other=0), tl.load(v_params + pair, mask=some, other=0)
             signs = codes

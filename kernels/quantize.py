@@ -1,7 +1,8 @@
 """Group quantization: asymmetric, fp16 scale and zero for every group, packed into bytes.
 
-Groups are of 32 channels of a token, or of more; or of 32 tokens of a channel (KIVI's keys). The Triton kernels read x
-once and write what they pack. `dequantize` has none: the attention kernels dequantize in registers.
+Groups are of 32 channels of a token, or of more; or of 32 tokens of a channel (KIVI's keys). Where 32 do not divide the
+channels, the last group is smaller: any multiple of 8 has its groups. The Triton kernels read x once and write what
+they pack. `dequantize` has none: the attention kernels dequantize in registers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,21 @@ def _outputs(x: Tensor, bits: int, *rest: object) -> tuple[Tensor, Tensor]:
     return packed, torch.empty(*lead, D // GROUP, 2, dtype=torch.float16, device=x.device)
 
 
-@operation(
-    triton=lambda *args: launch(*args[:5]),
-    fake=_outputs,
-    when=lambda x, bits, mean, alpha, magnitude, group, clip: group == GROUP and clip == 1 and bits in WORDS,
-)
+def groups_of(width: int, group: int = GROUP) -> int:
+    """Into how many groups the channels of a token fall; the last one may be smaller."""
+    return -(-width // group)
+
+
+def group_size(width: int, groups: int) -> int:
+    """Channels of a group, of which there are so many: all, a part of them all alike, or 32 and a rest."""
+    return width // groups if groups == 1 or width % (groups * GROUP) == 0 else GROUP
+
+
+def _whole_groups(x: Tensor, bits: int, mean: object, alpha: object, magnitude: bool, group: int, clip: float) -> bool:
+    return group == GROUP and clip == 1 and bits in WORDS and x.shape[-1] % GROUP == 0
+
+
+@operation(triton=lambda *args: launch(*args[:5]), fake=_outputs, when=_whole_groups)
 def quantize(
     x: Tensor,
     bits: int,
@@ -39,23 +50,28 @@ def quantize(
     group: int = GROUP,
     clip: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """x [..., D], D % group == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., D / group, 2] (scale, zero).
+    """x [..., D], D % 8 == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., ceil(D / group), 2] (scale, zero).
 
     Asymmetric per token and group of channels: zero = min, scale = (max - min) / (2^bits - 1); Self-Indexing KVCache
     eq. 9-10. The codes are taken against the scale and zero *as stored in fp16*. The first channel of a byte is in its
     lowest bits. With mean and alpha, fp32 [B, H, D], (x - mean) / alpha of x [B, H, S, D] is quantized, or its
     magnitude; either may be left out. clip: min and max are taken times it (QuaRot), what lies beyond saturates. The
-    group is a multiple of 32.
+    group is a multiple of 32, or all channels; 32 need not divide them.
     """
     x = x.float()
     x = x if mean is None else x - mean[:, :, None]
     x = x if alpha is None else x / alpha[:, :, None]
-    codes, params = _codes((x.abs() if magnitude else x).unflatten(-1, (-1, group)), -1, bits, clip)
-    return pack(codes.flatten(-2), bits), params
+    x = x.abs() if magnitude else x
+    whole = x.shape[-1] // group * group
+    parts = [x[..., :whole].unflatten(-1, (whole // group, group))]
+    if whole < x.shape[-1]:
+        parts.append(x[..., None, whole:])
+    codes, params = zip(*(_codes(part, -1, bits, clip) for part in parts), strict=True)
+    return pack(torch.cat([c.flatten(-2) for c in codes], -1), bits), torch.cat(params, -2)
 
 
 def quantize_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x [..., S, D], S and D % 32 == 0 -> packed uint8 [..., S, D * bits / 8], params fp16 [..., S / 32, D, 2].
+    """x [..., S, D], S % 32 == 0 -> packed uint8 [..., S, D * bits / 8], params fp16 [..., S / 32, D, 2].
 
     As `quantize`, but what shares a scale and a zero are 32 tokens of one channel (KIVI's keys). Codes are packed
     by token all the same: a token's are one row, as attention reads it.
@@ -89,10 +105,13 @@ def half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(packed: Tensor, params: Tensor, bits: int) -> Tensor:
-    """The inverse, eq. 11: packed [..., D * bits / 8] and params [..., D / group, 2] -> fp32 [..., D]."""
-    q = unpack(packed, bits).unflatten(-1, (params.shape[-2], -1)).float()
+    """The inverse, eq. 11: packed [..., D * bits / 8] and params [..., groups, 2] -> fp32 [..., D]."""
+    q, n = unpack(packed, bits).float(), params.shape[-2]
     scale, zero = params.float().unbind(-1)
-    return (q * scale[..., None] + zero[..., None]).flatten(-2)
+    if q.shape[-1] % n == 0 and q.shape[-1] // n == (group := group_size(q.shape[-1], n)):
+        return (q.unflatten(-1, (n, group)) * scale[..., None] + zero[..., None]).flatten(-2)
+    scale, zero = (y.repeat_interleave(GROUP, -1)[..., : q.shape[-1]] for y in (scale, zero))
+    return q * scale + zero
 
 
 def dequantize_channels(packed: Tensor, params: Tensor, bits: int) -> Tensor:

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton, use_native
+from kernels.codebook import quantize_book, read_book
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import gather_rows
 from kernels.op import nbytes, operation
-from kernels.quantize import GROUP, WORDS, dequantize, dequantize_channels, quantize, quantize_channels
+from kernels.quantize import (
+    GROUP,
+    WORDS,
+    dequantize,
+    dequantize_channels,
+    group_size,
+    quantize,
+    quantize_channels,
+)
 from kernels.ring import held
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
@@ -27,16 +36,20 @@ class QuantizedTokens(NamedTuple):
     """Keys, or values, of T positions. From `sinks` to `packed_until` they are packed, all others are whole."""
 
     data: Tensor  # uint8 [>= B, Hkv, >= T, D * bits / 8]; at 16 bits [..., D]
-    params: Tensor | None  # fp16 [>= B, Hkv, T, D / group, 2] scales and zeros; [>= B, Hkv, T / 32, D, 2] per channel
+    # fp16 [>= B, Hkv, T, groups, 2] scales and zeros, or per channel [>= B, Hkv, T / 32, D, 2]; with a book scales
+    # alone, [>= B, Hkv, T, 1], or with blocks [>= B, Hkv, T / 32, 1]
+    params: Tensor | None
     whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
     bits: int
     sinks: int
-    block: int = 0  # so many tokens leave the ring together, and 32 of them share a channel's scale; 0: one by one
+    block: int = 0  # so many tokens leave the ring together, and 32 of them share scales; 0: one by one
     clip: float = 1.0
+    book: Tensor | None = None  # fp32 [2^bits], what codes stand for; None: integers
 
     @property
     def channels(self) -> bool:
-        return self.block > 0
+        """Whether each channel has a scale of its own."""
+        return self.block > 0 and self.book is None
 
     @property
     def ring(self) -> int:
@@ -44,7 +57,7 @@ class QuantizedTokens(NamedTuple):
 
     def packed_until(self, pos: Tensor) -> Tensor:
         """The first position behind the packed ones while the token at pos [B] is attended to."""
-        if self.channels:  # the last token of a block is in it, or if the ring has room the token behind it
+        if self.block:  # the last token of a block is in it, or if the ring has room the token behind it
             return (pos + 1 - (self.ring - self.block)) // self.block * self.block
         return (pos + 1 - self.ring).clamp(min=self.sinks)
 
@@ -57,19 +70,26 @@ def slot_of(pos: Tensor, sinks: int, ring: int) -> Tensor:
 # ---- storing ----
 
 
+def encode(tokens: QuantizedTokens, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., n, D] -> what n of its slots hold, data and params; where tokens share scales, n is a multiple of 32."""
+    if tokens.book is not None:
+        return quantize_book(x, tokens.bits, tokens.book, GROUP if tokens.block else 1)
+    if tokens.block:
+        return quantize_channels(x, tokens.bits)
+    assert tokens.params is not None
+    return quantize(x, tokens.bits, group=group_size(x.shape[-1], tokens.params.shape[3]), clip=tokens.clip)
+
+
 def store_prompt(tokens: QuantizedTokens, x: Tensor, lengths: Tensor) -> None:
     """x [B, Hkv, S, D] of prompts that end at lengths [B]; past them, slots may get anything."""
-    B, _, S, D = x.shape
+    B, _, S, _ = x.shape
     if tokens.params is None:
         tokens.data[:B, :, :S] = x
-    elif tokens.channels:
-        S = S // GROUP * GROUP  # fewer than that stay whole
-        if S:
-            tokens.data[:B, :, :S], tokens.params[:B, :, : S // GROUP] = quantize_channels(x[:, :, :S], tokens.bits)
     else:
-        group = D // tokens.params.shape[3]
-        coded = quantize(x, tokens.bits, group=group, clip=tokens.clip)
-        tokens.data[:B, :, :S], tokens.params[:B, :, :S] = coded
+        each = GROUP if tokens.block else 1
+        S = S // each * each  # fewer than share a scale stay whole
+        if S:
+            tokens.data[:B, :, :S], tokens.params[:B, :, : S // each] = encode(tokens, x[:, :, :S])
     sinks = min(tokens.sinks, x.shape[2])
     tokens.whole[:B, :, :sinks] = x[:, :, :sinks]
     newest = tokens.sinks + held(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
@@ -82,21 +102,27 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
     An operator: a compiled graph that reads a slot of the ring before it writes it would copy the ring.
     """
     _quantized_append(
-        x, pos, tokens.whole, tokens.data, tokens.params, tokens.bits, tokens.sinks, tokens.block, tokens.clip
-    )
+        x, pos, tokens.whole, tokens.data, tokens.params, tokens.book, tokens.bits, tokens.sinks, tokens.block,
+        tokens.clip,
+    )  # fmt: skip
+
+
+def _in_cpp(x: Tensor, *books: Tensor | None) -> bool:
+    """C++ knows integers, in whole groups of 32 channels."""
+    return use_native(x, x.shape[2]) and x.shape[2] % GROUP == 0 and all(book is None for book in books)
 
 
 @operation(
-    cpp=lambda x, pos, whole, *_: use_native(x, x.shape[2]) and x.dtype == whole.dtype,
+    cpp=lambda x, pos, whole, data, params, book, *_: _in_cpp(x, book) and x.dtype == whole.dtype,
     opaque=True,
     mutates=("whole", "data", "params"),
     reads=lambda x, pos, whole, *_: dict(whole=nbytes(x)),
 )
 def _quantized_append(
-    x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None,
+    x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None, book: Tensor | None,
     bits: int, sinks: int, block: int, clip: float,
 ) -> None:  # fmt: skip
-    tokens = QuantizedTokens(data, params, whole, bits, sinks, block, clip)
+    tokens = QuantizedTokens(data, params, whole, bits, sinks, block, clip, book)
     row, ring = torch.arange(len(pos), device=pos.device), tokens.ring
     slot = slot_of(pos, sinks, ring)
     if not block:
@@ -106,7 +132,8 @@ def _quantized_append(
         if params is None:
             data[row, :, at] = old
         else:
-            data[row, :, at], params[row, :, at] = quantize(old, bits, group=old.shape[2] // params.shape[3], clip=clip)
+            coded = encode(tokens, old[:, :, None])
+            data[row, :, at], params[row, :, at] = (part[:, :, 0] for part in coded)
     whole[row, :, slot] = x
     if block:
         _flush(tokens, pos)
@@ -126,7 +153,7 @@ def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
         rows = torch.arange(len(pos), device=pos.device)
     first, row = (end[rows] - block).clamp(min=0)[:, None], rows[:, None]
     slot = slot_of(first + torch.arange(block, device=pos.device), tokens.sinks, tokens.ring)
-    coded = quantize_channels(gather_rows(tokens.whole[rows], slot[:, None]), tokens.bits)
+    coded = encode(tokens, gather_rows(tokens.whole[rows], slot[:, None]))
     for part, new, each in ((tokens.data, coded[0], 1), (params, coded[1], GROUP)):
         at = first // each + torch.arange(block // each, device=pos.device)
         new = new.transpose(1, 2)  # advanced indices around slices put what is between behind
@@ -141,6 +168,8 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tens
     B, t, data, params = len(pos), torch.arange(n, device=pos.device), tokens.data[: len(pos), :, :n], tokens.params
     if params is None:
         packed = data
+    elif tokens.book is not None:
+        packed = read_book(data, params[:B], tokens.bits, tokens.book, tokens.data.shape[2] // params.shape[2])
     elif tokens.channels:
         slots = -(-n // GROUP) * GROUP
         packed = dequantize_channels(tokens.data[:B, :, :slots], params[:B, :, : slots // GROUP], tokens.bits)[:, :, :n]
@@ -163,20 +192,21 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     # a whole key has a whole value: the ring of keys holds none that the ring of values does not
     return _quantized_attention(
         q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
-        k.sinks, k.bits, v.bits, k.channels,
+        k.book, v.book, k.sinks, k.bits, v.bits, k.channels,
     )  # fmt: skip
 
 
-@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]))
+@operation(triton=lambda *args: launch(*args), cpp=lambda q, *args: _in_cpp(q, *args[9:11]))
 def _quantized_attention(
     q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
-    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, sinks: int, k_bits: int, v_bits: int, channels: bool,
+    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,
+    sinks: int, k_bits: int, v_bits: int, channels: bool,
 ) -> Tensor:  # fmt: skip
     n = v.shape[2]
     there = torch.arange(n, device=pos.device) <= pos[:, None]
-    keys = read_tokens(QuantizedTokens(k, k_params, k_whole, k_bits, sinks, GROUP * channels), pos, n, k_stop)
-    values = read_tokens(QuantizedTokens(v, v_params, v_whole, v_bits, sinks), pos, n, v_stop)
-    return masked_attention(q, keys, values, there[:, None])
+    keys = QuantizedTokens(k, k_params, k_whole, k_bits, sinks, GROUP * channels, book=k_book)
+    values = QuantizedTokens(v, v_params, v_whole, v_bits, sinks, book=v_book)
+    return masked_attention(q, read_tokens(keys, pos, n, k_stop), read_tokens(values, pos, n, v_stop), there[:, None])
 
 
 # ---- Triton ----
@@ -187,18 +217,24 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 @triton.jit
 def _unpacked(
-    packed, third, pairs, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    packed, third, params, book, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens quantized by themselves, [N, 8 * U]."""
-    real = inside[:, None] & (u < D // 8)
-    s, z = scale_zero(tl.load(pairs + slot[:, None] * (D // GROUP) + u // (GROUP // 8), mask=real, other=0))
-    return unpack_units(load_words(packed, third, slot, inside, u, D, BITS), s, z, None, BITS, DTYPE)
+    """Tokens quantized by themselves, [N, 8 * U], GROUP channels with a pair of params each; with a book GROUP tokens
+    with a scale."""
+    words = load_words(packed, third, slot, inside, u, D, BITS)
+    if book is not None:
+        s = tl.load(params + slot // GROUP, mask=inside, other=0.0).to(tl.float32)
+        return unpack_units(words, s[:, None], 0.0, None, BITS, DTYPE, book)
+    else:
+        real, groups = inside[:, None] & (u < D // 8), (D + GROUP - 1) // GROUP
+        s, z = scale_zero(tl.load(params + slot[:, None] * groups + u // (GROUP // 8), mask=real, other=0))
+        return unpack_units(words, s, z, None, BITS, DTYPE)
 
 
 @triton.jit
 def _quantized_attention_kernel(
-    q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, part, lse,
+    q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, k_book, v_book, part, lse,
     q_row, q_head, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
     G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -233,13 +269,13 @@ def _quantized_attention_kernel(
             codes = unpack_units(words, 1.0, 0.0, None, K_BITS, x.dtype)
             logits = dot((x * s[None, :]).to(x.dtype), tl.trans(codes)) + tl.sum(x * z[None, :], 1)[:, None]
         else:
-            keys = _unpacked(k, k_third, k_params, slot, inside, u, D, K_BITS, K_GROUP, x.dtype)
+            keys = _unpacked(k, k_third, k_params, k_book, slot, inside, u, D, K_BITS, K_GROUP, x.dtype)
             logits = dot(x, tl.trans(keys))
         slot, inner = group * V_SLOTS + t, inside & (t < packed_values)
         if V_BITS == 16:
             values = tl.load(v + slot[:, None] * D + d, mask=inner[:, None] & (d < D), other=0.0)
         else:
-            values = _unpacked(v, v_third, v_params, slot, inner, u, D, V_BITS, V_GROUP, x.dtype)
+            values = _unpacked(v, v_third, v_params, v_book, slot, inner, u, D, V_BITS, V_GROUP, x.dtype)
         if CHANNELS:  # keys leave the ring before their values do
             late = inside & (t >= packed_values)
             at = (group * (sinks + ring) + sinks + (t - sinks) % ring) * D
@@ -258,7 +294,7 @@ def _quantized_attention_kernel(
         inside = i < hi
         t = tl.where(i < n_sinks, i, begin + i - n_sinks)
         at = (group * (sinks + ring) + tl.where(t < sinks, t, sinks + (t - sinks) % ring)) * D
-        at = tl.multiple_of(at, 16)
+        at = tl.multiple_of(at, 8)
         real = inside[:, None] & (d < D)
         keys = tl.load(k_whole + at[:, None] + d, mask=real, other=0.0)
         values = tl.load(v_whole + at[:, None] + d, mask=real, other=0.0)
@@ -266,9 +302,22 @@ def _quantized_attention_kernel(
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
 
 
+def _side(
+    data: Tensor, params: Tensor | None, bits: int, book: Tensor | None, D: int, channels: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """Keys or values as the kernel takes them: codes, again by the byte for the third of 3 bits, params, and how many
+    channels, or with a book tokens, share these."""
+    words = data if bits == 16 or (bits == 3 and D % 16) else data.view(WORDS.get(bits, torch.int16))
+    third, each = data if bits == 3 else None, GROUP
+    if params is None or book is not None:
+        return words, third, params, each if params is None else data.shape[2] // params.shape[2]
+    return words, third, params.view(torch.int32), each if channels else group_size(D, params.shape[3])
+
+
 def launch(
     q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
-    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, sinks: int, k_bits: int, v_bits: int, channels: bool,
+    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,
+    sinks: int, k_bits: int, v_bits: int, channels: bool,
     splits: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The Triton version of `quantized_attention`; tests give splits (of the packed tokens, of the whole ones)."""
@@ -282,15 +331,12 @@ def launch(
         share = round(S * T / (T + n_whole))
         splits = (max(1, min(share, triton.cdiv(T, BLOCK_N))), max(1, S - share))
     part, lse = parts_of(q, sum(splits))
-    groups = [GROUP if x is None or per else D // x.shape[3] for x, per in ((k_params, channels), (v_params, False))]
-    pairs = [None if x is None else x.view(torch.int32) for x in (k_params, v_params)]
-    words = [x if bits == 16 else x.view(WORDS.get(bits, torch.int16)) for x, bits in ((k, k_bits), (v, v_bits))]
-    third = [x if bits == 3 else None for x, bits in ((k, k_bits), (v, v_bits))]
+    k_side, v_side = _side(k, k_params, k_bits, k_book, D, channels), _side(v, v_params, v_bits, v_book, D)
     _quantized_attention_kernel[(B * H, sum(splits))](
-        q, words[0], third[0], pairs[0], k_whole, words[1], third[1], pairs[1], v_whole,
-        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), part, lse,
+        q, *k_side[:3], k_whole, *v_side[:3], v_whole,
+        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k_book, v_book, part, lse,
         *q.stride()[:2], H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
-        **blocks_of(Hq, H, D), K_BITS=k_bits, V_BITS=v_bits, K_GROUP=groups[0], V_GROUP=groups[1], CHANNELS=channels,
+        **blocks_of(Hq, H, D), K_BITS=k_bits, V_BITS=v_bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=channels,
         BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

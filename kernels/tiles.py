@@ -92,10 +92,15 @@ def scale_zero(pairs):
 
 @triton.jit
 def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`."""
+    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`, by the
+    byte, from where both come if rows are no whole words."""
     real = inside[:, None] & (u < D // 8)
     if BITS == 3:
-        low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
+        if D % 16 == 0:
+            low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
+        else:
+            at = third + slot[:, None] * (D * 3 // 8) + 2 * u
+            low = tl.load(at, mask=real, other=0).to(tl.int32) | (tl.load(at + 1, mask=real, other=0).to(tl.int32) << 8)
         high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + u, mask=real, other=0).to(tl.int32)
         return low | (high << 16)
     else:
@@ -103,14 +108,21 @@ def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None."""
+def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, book):
+    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None; book:
+    what codes stand for, of 8 bits e4m3, or None."""
     # 3 bits: the low two of all channels, and behind them the third ones
     if BITS == 3:  # noqa: SIM108
         code = ((word >> (2 * r)) & 3) | (((word >> (16 + r)) & 1) << 2)
     else:
         code = (word >> (BITS * r)) & (2**BITS - 1)
-    x = code.to(tl.float32) * scale + zero
+    if book is None:
+        x = code.to(tl.float32) * scale + zero
+    elif BITS == 8:  # e4m3 as the high bits of fp16, whose exponent is 8 less
+        half = (((code & 127) << 7) | ((code & 128) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
+        x = half.to(tl.float32) * 256.0 * scale
+    else:
+        x = tl.load(book + code) * scale
     if codes is not None:
         # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
         bit: tl.constexpr = 3 - r if r < 4 else 11 - r
@@ -128,17 +140,17 @@ def unpack_tile(word, pairs, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr, book=None):
     """`unpack_tile` with a scale and a zero for every unit of 8 channels: fp32 [N, U], or numbers.
 
     All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
     """
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
-    x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE), _channel(word, s, z, c, 4, BITS, DTYPE))
-    x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE), _channel(word, s, z, c, 5, BITS, DTYPE))
-    x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE), _channel(word, s, z, c, 6, BITS, DTYPE))
-    x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE), _channel(word, s, z, c, 7, BITS, DTYPE))
+    x04 = tl.join(_channel(word, s, z, c, 0, BITS, DTYPE, book), _channel(word, s, z, c, 4, BITS, DTYPE, book))
+    x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE, book), _channel(word, s, z, c, 5, BITS, DTYPE, book))
+    x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE, book), _channel(word, s, z, c, 6, BITS, DTYPE, book))
+    x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE, book), _channel(word, s, z, c, 7, BITS, DTYPE, book))
     x = tl.join(tl.join(x04, x26), tl.join(x15, x37))
     return tl.reshape(x, [N, 8 * U])
 

@@ -51,10 +51,10 @@ class Hadamard(Quantized):
         super().__init__(args, shape, layer, rope, calib)
         D, group = shape.head_dim, args.group or shape.head_dim
         check_groups("hadamard", D)
-        if D % group or group % GROUP:
+        if group != D and (D % group or group % GROUP):
             raise InputError(f"hadamard: group={group} must divide head_dim {D} and be a multiple of {GROUP}")
         if not has_hadamard(D):
-            raise InputError(f"hadamard: no Hadamard matrix of {D} channels is known, use kivi")
+            raise InputError(f"hadamard: no Hadamard matrix of {D} channels is known, use turboquant or kivi")
         self.matrix = self.constant("h", (D, D), hadamard_matrix(D), torch.float32)
         sinks, ring = (min(n, shape.max_seq_len) for n in (args.sinks, args.recent))
         self.keys, self.values = (

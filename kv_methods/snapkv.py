@@ -1,7 +1,8 @@
 """SnapKV: once, when the prompt is read, keep of it what its last queries look at, and the neighbours of that.
 
 The observation window, the last 32 tokens, votes: its attention to every earlier token is summed, pooled over 7
-neighbours, and the best tokens of each KV head are kept beside the window. What is decoded afterwards stays.
+neighbours, and the best tokens of each KV head are kept beside the window. What is decoded afterwards stays; with a
+`decode_budget` the newest queries vote on it again, every so many steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 
 from cache.base import knob
+from cache.compacting import Compacting
 from cache.prompt_evicting import PromptEvicting
 from errors import InputError
 from kernels.prompt_scores import pooled
@@ -24,7 +26,7 @@ PRESETS = {
 }
 
 
-class SnapKV(PromptEvicting):
+class SnapKV(Compacting, PromptEvicting):
     paper = "Li, Huang et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation"
     stress = dict(budget=12, recent=4)
 
@@ -39,17 +41,40 @@ class SnapKV(PromptEvicting):
         group: Literal["mean", "max"] = knob(
             "mean", "of a group's query heads, as kvpress has it, or their largest (AdaKV); the paper: one a key"
         )
+        decode_budget: int | None = knob(
+            None, "decoded tokens kept, of which the last `recent` vote on the others (ours); None: all", 1
+        )
+        decode_every: int = knob(64, "steps between two votes on decoded tokens (ours)", 1)
 
         def __post_init__(self):
             super().__post_init__()
+            if self.decode_budget is not None and self.decode_budget < self.recent:
+                raise InputError(f"decode_budget={self.decode_budget} is less than the window of {self.recent} tokens")
+            if self.decode_budget is not None and self.adaptive:
+                raise InputError("decode_budget evicts from heads that hold equally many tokens: use adaptive=False")
             if self.kernel % 2 == 0:
                 raise InputError(f"kernel={self.kernel} has no middle: give an odd number")
 
     def __init__(self, args, shape, layer, rope, calib=None):
-        super().__init__(args, shape, layer, rope, calib)
         self.lookback, self.group = args.recent, "max" if args.group == "max" else "sum"
+        self.every = 0 if args.decode_budget is None else args.decode_every
+        super().__init__(args, shape, layer, rope, calib)
 
     def prompt_scores(self, q, k, v, mass, lengths):
         """Votes for what stands before the window alone, then pooled."""
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
+
+    def room(self):
+        if self.every:
+            return min(self.args.decode_budget + self.every, self.shape.max_decoded)
+        return super().room()
+
+    def later_scores(self, q, at, k, v, place, filled):
+        """Of decoded tokens: what is kept of the prompt stays."""
+        scores = super().later_scores(q, at, k, v, place, filled)
+        return scores.masked_fill(place < self.prompt_len[:, None, None], float("inf"))
+
+    def stay(self, place, read):
+        of_prompt = ((place >= 0) & (place < self.prompt_len[:, None, None])).sum(2).amax(1)
+        return of_prompt + self.args.decode_budget

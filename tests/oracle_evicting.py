@@ -24,7 +24,8 @@ class Row:
     """q [Hq, n, D], k and v [Hkv, n, D] of the prompt, rotated. Scores are kept by KV head and position."""
 
     def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray):
-        self.g = len(q) // len(k)
+        self.g, self.decoded, self.prompt_len = len(q) // len(k), 0, k.shape[1]
+        self.q = [[x[t] for t in range(k.shape[1])] for x in q]  # of all tokens
         self.k = [list(head) for head in k]
         self.v = [list(head) for head in v]
         n = k.shape[1]
@@ -66,13 +67,27 @@ class Row:
             self.k[head].append(k[head])
             self.v[head].append(v[head])
             seen, total = sorted(score), np.zeros(len(score))
+            seen = self.attended(q[head * self.g : (head + 1) * self.g], head, seen)
+            total = np.zeros(len(seen))
             for i in range(self.g):
                 x = q[head * self.g + i]
+                self.q[head * self.g + i].append(x)
                 total += self.weights(x, head, seen)
                 out.append(attention(x, [self.k[head][t] for t in seen], [self.v[head][t] for t in seen]))
             seen_by.append(dict(zip(seen, total, strict=True)))
         self.observe(seen_by)
+        self.decoded += 1
+        if self.every and self.decoded % self.every == 0:
+            self.evict_later()
         return np.stack(out)
+
+    every = 0  # decoded tokens between two evictions
+
+    def attended(self, q: np.ndarray, head: int, held: list[int]) -> list[int]:
+        return held
+
+    def evict_later(self) -> None:
+        raise NotImplementedError
 
     evicts = True
 
@@ -190,8 +205,10 @@ class PromptRow(Row):
 
 
 class SnapKVRow(PromptRow):
-    def __init__(self, q, k, v, *, kernel: int, pool: str, group: str, **knobs):
+    def __init__(self, q, k, v, *, kernel: int, pool: str, group: str, decode_budget: int | None = None,
+                 decode_every: int = 64, **knobs):  # fmt: skip
         self.window, self.kernel, self.pool, self.group = knobs["recent"], kernel, pool, group
+        self.decode_budget, self.every = decode_budget, decode_every if decode_budget is not None else 0
         super().__init__(q, k, v, **knobs)
 
     def scores_of_prompt(self, q, n):
@@ -201,6 +218,24 @@ class SnapKVRow(PromptRow):
             near = [[head[j] if 0 <= j < before else 0.0 for j in self.around(t)] for t in range(n)]
             out.append([max(x) if self.pool == "max" else sum(x) / self.kernel for x in near])
         return out
+
+    def evict_later(self):
+        """Of decoded tokens alone; votes and pooling are as of a prompt that holds what is held."""
+        n, reduce = len(self.k[0]), max if self.group == "max" else sum
+        for head, score in enumerate(self.score):
+            held = sorted(score)
+            each = np.zeros((self.g, len(held)))
+            for i in range(self.g):
+                for t in range(max(0, n - self.window), n):
+                    seen = [s for s in held if s <= t]
+                    each[i, : len(seen)] += self.weights(self.q[head * self.g + i][t], head, seen)
+            votes, before = [float(reduce(list(column))) for column in each.T], max(0, len(held) - self.window)
+            near = [[votes[j] if 0 <= j < before else 0.0 for j in self.around(t)] for t in range(len(held))]
+            pooled = [max(x) if self.pool == "max" else sum(x) / self.kernel for x in near]
+            decoded = [(i, t) for i, t in enumerate(held) if t >= self.prompt_len]
+            best = sorted(decoded, key=lambda x: (-math.inf if x[1] >= n - self.window else -pooled[x[0]], x[1]))
+            for _, t in best[self.decode_budget :]:
+                del score[t]
 
     def around(self, t):
         return range(t - self.kernel // 2, t + self.kernel // 2 + 1)
@@ -309,3 +344,91 @@ class KeyDiffRow(Row):
 
     def held(self, length):
         return max(tokens(self.budget, length), self.recent(length))
+
+
+class RKVRow(Row):
+    """Z = lambda I - (1 - lambda) R, of a prompt and, every `buffer` decoded tokens, of what is held."""
+
+    evicts = False
+
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, buffer: int, mix: float, kernel: int, alike: float,
+                 spared: int):  # fmt: skip
+        self.budget, self.window, self.every, self.mix = budget, recent, buffer, mix
+        self.kernel, self.alike, self.spared = kernel, alike, spared
+        super().__init__(q, k, v)
+
+    def z(self, q: list[list[np.ndarray]], head: int, held: list[int], n: int) -> list[float]:
+        keys, before = [self.k[head][t] for t in held], max(0, len(held) - self.window)
+        mean = np.zeros(len(held))
+        at = range(max(0, n - self.window), n)
+        for t in at if before else ():
+            logits = [max(float(q[head * self.g + i][t] @ keys[j]) for i in range(self.g)) for j in range(before)]
+            mean[:before] += softmax(np.array(logits) / math.sqrt(len(keys[0]))) / len(at)
+        half, m = self.kernel // 2, len(held)
+        importance = [max(mean[max(0, j - half) : j + half + 1]) for j in range(m)]
+        total = np.zeros(m)
+        for j in range(m):
+            cos = [float(keys[i] @ keys[j]) / np.linalg.norm(keys[i]) / np.linalg.norm(keys[j]) if i != j else 0.0
+                   for i in range(m)]  # fmt: skip
+            like = [i for i in range(m) if cos[i] > self.alike and i != j]
+            for i in sorted(like, reverse=True)[: self.spared]:
+                cos[i] = 0.0
+            total += cos
+        redundancy = softmax(total / m)
+        return [self.mix * a - (1 - self.mix) * b for a, b in zip(importance, redundancy, strict=True)]
+
+    def scores_of_prompt(self, q, n):
+        return [self.z(q, head, list(range(n)), n) for head in range(len(self.k))]
+
+    def evict_later(self):
+        n = len(self.k[0])
+        for head, score in enumerate(self.score):
+            held = sorted(score)
+            z = dict(zip(held, self.z(self.q, head, held, n), strict=True))
+            best = sorted(held, key=lambda t: (-math.inf if t >= n - self.window else -z[t], t))
+            for t in best[self.held(n) :]:
+                del score[t]
+
+    def recent(self, length):
+        return min(length, self.window)
+
+    def held(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class RocketRow(SnapKVRow):
+    """SnapKV's eviction, then pages of what is held, and of these few, for each step."""
+
+    def __init__(
+        self, q, k, v, *, kept: Budget | None, attended: Budget | None, page: int, channels: int | float, **knobs
+    ):
+        self.kept, self.exact, self.page, d = kept, attended, page, k.shape[2]
+        self.channels = channels if isinstance(channels, int) else max(1, round(channels * d))
+        super().__init__(q, k, v, **knobs)
+
+    def held(self, length):
+        if self.kept is not None:
+            return max(tokens(self.kept, length), self.recent(length))
+        ratio = length / tokens(self.budget, length)
+        alpha = min(0.2 + 0.06 * math.log2(ratio), 0.8)
+        return max(int(length / ratio**alpha + 1e-6), self.recent(length))
+
+    def attended(self, q, head, held):
+        length = len(self.k[head])
+        n = (tokens(self.budget, length) + 1) // 2 if self.exact is None else tokens(self.exact, length)
+        pages = [held[i : i + self.page] for i in range(0, len(held), self.page)]
+        d = q.shape[1]
+        size = np.abs(q)
+        few = sorted(range(d), key=lambda c: -size[:, c].sum())[: self.channels]
+        score = np.zeros(len(pages))
+        for x in q:
+            logits = []
+            for page in pages:
+                keys = np.array([self.k[head][t] for t in page])
+                bound = [keys[:, c].max() if q[:, c].sum() > 0 else keys[:, c].min() for c in few]
+                logits.append(sum(x[c] * b for c, b in zip(few, bound, strict=True)))
+            covered = np.abs(x[few]).sum() / np.abs(x).sum()
+            score += softmax(np.array(logits) / math.sqrt(d * covered))
+        wanted = -(-min(len(held), n) // self.page)
+        best = sorted(range(len(pages) - 1), key=lambda p: (-score[p], p))[: wanted - 1]
+        return sorted(t for p in [*best, len(pages) - 1] for t in pages[p])

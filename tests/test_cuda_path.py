@@ -60,6 +60,8 @@ STEP = (
         double_sparsity=LABELS | {"gather_attention"},
         hadamard={"quantized_append", "quantized_attention"},
         kivi={"quantized_append", "quantized_attention"},
+        fp8={"quantized_append", "quantized_attention"},
+        turboquant={"quantized_append", "quantized_attention"},
         double_sparsity_offload=LABELS | FETCH,
         ojakv={"lowrank_attention"},
         palu={"group_attention"},
@@ -70,6 +72,8 @@ STEP = (
         sparq={"channel_score", "budget_select", "gather_attention"},
         loki={"head_scores", "budget_select", "gather_attention"},
         hshare=LABELS | {"gather_attention"},
+        rkv={"decode_attention"},
+        rocket={"channel_score", "budget_select", "gather_attention"},
     )
     | {
         "flexgen": FETCH,

@@ -13,6 +13,8 @@ from oracle_evicting import (
     KeyDiffRow,
     KVzipRow,
     PyramidKVRow,
+    RKVRow,
+    RocketRow,
     Row,
     SnapKVRow,
     TOVARow,
@@ -34,8 +36,10 @@ from model import ModelArgs, Transformer
 from parallel import Ranks
 
 N_LAYER, STEPS = 5, 24
-ORACLES: dict[str, type[Row]] = dict(h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow,
-                                     keydiff=KeyDiffRow, expected_attention=ExpectedAttentionRow)  # fmt: skip
+ORACLES: dict[str, type[Row]] = dict(
+    h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow, keydiff=KeyDiffRow,
+    expected_attention=ExpectedAttentionRow, rkv=RKVRow, rocket=RocketRow,
+)  # fmt: skip
 EXPECTED = dict(budget=12, sinks=2, future=16)
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "h2o-default": ("h2o", {}, (2, 2, 32), (40, 61)),
@@ -79,12 +83,40 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "keydiff-share": ("keydiff", dict(budget=0.3), (5, 1, 64), (20, 50)),
     "keydiff-recent": ("keydiff", dict(budget=12, recent=5), (8, 2, 96), (4, 40)),
     "keydiff-of-one": ("keydiff", dict(budget=1), (1, 1, 128), (1, 20)),
+    "snapkv-later": ("snapkv", dict(budget=20, recent=4, decode_budget=7, decode_every=5), (3, 2, 32), (1, 5, 19, 60)),
+    "snapkv-later-largest": (
+        "snapkv",
+        dict(budget=9, recent=3, kernel=3, pool="avg", group="max", decode_budget=3, decode_every=8),
+        (2, 1, 64),
+        (40,),
+    ),
+    "pyramidkv-later": ("pyramidkv", dict(budget=24, recent=6, decode_budget=8, decode_every=6), (2, 2, 32), (5, 70)),
+    "rkv-default": ("rkv", {}, (2, 2, 32), (31, 60)),
+    "rkv-number": ("rkv", dict(budget=20, recent=4, buffer=6), (3, 2, 32), (1, 3, 15, 19, 20, 21, 60)),
+    "rkv-share": ("rkv", dict(budget=0.4, recent=5, buffer=8, mix=0.5, kernel=3), (2, 1, 64), (10, 60)),
+    "rkv-alike": ("rkv", dict(budget=18, recent=3, buffer=7, alike=0.1, spared=3), (1, 2, 32), (40, 50)),
+    "rkv-none-spared": ("rkv", dict(budget=18, recent=3, buffer=5, alike=0.1, spared=0, mix=0.0), (4, 1, 32), (40,)),
+    "rocket-default": ("rocket", {}, (2, 2, 32), (31, 60)),
+    "rocket-number": ("rocket", dict(budget=16, recent=4, page=2, kernel=7), (3, 2, 32), (1, 5, 15, 16, 17, 60)),
+    "rocket-share": ("rocket", dict(budget=0.3, recent=4, kernel=5, channels=9), (2, 1, 64), (10, 60)),
+    "rocket-kept": (
+        "rocket",
+        dict(budget=10, kept=25, attended=9, recent=5, page=1, channels=0.25),
+        (1, 2, 32),
+        (40, 50),
+    ),
+    "rocket-later": ("rocket", dict(budget=14, recent=4, decode_budget=6, decode_every=5), (4, 1, 32), (40, 50)),
 }
 FULL = [
     *(("h2o", dict(heavy=a, recent=b)) for a in (1, 10, 0.05, 0.25) for b in (1, 7, 0.1)),
     *(("tova", dict(budget=b, recent=r, heads=h)) for b in (8, 0.1, 0.5) for r in (0, 1, 6) for h in ("layer", "kv")),
     *(("snapkv", dict(budget=b, recent=r, kernel=n, pool=p, group=x)) for b, r in ((16, 8), (0.2, 5), (40, 32))
       for n in (1, 5, 7) for p in ("max", "avg") for x in ("mean", "max")),
+    *((name, dict(budget=b, recent=4, decode_budget=d, decode_every=n)) for name in ("snapkv", "pyramidkv", "rocket")
+      for b in (12, 0.3) for d, n in ((4, 3), (9, 7))),
+    *(("rkv", dict(budget=b, recent=r, buffer=n, alike=s)) for b in (16, 0.3) for r, n in ((2, 3), (8, 10))
+      for s in (0.0, 0.5)),
+    *(("rocket", dict(budget=b, recent=4, page=p, channels=c)) for b in (12, 0.2) for p in (1, 3) for c in (4, 0.5)),
     *(("pyramidkv", dict(budget=b, recent=4, beta=beta)) for b in (16, 0.2, 0.6) for beta in (1.0, 2.5, 20.0)),
     *((name, dict(budget=b, recent=5, adaptive=a > 0, safeguard=a % 1, value_aware=v > 0, first_stage=v % 1))
       for name in ("snapkv", "pyramidkv") for b in (16, 0.3)
@@ -167,7 +199,8 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     lost = compare(*CASES[case])
-    assert (lost > 0) != (case in ("h2o-all", "snapkv-default", "pyramidkv-default", "keydiff-default"))
+    none = ("h2o-all", *(f"{name}-default" for name in ("snapkv", "pyramidkv", "keydiff", "rkv", "rocket")))
+    assert (lost > 0) != (case in none)
 
 
 @pytest.mark.slow
@@ -198,6 +231,8 @@ WRONG = {
         dict(value_aware=True),
     ],
     "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
+    "rkv": [dict(mix=0.5), dict(recent=5), dict(buffer=8), dict(kernel=1), dict(alike=0.9), dict(spared=0)],
+    "rocket": [dict(page=3), dict(channels=4), dict(budget=24), dict(kernel=3)],
     "keydiff": [dict(budget=15), dict(recent=9)],
     "expected_attention": [
         dict(future=64),
@@ -209,7 +244,9 @@ WRONG = {
     ],
 }
 RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16), expected_attention=EXPECTED)  # fmt: skip
+             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16), expected_attention=EXPECTED,
+             rkv=dict(budget=20, recent=4, buffer=6, alike=0.0, spared=4),
+             rocket=dict(budget=16, recent=4, page=2, kernel=7))  # fmt: skip
 
 
 @pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
@@ -225,8 +262,8 @@ def test_defaults_are_the_papers():
     args = {name: vars(method_class(name).Args()) for name in ORACLES}
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
-    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512,
-                  adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
+    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512, decode_budget=None,
+                  decode_every=64, adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
     assert args["snapkv"] == snapkv
     assert args["keydiff"] == dict(budget=2048, recent=0)
     shared = {k: snapkv[k] for k in ("room", "first_stage", "value_aware")} | dict(adaptive=True, recent=0, sinks=4)
@@ -236,6 +273,8 @@ def test_defaults_are_the_papers():
     kvzip = vars(method_class("kvzip").Args())
     assert kvzip == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
+    assert args["rkv"] == dict(budget=1024, recent=8, buffer=128, mix=0.1, kernel=7, alike=0.5, spared=1)
+    assert args["rocket"] == snapkv | dict(kernel=63, kept=None, attended=None, page=3, channels=0.5)
     named = {preset: knobs for preset, (name, knobs) in presets().items() if name in ORACLES}
     assert named["snapkv-50"] == dict(budget=0.5) and named["snapkv-160"] == dict(budget=160)
 

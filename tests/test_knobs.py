@@ -58,8 +58,8 @@ def test_wrong_knobs_are_input_errors(name):
 
 
 @pytest.mark.parametrize("name, knobs, sizes, says", [
-    ("sals", {}, (1, 48), "divisible by 32"), ("self_index", {}, (1, 48), "divisible by 32"),
-    ("kivi", {}, (1, 80), "divisible by 32"), ("hadamard", dict(group=48), (1, 96), "group=48"),
+    ("sals", {}, (1, 36), "divisible by 8"), ("self_index", {}, (1, 36), "divisible by 8"),
+    ("kivi", {}, (1, 36), "divisible by 8"), ("hadamard", dict(group=48), (1, 96), "group=48"),
     ("hadamard", dict(group=64), (1, 96), "group=64"), ("palu", {}, (6, 32), "groups of 4 heads do not divide the 6"),
 ])  # fmt: skip
 def test_models_that_a_method_cannot_hold_are_input_errors(name, knobs, sizes, says):

@@ -25,6 +25,7 @@ BINDING = [
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
     "snapkv,budget=40", "keydiff,budget=24", "expected_attention,budget=24,adaptive=False",
     "kvzip,budget=24,adaptive=False,chunk=32", "snapkv,budget=40,value_aware=True",
+    "snapkv,budget=40", "rkv,budget=24,recent=4,buffer=4", "rocket,budget=40", "turboquant,bits=2", "fp8",
     "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
     "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ SPECS = {m: f"{m},budget=64" for m in ("double_sparsity", "double_sparsity_offlo
 SPECS["palu"] = "palu,rank=0.97"
 # What these keep is rounded by a number that all the prompt's keys have a part in, so that rounding of the products
 # themselves, which a batch may change, can move it by a step: docs/design.md, "Rows of a batch".
-ROUNDED = {"hadamard", "kivi", "palu", "self_index", "sals", "ojakv"}
+ROUNDED = {"fp8", "hadamard", "kivi", "palu", "self_index", "sals", "turboquant", "ojakv"}
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,9 @@ def check_lossless(name, device, shape=SHAPE):
     same(got, teacher(model, prompts, fed), f"{name}, lossless, by its kernels")
 
 
-def check_torch(name, knobs, device, monkeypatch, lengths=LENGTHS, steps=STEPS):
+def check_torch(name, knobs, device, monkeypatch, lengths=LENGTHS, steps=STEPS, shape=SHAPE):
     """What the kernels give is what torch gives, in a cache larger than the batch, with NaN in what is not filled."""
-    model, prompts = tiny(*SHAPE, device=device), [prompt(n).to(device) for n in lengths]
+    model, prompts = tiny(*shape, device=device), [prompt(n).to(device) for n in lengths]
     with monkeypatch.context() as m:
         m.setenv("KV_FAST_BACKEND", "torch")
         model.setup_cache(name, len(prompts) + 1, 64, **knobs)
@@ -75,6 +75,8 @@ BY_KNOBS = {
     **{f"kivi-{bits}": ("kivi", dict(residual=32, bits=bits)) for bits in (2, 3, 4, 8)},
     "kivi-mixed": ("kivi", dict(residual=32, k_bits=4, v_bits=2)),
     **{f"hadamard-{bits}": ("hadamard", dict(recent=4, sinks=2, bits=bits)) for bits in (2, 3, 8)},
+    **{f"turboquant-{bits}": ("turboquant", dict(recent=2, sinks=2, bits=bits)) for bits in (2, 3, 4)},
+    "fp8-64": ("fp8", dict(residual=64)),
     **{f"palu-{bits}": ("palu", dict(rank=0.5, bits=bits)) for bits in (2, 3, 8, 16)},
 }
 
@@ -83,6 +85,19 @@ BY_KNOBS = {
 @pytest.mark.parametrize("case", BY_KNOBS)
 def test_kernels_that_a_knob_asks_for_are_torch(case, kernel_device, monkeypatch):
     check_torch(*BY_KNOBS[case], kernel_device, monkeypatch, (3, 37))
+
+
+# 32 channels do not divide a head: the last group is smaller
+ODD = [(name, knobs, d) for d in (40, 80) for name, knobs in (
+    ("self_index", dict(budget=12, sinks=2, tail=4, flush=2)), ("kivi", dict(residual=32, bits=3)),
+    ("sals", dict(budget=12, sinks=2, recent=4, value_bits=2)), ("hadamard", dict(recent=4, bits=3)),
+    ("turboquant", dict(bits=3)), ("fp8", {}),
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, knobs, head_dim", sampled(ODD, [ODD[7], ODD[4]]))
+def test_heads_of_no_whole_groups(name, knobs, head_dim, kernel_device, monkeypatch):
+    check_torch(name, knobs, kernel_device, monkeypatch, (3, 37), shape=(3, head_dim))
 
 
 @every_method

@@ -590,8 +590,8 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     return out;
 }
 
-void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, int64_t bits, int64_t sinks,
-                      int64_t block, double clip) {
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, Maybe, int64_t bits,
+                      int64_t sinks, int64_t block, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = packed.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(packed) && lies_whole(params), "a cache must be contiguous");
     STD_TORCH_CHECK(D % WHOLE == 0 && packed.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
@@ -626,8 +626,8 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
 }
 
 Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Tensor v, Maybe v_params, Tensor v_kept,
-                           Tensor pos, Tensor k_stop, Tensor v_stop, int64_t sinks, int64_t k_bits, int64_t v_bits,
-                           bool channels) {
+                           Tensor pos, Tensor k_stop, Tensor v_stop, Maybe, Maybe, int64_t sinks, int64_t k_bits,
+                           int64_t v_bits, bool channels) {
     const int64_t D = q.size(2);
     for (auto x : {&k, &k_kept, &v, &v_kept}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params), "caches must be contiguous");

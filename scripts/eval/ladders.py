@@ -46,6 +46,11 @@ def palu_bytes(T: int, target: float) -> list[str]:
     return [f"palu,rank={r},bits=3" for r in ranks] + [f"palu,rank={r},bits=16" for r in ranks[2:]]
 
 
+def turboquant_bytes(T: int, target: float) -> list[str]:
+    """Keys get the odd bit."""
+    return [f"turboquant,k_bits={k},v_bits={v}" for k, v in ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))]
+
+
 def loki_reads(T: int, target: float) -> list[str]:
     """Coordinates that score are at most half of the target: d_f of K is d_f / 2 of K and V."""
     return [f"loki,dims={min(0.25, target)},budget={n}" for n in range(1, T + 1)]
@@ -77,6 +82,9 @@ HELD: dict[str, Ladder] = {
     "palu": palu_bytes,
     "kivi": bits("kivi,residual=32,bits={}", 2, 3, 4, 8),
     "hadamard": bits("hadamard,recent=32,bits={}", 2, 3, 4, 8),
+    "turboquant": turboquant_bytes,
+    "fp8": bits("fp8", 8),
+    "rkv": tokens("rkv,buffer=32,budget={}", 8),
     "sals": sals_bytes,
     "self_index": bits("self_index,store_bits={}", 2, 4, 8),
 }
@@ -89,6 +97,7 @@ READ: dict[str, Ladder] = {
     "sparq": sparq_reads,
     "loki": loki_reads,
     "hshare": tokens("hshare,budget={}", 80),
+    "rocket": tokens("rocket,budget={}", 32),
     "sals": tokens("sals,budget={}", 80),
     "self_index": tokens("self_index,budget={}", 65),
 }

@@ -38,7 +38,8 @@ METHODS = (
     "self_index", "self_index-7.5", "self_index-16bit", "self_index,store_bits=4", "self_index,store_bits=8", "sals-25",
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
     "razor-none", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4",
-    "hadamard", "hadamard-3", "palu-30", "palu-50", "hshare", "double_sparsity_offload", "flexgen", "oracle", "random",
+    "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
+    "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
 # with `full`, as what is cached makes no difference to them
 WEIGHTS = ("bf16", "int8", "int4")

@@ -1,0 +1,148 @@
+"""RocketKV: a prompt is cut once as SnapKV does, then every step attends to a few pages of what is left.
+
+A part of the compression is the eviction's: of L tokens at a ratio of c = L / budget it keeps L / c^a. The rest is
+hybrid selection: of every page of slots the least and the greatest of each channel are stored, channel by channel, so
+that a step reads those few channels in which its query is largest, and of each the bound that its sign asks for. The
+best pages are attended exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache.base import knob
+from cache.budget import budget_cap, budget_tokens, check_budget, check_part, part_of
+from errors import InputError
+from kernels.channel_score import channel_score
+from kernels.gather_attention import gather_rows
+from kernels.page_score import page_bounds
+from kernels.select import budget_select, with_run
+from kv_methods.snapkv import SnapKV
+
+PRESETS = {f"rocket-{budget}": dict(budget=budget) for budget in (256, 512, 2048)}  # RocketKV: budgets of its tables
+
+
+class Rocket(SnapKV):
+    paper = (
+        "Behnam, Fu et al. 2025, RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression"
+    )
+    lossless = dict(budget=1.0, attended=1.0)
+    stress = dict(budget=12, recent=4, page=2, kernel=7)
+
+    bounds: Tensor  # [B, Hkv, 2 D, P]: of every channel the least of each page's keys, then the greatest
+
+    @dataclass
+    class Args(SnapKV.Args):
+        budget: int | float = knob(
+            1024,
+            "tokens that a step may read, or their share, scoring included: it says how many are kept and attended",
+        )
+        attended: int | float | None = knob(
+            None, "tokens attended, or a share; None: half of the budget (published code)"
+        )
+        kept: int | float | None = knob(None, "tokens kept of a prompt, or a share; None: L / c^a (published code)")
+        kernel: int = knob(63, "neighbours pooled, an odd number (published code: 63)", 1, 10**4)
+        page: int = knob(3, "tokens of a page (published code: by length, 3 from a ratio of 9 on)", 1, 4096)
+        channels: int | float = knob(
+            0.5,
+            "channels that score, or their share (published code: by length, 0.47 to 0.75 with pages of 3)",
+            0,
+            10**6,
+        )
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.adaptive:
+                raise InputError("rocket: pages are of heads that hold equally many tokens: use adaptive=False")
+            check_part("channels", self.channels)
+            for tokens in (self.kept, self.attended):
+                if tokens is not None:
+                    check_budget(tokens)
+
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        B, H, N, D = self.k.shape
+        self.r = part_of(args.channels, D)
+        if self.r > D:
+            raise InputError(f"rocket: {self.r} channels do not fit in a head_dim of {D}: lower channels")
+        self.most = self.pages_of(min(N, self.share(budget_cap, shape.max_seq_len)))
+        self.buffer("bounds", (B, H, 2 * D, self.pages_of(N)))
+
+    def pages_of(self, tokens):
+        return -(-tokens // self.args.page)
+
+    def held(self, length):
+        """L / c^a, with a = 0.2 + 0.06 log2 c up to 0.8 (published code)."""
+        if self.args.kept is not None:
+            return budget_tokens(self.args.kept, length).maximum(self.recent(length))
+        ratio = length / budget_tokens(self.args.budget, length).double()
+        kept = length / ratio ** (0.2 + 0.06 * ratio.log2()).clamp(max=0.8)
+        return (kept + 1e-6).long().maximum(self.recent(length))
+
+    def share(self, budget_of, length):
+        """Tokens to attend to at a length, or at lengths, as `budget_of` takes them."""
+        if self.args.attended is not None:
+            return budget_of(self.args.attended, length)
+        return (budget_of(self.args.budget, length) + 1) // 2
+
+    # ---- storage: slots in the order of the text ----
+
+    def keep(self, *args, **kwargs):
+        super().keep(*args, **kwargs)
+        self._index(len(args[0]))
+
+    def compact(self):
+        super().compact()
+        self._index(len(self.k))
+
+    def _index(self, B):
+        there = (torch.arange(self.k.shape[2], device=self.k.device) < self.filled[:B, None])[:, None]
+        order = torch.where(there, self.place[:B], torch.iinfo(torch.int32).max).sort(dim=-1, stable=True).indices
+        for x in (self.k, self.v):
+            x[:B] = gather_rows(x[:B], order)
+        self.place[:B] = self.place[:B].gather(2, order)
+        self.bounds[:B] = torch.cat(page_bounds(self.k[:B], self.filled[:B], self.args.page), 3).mT
+
+    def append(self, k, v, pos):
+        super().append(k, v, pos)
+        row, slot, D = torch.arange(len(pos), device=pos.device), self.filled[: len(pos)] - 1, k.shape[2]
+        page, old = slot // self.args.page, self.bounds[row, :, :, slot // self.args.page]
+        wider = torch.cat((old[..., :D].minimum(k), old[..., D:].maximum(k)), 2)
+        first = (slot % self.args.page == 0)[:, None, None]
+        self.bounds[row, :, :, page] = torch.where(first, torch.cat((k, k), 2), wider)
+
+    # ---- hybrid selection ----
+
+    def scores(self, q, last):
+        """What a token of each page weighs by the largest channels, summed over the group -> fp32 [B, Hkv, P]."""
+        groups, D = q.unflatten(1, (self.shape.n_kv_head, -1)), q.shape[2]
+        size = groups.float().abs()
+        channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]
+        at = channels[:, :, None].expand(-1, -1, groups.shape[2], -1)
+        few = groups.gather(3, at)
+        bound = channels + D * (few.float().sum(2) > 0)
+        covered = size.gather(3, at).sum(-1) / size.sum(-1).clamp(min=1e-30)
+        logits = channel_score(few, bound, self.bounds, last) / (covered * D).clamp(min=1e-30).sqrt()[..., None]
+        there = torch.arange(logits.shape[3], device=q.device) <= last[:, None, None, None]
+        logits = torch.where(there, logits, float("-inf"))
+        return (logits - logits.logsumexp(-1, keepdim=True)).exp().sum(2)
+
+    def select(self, q, pos):
+        """The best full pages of slots, and behind them what there is of the newest one."""
+        page, filled = self.args.page, self.filled[: len(pos)]
+        last, wanted = (filled - 1) // page, self.pages_of(self.share(budget_tokens, pos + 1).minimum(filled))
+        idx, count = budget_select(self.scores(q, last), last - 1, wanted - 1, max(1, self.most - 1))
+        tokens = (idx[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
+        idx = with_run(tokens, count * page, last * page, self.k.shape[2] - 1, max(2, self.most) * page)
+        return idx, count * page + (filled - last * page)[:, None]
+
+    def traffic(self, pos):
+        """The prompt taken as the one of up to `pos` that leaves most: r channels of a bound of every page, and K and V
+        of the chosen ones."""
+        s, held = self.shape, min(self.most_held(pos + 1), self.k.shape[2])
+        tokens = min(held, self.pages_of(self.share(budget_cap, pos + 1)) * self.args.page)
+        read = self.r * self.pages_of(held) + 2 * s.head_dim * tokens
+        return s.max_batch * (s.n_kv_head * read * s.dtype.itemsize + 8)
