@@ -6,7 +6,6 @@ import importlib.util
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,14 +24,27 @@ def command(monkeypatch, *args):
 @pytest.mark.skipif(not INSTALLED, reason="kvpress is not installed")
 def test_set_alike_they_keep_the_same_tokens(monkeypatch, tmp_path, capsys):
     out = tmp_path / "kvpress.json"
-    command(monkeypatch, "--samples", "1", "--seq-len", "320", "--out", str(out))
-    rows = json.loads(out.read_text())["rows"]
-    assert {r["method"] for r in rows} == {"streaming", "snapkv", "tova", "h2o", "pyramidkv"}
+    args = ["--samples", "2", "--lengths", "320", "--keep", "1/2,1/4", "--batch-size", "2", "--out", str(out)]
+    command(monkeypatch, *args)
+    data = json.loads(out.read_text())
+    rows = data["rows"]
+    assert {r["method"] for r in rows} >= {"full", "random", "streaming", "snapkv", "tova", "h2o", "pyramidkv"}
+    assert len(data["samples"]) == 2 and max(s["logits_apart"] for s in data["samples"]) < 1e-3
     for r in rows:
-        assert np.shape(r["common_by_head"]) == (6, 4) and 0 < r["common_min"] <= r["common"] <= 1
-        if r["setting"] == "alike":  # nearly equal scores may be rounded apart
-            assert r["common"] > 0.995 and r["kept_by_layer"]["ours"] == r["kept_by_layer"]["theirs"], r
+        assert len(r["needle_ours"]) == len(r["needle_theirs"]) == 2
+        if "common" in r:
+            assert 0 < r["common_min"] <= r["common"] <= 1
+        if "common" in r and r["setting"] == "alike":  # nearly equal scores may be rounded apart
+            assert r["common"] > 0.995 and r["sizes_apart"] == 0, r
     assert [r["common"] for r in rows if r["setting"] == "default" and r["method"] == "snapkv"][0] < 0.95
+    # what a run that was cut short left is gone on with
+    cut = data | dict(samples=data["samples"][:1], rows=[])
+    out.write_text(json.dumps(cut))
+    command(monkeypatch, *args, "--resume")
+    assert json.loads(out.read_text())["samples"] == data["samples"]
+    out.write_text(json.dumps(data | dict(commit="another")))
+    with pytest.raises(InputError, match="another commit"):
+        command(monkeypatch, *args, "--resume")
 
 
 @pytest.mark.skipif(INSTALLED, reason="kvpress is installed")
@@ -42,11 +54,33 @@ def test_without_kvpress_it_says_so(monkeypatch):
 
 
 def test_positions_of_kept_keys():
-    keys = torch.randn(2, 9, 4)
-    kept = torch.stack((keys[0, [7, 1, 4]], keys[1, [0, 8, 2]]))
-    assert compare_kvpress.positions(kept, keys) == [[1, 4, 7], [0, 2, 8]]
+    keys = torch.randn(1, 2, 9, 4)
+    kept = torch.stack((keys[0, 0, [7, 1, 4]], keys[0, 1, [0, 8, 2]]))[None]
+    whole = compare_kvpress.Held([(keys, keys)], [None])
+    held = compare_kvpress.Held([(kept, kept)], [None])
+    assert compare_kvpress.positions(held, whole) == [[[1, 4, 7], [0, 2, 8]]]
+    marks = torch.zeros(9, dtype=torch.long), torch.tensor([0] * 3 + [1] * 6), torch.tensor([*range(3), *range(3, 9)])
+    marked = compare_kvpress.Held([(keys, keys)], [marks])
+    assert compare_kvpress.positions(marked, whole) == [[[3, 4, 5, 6, 7, 8], [0, 1, 2]]]
+    assert marked.lengths() != whole.lengths()
     share = compare_kvpress.common([[[1, 4, 7], [0, 2, 8]]], [[[1, 4, 7], [0, 3]]])
     assert share.tolist() == [[1.0, 1 / 3]]
+
+
+def test_a_row_counts_both_sides_by_task():
+    pair = compare_kvpress.Pair("snapkv", "alike", "SnapKVPress", lambda ratio: None, "snapkv,budget={}".format, "")
+    cases = [compare_kvpress.Case(pair, "1/4", 100)]
+
+    def sample(task, index, ours, theirs, share):
+        result = dict(found=[ours, theirs], common=share, common_min=share / 2, equal=0.5, sizes_apart=index)
+        return dict(task=task, length=512, index=index, cases=[result])
+
+    samples = [sample("a", 0, 1, 0, 1.0), sample("b", 0, 1, 1, 0.5), sample("a", 1, 0, 0, 0.6)]
+    (row,) = compare_kvpress.summary(samples, cases, 512)
+    assert row["ours"] == "snapkv,budget=100" and row["a_ours"] == [1, 0] and row["b_theirs"] == [1]
+    assert sorted(compare_kvpress.found_of(row, "ours")) == [0, 1, 1]
+    assert (row["common"], row["common_min"], row["sizes_apart"]) == (0.7, 0.25, 1)
+    assert compare_kvpress.summary(samples, cases, 1024) == []
 
 
 @pytest.mark.parametrize("kept", [64, 256, 1000])

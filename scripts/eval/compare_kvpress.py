@@ -1,13 +1,19 @@
-"""Our eviction methods beside NVIDIA's kvpress: which tokens of a prompt each keeps, and what each then finds.
+"""Our methods beside NVIDIA's presses of the same names: which tokens of a prompt each keeps, and what each then finds.
 
-    python -m scripts.eval.compare_kvpress                                  # the shipped model, 20 needles in 1K
-    python -m scripts.eval.compare_kvpress --samples 100 --seq-len 2048 --out kvpress.json
+    python -m scripts.eval.compare_kvpress                         # the shipped model, 20 needles in 1K, a quarter kept
+    python -m scripts.eval.compare_kvpress --checkpoint CKPT --tasks niah_single_1,vt --lengths 2048 --keep 1/2,1/8
+    python -m scripts.eval.compare_kvpress --method snapkv tova --query-in-prompt --out kvpress.json --resume
 
-Both sides read the same checkpoint in fp32 and the same prompts, and keep the same number of tokens. A pair is either
-both as they come ("default"), or ours set as theirs is ("alike"): what is left of a difference then is rounding among
-nearly equal scores. What no setting of ours does is done on their side, and said in the pair's note.
+Both sides have the same weights and the same prompts, compute in fp32, and keep the same number of tokens: that share
+of the shortest prompt. Our side leaves a quantized file packed, which rounds products; --weights fp32 unpacks it.
+
+A pair is either both as they come ("default"), or ours set as theirs is ("alike"): what is left of a difference then is
+rounding among nearly equal scores. What no setting of ours does is done on their side, and said in the pair's note. A
+pair whose method, or knob, is not here is left out.
 
 kvpress compresses the context once, ours by h2o and tova also evicts while the question and the answer are decoded.
+Its presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does here; those
+that mark tokens instead of dropping them get one of their own.
 
 kvpress wants an older transformers than our other tests: give it an environment of its own (pip install kvpress).
 """
@@ -15,10 +21,12 @@ kvpress wants an older transformers than our other tests: give it an environment
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib import metadata
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,15 +34,27 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import InputError, Parser, check_range, run_cli
+from cache.spec import layer_methods
+from checkpoint import save_checkpoint_tensors
+from errors import InputError, Parser, run_cli
 from runtime import TINY, set_threads
-from scripts.eval.evaluation import Evaluation
-from scripts.eval.samples import case
-from scripts.shared.options import check_folder
-from scripts.shared.results import check_out, record, write_json
+from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
+from scripts.eval.rows import chat_parts, score
+from scripts.eval.ruler import TASKS as RULER_TASKS
+from scripts.eval.ruler import add_sources, check_tasks
+from scripts.eval.samples import TASKS, rows_of
+from scripts.report.markdown import share, wilson
+from scripts.shared.options import earlier, precision
+from scripts.shared.results import record, write_json
+from tokenizer import Tokenizer
+from weights import open_checkpoint
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress
+WHOLE = "no press"
+EMBEDDING = "model.embed_tokens.weight"
 BETA = 5  # of the pyramid that both can make: theirs has 20, and then is SnapKV with up to 1280 tokens kept
+SETTINGS = ("tasks", "lengths", "samples", "keep", "seed", "query_in_prompt", "max_new_tokens", "no_chat")
+Positions = list[list[list[int]]]  # by layer and KV head, ascending
 
 
 @dataclass
@@ -43,9 +63,12 @@ class Pair:
 
     name: str
     setting: str  # "default" or "alike"
-    press: Callable[[float], Any]  # compression ratio -> press
+    theirs: str  # what a table calls the press
+    press: Callable[[float], Any] | None  # compression ratio -> press; None: nothing is dropped
     ours: Callable[[int], str]  # tokens kept -> spec
     note: str
+    keeps: bool = True  # ours keeps some tokens; False: all, or chooses anew at every step
+    marks: bool = False  # theirs marks what is dropped, head by head, which needs SDPA and a prefill of its own
 
 
 def heavy_and_recent(ratio: float) -> Any:
@@ -78,92 +101,233 @@ def pairs() -> list[Pair]:
 
     like = f"recent={WINDOW},kernel={KERNEL},pool=avg"
     return [
-        Pair("streaming", "default", lambda r: k.StreamingLLMPress(r), lambda n: f"streaming,recent={n - SINKS}",
-             "4 sinks and the newest tokens"),
-        Pair("snapkv", "default", lambda r: k.SnapKVPress(r), lambda n: f"snapkv,budget={n}",
+        Pair("full", "default", WHOLE, None, lambda n: "full", "every token", keeps=False),
+        Pair("random", "default", "RandomPress", lambda r: k.RandomPress(r), lambda n: f"random,budget={n}",
+             "theirs drops tokens once, ours attends to others at every step", keeps=False),
+        Pair("streaming", "default", "StreamingLLMPress", lambda r: k.StreamingLLMPress(r),
+             lambda n: f"streaming,recent={n - SINKS}",
+             "4 sinks and the newest tokens; theirs keeps what is decoded beside them, ours moves its window on"),
+        Pair("snapkv", "default", "SnapKVPress", lambda r: k.SnapKVPress(r), lambda n: f"snapkv,budget={n}",
              "theirs: a window of 64, means of 5; ours: 32, the largest of 7"),
-        Pair("snapkv", "alike", lambda r: k.SnapKVPress(r), lambda n: f"snapkv,budget={n},{like}",
+        Pair("snapkv", "alike", "SnapKVPress", lambda r: k.SnapKVPress(r), lambda n: f"snapkv,budget={n},{like}",
              "our window and pooling as theirs"),
-        Pair("snapkv", "alike", lambda r: k.SnapKVPress(r, window_size=32, kernel_size=7),
-             lambda n: f"snapkv,budget={n},pool=avg", "their window and kernel set as ours, our pooling as theirs"),
-        Pair("tova", "default", lambda r: k.TOVAPress(r), lambda n: f"tova,budget={n}", "theirs forces the last token"),
-        Pair("tova", "alike", lambda r: k.TOVAPress(r), lambda n: f"tova,budget={n},recent=1", "the last token"),
-        Pair("h2o", "default", lambda r: k.ObservedAttentionPress(r),
+        Pair("snapkv", "alike", "SnapKVPress(window_size=32, kernel_size=7)",
+             lambda r: k.SnapKVPress(r, window_size=32, kernel_size=7), lambda n: f"snapkv,budget={n},pool=avg",
+             "their window and kernel set as ours, our pooling as theirs"),
+        Pair("tova", "default", "TOVAPress", lambda r: k.TOVAPress(r), lambda n: f"tova,budget={n}",
+             "theirs forces the last token; ours evicts at every step"),
+        Pair("tova", "alike", "TOVAPress", lambda r: k.TOVAPress(r), lambda n: f"tova,budget={n},recent=1",
+             "the last token; ours evicts at every step"),
+        Pair("h2o", "default", "ObservedAttentionPress", lambda r: k.ObservedAttentionPress(r),
              lambda n: f"h2o,heavy={n - n // 2},recent={n // 2}",
              "theirs: the mean over the queries that can look, no recent tokens"),
-        Pair("h2o", "alike", heavy_and_recent, lambda n: f"h2o,heavy={n - n // 2},recent={n // 2}",
-             "their scores times the number of queries that can look, and our recent tokens: no setting of ours"),
-        Pair("pyramidkv", "default", lambda r: k.PyramidKVPress(r), lambda n: f"pyramidkv,budget={n}",
+        Pair("h2o", "alike", "ObservedAttentionPress, sums and recent tokens", heavy_and_recent,
+             lambda n: f"h2o,heavy={n - n // 2},recent={n // 2}",
+             "their scores times the number of queries that can look, and our recent tokens: no setting of ours; "
+             "ours evicts at every step"),
+        Pair("pyramidkv", "default", "PyramidKVPress", lambda r: k.PyramidKVPress(r),
+             lambda n: f"pyramidkv,budget={n}",
              "theirs is SnapKV where its last layer would hold less than the window of 64"),
-        Pair("pyramidkv", "alike", lambda r: k.PyramidKVPress(r), lambda n: f"snapkv,budget={n},{like}",
-             "what theirs falls back to"),
-        Pair("pyramidkv", "alike", lambda r: k.PyramidKVPress(r, window_size=8, beta=BETA),
+        Pair("pyramidkv", "alike", "PyramidKVPress", lambda r: k.PyramidKVPress(r),
+             lambda n: f"snapkv,budget={n},{like}", "what theirs falls back to"),
+        Pair("pyramidkv", "alike", f"PyramidKVPress(window_size=8, beta={BETA})",
+             lambda r: k.PyramidKVPress(r, window_size=8, beta=BETA),
              lambda n: f"pyramidkv,budget={n},recent=8,kernel={KERNEL},pool=avg,beta={steeper(n, 8)}",
              "their window as ours; they count it in the sequence of sizes, a larger beta of ours makes up for it"),
+        Pair("keydiff", "default", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
+             "theirs has no recent tokens"),
+        Pair("expected_attention", "default", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
+             lambda n: f"expected_attention,budget={n}", "both as they come"),
+        Pair("kvzip", "default", "KVzipPress", lambda r: k.KVzipPress(r), lambda n: f"kvzip,budget={n}",
+             "both as they come", marks=True),
+        Pair("snapkv adaptive", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+             lambda n: f"snapkv,budget={n},{like},adaptive=True", "our window and pooling as theirs", marks=True),
+        Pair("snapkv value-aware", "alike", "CriticalKVPress(SnapKVPress)",
+             lambda r: k.CriticalKVPress(k.SnapKVPress(r)),
+             lambda n: f"snapkv,budget={n},{like},value_aware=True", "our window and pooling as theirs"),
     ]  # fmt: skip
 
 
+def usable(n_layer: int, wanted: Sequence[str]) -> list[Pair]:
+    """Those of the wanted methods, all by default, that are here; a line for each that is not."""
+    every = pairs()
+    if unknown := {*wanted} - {p.name for p in every}:
+        raise InputError(f"no pair has {min(unknown)!r}: use {', '.join(dict.fromkeys(p.name for p in every))}")
+    out = []
+    for p in (p for p in every if not wanted or p.name in wanted):
+        try:
+            layer_methods(p.ours(4 * WINDOW), n_layer, {})
+        except InputError as e:
+            print(f"{p.name} is left out: {str(e).partition(': use one of')[0]}", file=sys.stderr)
+        else:
+            out.append(p)
+    return out
+
+
+# ---- their side ----
+
+
+@dataclass
+class Held:
+    """What a press leaves of a prompt: K and V [1, Hkv, n, D] by layer, and where it marks instead, what is dropped."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    dropped: list[tuple[Tensor, ...] | None]  # row, head and place of each
+
+    def lengths(self) -> tuple[Any, ...]:
+        """Of each layer: caches that agree in it can be a batch."""
+        return (*(k.shape[2] for k, _ in self.layers), any(d is not None for d in self.dropped))
+
+
+class ChatTokenizer:
+    """What KVzipPress asks of transformers' tokenizer, which reads no GGUF file: the chat template's parts, and ids."""
+
+    def __init__(self, tk: Tokenizer):
+        self.tk, self.parts = tk, chat_parts(tk, True)
+        self.chat_template = self.parts.head or None
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
+        return f"{self.parts.head}{messages[0]['content']}{self.parts.tail}"
+
+    def encode(self, text: str, **how: Any) -> Tensor:
+        return torch.tensor([self.tk.encode(text, bos=False)], dtype=torch.long)
+
+
 class Theirs:
-    """kvpress on a model of transformers."""
+    """kvpress on transformers' model with our weights."""
 
-    def __init__(self, checkpoint: Path):
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+    def __init__(self, ev: Evaluation):
+        from kvpress.presses import kvzip_press
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        logging.disable_progress_bar()
-        # eager attention tells its weights, which ObservedAttentionPress needs
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda path: ChatTokenizer(ev.tk))
+        config = AutoConfig.for_model(**open_checkpoint(ev.checkpoint).config)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        state = save_checkpoint_tensors(ev.model, torch.float32)
+        model.load_state_dict(state | {"lm_head.weight": state.get("lm_head.weight", state[EMBEDDING])}, assign=True)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are in no checkpoint
+        self.model, self.stops = model.to(ev.device).eval(), ev.stops
+        self.attention = [layer.self_attn for layer in model.model.layers]
+        for attention in self.attention:
+            attention.rotary_emb = model.model.rotary_emb  # as a press does when it is applied
 
-    def prefill(self, ids: list[int], press: Any = None) -> Any:
-        """A cache of the context, compressed by the press."""
+    def prefill(self, ids: list[int], presses: dict[str, Any]) -> tuple[dict[str, Held], Tensor]:
+        """What each press leaves of one prompt, and the last token's logits [V]."""
         from transformers import DynamicCache
 
-        cache, tokens = DynamicCache(), torch.tensor([ids])
-        if press is None:
-            self.model.model(input_ids=tokens, past_key_values=cache)
-        else:
-            with press(self.model):
-                self.model.model(input_ids=tokens, past_key_values=cache)
-        return cache
-
-    def answer(self, cache: Any, length: int, query: list[int], new: int) -> list[int]:
-        """Greedy tokens after a context of `length` tokens and a question, one token at a time: layers may differ in
-        length, and any mask is made for the first one."""
-        self.model.set_attn_implementation("sdpa")  # which makes no mask for a single query
-        out: list[int] = []
-        for i in range(len(query) + new - 1):
-            token = query[i] if i < len(query) else out[-1]
-            ids, at = torch.tensor([[token]]), torch.tensor([[length + i]])
-            logits = self.model(input_ids=ids, past_key_values=cache, position_ids=at).logits
-            if i >= len(query) - 1:
-                out.append(int(logits[0, -1].argmax()))
+        # eager attention tells its weights, which ObservedAttentionPress needs
         self.model.set_attn_implementation("eager")
+        left: dict[str, Held] = {name: Held([], []) for name in presses}
+
+        def compress(module, inputs, kwargs, output):
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            for name, press in presses.items():
+                kv = layer.keys, layer.values
+                if press is not None:
+                    kv = press.compress(module, kwargs["hidden_states"], *kv, output[1], kwargs)
+                left[name].layers.append(kv)
+                left[name].dropped.append(None)
+
+        for press in presses.values():
+            if press is not None:
+                press.post_init_from_model(self.model)
+        hooks = [attention.register_forward_hook(compress, with_kwargs=True) for attention in self.attention]
+        try:
+            hidden = self._run(ids, DynamicCache())
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return left, self.model.lm_head(hidden[0, -1])
+
+    def marked(self, ids: list[int], press: Any) -> Held:
+        """What is left of a prompt by a press that marks."""
+        from transformers import DynamicCache
+
+        self.model.set_attn_implementation("sdpa")
+        cache = DynamicCache()
+        with press(self.model):
+            self._run(ids, cache)
+        dropped = [attention.masked_key_indices for attention in self.attention]
+        return Held([(layer.keys, layer.values) for layer in cache.layers], dropped)
+
+    def _run(self, ids: list[int], cache: Any) -> Tensor:
+        tokens = torch.tensor([ids], device=self.model.device)
+        return self.model.model(input_ids=tokens, past_key_values=cache).last_hidden_state
+
+    def answers(self, left: Sequence[Held], length: int, first: int, asked: list[int], new: int) -> list[list[int]]:
+        """Greedy tokens after a prompt of `length` tokens, whose logits say `first`, and a question; of caches of equal
+        lengths. The question comes at once, unless layers differ in length, since any mask is made for the first."""
+        from transformers import DynamicCache
+
+        self.model.set_attn_implementation("sdpa")  # which makes no mask for a single query
+        cache, rows = DynamicCache(), len(left)
+        for i, attention in enumerate(self.attention):
+            cache.update(*(torch.cat([held.layers[i][x] for held in left]) for x in (0, 1)), i)
+            marks = [(d[0] + row, *d[1:]) for row, held in enumerate(left) if (d := held.dropped[i]) is not None]
+            attention.masked_key_indices = tuple(torch.cat(x) for x in zip(*marks, strict=True)) if marks else None
+        *sizes, marked = left[0].lengths()
+        parts = [[token] for token in asked] if marked or len({*sizes}) > 1 else [asked] if asked else []
+        drawn = torch.full((rows,), first, device=self.model.device)
+        for part in parts:
+            ids = torch.tensor([part] * rows, device=self.model.device)
+            drawn, length = self._step(ids, cache, length)
+        out: list[list[int]] = [[] for _ in left]
+        for i in range(new):
+            for row, token in zip(out, drawn.tolist(), strict=True):
+                row += [] if row and row[-1] in self.stops else [token]
+            if i == new - 1 or all(row[-1] in self.stops for row in out):
+                break
+            drawn, length = self._step(drawn[:, None], cache, length)
+        for attention in self.attention:
+            attention.masked_key_indices = None
         return out
 
+    def _step(self, ids: Tensor, cache: Any, length: int) -> tuple[Tensor, int]:
+        """Tokens [B, n] after `length` others -> the best ones after them [B], and the length with them."""
+        at = torch.arange(length, length + ids.shape[1], device=ids.device).expand_as(ids)
+        hidden = self.model.model(input_ids=ids, past_key_values=cache, position_ids=at).last_hidden_state
+        return self.model.lm_head(hidden[:, -1]).argmax(-1), length + ids.shape[1]
 
-def positions(kept: Tensor, keys: Tensor) -> list[list[int]]:
-    """Which of the keys [Hkv, S, D] are kept [Hkv, n, D], by KV head: presses move keys, they do not change them."""
+
+def rows_as_bytes(x: Tensor) -> list[bytes]:
+    """Of [n, D]: equal rows, equal bytes."""
+    x = x.contiguous().cpu()
+    return x.numpy().view(f"V{x.shape[1] * x.element_size()}").ravel().tolist()
+
+
+def positions(held: Held, whole: Held) -> Positions:
+    """Which tokens of the whole prompt a press leaves: presses move keys, they do not change them."""
     out = []
-    for some, every in zip(kept, keys, strict=True):
-        where = {row.numpy().tobytes(): t for t, row in enumerate(every)}
-        out.append(sorted(where[row.numpy().tobytes()] for row in some))
+    for (kept, _), (every, _), dropped in zip(held.layers, whole.layers, held.dropped, strict=True):
+        if dropped is not None:  # all are there, in their order
+            gone = {*zip(dropped[1].tolist(), dropped[2].tolist(), strict=True)}
+            heads = [[t for t in range(every.shape[2]) if (h, t) not in gone] for h in range(every.shape[1])]
+        else:
+            heads = []
+            for some, keys in zip(kept[0], every[0], strict=True):
+                where = {row: t for t, row in enumerate(rows_as_bytes(keys))}
+                heads.append(sorted(where[row] for row in rows_as_bytes(some)))
+        out.append(heads)
     return out
 
 
-def our_positions(ev: Evaluation, label: str, length: int) -> list[list[list[int]]]:
-    """By layer and KV head, what a cache of one row holds of its prompt."""
-    out = []
+# ---- our side ----
+
+
+def our_positions(ev: Evaluation, label: str, lengths: Tensor) -> list[Positions]:
+    """What a cache holds of each of its prompts, lengths [B]."""
+    out: list[Positions] = [[] for _ in lengths]
     for method in ev.caches[label]:
         s = method.shape
-        q, pos = torch.zeros(1, s.n_head, s.head_dim), torch.tensor([length - 1])
-        held = method.attended(q, None, None, pos).position[0]
-        out.append([sorted(t for t in head.tolist() if t >= 0) for head in held])
+        q = torch.zeros(len(lengths), s.n_head, s.head_dim, device=ev.device)
+        place = method.attended(q, None, None, lengths - 1).position
+        for row, held in zip(out, place, strict=True):
+            row.append([sorted(t for t in head.tolist() if t >= 0) for head in held])
     return out
 
 
-def common(ours: list[list[list[int]]], theirs: list[list[list[int]]]) -> np.ndarray:
+def common(ours: Positions, theirs: Positions) -> np.ndarray:
     """Share of positions in common of the larger of two sets, [layer, KV head]."""
     return np.array([
         [len({*a} & {*b}) / max(len(a), len(b)) for a, b in zip(x, y, strict=True)]
@@ -171,90 +335,198 @@ def common(ours: list[list[list[int]]], theirs: list[list[list[int]]]) -> np.nda
     ])  # fmt: skip
 
 
+# ---- both ----
+
+
+@dataclass
+class Case:
+    """A pair at a share of the prompt, which is n tokens."""
+
+    pair: Pair
+    keep: str
+    n: int
+
+    @property
+    def spec(self) -> str:
+        return self.pair.ours(self.n)
+
+    @property
+    def theirs(self) -> str:
+        return self.pair.theirs if self.pair.press is None else f"{self.pair.theirs}, {self.n} kept"
+
+    def press(self, length: int) -> Any:
+        return self.pair.press and self.pair.press(1 - self.n / length - 1e-9)
+
+
+def cases_of(each: Sequence[Pair], keep: Sequence[Fraction], shortest: int) -> list[Case]:
+    """Every pair at every share of the shortest prompt; what drops nothing, once."""
+    out = []
+    for part in keep:
+        n = kept_of(shortest, 1 - float(part))
+        if n <= 1.1 * WINDOW:
+            raise InputError(f"--keep {part} of {shortest} tokens is {n}, no more than {WINDOW}, the window of "
+                             "kvpress: give a larger share")  # fmt: skip
+        out += [Case(p, str(part), n) for p in each if p.press or part == keep[0]]
+    return out
+
+
 @torch.inference_mode()
-def compare(ev: Evaluation, theirs: Theirs, samples: int, seq_len: int, keep: float) -> Iterator[list[dict[str, Any]]]:
-    """After every sample, a row for every pair: positions in common, and needles found by either."""
-    each = pairs()
-    shares: list[list[np.ndarray]] = [[] for _ in each]  # of each sample, [layer, head]
-    sizes, found = ([dict[str, list[Any]](ours=[], theirs=[]) for _ in each] for _ in range(2))
-    # in a random order: what an interruption leaves is of all depths
-    for i in tqdm(np.random.default_rng(0).permutation(samples).tolist(), leave=False):
-        context, query, value = case(ev, "needle", seq_len, i, samples)
-        if ev.query_in_prompt:  # but for its last token, which both decode
-            context, query = context + query[:-1], query[-1:]
-        length, n = len(context), kept_of(len(context), 1 - keep)
-        plain = theirs.prefill(context).layers
-        seen: dict[str, Any] = {}  # of a press that several pairs have
-        for p, share, size, hits in zip(each, shares, sizes, found, strict=True):
-            press = p.press(1 - n / length - 1e-9)
-            if repr(press) not in seen:
-                cache = theirs.prefill(context, press)
-                held = [positions(x.keys[0], y.keys[0]) for x, y in zip(cache.layers, plain, strict=True)]
-                seen[repr(press)] = held, theirs.answer(cache, length, query, len(value))
-            of_theirs, answer = seen[repr(press)]
-            ev.setup({p.name: (p.ours(n), {})}, length + 64)
-            logits, lengths = ev.prefill([context])
-            of_ours = our_positions(ev, p.name, length)
-            share.append(common(of_ours, of_theirs))
-            for side, held in (("ours", of_ours), ("theirs", of_theirs)):
-                size[side].append([np.mean([len(head) for head in layer]) for layer in held])
-            ev.model.cache = ev.caches[p.name]
-            out = ev.decode(logits[p.name], lengths, [query], [len(value)])
-            for side, tokens in (("ours", out[0][len(query) :]), ("theirs", answer)):
-                hits[side].append(float(tokens[: len(value)] == value))
-        yield [row(*x, kept_of(seq_len, 1 - keep)) for x in zip(each, shares, sizes, found, strict=True)]
+def compare(
+    ev: Evaluation, theirs: Theirs, batch: Sequence[Context], cases: Sequence[Case]
+) -> Iterator[dict[str, Any]]:
+    """A sample for each context: by case, what either found, and the positions in common."""
+    first, lengths = ev.prefill([c.prompt for c in batch])
+    keeping = {case.spec for case in cases if case.pair.keeps}
+    held = {spec: our_positions(ev, spec, lengths) for spec in keeping}
+    new = [c.rows[0]["max_new_tokens"] for c in batch]
+    asked = [c.asked[0] for c in batch]
+    said: dict[str, list[list[int]]] = {}
+    for spec, cache in ev.caches.items():
+        ev.model.cache = cache
+        outs = ev.decode(first[spec], lengths, asked, new, ev.stops)
+        said[spec] = [out[len(ids) :] for out, ids in zip(outs, asked, strict=True)]
+    for i, c in enumerate(batch):
+        row, length = c.rows[0], len(c.prompt)
+        torch.manual_seed(row["index"])  # of RandomPress
+        presses = {case.theirs: case.press(length) for case in cases if not case.pair.marks} | {WHOLE: None}
+        left, logits = theirs.prefill(c.prompt, presses)
+        left |= {case.theirs: theirs.marked(c.prompt, case.press(length)) for case in cases if case.pair.marks}
+        answers: dict[str, list[int]] = {}
+        for sizes in {x.lengths() for x in left.values()}:
+            alike = {name: x for name, x in left.items() if x.lengths() == sizes}
+            outs = theirs.answers([*alike.values()], length, int(logits.argmax()), asked[i], new[i])
+            answers |= zip(alike, outs, strict=True)
+        places = {case.theirs: positions(left[case.theirs], left[WHOLE]) for case in cases if case.pair.keeps}
+
+        def found(tokens: list[int], row: dict[str, Any] = row) -> float:
+            return score(row, ev.tk.decode([t for t in tokens if t not in ev.stops]))
+
+        results = []
+        for case in cases:
+            result = dict(
+                ours=case.spec, theirs=case.theirs, found=[found(said[case.spec][i]), found(answers[case.theirs])]
+            )
+            if case.pair.keeps:
+                a, b = held[case.spec][i], places[case.theirs]
+                parts = common(a, b)
+                off = [abs(len(x) - len(y)) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+                result |= dict(common=round(float(parts.mean()), 4), common_min=round(float(parts.min()), 4),
+                               equal=round(float((parts == 1).mean()), 4), sizes_apart=max(off))  # fmt: skip
+            results.append(result)
+        apart = float((first["full"][i].float() - logits).abs().max()) if "full" in first else None
+        yield dict(task=row["task"], length=row["length"], index=row["index"], tokens=length,
+                   logits_apart=apart, cases=results)  # fmt: skip
 
 
-def row(p: Pair, shares: list[np.ndarray], sizes: dict[str, Any], found: dict[str, Any], n: int) -> dict[str, Any]:
-    share = np.stack(shares)  # [sample, layer, head]
-    return dict(
-        method=p.name, setting=p.setting, press=repr(p.press(0.5)).split("(")[0].split(".")[-1], ours=p.ours(n),
-        note=p.note, samples=len(share), equal=round(float((share == 1).mean()), 4),
-        common=round(float(share.mean()), 4), common_min=round(float(share.min()), 4),
-        common_by_head=np.round(share.mean(0), 4).tolist(),
-        kept_by_layer={side: np.round(np.mean(x, 0), 1).tolist() for side, x in sizes.items()},
-        needle={side: round(float(np.mean(x)), 4) for side, x in found.items()}, needle_each=found,
-    )  # fmt: skip
+def summary(samples: Sequence[dict[str, Any]], cases: Sequence[Case], length: int) -> list[dict[str, Any]]:
+    """A row for each case: by task, what each sample found on either side, with Wilson's intervals."""
+    out = []
+    samples = [s for s in samples if s["length"] == length]
+    for i, case in enumerate(cases if samples else ()):
+        p, results = case.pair, [s["cases"][i] for s in samples]
+        row: dict[str, Any] = dict(method=p.name, setting=p.setting, ours=case.spec, theirs=p.theirs, note=p.note,
+                                   keep=case.keep if p.press else "1", kept=case.n, seq_len=length)  # fmt: skip
+        for task in dict.fromkeys(s["task"] for s in samples):
+            both = [r["found"] for s, r in zip(samples, results, strict=True) if s["task"] == task]
+            for side, each in zip(("ours", "theirs"), map(list, zip(*both, strict=True)), strict=True):
+                row |= {f"{task}_{side}": each,
+                        f"{task}_{side}_interval": [round(x, 4) for x in wilson(sum(each), len(each))]}  # fmt: skip
+        if p.keeps:
+            row |= dict(common=round(float(np.mean([r["common"] for r in results])), 4),
+                        common_min=min(r["common_min"] for r in results),
+                        equal=round(float(np.mean([r["equal"] for r in results])), 4),
+                        sizes_apart=max(r["sizes_apart"] for r in results))  # fmt: skip
+        out.append(row)
+    return out
+
+
+def found_of(row: dict[str, Any], side: str) -> list[float]:
+    """The samples of all tasks."""
+    return [x for k, each in row.items() if k.endswith(f"_{side}") for x in each]
+
+
+def parse_args() -> Any:
+    p = Parser(__doc__)
+    a = p.add_argument
+    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
+    a("--method", nargs="+", default=[], help="names of pairs; default: all")
+    a("--tasks", default="needle", help=f"some of {', '.join(TASKS)}")
+    a("--lengths", default="1024", help="tokens of prompt and answer")
+    a("--samples", type=int, default=20, help="of every task and length")
+    a("--keep", default="1/4", help="shares of the shortest prompt that are kept: 1/2,1/4,1/8")
+    a("--max-new-tokens", type=int, default=128, help="of an answer, at most; a task may have fewer")
+    a("--batch-size", type=int, default=1, help="prompts that our side reads at once")
+    a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
+    add_sources(p)
+    opt = parse_flags(p, "kvpress")
+    opt.tasks = opt.tasks.split(",")
+    if unknown := {*opt.tasks} - {*TASKS} | {*opt.tasks} & {"repeats"}:
+        raise InputError(f"no answer to task {min(unknown)!r}: use {', '.join(t for t in TASKS if t != 'repeats')}")
+    check_tasks([t for t in opt.tasks if t in RULER_TASKS], opt)
+    try:
+        opt.shares = [Fraction(part) for part in opt.keep.split(",")]
+    except (ValueError, ZeroDivisionError):
+        opt.shares = [Fraction(0)]
+    if not all(0 < x < 1 for x in opt.shares):
+        raise InputError(f"--keep {opt.keep} is not a list such as 1/2,1/4, each above 0 and below 1")
+    if min(opt.samples, opt.batch_size, opt.max_new_tokens) < 1:
+        raise InputError("--samples, --batch-size and --max-new-tokens must be at least 1")
+    return opt
+
+
+def prompts(ev: Evaluation, opt: Any, length: int) -> list[list[Context]]:
+    """Batches of a task each, the tasks in turn: what an interruption leaves is of all of them."""
+    chat = chat_parts(ev.tk, not opt.no_chat)
+    by_task = []
+    for task in opt.tasks:
+        rows = list(rows_of(ev, task, length, opt.samples, opt, chat.tokens(ev.tk)))
+        for row in rows:
+            row["max_new_tokens"] = min(row["max_new_tokens"], opt.max_new_tokens)
+        # of several questions on one context, the first
+        found = contexts([r for r in rows if not r.get("turn")], ev.tk, chat, opt.query_in_prompt, False)
+        by_task.append([found[i : i + opt.batch_size] for i in range(0, len(found), opt.batch_size)])
+    return [batch for turn in zip(*by_task, strict=True) for batch in turn]
 
 
 def main() -> None:
-    p = Parser(__doc__)
-    a = p.add_argument
-    a("--checkpoint", default=str(TINY))
-    a("--samples", type=int, default=20, help="needles, at even depths")
-    a("--seq-len", type=int, default=1024, help="tokens of a context")
-    a("--keep", type=float, default=0.25, help="share of a context that is kept")
-    a("--seed", type=int, default=1)
-    a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--out", help="result file, e.g. kvpress.json")
-    a("--json", action="store_true", help="print the result object")
-    opt = p.parse_args()
+    opt = parse_args()
     try:
         version = metadata.version("kvpress")
     except metadata.PackageNotFoundError:
         raise InputError("kvpress is not installed: pip install kvpress, in an environment of its own") from None
-    check_folder(opt.checkpoint, "kvpress")
-    check_range("--samples", opt.samples, 1, 10**6)
-    check_range("--seq-len", opt.seq_len, 256, 2**31 - 1)
-    if not (opt.seq_len * opt.keep > 1.1 * WINDOW and opt.keep < 1):
-        raise InputError(f"--keep {opt.keep} is out of range: give a share below 1 that is more than {WINDOW} tokens, "
-                         "the window of kvpress")  # fmt: skip
-    check_out(opt.out)
     set_threads(opt.threads)
-    ev = Evaluation(Path(opt.checkpoint), torch.device("cpu"), 1, opt.query_in_prompt, opt.seed)
-    settings = {x: getattr(opt, x) for x in ("samples", "seq_len", "keep", "seed", "query_in_prompt")}
-    data = record("cpu", checkpoint=Path(opt.checkpoint).name, kvpress=version, settings=settings)
-    for data["rows"] in compare(ev, Theirs(Path(opt.checkpoint)), opt.samples, opt.seq_len, opt.keep):
-        if opt.out:
-            write_json(opt.out, data)
+    ev = open_evaluation(opt, opt.batch_size)
+    each = usable(ev.model.args.n_layer, opt.method)
+    settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model) | dict(method=[p.name for p in each])
+    data = record(ev.device, **names_of(opt.checkpoint), kvpress=version, settings=settings)
+    data |= dict(rows=[], samples=[])
+    if opt.resume:
+        data |= earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("rows", "samples"))
+    theirs, todo = Theirs(ev), [(length, prompts(ev, opt, length)) for length in opt.lengths]
+    done = {(s["task"], s["length"], s["index"]) for s in data["samples"]}
+    by_length: dict[int, list[Case]] = {}
+    for length, batches in todo:
+        every = [c for batch in batches for c in batch]
+        by_length[length] = cases = cases_of(each, opt.shares, min(len(c.prompt) for c in every))
+        new = max(len(c.asked[0]) + c.rows[0]["max_new_tokens"] for c in every)
+        specs = {case.spec: (case.spec, {}) for case in cases}
+        ev.setup(specs, max(len(c.prompt) for c in every) + new, new)
+        for batch in tqdm(batches, desc=f"{length}: {len(cases)} pairs", leave=False):
+            here = [c for c in batch if (c.rows[0]["task"], length, c.rows[0]["index"]) not in done]
+            for sample in compare(ev, theirs, here, cases) if here else ():
+                data["samples"].append(sample)
+                data["rows"] = [r for n, known in by_length.items() for r in summary(data["samples"], known, n)]
+                if opt.out:
+                    write_json(opt.out, data)
     if opt.json:
         print(json.dumps(data))
         return
+    apart = max((s["logits_apart"] for s in data["samples"] if s["logits_apart"] is not None), default=None)
+    print("" if apart is None else f"logits of full after the prompts: at most {apart:.2e} apart")
     for x in data["rows"]:
-        needle = ", ".join(f"{side} {share:.2f}" for side, share in x["needle"].items())
-        print(f"{x['method']:10} {x['setting']:8} in common {x['common']:.3f}, least {x['common_min']:.3f}, "
-              f"equal heads {x['equal']:.3f}; needle {needle}; {x['note']}")  # fmt: skip
+        found = ", ".join(f"{side} {share(found_of(x, side))}" for side in ("ours", "theirs"))
+        kept = f"in common {x['common']:.3f}, least {x['common_min']:.3f}; " if "common" in x else ""
+        print(f"{x['method']:12} {x['setting']:8} {x['kept']:5} kept; found: {found}; {kept}{x['note']}")
 
 
 if __name__ == "__main__":
