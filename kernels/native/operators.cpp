@@ -169,13 +169,27 @@ Tensor packed_attention(Tensor q, Tensor k, Tensor v, Tensor stop, Maybe mean_k,
 }
 
 Tensor ragged_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop) {
-    int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = start.size(1), G = Hq / H;
+    const int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), H = start.size(1), G = Hq / H;
     STD_TORCH_CHECK(k.stride(1) == 1 && v.stride(1) == 1, "channels must be contiguous");
     make_whole(q, start, stop);
     Tensor out = like(q, {B, Hq, D});
-    kvf_decode_attention(is_bf16({&q, &k, &v}), q.data_ptr(), k.data_ptr(), v.data_ptr(), ints(start, "start"),
-                         ints(stop, "stop"), nullptr, nullptr, nullptr, out.data_ptr(), G * D, D, 0, 0, k.stride(0), 0,
-                         0, v.stride(0), B * H, 1, G, D, threads());  // heads are rows, of the same slots
+    by_type({&q, &k, &v}, [&](auto zero) {
+        typedef decltype(zero) T;
+        const Heads<T> heads{.q = data<const T>(q),
+                             .row = G * D,
+                             .head = D,
+                             .out = data<T>(out),
+                             .B = B * H,  // heads are rows, of the same slots
+                             .H = 1,
+                             .G = G,
+                             .D = D,
+                             .threads = threads()};
+        const auto slots = [](const Tensor& x) {
+            return Cache<T>{.at = data<const T>(x), .row = 0, .head = 0, .slot = x.stride(0)};
+        };
+        const Range range{.start = ints(start, "start"), .stop = ints(stop, "stop")};
+        attend_range(heads, slots(k), slots(v), range, Means{});
+    });
     return out;
 }
 
