@@ -110,6 +110,8 @@ def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k, v = groups[:, order[P:]].flatten(1, 2), k[:, order[P:]], v[:, order[P:]]
     if getattr(method, "lookback", 0) is None:  # h2o: the attention of all queries, which are one here
         method.lookback = 1
+    if hasattr(method, "votes"):  # kvzip: what a second pass over the prompt would say
+        method.votes = torch.zeros(B, H, S, device=k.device)
     method.compress(q.expand(-1, -1, S, -1), k, v, lengths)
 
 

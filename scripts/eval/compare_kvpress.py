@@ -39,7 +39,7 @@ from checkpoint import save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
 from runtime import TINY, set_threads
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
-from scripts.eval.rows import chat_parts, score
+from scripts.eval.rows import score
 from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
@@ -47,6 +47,7 @@ from scripts.report.markdown import share, wilson
 from scripts.shared.options import earlier, precision
 from scripts.shared.results import record, write_json
 from tokenizer import Tokenizer
+from tokenizer.turns import chat_parts
 from weights import open_checkpoint
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress

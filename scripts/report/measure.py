@@ -22,6 +22,7 @@ from pathlib import Path
 
 from errors import InputError, Parser, run_cli
 from runtime import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
+from scripts.report.published import OF_RULER
 from scripts.shared.results import commit, machine, write_json
 
 METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 h2o tova snapkv "
@@ -111,7 +112,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 # no machine's speed is in these
 FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
 FOLDERS |= dict.fromkeys(("answers", "bases", "acceptance"), "published")
-FOLDERS |= {f"ruler_{of}": "published" for of in ("full", "held", "read", "known", "defaults", "long", "groups")}
+FOLDERS |= dict.fromkeys(OF_RULER, "published")
 COMPARE = "eval.compare"  # writes a folder
 RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers", "eval.acceptance")
 

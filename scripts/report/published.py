@@ -71,6 +71,8 @@ def published() -> str:
 
 # ---- RULER ----
 
+OF_RULER = tuple(f"ruler_{of}" for of in ("full", "held", "known", "read", "defaults", "long", "groups"))
+
 
 def ruler_full() -> str:
     """ruler_full.json: what `full` finds of each task, by length."""
@@ -159,5 +161,5 @@ def bases() -> str:
 
 def ruler() -> str:
     parts = [ruler_full(), ruler_bytes(), ruler_defaults(), ruler_groups(), bases(),
-             sources("ruler_*", "bases", root="../")]  # fmt: skip
+             sources(*OF_RULER, "bases", root="../")]  # fmt: skip
     return "\n\n".join(filter(None, parts)) or NONE

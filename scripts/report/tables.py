@@ -19,7 +19,7 @@ from scripts.report.collectives import collectives
 from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
-from scripts.report.published import claims, published, ruler
+from scripts.report.published import OF_RULER, claims, published, ruler
 from scripts.report.ranks import of_ranks
 from scripts.report.speculation import speculation
 from scripts.report.speed import attention, restore, speed, weights
@@ -31,7 +31,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     weights=(weights, ("weights", "linear")),
     accuracy=(accuracy, ("accuracy*", "equal_bytes*")),
     published=(published, ("smollm2", "answers", "real_files")),
-    ruler=(ruler, ("ruler_*", "bases")),
+    ruler=(ruler, (*OF_RULER, "bases")),
     claims=(claims, ("ruler_defaults",)),
     restore=(restore, ("restore",)),
     collectives=(collectives, ("collectives",)),
