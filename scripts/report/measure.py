@@ -49,6 +49,8 @@ GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "sof
 GROUPS += " sals,score=sum sals,score=softmax"
 RESTORE = (f"bench.bench_restore --threads 1 --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 "
            "--length 8000")  # fmt: skip
+# kvzip reads every prompt twice, for each of its settings
+NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
@@ -101,6 +103,8 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
                     f"{RULED} --lengths 8192 --samples 10 {FOUND} --method {LONGER}"],
         ruler_known=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --query-in-prompt --kv 1/2,1/4,1/8 "
                      "--method h2o tova snapkv pyramidkv streaming"],
+        ruler_newer=[f"{RULED} --lengths 2048 --samples {n} {FOUND} --kv 1/2,1/4,1/8 --method {methods}"
+                     for n, methods in ((20, NEWER), (10, "kvzip"))],
         ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
