@@ -72,7 +72,11 @@ def _reads(q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, *rest: A
 
 
 @operation(
-    triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q) and q.shape[2] % GROUP == 0, reads=_reads
+    triton=lambda *args: launch(*args),
+    cpp=lambda q, idx, count, k, v, k_params, *_: (
+        use_native(q, q.shape[2]) and (k_params is None or q.shape[2] % GROUP == 0)
+    ),
+    reads=_reads,
 )
 def _packed_gather_attention(
     q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,

@@ -217,18 +217,18 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 @triton.jit
 def _unpacked(
-    packed, third, params, book, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    packed, third, scales, book, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Tokens quantized by themselves, [N, 8 * U], GROUP channels with a pair of params each; with a book GROUP tokens
     with a scale."""
     words = load_words(packed, third, slot, inside, u, D, BITS)
     if book is not None:
-        s = tl.load(params + slot // GROUP, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(scales + slot // GROUP, mask=inside, other=0.0).to(tl.float32)
         return unpack_units(words, s[:, None], 0.0, None, BITS, DTYPE, book)
     else:
         real, groups = inside[:, None] & (u < D // 8), (D + GROUP - 1) // GROUP
-        s, z = scale_zero(tl.load(params + slot[:, None] * groups + u // (GROUP // 8), mask=real, other=0))
+        s, z = scale_zero(tl.load(scales + slot[:, None] * groups + u // (GROUP // 8), mask=real, other=0))
         return unpack_units(words, s, z, None, BITS, DTYPE)
 
 

@@ -60,7 +60,7 @@ def test_ladders_rise(sizes, axis, method):
     ladder = BY_AXIS[axis][method](T, 0.25)
     some = ladder[:: max(1, len(ladder) // 5)]
     found = [sizes.share(axis, method, spec) for spec in some]
-    assert found == sorted(found) and found[0] < found[-1]
+    assert found == sorted(found) and (len(found) == 1 or found[0] < found[-1])
 
 
 @pytest.mark.parametrize("target", ["1/2", "1/8"])

@@ -350,13 +350,13 @@ def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
     assert code == 1 and not err
     assert "FAILED    " in out and f"{file}:25: AttributeError: 'Toy' object has no attribute 'missing'" in out
     assert "in decode step 1 after prompts of" in out and "the same as in lossless" in out
-    assert "2 of 3 checks: lossless, turn" in out and "Traceback" not in out
+    assert "3 of 3 checks: lossless, traffic, turn" in out and "Traceback" not in out
     code, out, err = command(monkeypatch, capsys, file, *only, "--traceback")
     assert code == 1 and "Traceback" in err
     code, out, err = command(monkeypatch, capsys, file, *only, "--json")
     report = json.loads(out)
     assert code == 1 and not report["ok"] and report["file"] == str(file)
-    assert [c["ok"] for c in report["checks"]] == [False, True, False] and report["checks"][0]["todo"]
+    assert [c["ok"] for c in report["checks"]] == [False] * 3 and report["checks"][0]["todo"]
 
 
 @pytest.mark.parametrize("source, args, message", [

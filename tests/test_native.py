@@ -488,7 +488,7 @@ def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
 
 QUANTIZED = dict(  # bits, tokens that leave together and share scales, else channels that do, sinks, ring, clip
     whole=(16, 0, 32, 3, 5, 1.0), bytes=(8, 0, 96, 0, 1, 0.95), three=(3, 0, 32, 2, 7, 1.0),
-    head=(4, 0, 96, 3, 40, 0.95), two=(2, 0, 48, 0, 5, 1.0), keys=(2, 32, 0, 0, 33, 1.0),
+    head=(4, 0, 96, 3, 40, 0.95), two=(2, 0, 32, 0, 5, 1.0), keys=(2, 32, 0, 0, 33, 1.0),
     more_keys=(4, 64, 0, 0, 64, 1.0), odd_keys=(3, 32, 0, 0, 32, 1.0),
 )  # fmt: skip
 

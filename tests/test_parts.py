@@ -98,8 +98,8 @@ def test_packed_vectors_come_back(bits):
 
 def test_packed_vectors_want_whole_groups():
     check_groups("mine", 64)
-    with pytest.raises(InputError, match="mine needs a head_dim divisible by 32, this model has 48: use 16 bits"):
-        check_groups("mine", 48, ": use 16 bits")
+    with pytest.raises(InputError, match="mine needs a head_dim divisible by 8, this model has 44: use 16 bits"):
+        check_groups("mine", 44, ": use 16 bits")
 
 
 def test_a_run_follows_the_list():

@@ -69,7 +69,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
             "--acceptance 0.7 0.8 0.9 --method full double_sparsity self_index,keep=full"
             for w in ("int4", "bf16")
         ],
-        acceptance=["eval.acceptance --threads 1 --lengths 4096,8192"],
+        acceptance=[f"eval.acceptance --threads 1 --lengths {n}" for n in (4096, 8192)],
         attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 "
                    "--length 8192 32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
         weights=[
