@@ -570,6 +570,7 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         "published",
         "claims",
         "collectives",
+        "kvpress",
     }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 

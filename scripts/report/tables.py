@@ -19,7 +19,7 @@ from scripts.report.collectives import collectives
 from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
-from scripts.report.published import claims, published, ruler
+from scripts.report.published import claims, kvpress, published, ruler
 from scripts.report.speed import attention, speed, weights
 
 # table -> what writes it, and the questions whose files it reads
@@ -31,6 +31,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     published=(published, ("smollm2", "answers", "real_files")),
     ruler=(ruler, ("ruler_full", "ruler_held", "ruler_read", "ruler_defaults", "ruler_groups", "bases")),
     claims=(claims, ("ruler_defaults",)),
+    kvpress=(kvpress, ("kvpress",)),
     collectives=(collectives, ("collectives",)),
     compiled=(compiled, ("kernels", "addresses")),
     gpu=(section, ()),

@@ -20,7 +20,7 @@ from runtime import ROOT, check_out, written
 from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
-OF_PUBLISHED = ("ruler", "claims", "published")
+OF_PUBLISHED = ("ruler", "kvpress", "claims", "published")
 # page -> section -> what writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
