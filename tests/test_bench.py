@@ -572,6 +572,7 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         "collectives",
         "restore",
         "ranks",
+        "kvpress",
     }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 

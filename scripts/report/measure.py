@@ -4,6 +4,7 @@
     python -m scripts.report.measure --only speed attention
     python -m scripts.report.measure --only smollm2 --llama-bench F --gguf SmolLM2-135M-Instruct.Q4_0.gguf
     python -m scripts.report.measure --only weights --llama-bench llama.cpp/build/bin/llama-bench
+    python -m scripts.report.measure --only kvpress        # in its own environment: not part of everything
     python -m scripts.report.measure --list                # the commands
 
 Each command writes a part under runs/, and goes on where an interrupted one of the same commit stopped; when all parts
@@ -38,6 +39,8 @@ CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
 # a published model on RULER: in 16 bits, as a GPU would hold it; one thread, so that two runs fit beside each other
 RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
          "--batch-size 5 --at-once 32")  # fmt: skip
+# answers of 7 digits come first or not at all; both sides decode in fp32, our side 5 prompts at once
+BESIDE = f"eval.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --batch-size 5 --max-new-tokens 16"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 OWN = ("full self_index self_index,store_bits=4,budget=512 self_index,store_bits=4,budget=1024 double_sparsity "
        "double_sparsity,channels=0.5 sals-25 sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
@@ -106,6 +109,8 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_newer=[f"{RULED} --lengths 2048 --samples {n} {FOUND} --kv 1/2,1/4,1/8 --method {methods}"
                      for n, methods in ((20, NEWER), (10, "kvzip"))],
         ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
+        kvpress=[f"{BESIDE} {FOUND} --lengths 2048 --samples 10 --keep 1/2,1/4,1/8 {more}".rstrip()
+                 for more in ("", "--query-in-prompt --method full snapkv")],
         kernels=["report.kernel_report --cc 80,89,90,100"],
         addresses=["report.addresses"],
         collectives=["report.collectives"],
@@ -115,10 +120,17 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
 
 # no machine's speed is in these
 FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
-FOLDERS |= dict.fromkeys(("answers", "bases", "acceptance"), "published")
+FOLDERS |= dict.fromkeys(("answers", "bases", "acceptance", "kvpress"), "published")
 FOLDERS |= dict.fromkeys(OF_RULER, "published")
 COMPARE = "eval.compare"  # writes a folder
-RESUME = ("bench.bench_generate", "bench.bench_attention", COMPARE, "eval.answers", "eval.acceptance")
+RESUME = (
+    "bench.bench_generate",
+    "bench.bench_attention",
+    COMPARE,
+    "eval.answers",
+    "eval.acceptance",
+    "eval.compare_kvpress",
+)
 
 
 def part(question: str, i: int, command: str, limit: float) -> dict | None:
@@ -162,7 +174,7 @@ def run(command: list[str], limit: float) -> int | None:
 def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--only", nargs="+", choices=list(commands(None)), default=list(commands(None)), help="questions")
+    a("--only", nargs="+", choices=list(commands(None)), default=[], help="questions")
     a(
         "--llama-bench",
         metavar="F",
@@ -174,7 +186,9 @@ def main() -> None:
     a("--list", action="store_true", help="print the commands, run nothing")
     a("--json", action="store_true", help="print the names of the files as JSON")
     opt = p.parse_args()
-    todo = {q: lines for q, lines in commands(opt.llama_bench, opt.gguf).items() if q in opt.only}
+    every = commands(opt.llama_bench, opt.gguf)
+    only = opt.only or [q for q in every if opt.list or q != "kvpress"]
+    todo = {q: lines for q, lines in every.items() if q in only}
     if opt.list:
         print("\n".join(f"{q}: python -m scripts.{line}" for q, lines in todo.items() for line in lines))
         return

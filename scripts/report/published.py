@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from scripts.report.markdown import NONE, Row, folded, measuring, runs, share, sources, table, tasks_of
+from scripts.report.markdown import NONE, Row, folded, measuring, runs, share, sources, table, tasks_of, wilson
 from scripts.report.papers import ACCURACY
 from scripts.report.speed import rate
 
@@ -163,3 +163,47 @@ def ruler() -> str:
     parts = [ruler_full(), ruler_bytes(), ruler_defaults(), ruler_groups(), bases(),
              sources(*OF_RULER, "bases", root="../")]  # fmt: skip
     return "\n\n".join(filter(None, parts)) or NONE
+
+
+# ---- beside kvpress ----
+
+
+def both_found(row: Row) -> tuple[list[float], list[float]]:
+    """Samples of all tasks together, of ours and of kvpress."""
+    ours, theirs = ([x for k, each in row.items() if k.endswith(side) for x in each] for side in ("_ours", "_theirs"))
+    return ours, theirs
+
+
+def apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether Wilson's intervals of two lists of hits have nothing in common."""
+    (a, b), (c, d) = (wilson(sum(each), len(each)) for each in (ours, theirs))
+    return b < c or d < a
+
+
+def kvpress() -> str:
+    """kvpress.json: what either side finds and how many of the kept tokens are the same, a row a pair."""
+    out, notes = [], {}
+    for run in runs("kvpress"):
+        rows = run["rows"]
+        shares = [k for k in dict.fromkeys(r["keep"] for r in rows) if k != "1"]
+        tasks = [k.removesuffix("_ours") for k in rows[0] if k.endswith("_ours")]
+        known = "known" if run["settings"]["query_in_prompt"] else "not known"
+        cells: dict[str, dict[str, list[str]]] = {}
+        for r in rows:
+            name = f"`{r['method']}`, {r['setting']}; `{r['theirs']}`"
+            notes[name] = r["note"]
+            ours, theirs = both_found(r)
+            mark = "**" if apart(ours, theirs) else ""
+            same = f"{100 * r['common']:.1f} %" if "common" in r else "-"
+            cells.setdefault(name, {})[r["keep"]] = [share(ours), f"{mark}{share(theirs)}{mark}", same]
+        header = [f"{', '.join(tasks)}, {rows[0]['seq_len']:,} tokens, the question {known}"]
+        for s in shares:
+            header += [f"{s} kept: ours", "kvpress", "in common"]
+        lines = [[name, *(x for s in shares for x in at.get(s, at.get("1", ["-"] * 3)))] for name, at in cells.items()]
+        out.append(table(header, lines))
+        logits = max(s["logits_apart"] for s in run["samples"])
+        out.append(f"{len(run['samples'])} samples; logits of `full` after the prompts at most {logits:.1e} apart.")
+    if not out:
+        return NONE
+    out.append(folded("what differs in each pair", "\n".join(f"- {name}: {note}" for name, note in notes.items())))
+    return "\n\n".join([*out, sources("kvpress", root="../")])

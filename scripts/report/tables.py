@@ -19,7 +19,7 @@ from scripts.report.collectives import collectives
 from scripts.report.compiled import compiled
 from scripts.report.gpu import load, section
 from scripts.report.markdown import RESULTS, runs
-from scripts.report.published import OF_RULER, claims, published, ruler
+from scripts.report.published import OF_RULER, claims, kvpress, published, ruler
 from scripts.report.ranks import of_ranks
 from scripts.report.speculation import speculation
 from scripts.report.speed import attention, restore, speed, weights
@@ -34,6 +34,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     ruler=(ruler, (*OF_RULER, "bases")),
     claims=(claims, ("ruler_defaults",)),
     restore=(restore, ("restore",)),
+    kvpress=(kvpress, ("kvpress",)),
     collectives=(collectives, ("collectives",)),
     speculation=(speculation, ("speculate", "acceptance")),
     ranks=(of_ranks, ("ranks",)),

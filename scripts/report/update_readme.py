@@ -20,7 +20,7 @@ from runtime import ROOT, check_out, written
 from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 
-OF_PUBLISHED = ("ruler", "claims", "published")
+OF_PUBLISHED = ("ruler", "kvpress", "claims", "published")
 OF_DOCS = {"docs/parallel.md": ("collectives", "ranks"), "docs/speculation.md": ("speculation",)}
 ELSEWHERE = {*OF_PUBLISHED, *(name for names in OF_DOCS.values() for name in names)}
 # page -> section -> what writes it
