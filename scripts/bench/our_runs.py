@@ -140,13 +140,18 @@ class Ours(Run):
 
 
 class Enforced(Speculator):
-    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on."""
+    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on. How many are
+    right before the first wrong one is spread evenly over the rounds, so that a few rounds are as long ones would be."""
 
     chance = 1.0
+    rounds = 0
 
     def check(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         chosen, drafts = super().check(tokens, pos, *given), tokens[:, 1:]
-        right = torch.rand(drafts.shape, device=drafts.device) < self.chance
+        self.rounds += 1
+        u = (0.5 + 0.618033988749895 * self.rounds) % 1  # evenly in (0, 1): k drafts are right where u < chance^k
+        k = sum(u < self.chance ** (i + 1) for i in range(drafts.shape[1]))
+        right = torch.arange(drafts.shape[1], device=drafts.device) < k
         return torch.cat((torch.where(right, drafts, (drafts + 1) % self.model.args.vocab_size), chosen[:, -1:]), 1)
 
 
@@ -181,8 +186,7 @@ class Speculating(Ours):
     def _session(self) -> Session:
         session = super()._session()
         session.speculator = self.speculator
-        torch.manual_seed(0)
-        self.speculator.chance = self.chance
+        self.speculator.chance, self.speculator.rounds = self.chance, 0
         return session
 
 

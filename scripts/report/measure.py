@@ -68,7 +68,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
             f"--method {LONG}",
         ],
         speculate=[
-            f"{SHAPES} llama-3.2-1b --synthetic --weights {w} --length 8192 32768 --new 32 --rounds 3 --speculate 4 "
+            f"{SHAPES} llama-3.2-1b --synthetic --weights {w} --length 8192 32768 --new 64 --rounds 3 --speculate 4 "
             "--acceptance 0.7 0.8 0.9 --method full double_sparsity self_index,keep=full"
             for w in ("int4", "bf16")
         ],
