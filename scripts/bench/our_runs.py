@@ -140,8 +140,8 @@ class Ours(Run):
 
 
 class Enforced(Speculator):
-    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on. How many are
-    right before the first wrong one is spread evenly over the rounds, so that a few rounds are as long ones would be."""
+    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on. How many
+    are right before the first wrong one is spread evenly over rounds, so that a few of them are as many would be."""
 
     chance = 1.0
     rounds = 0
