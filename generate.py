@@ -37,6 +37,7 @@ from runtime import (
     written,
 )
 from snapshot import CacheFile
+from speculation import Tally
 from tokenizer.chat import template_variable
 
 
@@ -181,11 +182,9 @@ class Report:
 
 def drafts_of(batches: list[Result]) -> dict[str, float]:
     """What speculation drafted, if it did: the share that exact attention agreed with, and tokens each check gave."""
-    checks, kept = sum(b.drafts.checks for b in batches), sum(b.drafts.kept for b in batches)
-    if not checks:
-        return {}
-    drafted = sum(b.drafts.drafted for b in batches)
-    return dict(acceptance=kept / max(drafted, 1), tokens_per_check=(kept + checks) / checks)
+    drafted, kept, checks = (sum(getattr(b.drafts, x) for b in batches) for x in ("drafted", "kept", "checks"))
+    total = Tally(drafted, kept, checks)
+    return dict(acceptance=total.acceptance, tokens_per_check=total.tokens_per_check) if checks else {}
 
 
 @contextlib.contextmanager

@@ -36,6 +36,11 @@ class Tally:
         """Share of the drafts, of those that stood behind none that was refused."""
         return self.kept / self.drafted if self.drafted else 0.0
 
+    @property
+    def tokens_per_check(self) -> float:
+        """The drafts that were kept, and one that every check gives."""
+        return (self.kept + self.checks) / self.checks if self.checks else 0.0
+
 
 class Speculator:
     """Up to `most` drafts before each check. adaptive (ours): half as many after a check that kept fewer than half,

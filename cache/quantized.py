@@ -120,6 +120,24 @@ class Quantized(KVMethod):
         return B * H * (2 * whole * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
 
 
+class Turned(Quantized):
+    """By one orthonormal matrix a layer, a constant that counts as fp32 of the cache."""
+
+    matrix: Tensor  # fp32 [D, D]
+
+    def turn(self, x):
+        return (x.float() @ self.matrix).to(x.dtype)
+
+    def turn_back(self, y):
+        return (y.float() @ self.matrix.T).to(y.dtype)
+
+    def card_nbytes(self):
+        return super().card_nbytes() + 4 * self.shape.head_dim**2
+
+    def traffic(self, pos):
+        return super().traffic(pos) + 4 * self.shape.head_dim**2
+
+
 def check_bits(method: str, *given: int | None) -> None:
     """InputError for bits that cannot be packed; None: not given."""
     for bits in given:

@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore, check_bits
+from cache.quantized import QuantizedStore, Turned, check_bits
 from errors import InputError
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import GROUP
@@ -29,7 +29,7 @@ PRESETS = {  # of no seed paper; QuaRot's bits of keys and values
 }
 
 
-class Hadamard(Quantized):
+class Hadamard(Turned):
     paper = "Ashkboos, Mohtashami et al. 2024, QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs"
     lossless = dict(bits=16)
     stress = dict(bits=2, recent=5, sinks=3)
@@ -61,15 +61,3 @@ class Hadamard(Quantized):
             QuantizedStore(shape, bits or args.bits, sinks, ring, group, args.clip)
             for bits in (args.k_bits, args.v_bits)
         )
-
-    def turn(self, x):
-        return (x.float() @ self.matrix).to(x.dtype)
-
-    def turn_back(self, y):
-        return (y.float() @ self.matrix.T).to(y.dtype)
-
-    def card_nbytes(self):
-        return super().card_nbytes() + 4 * self.shape.head_dim**2
-
-    def traffic(self, pos):
-        return super().traffic(pos) + 4 * self.shape.head_dim**2

@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore
+from cache.quantized import QuantizedStore, Turned
 from errors import InputError
 
 PRESETS = {  # of no seed paper; the bytes of the paper's Table 1, which gives 32 of 128 channels one bit more
@@ -24,7 +24,7 @@ PRESETS = {  # of no seed paper; the bytes of the paper's Table 1, which gives 3
 }
 
 
-class TurboQuant(Quantized):
+class TurboQuant(Turned):
     paper = "Zandieh, Daliri et al. 2025, TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate"
     lossless = dict(bits=16)
     stress = dict(bits=2, recent=5, sinks=3)
@@ -52,18 +52,6 @@ class TurboQuant(Quantized):
         self.keys, self.values = (
             QuantizedStore(shape, bits or args.bits, sinks, ring, codebook=True) for bits in (args.k_bits, args.v_bits)
         )
-
-    def turn(self, x):
-        return (x.float() @ self.matrix).to(x.dtype)
-
-    def turn_back(self, y):
-        return (y.float() @ self.matrix.T).to(y.dtype)
-
-    def card_nbytes(self):
-        return super().card_nbytes() + 4 * self.shape.head_dim**2
-
-    def traffic(self, pos):
-        return super().traffic(pos) + 4 * self.shape.head_dim**2
 
 
 def random_rotation(n: int, seed: int):
