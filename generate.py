@@ -204,6 +204,22 @@ def profiled(trace: str | None) -> Iterator[None]:
             prof.export_chrome_trace(str(tmp))
 
 
+@contextlib.contextmanager
+def answering(opt: argparse.Namespace, report: Report, streaming: bool) -> Iterator[None]:
+    """Around a run: what ends it early keeps its completions; they are printed, unless they were as they came."""
+    try:
+        with profiled(opt.profile):
+            yield
+    except Ended as e:
+        report.completions += e.completions
+        report.error = e
+    if streaming:
+        print()
+    elif not opt.json:
+        for i, c in enumerate(report.completions):
+            print(f"--- {i + 1} ---\n{c.text}")
+
+
 def run_questions(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """Prompts that are read once, or were before; every question starts from there."""
     saved, asked = opt.saved, max(1, len(opt.question))
@@ -217,33 +233,20 @@ def run_questions(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report:
         begun.add(row)
         print(piece, end="", flush=True)
 
-    try:
-        with profiled(opt.profile):
-            report.completions += llm.ask(
-                texts,
-                opt.question,
-                opt.max_new_tokens,
-                sampling,
-                chat=opt.chat,
-                system=opt.system,
-                chat_args=chat_args(opt),
-                stop=opt.stop,
-                on_text=show if alone else None,
-                save=opt.save_cache,
-                load=saved,
-            )
-    except Ended as e:
-        report.completions += e.completions
-        report.error = e
-    if alone:
-        print()
-    elif not opt.json:
-        print_all(report.completions)
-
-
-def print_all(completions: list[Completion]) -> None:
-    for i, c in enumerate(completions):
-        print(f"--- {i + 1} ---\n{c.text}")
+    with answering(opt, report, alone):
+        report.completions += llm.ask(
+            texts,
+            opt.question,
+            opt.max_new_tokens,
+            sampling,
+            chat=opt.chat,
+            system=opt.system,
+            chat_args=chat_args(opt),
+            stop=opt.stop,
+            on_text=show if alone else None,
+            save=opt.save_cache,
+            load=saved,
+        )
 
 
 def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
@@ -253,24 +256,16 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
         prompts *= opt.batch_size or 1
     streaming = not opt.json and len(prompts) == 1
     show = (lambda row, piece: print(piece, end="", flush=True)) if streaming else None
-    try:
-        with profiled(opt.profile):
-            report.completions += llm.generate(
-                prompts,
-                opt.max_new_tokens,
-                sampling,
-                question=opt.question[0] if opt.question else None,
-                batch_size=opt.batch_size,
-                stop=opt.stop,
-                on_text=show,
-            )
-    except Ended as e:
-        report.completions += e.completions
-        report.error = e
-    if streaming:
-        print()
-    elif not opt.json:
-        print_all(report.completions)
+    with answering(opt, report, streaming):
+        report.completions += llm.generate(
+            prompts,
+            opt.max_new_tokens,
+            sampling,
+            question=opt.question[0] if opt.question else None,
+            batch_size=opt.batch_size,
+            stop=opt.stop,
+            on_text=show,
+        )
 
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
