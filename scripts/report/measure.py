@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,7 +144,10 @@ def part(question: str, i: int, command: str, limit: float) -> dict | None:
     key = f"{commit()} {command}"
     if not (mark.exists() and mark.read_text() == key):
         if path.exists() and json.loads(path.read_text()).get("commit") != commit():
-            path.unlink()
+            if out.is_dir():
+                shutil.rmtree(out)  # with its samples, which --resume would take for this commit's
+            else:
+                path.unlink()
         argv += ["--out", str(out.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
         status = run([sys.executable, "-m", f"scripts.{module}", *argv], limit)
         if status:
