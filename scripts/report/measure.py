@@ -103,8 +103,8 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
-        ruler_long=[f"{RULED} --lengths 4096 --samples 20 {FOUND} --method {OWN}",
-                    f"{RULED} --lengths 8192 --samples 10 {FOUND} --method {LONGER}"],
+        ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --method {OWN}",
+                    f"{RULED} --lengths 8192 --samples 5 {FOUND} --method {LONGER}"],
         ruler_known=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --query-in-prompt --kv 1/2,1/4,1/8 "
                      "--method h2o tova snapkv pyramidkv streaming"],
         ruler_newer=[f"{RULED} --lengths 2048 --samples {n} {FOUND} --kv 1/2,1/4,1/8 --method {methods}"
