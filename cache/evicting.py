@@ -35,7 +35,7 @@ class Evicting(KVMethod):
     lookback: int | None = 32  # the prompt's last queries whose attention is its score; None: of all of them; 0: none
     group: Literal["sum", "max"] = "sum"  # of the attention of a group's query heads
     scores_pre_rope: ClassVar[bool] = False  # True: `prompt_scores` gets q and k before rotation
-    evicts: ClassVar[bool] = True  # False: a prompt loses tokens, a decoded token takes one of the slots of `room`
+    evicts: ClassVar[bool] = True  # False: only prompts lose tokens; decoded tokens fill the `decode_slots`
     evicts_while_reading: ClassVar[bool] = False  # True: a chunk of a prompt attends to what is kept of those before it
 
     k: Tensor  # [B, Hkv, N, D] rotated, in any order
@@ -73,7 +73,7 @@ class Evicting(KVMethod):
         return budget_tokens(self.args.recent, length)
 
     def held(self, length: Tensor) -> Tensor:
-        """How many tokens a row holds at most, `room` aside, at lengths [B] -> [B] int64, at most the length.
+        """The most tokens a row keeps beside `decode_slots`, at lengths [B] -> [B] int64, at most the length.
 
         A layer may have a budget of its own: self.layer is one of self.shape.n_layer.
         """
@@ -83,7 +83,7 @@ class Evicting(KVMethod):
         """The largest `held` of all lengths up to n."""
         return int(self.held(torch.arange(1, n + 1)).max())
 
-    def room(self) -> int:
+    def decode_slots(self) -> int:
         """Slots beyond the budget, for decoded tokens: none are evicted before they are full."""
         return 0
 
@@ -92,7 +92,7 @@ class Evicting(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        N = min(T, self.most_held(T) + self.room())
+        N = min(T, self.most_held(T) + self.decode_slots())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
         if self.evicts:
             self.buffer("score", (B, H, N), torch.float32)
@@ -187,7 +187,7 @@ class Evicting(KVMethod):
         (B, H), filled = k.shape[:2], self.filled[: len(k)]
         slots = self.k.shape[2]
         # nothing decoded is lost: what a longer prompt would keep, which may be less, does not matter
-        most = (self.held(pos + 1) + self.room()).clamp(max=slots) if self.evicts else slots
+        most = (self.held(pos + 1) + self.decode_slots()).clamp(max=slots) if self.evicts else slots
         grows = filled < most
         slot = filled[:, None].clamp(max=slots - 1)
         if self.evicts:
@@ -228,17 +228,17 @@ class Evicting(KVMethod):
         return Attended(torch.where(there, self.place[:B].long(), -2), q, self.k[:B], self.v[:B])
 
     def maintain(self, step):
-        if not self.evicts and self.room() < step and self.k.shape[2] < self.shape.max_seq_len:
+        if not self.evicts and self.decode_slots() < step and self.k.shape[2] < self.shape.max_seq_len:
             raise InputError(
-                f"{type(self).__name__}: after {step} decoded tokens their {self.room()} slots are full: set the cache "
-                "up with max_new_tokens, or give more room"
+                f"{type(self).__name__}: after {step} decoded tokens their {self.decode_slots()} slots are full: set "
+                "the cache up with max_new_tokens, or give more decode_slots"
             )
 
     def reset(self):
         self.filled.zero_()
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt, where decoded tokens come on top: see `room`."""
+        """All of `pos` taken as prompt, where decoded tokens come on top: see `decode_slots`."""
         s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
         ranks = 8 if self.evicts else 0  # score and place
         return s.max_batch * (s.n_kv_head * tokens * (2 * s.head_dim * s.dtype.itemsize + ranks) + 8)

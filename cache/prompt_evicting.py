@@ -26,14 +26,14 @@ class PromptEvicting(Evicting):
 
     @dataclass
     class Args(Evicting.Args):
-        room: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+        decode_slots: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
         adaptive: bool = knob(False, "share a layer's budget over its KV heads by score (AdaKV)")
         safeguard: float = knob(0.2, "with adaptive: the part of its budget that each head has by itself (AdaKV)", 0, 1)
         value_aware: bool = knob(False, "choose by score times |W_O v|_1, the best by score aside (CriticalKV)")
         first_stage: float = knob(0.5, "with value_aware: the part that is chosen by score alone (CriticalKV)", 0, 1)
 
-    def room(self):
-        return self.args.room if self.shape.max_new_tokens is None else self.shape.max_decoded
+    def decode_slots(self):
+        return self.args.decode_slots if self.shape.max_new_tokens is None else self.shape.max_decoded
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

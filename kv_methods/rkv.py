@@ -45,7 +45,7 @@ class RKV(Compacting):
         self.lookback, self.every = args.recent, args.buffer
         super().__init__(args, shape, layer, rope, calib)
 
-    def room(self):
+    def decode_slots(self):
         return min(self.args.buffer, self.shape.max_decoded)
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):

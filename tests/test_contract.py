@@ -229,7 +229,7 @@ class SnapKV(Evicting):
     def prompt_scores(self, q, k, v, mass, lengths):
         return max_pool1d(mass, self.args.pool, 1, self.args.pool // 2)
 
-    def room(self):
+    def decode_slots(self):
         return self.args.slots
 '''
 TOVA = '''
