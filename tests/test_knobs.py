@@ -29,7 +29,7 @@ WRONG = dict(
     quest=[dict(page=0), dict(budget=0), dict(recent=0), dict(budget="p0"), dict(budget="p0.9", cap=0.0)],
     random=[dict(budget="p0.9")],
     razor=[dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0), dict(share=-0.5),
-           dict(share=1.5), dict(whole=-1), dict(protect="some"), dict(retrieval_method="nope"),
+           dict(share=1.5), dict(full_up_to=-1), dict(protect="some"), dict(retrieval_method="nope"),
            dict(retrieval_method="razor")],
     sals=[dict(rank=0.0), dict(rank=1.5), dict(score_rank=0.0), dict(score_rank=1.1), dict(value_bits=3),
           dict(budget=0), dict(budget=79, sinks=16, recent=64), dict(sinks=-1), dict(recent=0), dict(score="mean")],
