@@ -46,7 +46,7 @@ class Compacting(Evicting):
 
     def stay(self, place: Tensor, read: Tensor) -> Tensor:
         """How many tokens stay of those held, place [B, Hkv, N] (-1: none), when read [B] have come -> [B]."""
-        return self.held(read)
+        return self.num_kept(read)
 
     # ---- storage ----
 

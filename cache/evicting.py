@@ -72,16 +72,16 @@ class Evicting(KVMethod):
         """How many of the newest tokens are never evicted, at lengths [B] -> [B] int64."""
         return budget_tokens(self.args.recent, length)
 
-    def held(self, length: Tensor) -> Tensor:
+    def num_kept(self, length: Tensor) -> Tensor:
         """The most tokens a row keeps beside `decode_slots`, at lengths [B] -> [B] int64, at most the length.
 
         A layer may have a budget of its own: self.layer is one of self.shape.n_layer.
         """
         return budget_tokens(self.args.budget, length).maximum(self.recent(length))
 
-    def most_held(self, n: int) -> int:
-        """The largest `held` of all lengths up to n."""
-        return int(self.held(torch.arange(1, n + 1)).max())
+    def max_kept(self, n: int) -> int:
+        """The largest `num_kept` of all lengths up to n."""
+        return int(self.num_kept(torch.arange(1, n + 1)).max())
 
     def decode_slots(self) -> int:
         """Slots beyond the budget, for decoded tokens: none are evicted before they are full."""
@@ -92,7 +92,7 @@ class Evicting(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        N = min(T, self.most_held(T) + self.decode_slots())
+        N = min(T, self.max_kept(T) + self.decode_slots())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
         if self.evicts:
             self.buffer("score", (B, H, N), torch.float32)
@@ -138,7 +138,7 @@ class Evicting(KVMethod):
         self.place[:B, :, :n] = (chosen if place is None else place.gather(2, chosen)).int()
         if self.evicts:
             self.score[:B, :, :n] = scores.expand(B, H, S).gather(2, chosen)
-        self.filled[:B] = self.held(read).minimum(lengths)
+        self.filled[:B] = self.num_kept(read).minimum(lengths)
 
     # ---- a prompt in chunks, of which no more is held than is kept ----
 
@@ -173,9 +173,9 @@ class Evicting(KVMethod):
             seen = seen.gather(2, order[:, :1].expand(B, n, -1))[:, None, None]
             weights = logits.masked_fill(~seen, float("-inf")).softmax(-1) * counts[:, None, None, :, None]
             mass = weights.sum(3).sum(2) if self.group == "sum" else weights.sum(3).amax(2)
-        held, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
+        stored, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
         before = [(b, b[ended]) for b in self.buffers() if len(b) == self.shape.max_batch]
-        self.keep(keys, values, self.prompt_scores(q, keys, values, mass, held), held, at, read)
+        self.keep(keys, values, self.prompt_scores(q, keys, values, mass, stored), stored, at, read)
         for buffer, rows in before:  # a prompt that has ended stays as it is
             buffer[ended] = rows
         return y
@@ -187,7 +187,7 @@ class Evicting(KVMethod):
         (B, H), filled = k.shape[:2], self.filled[: len(k)]
         slots = self.k.shape[2]
         # nothing decoded is lost: what a longer prompt would keep, which may be less, does not matter
-        most = (self.held(pos + 1) + self.decode_slots()).clamp(max=slots) if self.evicts else slots
+        most = (self.num_kept(pos + 1) + self.decode_slots()).clamp(max=slots) if self.evicts else slots
         grows = filled < most
         slot = filled[:, None].clamp(max=slots - 1)
         if self.evicts:
@@ -239,6 +239,6 @@ class Evicting(KVMethod):
 
     def traffic(self, pos):
         """All of `pos` taken as prompt, where decoded tokens come on top: see `decode_slots`."""
-        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        s, tokens = self.shape, int(self.num_kept(torch.tensor([pos + 1])))
         ranks = 8 if self.evicts else 0  # score and place
         return s.max_batch * (s.n_kv_head * tokens * (2 * s.head_dim * s.dtype.itemsize + ranks) + 8)

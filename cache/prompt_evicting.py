@@ -49,12 +49,12 @@ class PromptEvicting(Evicting):
 
     def keep(self, k, v, scores, lengths, place=None, read=None):
         (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
-        recent, held = self.recent(lengths), self.held(lengths)
+        recent, kept = self.recent(lengths), self.num_kept(lengths)
         before = (t < (lengths - recent)[:, None])[:, None]
         scores = scores.expand(B, H, S).masked_fill(~before, float("-inf"))
-        count = (held - recent)[:, None].expand(B, H)  # of each head, its recent tokens aside
+        count = (kept - recent)[:, None].expand(B, H)  # of each head, its recent tokens aside
         if self.args.adaptive:
-            count = shared_budget(scores, held - recent, self.args.safeguard)
+            count = shared_budget(scores, kept - recent, self.args.safeguard)
         if self.args.value_aware:
             first = ranks(scores) < (count * self.args.first_stage).long()[..., None]
             scores = (scores * self.value_sizes(v)).masked_fill(first, float("inf"))
@@ -62,7 +62,7 @@ class PromptEvicting(Evicting):
         if not self.args.adaptive:
             return super().keep(k, v, scores, lengths, place, read)
         count = count + recent[:, None]
-        self.first[:B, 1:] = (count - held[:, None] + self.k.shape[2]).cumsum(1)  # all have as many slots to grow into
+        self.first[:B, 1:] = (count - kept[:, None] + self.k.shape[2]).cumsum(1)  # all have as many slots to grow into
         newest = ~before & (t < lengths[:, None])[:, None]
         order = best_tokens(scores.masked_fill(newest, float("inf")), S)
         row, head, i = (t < count[..., None]).nonzero(as_tuple=True)
@@ -70,7 +70,7 @@ class PromptEvicting(Evicting):
         for store, x in ((self.k, k), (self.v, v)):
             store.flatten(1, 2)[row, slot] = x[row, head, token]
         self.place.flatten(1, 2)[row, slot] = token.int()
-        self.filled[:B] = held
+        self.filled[:B] = kept
 
     def value_sizes(self, v: Tensor) -> Tensor:
         """|W_O v|_1 of v [B, Hkv, S, D], mean over a group's query heads -> fp32 [B, Hkv, S]."""

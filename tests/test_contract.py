@@ -262,7 +262,7 @@ class H2O(Evicting):
         heavy: int | float = knob(500, "tokens kept")
         recent: int = knob(32, "newest tokens")
 
-    def held(self, length):
+    def num_kept(self, length):
         return budget_tokens(self.args.heavy, length)
 
     def observe(self, weights):

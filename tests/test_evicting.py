@@ -303,7 +303,7 @@ def test_pyramidkv_holds_what_snapkv_holds(budget, beta):
     sizes = []
     for i in range(N_LAYER):
         method = layer("pyramidkv", dict(budget=budget, beta=beta), (1, 1, 32), 1, 2048, at=i)
-        sizes.append([int(method.held(torch.tensor([n]))) for n in (100, 300, 400, 1000, 2048)])
+        sizes.append([int(method.num_kept(torch.tensor([n]))) for n in (100, 300, 400, 1000, 2048)])
         assert max(sizes[-1]) <= method.k.shape[2]
     for n, layers in zip((100, 300, 400, 1000, 2048), zip(*sizes, strict=True), strict=True):
         k = min(n, budget if isinstance(budget, int) else int(np.ceil(budget * n - 1e-6)))
@@ -320,7 +320,7 @@ def test_pyramidkv_has_no_pyramid_below_twice_its_budget():
     cls = method_class("pyramidkv")
     for at, pyramid in ((0, 3986), (31, 110)):
         method = cls(cls.Args(), args.cache_shape(at, 1, 9000, torch.float32, "meta"), at, args.rotary(1, 1, "meta"))
-        held = method.held(torch.tensor([2047, 2048, 2500, 4079, 4080, 9000])).tolist()
+        held = method.num_kept(torch.tensor([2047, 2048, 2500, 4079, 4080, 9000])).tolist()
         assert held == [2047, 2048, 2048, 2048, pyramid, pyramid]
 
 
