@@ -16,7 +16,7 @@ from torch import Tensor
 from cache.evicting import Evicting
 from kernels.gather_attention import gather_rows
 from kernels.prompt_scores import best_tokens
-from kernels.ring import held
+from kernels.ring import ring_positions
 
 
 class Compacting(Evicting):
@@ -63,7 +63,7 @@ class Compacting(Evicting):
     def note_queries(self, q: Tensor, lengths: Tensor) -> None:
         """The newest of prompts, q [B, Hq, S, D] rotated, lengths [B]."""
         if self.every:
-            newest = held(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
+            newest = ring_positions(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
             self.queries[: len(q)] = gather_rows(q, newest.expand(-1, q.shape[1], -1))
             self.prompt_len[: len(q)] = lengths
 
@@ -87,7 +87,7 @@ class Compacting(Evicting):
         place = torch.where(there, self.place.gather(2, order).long(), -1)
         k, v = (gather_rows(x, order).masked_fill(~there[..., None], 0) for x in (self.k, self.v))
         read = place.amax((1, 2)) + 1
-        at = held(read - 1, self.lookback)
+        at = ring_positions(read - 1, self.lookback)
         q = self.queries.masked_fill((at < 0)[:, None, :, None], 0)
         scores = self.later_scores(q, at, k, v, place, self.filled)
         newest = place >= (read - self.recent(read))[:, None, None]

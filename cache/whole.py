@@ -10,7 +10,7 @@ from torch import Tensor
 from cache.base import CacheShape, Storage
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.ring import held
+from kernels.ring import ring_positions
 
 
 class Tail(Storage):
@@ -46,7 +46,7 @@ class Tail(Storage):
     def position(self, pos: Tensor) -> Tensor:
         """[B, size] of the ring with the newest token at pos [B]; -2 where nothing is, or what has moved."""
         prompt_len = self.prompt_len[: len(pos)]
-        step = held(pos - prompt_len, self.size)
+        step = ring_positions(pos - prompt_len, self.size)
         return torch.where(step >= self.moved, step + prompt_len[:, None], -2)
 
     def due(self, step: int) -> bool:

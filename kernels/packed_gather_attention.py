@@ -15,7 +15,7 @@ from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
 from kernels.quantize import GROUP, WORDS
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.sign_codes import SUB
 from kernels.splits import block_size, blocks_of, combine, parts_of, share_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
@@ -90,7 +90,7 @@ def _packed_gather_attention(
     chosen_k, chosen_v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
     sinks = torch.arange(sink_k.shape[2], device=q.device) < prompt_len[:B, None]
-    tail = held(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
+    tail = ring_positions(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
     scaled = grouped if alpha is None else (grouped * alpha[:B, :, None]).to(q.dtype)

@@ -27,7 +27,7 @@ from kernels.quantize import (
     quantize,
     quantize_channels,
 )
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
 
@@ -92,7 +92,7 @@ def store_prompt(tokens: QuantizedTokens, x: Tensor, lengths: Tensor) -> None:
             tokens.data[:B, :, :S], tokens.params[:B, :, : S // each] = encode(tokens, x[:, :, :S])
     sinks = min(tokens.sinks, x.shape[2])
     tokens.whole[:B, :, :sinks] = x[:, :, :sinks]
-    newest = tokens.sinks + held(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
+    newest = tokens.sinks + ring_positions(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
     tokens.whole[:B, :, tokens.sinks :] = gather_rows(x, newest.clamp(0, x.shape[2] - 1)[:, None])
 
 

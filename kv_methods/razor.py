@@ -24,7 +24,7 @@ from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError, warn_once
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.window_append import window_append
 from parallel import ONE
 
@@ -287,7 +287,7 @@ class Razor(KVMethod):
 
     def _newest(self, pos):
         """[B, ring], of the positions that share a place of slot_of, with the newest token at pos [B]."""
-        return self.sinks + held(pos - self.sinks, self.ring)
+        return self.sinks + ring_positions(pos - self.sinks, self.ring)
 
     def append(self, k, v, pos):
         """While the window grows nothing leaves it; else the new token takes the slot of the oldest, which does."""
