@@ -136,7 +136,7 @@ def knob(default: Any, help: str, low: float | None = None, high: float | None =
 
 
 class Storage(nn.Module):
-    """What has buffers that count as cache memory: a method, or a part of one (packed.py, whole.py, labels.py)."""
+    """A module whose buffers count as cache memory: a method, or a part of one (packed.py, labels.py)."""
 
     def __init__(self, shape: CacheShape):
         super().__init__()

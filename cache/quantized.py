@@ -28,7 +28,7 @@ from kernels.quantized_attention import (
 class QuantizedStore(Storage):
     """Keys, or values: slot = position where packed; `sinks` first tokens and a ring of `ring` newest ones whole."""
 
-    whole: Tensor  # [B, Hkv, sinks + ring, D]
+    full_precision: Tensor  # [B, Hkv, sinks + ring, D]
 
     def __init__(
         self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
@@ -55,14 +55,14 @@ class QuantizedStore(Storage):
             if codebook:
                 numbers = e4m3() if bits == 8 else lloyd_max(D, bits)
                 self.book = self.packed.constant("book", (2**bits,), numbers, torch.float32)
-        self.buffer("whole", (B, H, sinks + ring, D))
+        self.buffer("full_precision", (B, H, sinks + ring, D))
 
     @property
     def tokens(self) -> QuantizedTokens:
         """As the kernels take them."""
         data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
         book = None if self.book is None else self.packed.get_buffer("book")
-        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.block, self.clip, book)
+        return QuantizedTokens(data, params, self.full_precision, self.bits, self.sinks, self.block, self.clip, book)
 
     @property
     def fixed_bytes(self) -> int:
@@ -108,14 +108,14 @@ class Quantized(KVMethod):
         size = self.shape.dtype.itemsize
         total = 0
         for store in (self.keys, self.values):
-            slots, whole = store.packed.get_buffer("data").shape[2], store.whole.shape[2]
+            slots, whole = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
             total += B * H * (round(slots * store.vector_bytes) + whole * D * size) + store.fixed_bytes
         return total
 
     def traffic(self, pos):
         """Bytes of packed tokens and of whole ones; rings that empty at once are counted as full, the most they are."""
         (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
-        whole = min(n, self.keys.whole.shape[2])
+        whole = min(n, self.keys.full_precision.shape[2])
         packed = math.ceil((n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
         return B * H * (2 * whole * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
 

@@ -35,7 +35,7 @@ class PackedTokens(NamedTuple):
     codes: Tensor | None = None  # uint8 [..., D / 8]: signs of the keys, 4 channels to 4 bits
 
 
-class WholeTokens(NamedTuple):
+class FullPrecisionTokens(NamedTuple):
     """Tokens in full precision. Empty slots weigh 0: keys may be anything, values must be finite."""
 
     sink_k: Tensor  # [>= B, Hkv, n, D]: the first min(n, prompt_len) slots are attended to
@@ -49,7 +49,7 @@ def packed_gather_attention(
     idx: Tensor,
     count: Tensor,
     packed: PackedTokens,
-    whole: WholeTokens,
+    full_precision: FullPrecisionTokens,
     pos: Tensor,
     prompt_len: Tensor,
     flushed: Tensor,
@@ -62,7 +62,7 @@ def packed_gather_attention(
     """
     return _packed_gather_attention(
         q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
-        *whole, pos, prompt_len, flushed, packed.bits,
+        *full_precision, pos, prompt_len, flushed, packed.bits,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens
+from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
-from cache.whole import Exempt
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cache.base import CacheShape
+from cache.full_precision import Exempt, Tail
 from cache.packed import PackedVectors, check_groups
-from cache.whole import Exempt, Tail
 from errors import InputError
 from kernels.packed_gather_attention import PackedTokens, read_packed
 from kernels.prompt_scores import best_in_order
