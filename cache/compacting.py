@@ -1,7 +1,7 @@
 """Eviction while decoding, at intervals: decoded tokens fill free slots, and every so many steps the lowest scores go.
 
     class Mine(Compacting):
-        def later_scores(self, q, at, k, v, place, filled):   # the newest queries, and what is held, as it stands in
+        def later_scores(self, q, q_pos, k, v, place, filled):   # the newest queries, and what is held, as it stands in
             ...                                                # the text -> [B, Hkv, N]
 
 With every = 0 nothing that is decoded goes. Scores are made between steps, outside the graph, of what the graph stored:
@@ -29,18 +29,18 @@ class Compacting(Evicting):
 
     # ---- what a subclass says ----
 
-    def later_scores(self, q: Tensor, at: Tensor, k: Tensor, v: Tensor, place: Tensor, filled: Tensor) -> Tensor:
-        """How much each held token is worth -> scores [B, Hkv, N]; what is never evicted may get infinity.
+    def later_scores(self, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, place: Tensor, filled: Tensor) -> Tensor:
+        """How much each kept token is worth -> scores [B, Hkv, N]; a token that is never evicted may get infinity.
 
-        q [B, Hq, W, D] of positions at [B, W], negative where there is none; k and v [B, Hkv, N, D] of positions place
-        [B, Hkv, N], in the order of the text, of which the first filled [B] are there, zeros behind them. By default as
-        of a prompt, by the attention of these queries.
+        q [B, Hq, W, D] are the newest queries, at positions q_pos [B, W], negative if there is none. k and v [B, Hkv,
+        N, D] are in the order of the text, at positions place [B, Hkv, N]; the first filled [B] of them are tokens, the
+        rest zeros. By default scores are those of a prompt: the attention of these queries.
         """
         H, there = k.shape[1], torch.arange(k.shape[2], device=k.device) < filled[:, None]
-        seen = there[:, None, None] & (place[:, :, None] <= at[:, None, :, None])  # [B, Hkv, W, N]
+        seen = there[:, None, None] & (place[:, :, None] <= q_pos[:, None, :, None])  # [B, Hkv, W, N]
         logits = q.unflatten(1, (H, -1)).float() @ k.float().mT[:, :, None] * q.shape[3] ** -0.5
         p = logits.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
-        each = p.masked_fill((at < 0)[:, None, None, :, None], 0).sum(3)  # [B, Hkv, g, N]
+        each = p.masked_fill((q_pos < 0)[:, None, None, :, None], 0).sum(3)  # [B, Hkv, g, N]
         mass = each.sum(2) if self.group == "sum" else each.amax(2)
         return self.prompt_scores(q, k, v, mass.masked_fill(~there[:, None], 0), filled)
 
@@ -87,9 +87,9 @@ class Compacting(Evicting):
         place = torch.where(there, self.place.gather(2, order).long(), -1)
         k, v = (gather_rows(x, order).masked_fill(~there[..., None], 0) for x in (self.k, self.v))
         read = place.amax((1, 2)) + 1
-        at = ring_positions(read - 1, self.lookback)
-        q = self.queries.masked_fill((at < 0)[:, None, :, None], 0)
-        scores = self.later_scores(q, at, k, v, place, self.filled)
+        q_pos = ring_positions(read - 1, self.lookback)
+        q = self.queries.masked_fill((q_pos < 0)[:, None, :, None], 0)
+        scores = self.later_scores(q, q_pos, k, v, place, self.filled)
         newest = place >= (read - self.recent(read))[:, None, None]
         rank = scores.masked_fill(newest, float("inf")).masked_fill(~there, float("-inf"))
         chosen = best_tokens(rank, N)

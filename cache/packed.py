@@ -35,16 +35,16 @@ class PackedVectors(Storage):
             self.vector_bytes = width * bits // 8 + groups_of(width, group) * 2 * 2
 
     def put(
-        self, at: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+        self, slots: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
     ) -> None:
         """Store vectors x [..., width] at an index of the slots; mean, alpha and magnitude are those of `quantize`.
 
         At 16 bits there is nothing to divide by or to take a sign from: only the mean is taken off.
         """
         if self.params is not None:
-            self.data[at], self.params[at] = quantize(x, self.bits, mean, alpha, magnitude, self.group, self.clip)
+            self.data[slots], self.params[slots] = quantize(x, self.bits, mean, alpha, magnitude, self.group, self.clip)
         else:
-            self.data[at] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
+            self.data[slots] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
 
     def parts(self) -> tuple[Tensor, ...]:
         """data and params; at 16 bits the vectors alone."""

@@ -70,9 +70,9 @@ class SnapKV(Compacting, PromptEvicting):
             return min(self.args.decode_budget + self.every, self.shape.max_decoded)
         return super().decode_slots()
 
-    def later_scores(self, q, at, k, v, place, filled):
+    def later_scores(self, q, q_pos, k, v, place, filled):
         """Of decoded tokens: what is kept of the prompt stays."""
-        scores = super().later_scores(q, at, k, v, place, filled)
+        scores = super().later_scores(q, q_pos, k, v, place, filled)
         return scores.masked_fill(place < self.prompt_len[:, None, None], float("inf"))
 
     def stay(self, place, read):
