@@ -1,11 +1,11 @@
-"""Eviction while decoding, at intervals: decoded tokens fill free slots, and every so many steps the lowest scores go.
+"""Eviction at intervals while decoding: decoded tokens fill free slots, and every `every` steps the lowest scores go.
 
     class Mine(Compacting):
-        def later_scores(self, q, q_pos, k, v, place, filled):   # the newest queries, and what is held, as it stands in
-            ...                                                # the text -> [B, Hkv, N]
+        def later_scores(self, q, q_pos, k, v, place, filled):   # newest queries; kept tokens in the order of the text
+            ...                                                  # -> [B, Hkv, N]
 
-With every = 0 nothing that is decoded goes. Scores are made between steps, outside the graph, of what the graph stored:
-the slots themselves, and the newest `lookback` queries.
+With every = 0 no decoded token is evicted. Scores are computed between steps, outside the graph, from what the graph
+stored: the slots and the newest `lookback` queries.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kernels.ring import ring_positions
 class Compacting(Evicting):
     evicts = False
     lookback: int
-    every: int = 0  # steps between two evictions; 0: there are none
+    every: int = 0  # steps between two evictions; 0: no evictions
 
-    queries: Tensor  # [B, Hq, lookback, D] rotated, that of position p in slot p % lookback
+    queries: Tensor  # [B, Hq, lookback, D] rotated; the query at position p is in slot p % lookback
     prompt_len: Tensor  # int64 [B]
 
-    # ---- what a subclass says ----
+    # ---- what a subclass defines ----
 
     def later_scores(self, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, place: Tensor, filled: Tensor) -> Tensor:
         """How much each kept token is worth -> scores [B, Hkv, N]; a token that is never evicted may get infinity.
@@ -45,7 +45,8 @@ class Compacting(Evicting):
         return self.prompt_scores(q, k, v, mass.masked_fill(~there[:, None], 0), filled)
 
     def stay(self, place: Tensor, read: Tensor) -> Tensor:
-        """How many tokens stay of those held, place [B, Hkv, N] (-1: none), when read [B] have come -> [B]."""
+        """How many of the stored tokens stay, after read [B] tokens -> [B]. place [B, Hkv, N] are their positions, -1
+        for empty slots."""
         return self.num_kept(read)
 
     # ---- storage ----
@@ -61,7 +62,7 @@ class Compacting(Evicting):
         self.note_queries(q_rot, lengths)
 
     def note_queries(self, q: Tensor, lengths: Tensor) -> None:
-        """The newest of prompts, q [B, Hq, S, D] rotated, lengths [B]."""
+        """Store the newest queries of prompts, from q [B, Hq, S, D] rotated, lengths [B]."""
         if self.every:
             newest = ring_positions(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
             self.queries[: len(q)] = gather_rows(q, newest.expand(-1, q.shape[1], -1))
@@ -79,7 +80,7 @@ class Compacting(Evicting):
             self.compact()
 
     def compact(self) -> None:
-        """Evict: what stays moves to the first slots."""
+        """Evict, and move the tokens that stay to the first slots."""
         N, slot = self.k.shape[2], torch.arange(self.k.shape[2], device=self.k.device)
         there = (slot < self.filled[:, None])[:, None]
         last = torch.iinfo(torch.int32).max
