@@ -3,9 +3,9 @@
 Each token is drawn with noise that is fixed by its row and position (`exponential_noise`, engine.py). The method draws
 a draft from its distribution p, exact attention draws from its own, q, with the same noise, and the draft is accepted
 if both drew the same token. So the text is, token by token, what `full` writes with the same seed, greedy or not
-(Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft is accepted
-with probability at least (1 - d) / (1 + d), with d the total variation of p and q. The rule of Leviathan et al. 2023
-accepts with 1 - d, but preserves only q's distribution and needs p of every draft.
+(Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft is
+accepted with probability at least (1 - d) / (1 + d), with d the total variation of p and q. The rule of Leviathan et
+al. 2023 accepts with 1 - d, but preserves only q's distribution and needs p of every draft.
 """
 
 from __future__ import annotations
