@@ -96,7 +96,7 @@ class ModelArgs:
         for id in (min(ids), max(ids)) if ids else ():
             if not 0 <= id < self.vocab_size:
                 raise InputError(f"the text has token {id}, the model embeds {self.vocab_size} (vocab_size in "
-                                 "config.json): leave that token out, or take the model's own tokenizer")  # fmt: skip
+                                 "config.json): leave that token out, or use the model's own tokenizer")  # fmt: skip
 
     def rotary(self, max_batch: int, max_seq_len: int, device: Any = None) -> Rope:
         """The rotary tables of positions 0 to max_seq_len - 1."""
@@ -340,7 +340,7 @@ class Transformer(nn.Module):
         if max_batch < 1 or max_seq_len < 1:
             raise InputError(f"the cache needs a batch and a length of at least 1, got {max_batch} and {max_seq_len}")
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
-            raise InputError(f"max_new_tokens {max_new_tokens} leaves no prompt of {max_seq_len} tokens in all")
+            raise InputError(f"max_new_tokens {max_new_tokens} leaves no tokens for a prompt in {max_seq_len}")
         args, w = self.args, self.norm.weight
         use_native(w)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
@@ -351,7 +351,7 @@ class Transformer(nn.Module):
         if drafts and (cannot := [c for c, _ in layer_methods(method, args.n_layer, knobs) if not c.verifies]):
             raise InputError(
                 f"method {method} cannot draft: {cannot[0].__name__} does not hold all keys and values. Add keep=full, "
-                "which holds them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
+                "which stores them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
             )
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
@@ -419,7 +419,7 @@ class Transformer(nn.Module):
         if rows > shape.max_batch or length > shape.max_prompt:
             raise InputError(
                 f"prompts of {rows} x {length} tokens do not fit in a cache of {shape.max_batch} x {shape.max_prompt}: "
-                "set it up for more"
+                "set up a larger cache"
             )
         require_memory(
             rows

@@ -135,7 +135,7 @@ def _report_errors(ranks: Ranks, stderr: Any) -> None:
         if not _lost(e):
             print(f"rank {ranks.rank} of {ranks.size}:", *traceback.format_exception(e), sep="\n", file=stderr)
         elif ranks.rank == 0:
-            print("error: another rank has ended, and this run with it: which one, torchrun says", file=stderr)
+            print("error: another rank has ended, so this run ends too: torchrun says which one", file=stderr)
 
     sys.excepthook = report
 
@@ -169,7 +169,7 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         try:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
         except (RuntimeError, ValueError) as e:
-            raise InputError(f"rank {rank} of {size} does not reach the others: {e}") from None
+            raise InputError(f"rank {rank} of {size} cannot reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
     _report_errors(ranks, stderr)
     return ranks, device

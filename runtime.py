@@ -40,7 +40,7 @@ def pick_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"--device {name} is no device: use cpu, cuda or cuda:N") from None
+        raise InputError(f"--device {name} is not a device: use cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device {name} is not supported: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -72,15 +72,15 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
 def add_precision(p: argparse.ArgumentParser) -> None:
     """Add --dtype, --weights, --head and --kv-dtype."""
     a = p.add_argument
-    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    a("--dtype", choices=DTYPES, help="compute dtype; default: fp32 on the CPU, bf16 on a GPU")
     add_weights(p)
-    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
+    a("--kv-dtype", choices=DTYPES, help="dtype of the KV cache; default: that of --dtype")
 
 
 def add_calibration(p: argparse.ArgumentParser) -> None:
     """Add --calibration, for scripts that run methods."""
     p.add_argument("--calibration", metavar="FILE", type=_existing,
-                   help="what calibrate.py wrote of this model, in any bits; default: beside the weights")  # fmt: skip
+                   help="calibrate.py's file of this model, in any bits; default: that beside the weights")  # fmt: skip
 
 
 def _existing(file: str) -> str:
@@ -142,7 +142,7 @@ def own_folders() -> list[Path]:
     folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"KV_FAST_METHODS names {folder}, which is no folder: create it, or correct the variable")
+            raise InputError(f"KV_FAST_METHODS: {folder} is not a folder: create it, or correct the variable")
     return [folder.resolve() for folder in folders]
 
 

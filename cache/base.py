@@ -299,7 +299,7 @@ class KVMethod(Storage):
         """Exact attention of a text to `self.prompt` and to itself. A method that asked for the text overrides this to
         look at it first. q [B, Hq, n, D], k and v [B, Hkv, n, D] rotated -> [B, Hq, n, D]."""
         if self.prompt is None:
-            raise InputError(f"{type(self).__name__} holds no prompt that could be read a second time")
+            raise InputError(f"{type(self).__name__} has no prompt to read a second time")
         S, n = self.prompt.total, q.shape[2]
         slot, t = torch.arange(S, device=q.device), torch.arange(n, device=q.device)
         before = (slot < lengths[:, None])[:, None].expand(-1, n, S)

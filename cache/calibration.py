@@ -69,7 +69,7 @@ class Sums:
         out: dict[str, Tensor] = {}
         for s in self.statistics:
             if not self.tokens:
-                raise InputError(f"{s} is measured on text, and there is none")
+                raise InputError(f"{s} is measured on text, but none was given")
             count = self.tokens // REPEATS if isinstance(s, RepeatedTokens) else self.tokens  # queries, or tokens
             for i in range(n_layer):
                 pre = f"layers.{i}.{s.name}."
@@ -153,7 +153,7 @@ class Calibration:
                         found = "missing" if t is None else f"of shape {[*t.shape]}, expected {[*want.shape]}"
                         raise InputError(f"{self._where()}: {key} is {found}; {again}")
                     if t.is_floating_point() != want.is_floating_point():
-                        kind = "is a ranking" if want.is_floating_point() else "is no ranking of the channels"
+                        kind = "is a ranking" if want.is_floating_point() else "is not a ranking of the channels"
                         raise InputError(f"{self._where()}: {key} {kind}; {again}")
         return self
 
@@ -216,16 +216,16 @@ class Calibration:
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None
         if file is not None and not meta:
-            raise InputError(f"--calibration {file} is no calibration: name one, or run: {command(checkpoint)}")
+            raise InputError(f"--calibration {file} is not a calibration: name one, or run: {command(checkpoint)}")
         if version != VERSION:
-            raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
+            raise InputError(f"{path} has version {version}, expected {VERSION}; {again}")
         for key, t in tensors.items():
             if not t.float().isfinite().all():
                 raise InputError(f"{path}: {key} holds NaN or infinity; {again}")
             if not is_ranking(t):
-                raise InputError(f"{path}: {key} is no ranking of the channels; {again}")
+                raise InputError(f"{path}: {key} is not a ranking of the channels; {again}")
         if meta.get("model", of_model(args)) != of_model(args):
-            raise InputError(f"{path} was made from another model than {checkpoint}; {again}")
+            raise InputError(f"{path} was made for another model than {checkpoint}; {again}")
         if file is None and meta.get("fingerprint") != fingerprint(checkpoint):
             print(f"warning: {path} was measured on other weights than those of {checkpoint}: right if they are this "
                   f"model in other bits (--calibration {path} says so), else {again}", file=sys.stderr)  # fmt: skip

@@ -39,13 +39,13 @@ def read_channels(path: str | Path, args: Sizes) -> dict[str, Tensor]:
         for kind in KINDS:
             name = f"model.layers.{i}.self_attn.{kind}_proj"
             if name not in data:
-                raise InputError(f"{path} has no {name}: it is of another model, or no file of channel lists")
+                raise InputError(f"{path} has no {name}: it is of another model, or holds no channel lists")
             heads = args.n_kv_head if kind == "k" else args.n_head
             lists = _lists(data[name], heads, args.head_dim, f"{path}: {name}")
             place = lists.argsort(-1).view(args.n_kv_head, -1, args.head_dim).double().mean(1)
             out[f"layers.{i}.channels.{kind}"] = place.sort(dim=-1, stable=True).indices
     if f"model.layers.{args.n_layer}.self_attn.k_proj" in data:
-        raise InputError(f"{path} has more than the {args.n_layer} layers of this model: it is of another one")
+        raise InputError(f"{path} has more than the {args.n_layer} layers of this model: it belongs to another")
     return out
 
 

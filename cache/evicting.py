@@ -147,7 +147,10 @@ class Evicting(KVMethod):
         if not self.evicts_while_reading:
             return super().begin_prompt(total)
         if self.scores_pre_rope:
-            raise InputError(f"{type(self).__name__} keeps rotated keys: it cannot score them while it reads")
+            raise InputError(
+                f"{type(self).__name__} keeps rotated keys and cannot score them while reading: leave out "
+                "--prefill-chunk"
+            )
         self.filled.zero_()
 
     def _read(self, q, k, v, lengths, start):

@@ -27,8 +27,8 @@ class Tail(Storage):
         super().__init__(shape)
         self.lead, self.size, self.flush = lead, size, flush
         if 0 < size - shape.drafts < flush and size < shape.max_decoded:
-            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts are more than the {size} "
-                             "that are held whole: make more room for them, or draft fewer")  # fmt: skip
+            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts exceed the {size} slots in "
+                             "full precision: give more of these, or draft fewer")  # fmt: skip
         for name in "kv":
             self.buffer(name, (shape.max_batch, shape.n_kv_head, lead + size, shape.head_dim))
         self.buffer("prompt_len", (shape.max_batch,), torch.int64)

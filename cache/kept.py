@@ -24,7 +24,7 @@ class Kept(KVMethod):
         self.inner = self.inner_class(args, shape, layer, rope, calib)
         self.full = Dense(args, shape, layer, rope)
         if not self.inner.exact_prefill:
-            raise InputError(f"{self.inner_class.__name__} attends to a prompt in its own way: it cannot keep=full")
+            raise InputError(f"{self.inner_class.__name__} approximates attention within a prompt: it cannot keep=full")
         self.takes_chunks, self.predicts = self.inner.takes_chunks, self.inner.predicts
 
     def connect(self, layers):
@@ -96,7 +96,7 @@ _CLASSES: dict[type[KVMethod], type[KVMethod]] = {}
 def kept(cls: type[KVMethod]) -> type[KVMethod]:
     """`cls` with keep=full. Raises InputError if its appended tokens cannot be taken back."""
     if not cls.rewinds:
-        raise InputError(f"{cls.__module__.rpartition('.')[2]} cannot keep=full: what it appends cannot be taken back")
+        raise InputError(f"{cls.__module__.rpartition('.')[2]} cannot keep=full: appended tokens cannot be taken back")
     same = ("Args", "paper", "statistics", "whole_calibration", "joins_heads", "reads_queries", "supports_window",
             "__module__")  # fmt: skip
     members: dict[str, Any] = {name: getattr(cls, name) for name in same}

@@ -75,6 +75,6 @@ def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
         raise InputError(f"double sparsity: {r} label channels do not fit in a head_dim of {head_dim}: lower channels")
     if r % per:
         raise InputError(
-            f"double sparsity: {r} label channels of {bits} bits fill no whole bytes: use a multiple of {per}"
+            f"double sparsity: {r} label channels of {bits} bits do not fill whole bytes: use a multiple of {per}"
         )
     return r

@@ -26,11 +26,11 @@ class PromptEvicting(Evicting):
 
     @dataclass
     class Args(Evicting.Args):
-        decode_slots: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+        decode_slots: int = knob(512, "slots for decoded tokens if max_new_tokens is not known (ours)", 0)
         adaptive: bool = knob(False, "share a layer's budget over its KV heads by score (AdaKV)")
-        safeguard: float = knob(0.2, "with adaptive: the part of its budget that each head has by itself (AdaKV)", 0, 1)
-        value_aware: bool = knob(False, "choose by score times |W_O v|_1, the best by score aside (CriticalKV)")
-        first_stage: float = knob(0.5, "with value_aware: the part that is chosen by score alone (CriticalKV)", 0, 1)
+        safeguard: float = knob(0.2, "with adaptive: the part of the budget guaranteed to each head (AdaKV)", 0, 1)
+        value_aware: bool = knob(False, "after the best by score, choose by score times |W_O v|_1 (CriticalKV)")
+        first_stage: float = knob(0.5, "with value_aware: the part chosen by score alone (CriticalKV)", 0, 1)
 
     def decode_slots(self):
         return self.args.decode_slots if self.shape.max_new_tokens is None else self.shape.max_decoded
@@ -39,8 +39,8 @@ class PromptEvicting(Evicting):
         super().__init__(args, shape, layer, rope, calib)
         if args.adaptive:
             if shape.ranks.size > 1:
-                raise InputError(f"{type(self).__name__}: adaptive gives slots of a layer to any of its heads, and of "
-                                 f"{shape.ranks.size} processes each has its own: use adaptive=False")  # fmt: skip
+                raise InputError(f"{type(self).__name__}: adaptive shares a layer's slots among all its heads, which "
+                                 f"{shape.ranks.size} processes hold separately: use adaptive=False")  # fmt: skip
             self.joins_heads = True
             self.buffer("first", (shape.max_batch, shape.n_kv_head + 1), torch.int64)
             self.reset()

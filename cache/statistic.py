@@ -150,7 +150,7 @@ class Statistic:
             if not t.is_meta and not t.isfinite().all():
                 raise InputError(f"{self}: {step} gives NaN or infinity in {part!r} of layer {layer}")
             if step == "finish" and not t.is_meta and not is_ranking(t):
-                raise InputError(f"{self}: {part!r} holds integers that are no ranking: return floats, or a ranking")
+                raise InputError(f"{self}: {part!r} holds integers that are not a ranking: return floats, or a ranking")
         return out
 
     @property
@@ -221,7 +221,7 @@ def unique(statistics: Iterable[Statistic]) -> list[Statistic]:
             raise InputError(f"{type(s).__name__} in {s.file} needs a name, such as name = 'mine'")
         other = out.setdefault(s.name, s)
         if not _alike(s, other):
-            raise InputError(f"{other} and {s} are of one name and different: rename one, or choose with --method")
+            raise InputError(f"{other} and {s} have the same name and differ: rename one, or choose with --method")
     return list(out.values())
 
 

@@ -156,7 +156,7 @@ def load(method: str) -> str:
                 f"no method {method!r}: give the path of a .py file, or one of {', '.join(sorted(method_files()))}"
             )
     elif not path.is_file():
-        raise InputError(f"{method} is no file")
+        raise InputError(f"{method} is not a file")
     else:
         path = path.resolve()
         folders = [str(path.parent), *filter(None, [os.environ.get("KV_FAST_METHODS")])]
@@ -165,7 +165,7 @@ def load(method: str) -> str:
             os.environ["KV_FAST_METHODS"] = os.pathsep.join(folders)
         found = method_files().get(method)
         if found is None:
-            raise InputError(f"{path.name} begins with an underscore: methods are not found by such names, rename it")
+            raise InputError(f"{path.name} begins with an underscore and is not found as a method: rename it")
         if found.resolve() != path:
             raise InputError(f"{found} has the name {method}, too, and goes first: rename {path.name}")
     method_class(method)
@@ -176,11 +176,11 @@ def main() -> int:
     parser = Parser(__doc__)
     a = parser.add_argument
     a("method", nargs="?", help="path of a method's file, or a name of kv_methods/")
-    a("--only", metavar="CHECK", action="append", help=f"of {', '.join(CHECKS)}; may be given again")
-    a("--slow", action="store_true", help="also what takes minutes: all shapes, all presets, compiled by inductor")
+    a("--only", metavar="CHECK", action="append", help=f"run only this one of {', '.join(CHECKS)}; may be repeated")
+    a("--slow", action="store_true", help="also run checks that take minutes: all shapes, all presets, inductor")
     a("--traceback", action="store_true", help="show where a check failed")
-    a("--list", action="store_true", help="the checks, a line each")
-    a("--json", action="store_true", help="print one object instead of lines")
+    a("--list", action="store_true", help="list the checks, one per line")
+    a("--json", action="store_true", help="print one JSON object instead of lines")
     args = parser.parse_args()
     if args.list:
         for check, run in CHECKS.items():

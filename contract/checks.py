@@ -95,7 +95,7 @@ def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "")
         raise Broken(f"{what}: logits differ by {gap.max():.2e}, first in {first(gap > tol)}", todo)
     other = got.argmax(-1) != want.argmax(-1)
     if other.any():
-        raise Broken(f"{what}: another token in {first(other)}", todo)
+        raise Broken(f"{what}: a different token in {first(other)}", todo)
 
 
 def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
@@ -136,7 +136,7 @@ def check_stress(name: str) -> str | None:
         if binds(cls.stress, (4, 20), 20):
             return None
         raise Broken(
-            f"`stress` = {cls.stress} does not bind: with 40 tokens the method still is dense attention",
+            f"`stress` = {cls.stress} does not bind: with 40 tokens the method still equals dense attention",
             "lower its knobs until tokens are dropped, selected or rounded within 40 tokens",
         )
     if binds({}, RAGGED, 40):
@@ -144,9 +144,9 @@ def check_stress(name: str) -> str | None:
     if not dataclasses.fields(cls.Args):
         return "dense attention: no limits to test"
     raise Broken(
-        f"at its defaults it is dense attention on all that is tested here ({max(RAGGED)} + 40 tokens)",
+        f"at its defaults it equals dense attention in all tests here ({max(RAGGED)} + 40 tokens)",
         "state `stress`, knobs under which its limits bind within 40 tokens (for example stress = dict(budget=24)): "
-        "without, eviction or selection are not tested at all",
+        "otherwise eviction and selection are not tested",
     )
 
 
@@ -307,7 +307,7 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
             run(model, prompts, 0, chunk=CHUNKS[0])
         except InputError:
             return "refused"
-        raise Broken("it says takes_chunks = False, and takes them", "leave it out, or prefill with the model's own")
+        raise Broken("it says takes_chunks = False but accepts chunks", "leave it out, or prefill with the model's own")
     evicts = any(isinstance(m, Evicting) and m.evicts_while_reading for m in methods)
     for chunk in CHUNKS:
         model.reset_cache()
@@ -390,7 +390,7 @@ def check_sizes(name: str, knobs: Knobs) -> None:
         what = f"max_seq_len={T}" if new is None else f"max_new_tokens={new}"
         same(got, want, f"{at_knobs(knobs)} {what} changes the output", tol, todo)
         if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > allocated:
-            raise Broken(f"{at_knobs(knobs)} {what} takes {bytes_now} bytes, without it is {allocated}", todo)
+            raise Broken(f"{at_knobs(knobs)} {what} takes {bytes_now} bytes, and {allocated} without it", todo)
 
 
 def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
@@ -437,7 +437,8 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
         wrong.append(f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must tell self.trace")
     if wrong:
         raise Broken(
-            f"{at_knobs(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
+            f"{at_knobs(knobs)} `attended` reports {wrong[0]}",
+            "give the positions, keys, values and tokens attended to",
         )
     return None
 

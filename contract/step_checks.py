@@ -72,7 +72,7 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
     calib = model.measured(needed) if (needed := cls.needs(make_args(cls, knobs))) else None
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)
     if meta.nbytes() != real.nbytes():
-        raise Broken(f"on the meta device its bytes are {meta.nbytes()}, they are {real.nbytes()}")
+        raise Broken(f"its bytes are {meta.nbytes()} on the meta device and {real.nbytes()} on the CPU")
     compare(meta, None, "on the meta device")
     for batch, T in ((1, 4096), (8, 32768)):
         large = meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs)
@@ -102,7 +102,7 @@ def check_traffic(name: str, knobs: Knobs) -> None:
     takes, said = bytes_read(lambda: method.decode(q, k, v, pos), method.buffers()), method.traffic(32767)
     if takes > READ_MORE * said and method.steps_alike:
         raise Broken(
-            f"a step of 32768 tokens reads {takes} bytes {at_knobs(knobs)}, traffic(32767) tells {said}",
+            f"a step of 32768 tokens reads {takes} bytes {at_knobs(knobs)}, traffic(32767) says {said}",
             "count in `traffic`, or in a Selecting's `score_bytes`, all that a step reads; a tensor that is read twice "
             "counts twice",
         )

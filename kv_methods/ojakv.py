@@ -190,9 +190,7 @@ class OjaKV(KVMethod):
         keep: int | float | None = knob(
             None, "prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
         )
-        decode_slots: int = knob(
-            512, "with keep, where max_new_tokens is not known: slots for decoded tokens (ours)", 0
-        )
+        decode_slots: int = knob(512, "with keep: slots for decoded tokens if max_new_tokens is not known (ours)", 0)
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):

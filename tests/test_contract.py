@@ -363,7 +363,7 @@ def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
     ("", [], "must define one KVMethod subclass, found 0"),
     ("import nothing_of_this_name", [], ".py:1 does not import: ModuleNotFoundError"),
     (TOY, ["--only", "speed"], "no check 'speed': use one of lossless,"),
-    (None, [], "is no file"),
+    (None, [], "is not a file"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(source, args, message, tmp_path, monkeypatch, capsys):
     file = tmp_path / "bad_input.py"
