@@ -73,8 +73,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):  # type: ignore[override]
-        if (
-            os.environ.get("LOCAL_RANK", "0") != "0"
-        ):  # of torchrun's processes, all of which read this, the first says it
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks parse the arguments, and the first reports errors
             sys.exit(2)
         raise InputError(f"{message}; see {self.prog} --help")

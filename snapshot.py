@@ -85,7 +85,7 @@ class Snapshot:
             vars(m).update(numbers)
 
 
-# ---- what is filled ----
+# ---- the filled parts of buffers ----
 
 
 def first_of(cache: nn.Module) -> Any:

@@ -109,16 +109,16 @@ class Quantized(KVMethod):
         size = self.shape.dtype.itemsize
         total = 0
         for store in (self.keys, self.values):
-            slots, whole = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
-            total += B * H * (round(slots * store.vector_bytes) + whole * D * size) + store.fixed_bytes
+            slots, n_full = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
+            total += B * H * (round(slots * store.vector_bytes) + n_full * D * size) + store.fixed_bytes
         return total
 
     def traffic(self, pos):
         """Bytes of packed and of full-precision tokens. Rings that empty by blocks count as full."""
         (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
-        whole = min(n, self.keys.full_precision.shape[2])
-        packed = math.ceil((n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
-        return B * H * (2 * whole * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
+        n_full = min(n, self.keys.full_precision.shape[2])
+        packed = math.ceil((n - n_full) * (self.keys.vector_bytes + self.values.vector_bytes))
+        return B * H * (2 * n_full * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
 
 
 class Turned(Quantized):

@@ -53,7 +53,7 @@ class Sizes(Protocol):
     def vocab_size(self) -> int: ...
 
 
-# ---- what a method may want to know ----
+# ---- statistics ----
 
 
 @dataclass

@@ -140,7 +140,7 @@ def check_stress(name: str) -> str | None:
             "lower its knobs until tokens are dropped, selected or rounded within 40 tokens",
         )
     if binds({}, RAGGED, 40):
-        return "no `stress`: tested at the defaults alone"
+        return "no `stress`: tested only at the defaults"
     if not dataclasses.fields(cls.Args):
         return "dense attention: no limits to test"
     raise Broken(
@@ -186,7 +186,7 @@ def check_ragged(
             same(
                 got[row : row + 1],
                 want,
-                f"{at_knobs(knobs)} row {row} of prompts of {lengths} tokens is not that row alone",
+                f"{at_knobs(knobs)} row {row} of prompts of {lengths} tokens differs from that row alone",
             )
         except Broken as e:
             todo = _why_ragged(model, p, fed_row, want, max(lengths) - len(p))
@@ -206,7 +206,7 @@ def check_deep(name: str) -> str | None:
     with torch.inference_mode():
         products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # with other inputs of the same sizes
         if not all(torch.equal(f(x)[:n], f(x[:n])) for f in products for n in DEEP_RAGGED):
-            return "prompts to rounding alone: here products of other sizes are summed in another order"
+            return "prompts compared only up to rounding: here, sums of products depend on their sizes"
     # without the output head: its product may use other kernels for three rows than for one
     with mock.patch.object(model, "logits", lambda x: x):
         model.setup_cache(name, len(prompts), T, **knobs)
@@ -214,9 +214,7 @@ def check_deep(name: str) -> str | None:
         model.setup_cache(name, 1, T, **knobs)
         for row, p in enumerate(prompts):
             model.reset_cache()
-            what = (
-                f"{at_knobs(knobs)} row {row} of prompts of {DEEP_RAGGED} tokens, {DEEP} layers, is not that row alone"
-            )
+            what = f"{at_knobs(knobs)} row {row} of {DEEP_RAGGED} tokens, {DEEP} layers, differs from that row alone"
             todo = "attend to each row's own length (`prefill_attention` takes lengths), and sum over no padding"
             equal(got[row : row + 1], run(model, [p], 0)[0], what, todo)
     return None
@@ -270,7 +268,7 @@ def check_store(name: str, knobs: Knobs) -> str | None:
     model.setup_cache(name, 2, 90, **knobs)
     want, fed = run(model, prompts, 20)
     if not all(m.exact_prefill for m in model.cache):
-        return "the attention of its prompts is its own"
+        return "its attention within prompts is not exact"
     todo = "exact_prefill = False, unless every token of a prompt attends exactly to all before it"
     what = f"a prompt's output is not exact {at_knobs(knobs)}"
     same(want[:, :1], teacher(model, prompts, fed[:, :0]), what, todo=todo)
@@ -288,7 +286,7 @@ def check_store(name: str, knobs: Knobs) -> str | None:
         store_alone(method)
     todo = "a `prefill` of its own needs a `store_prompt` that stores the same"
     tol = ROUNDED if rounds(model) else TOL
-    what = f"`store_prompt` stores other than `prefill` {at_knobs(knobs)}"
+    what = f"`store_prompt` and `prefill` store different things {at_knobs(knobs)}"
     same(run(model, prompts, 20, fed)[0], want, what, tol, todo)
     return None
 
@@ -322,9 +320,9 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
                     continue
             todo = "a start is the position of the first token that is given; k and v hold all so far"
             one = slice(row, row + 1)
-            same(got[one], want[one], f"{what} a prompt of {len(p)} is another than {'alone' if evicts else 'whole'}",
+            same(got[one], want[one], f"{what} a prompt of {len(p)} differs from {'it alone' if evicts else 'whole'}",
                  todo=todo)  # fmt: skip
-    return "evicts while it reads: a row is the row alone" if evicts else None
+    return "evicts while reading: compared with each row alone" if evicts else None
 
 
 def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:
@@ -355,20 +353,22 @@ def check_window(name: str) -> str | None:
     model, prompts = tiny(windows=(20, None)), [prompt(n) for n in (5, 19, 20, 21, 70)]
     cls = method_class(name)
     if not cls.supports_window:
-        with_window = "it says supports_window = False, and takes a model with a sliding window of 20 all the same"
+        with_window = "it says supports_window = False but accepts a model with a sliding window of 20"
         try:
             model.setup_cache(name, 5, 128, **cls.lossless)
             raise Broken(with_window, "call super().__init__, which refuses it")
         except InputError as e:
             if "window" not in str(e):
-                raise Broken(f"{with_window}, but for: {e}", "call super().__init__ first, which refuses it") from None
+                raise Broken(
+                    f"{with_window}, apart from: {e}", "call super().__init__ first, which refuses it"
+                ) from None
         model.setup_cache(name, 1, 20, **cls.lossless)  # a context within the window needs no window
         got, fed = run(model, prompts[:1], 15)
         same(got, teacher(model, prompts[:1], fed), "not dense attention in a context within the window")
         return "refused"
     model.setup_cache(name, 5, 128, **cls.lossless)
     got, fed = run(model, prompts)
-    todo = "attend to pos - shape.window + 1 and later alone, or leave out supports_window = True: it is refused then"
+    todo = "attend only from pos - shape.window + 1 on, or leave out supports_window = True: it is refused then"
     same(got, teacher(model, prompts, fed), "a sliding window of 20 is not honoured", todo=todo)
     poison(model)
     model.reset_cache()
@@ -434,7 +434,9 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
     with observe(model) as trace:
         run(model, prompts, steps)
     if len(trace) < steps * len(model.cache):
-        wrong.append(f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must tell self.trace")
+        wrong.append(
+            f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must call self.trace.step"
+        )
     if wrong:
         raise Broken(
             f"{at_knobs(knobs)} `attended` reports {wrong[0]}",

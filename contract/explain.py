@@ -53,7 +53,7 @@ def explain(e: BaseException, file: str) -> Broken:
         )
     what = f"{where}: {type(e).__name__}: {_shorter(text)}, in {doing()}"
     given = _given(e, file)
-    todo = given or "see the whole of it with --traceback"
+    todo = given or "see the full error with --traceback"
     if doing().startswith("a warm-up"):
         todo = f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}"
     return Broken(what, todo)

@@ -34,7 +34,7 @@ def meta_method(
 ) -> Any:
     """One layer's method on the meta device, for its sizes. new: the most tokens that are decoded."""
     cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
-    now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
+    now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim} channels")
     return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 

@@ -583,7 +583,9 @@ BROKEN = {  # a change to the toy's statistic -> what the one line says
     "NaN": (SUM, "t.k_rot.log().sum(0)", ["'toy'", "NaN", "'weight' of layer 0"]),
     "no dictionary": (f"dict(weight={SUM})", SUM, ["'toy'", "must return a dictionary"]),
     "no tensors": (SUM, "1.0", ["'toy'", "must return a dictionary of tensors"]),
-    "integers that rank nothing": (f"{SUM}))", f"{SUM}), lambda m: dict(n=m['weight'].long()))", ["'n'", "not a ranking"]),
+    "integers that rank nothing": (
+        f"{SUM}))", f"{SUM}), lambda m: dict(n=m['weight'].long()))", ["'n'", "not a ranking"],
+    ),
     "finish raises": (f"{SUM}))", f"{SUM}), lambda m: m.weight)", ["'toy'", "finish raised"]),
     "a comma forgotten": (")),)", ")))", ["toy.py", "tuple"]),
     "no statistic": ("statistics = (", "statistics = ('toy', ", ["holds 'toy'"]),
