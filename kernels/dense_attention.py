@@ -349,7 +349,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop
 
 
 def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """Reads filled slots only: rows that agree on them in one call, others row by row."""
+    """Read filled slots only: in one call if all rows have the same, otherwise row by row."""
     B, Hq, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
     spans = list(zip([0] * B if start is None else start.tolist(), stop.tolist(), strict=True))
