@@ -67,7 +67,7 @@ def _put(buffer: Tensor, part: Tensor, start: Tensor | None) -> None:
     B, _, S, _ = part.shape
     if start is None:
         buffer[:B, :, :S] = part
-    else:  # advanced indices around a slice put the head behind
+    else:  # with a slice between advanced indices, their dimensions come first
         row, slot = torch.arange(B, device=part.device)[:, None], torch.arange(S, device=part.device)
         buffer[row, :, start[:, None] + slot] = part.transpose(1, 2).to(buffer.dtype)
 

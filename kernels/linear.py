@@ -172,7 +172,7 @@ def _packed_linear(
 
 UNPACKED = 256  # rows of x from which W is unpacked, once, for cuBLAS, instead of in registers by every tile of rows
 UNPACK_TILE = 1 << 24  # numbers of W that are unpacked at a time: 32 MB in bf16, which an H100's L2 holds
-SPLIT = 4  # tiles of a row of W at least that a program reads, where rows are split
+SPLIT = 4  # the fewest tiles of a row of W that a program reads, if rows are split
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def _lowrank_attention(
 
 # ---- Triton ----
 
-TILE_BYTES = 16384  # of K or V of a block: three stages take 64 to 96 KB a program, and two programs fit
+TILE_BYTES = 16384  # bytes of K or V in a block: three stages take 64 to 96 KB a program, and two programs fit
 NUM_WARPS, NUM_STAGES = 4, 3
 FOLD_R = 32  # coordinates of a program of `_fold`
 EXPAND_D = 32  # channels of a program of `_expand`

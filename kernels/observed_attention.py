@@ -105,7 +105,7 @@ def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window
 
 # ---- decode: Triton ----
 
-NUM_STAGES = 3  # as of dense attention
+NUM_STAGES = 3  # as in dense attention
 JOIN_TILE = 2048  # logits of a program that turns them into weights
 
 

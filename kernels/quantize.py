@@ -16,7 +16,7 @@ from kernels.tiles import encode_groups
 
 GROUP = 32  # channels that share a scale and a zero, or tokens that do
 BITS = (2, 3, 4, 8, 16)
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels of so many bits are one integer
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bits: the integer that holds 8 channels
 FP16_MAX = 65504.0
 
 

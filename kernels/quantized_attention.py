@@ -42,7 +42,7 @@ class QuantizedTokens(NamedTuple):
     whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
     bits: int
     sinks: int
-    block: int = 0  # so many tokens leave the ring together, and 32 of them share scales; 0: one by one
+    block: int = 0  # tokens that leave the ring together, each 32 of which share scales; 0: one by one
     clip: float = 1.0
     book: Tensor | None = None  # fp32 [2^bits], what codes stand for; None: integers
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 
-ASSUMED_SMS = 132  # where there is no GPU to ask: an H100's
+ASSUMED_SMS = 132  # an H100's multiprocessors, if there is no GPU to ask
 MAX_SPLITS = 64
 COMBINE_D = 32  # channels of a program that joins parts: a full line of 128 bytes, and enough programs at batch 1
-TILE_BYTES = 16384  # of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
+TILE_BYTES = 16384  # bytes of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
 
 
 @functools.cache
