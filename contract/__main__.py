@@ -27,7 +27,7 @@ from cache.spec import method_class, method_files
 from contract import checks as c
 from contract import step_checks as s
 from contract.explain import Broken, explain, file_of
-from contract.harness import at
+from contract.harness import now_doing
 from errors import InputError, Parser, run_cli
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
@@ -136,7 +136,7 @@ class Result:
 def run_check(name: str, check: str) -> Result:
     """Run one check on a method."""
     torch.manual_seed(0)
-    at("")
+    now_doing("")
     start = time.perf_counter()
     try:
         result = Result(check, True, note=CHECKS[check](name) or "")

@@ -21,10 +21,10 @@ from cache.trace import observe
 from contract.explain import Broken, Ties, file_of
 from contract.harness import (
     TOL,
-    at,
     buffers,
     knob_text,
     methods_of,
+    now_doing,
     poison,
     prompt,
     rounding_explains,
@@ -77,7 +77,7 @@ def nothing_chosen(name: str) -> list[Knobs]:
     return out
 
 
-def told(knobs: Knobs) -> str:
+def at_knobs(knobs: Knobs) -> str:
     return f"at {', '.join(knob_text(knobs))}" if knobs else "at its defaults"
 
 
@@ -113,7 +113,7 @@ def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any =
     model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
     got, fed = run(model, prompts, steps)
     n_head, n_kv_head, head_dim = model.args.n_head, model.args.n_kv_head, model.args.head_dim
-    what = f"not dense attention {told(knobs)} with {n_head} query heads, {n_kv_head} KV heads, head_dim {head_dim}"
+    what = f"not dense attention {at_knobs(knobs)} with {n_head} query heads, {n_kv_head} KV heads, head_dim {head_dim}"
     todo = (
         "the newest token attends to itself; slots, lengths and pos are each row's own"
         if knobs
@@ -156,12 +156,12 @@ def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     want, fed = run(model, prompts)
     if want.isnan().any():
-        same(want, want, told(knobs), todo="a softmax over nothing, or a division by 0")
+        same(want, want, at_knobs(knobs), todo="a softmax over nothing, or a division by 0")
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     poison(model)
     model.reset_cache()
     equal(
-        run(model, prompts, feed=fed)[0], want, f"slots that were not filled are read {told(knobs)}",
+        run(model, prompts, feed=fed)[0], want, f"slots that were not filled are read {at_knobs(knobs)}",
         "they hold NaN here, what an earlier prompt left in use: give the right count or stop, and mask values too, "
         "as 0 * NaN is NaN",
     )  # fmt: skip
@@ -186,7 +186,7 @@ def check_ragged(
             same(
                 got[row : row + 1],
                 want,
-                f"{told(knobs)} row {row} of prompts of {lengths} tokens is not that row alone",
+                f"{at_knobs(knobs)} row {row} of prompts of {lengths} tokens is not that row alone",
             )
         except Broken as e:
             todo = _why_ragged(model, p, fed_row, want, max(lengths) - len(p))
@@ -211,7 +211,9 @@ def check_deep(name: str) -> str | None:
         model.setup_cache(name, 1, T, **knobs)
         for row, p in enumerate(prompts):
             model.reset_cache()
-            what = f"{told(knobs)} row {row} of prompts of {DEEP_RAGGED} tokens in {DEEP} layers is not that row alone"
+            what = (
+                f"{at_knobs(knobs)} row {row} of prompts of {DEEP_RAGGED} tokens, {DEEP} layers, is not that row alone"
+            )
             todo = "attend to each row's own length (`prefill_attention` takes lengths), and sum over no padding"
             equal(got[row : row + 1], run(model, [p], 0)[0], what, todo)
     return None
@@ -246,15 +248,15 @@ def check_reset(name: str, knobs: Knobs) -> None:
     run(model, [prompt(100, seed=1), prompt(90, seed=1)], 50)
     model.reset_cache()
     todo = "reset() empties what compress() does not overwrite, its Python attributes too"
-    equal(run(model, prompts, feed=fed)[0], want, f"the prompt before leaks {told(knobs)}", todo)
+    equal(run(model, prompts, feed=fed)[0], want, f"the prompt before leaks {at_knobs(knobs)}", todo)
     model.reset_cache()
     with torch.inference_mode():
         for _ in range(3):
-            at("a warm-up step at position 0, before any prompt")
+            now_doing("a warm-up step at position 0, before any prompt")
             model.decode(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     model.reset_cache()
     equal(
-        run(model, prompts, feed=fed)[0], want, f"warm-up leaks {told(knobs)}",
+        run(model, prompts, feed=fed)[0], want, f"warm-up leaks {at_knobs(knobs)}",
         f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}",
     )  # fmt: skip
 
@@ -267,7 +269,8 @@ def check_store(name: str, knobs: Knobs) -> str | None:
     if not all(m.exact_prefill for m in model.cache):
         return "the attention of its prompts is its own"
     todo = "exact_prefill = False, unless every token of a prompt attends exactly to all before it"
-    same(want[:, :1], teacher(model, prompts, fed[:, :0]), f"a prompt's output is not exact {told(knobs)}", todo=todo)
+    what = f"a prompt's output is not exact {at_knobs(knobs)}"
+    same(want[:, :1], teacher(model, prompts, fed[:, :0]), what, todo=todo)
     model.setup_cache(name, 2, 90, **knobs)
 
     def store_alone(method: KVMethod) -> None:
@@ -282,7 +285,8 @@ def check_store(name: str, knobs: Knobs) -> str | None:
         store_alone(method)
     todo = "a `prefill` of its own needs a `store_prompt` that stores the same"
     tol = ROUNDED if rounds(model) else TOL
-    same(run(model, prompts, 20, fed)[0], want, f"`store_prompt` stores other than `prefill` {told(knobs)}", tol, todo)
+    what = f"`store_prompt` stores other than `prefill` {at_knobs(knobs)}"
+    same(run(model, prompts, 20, fed)[0], want, what, tol, todo)
     return None
 
 
@@ -302,7 +306,7 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
     evicts = any(isinstance(m, Evicting) and m.evicts_while_reading for m in methods)
     for chunk in CHUNKS:
         model.reset_cache()
-        got, what = run(model, prompts, steps, fed, chunk=chunk)[0], f"{told(knobs)} in chunks of {chunk} tokens"
+        got, what = run(model, prompts, steps, fed, chunk=chunk)[0], f"{at_knobs(knobs)} in chunks of {chunk} tokens"
         for row, p in enumerate(prompts):
             if evicts:
                 model.reset_cache()
@@ -327,16 +331,16 @@ def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: A
     lengths, more = torch.tensor([12, 45], device=device) + 20, []
     with torch.inference_mode():
         for i in range(25):
-            at(f"decode step {21 + i} after prompts of [12, 45] tokens, a second turn")
+            now_doing(f"decode step {21 + i} after prompts of [12, 45] tokens, a second turn")
             more.append(model.decode(turn[:, i], lengths + i))
             model.maintain(21 + i)
     fed = torch.cat((answer, turn), 1)
     got = torch.cat((first, torch.stack(more, 1)), 1)
     if lossless:
-        same(got, teacher(model, prompts, fed), f"a second turn is not dense attention {told(knobs)}")
+        same(got, teacher(model, prompts, fed), f"a second turn is not dense attention {at_knobs(knobs)}")
     model.setup_cache(name, 2, 128, **knobs)
     equal(
-        run(model, prompts, 45, fed)[0], got, f"a second turn differs from its tokens fed at once {told(knobs)}",
+        run(model, prompts, 45, fed)[0], got, f"a second turn differs from its tokens fed at once {at_knobs(knobs)}",
         "a step may depend on the cache and on pos alone",
     )  # fmt: skip
 
@@ -371,7 +375,7 @@ def check_sizes(name: str, knobs: Knobs) -> None:
     """A longer max_seq_len changes nothing; nor does a known max_new_tokens, which takes no more bytes."""
     model, prompts, steps = tiny(), [prompt(9), prompt(60)], 30
     model.setup_cache(name, 2, 90, **knobs)
-    held = sum(b.nbytes for b in buffers(model).values())
+    allocated = sum(b.nbytes for b in buffers(model).values())
     want, fed = run(model, prompts, steps)
     tol = ROUNDED if rounds(model) else TOL
     todo = "a share of the length is of the current length, never of max_seq_len; max_new_tokens may only save slots"
@@ -379,9 +383,9 @@ def check_sizes(name: str, knobs: Knobs) -> None:
         model.setup_cache(name, 2, T, max_new_tokens=new, **knobs)
         got = run(model, prompts, steps, fed)[0]
         what = f"max_seq_len={T}" if new is None else f"max_new_tokens={new}"
-        same(got, want, f"{told(knobs)} {what} changes the output", tol, todo)
-        if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > held:
-            raise Broken(f"{told(knobs)} {what} takes {bytes_now} bytes, without it is {held}", todo)
+        same(got, want, f"{at_knobs(knobs)} {what} changes the output", tol, todo)
+        if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > allocated:
+            raise Broken(f"{at_knobs(knobs)} {what} takes {bytes_now} bytes, without it is {allocated}", todo)
 
 
 def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
@@ -428,7 +432,7 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
         wrong.append(f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must tell self.trace")
     if wrong:
         raise Broken(
-            f"{told(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
+            f"{at_knobs(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
         )
     return None
 
@@ -448,4 +452,4 @@ def check_half(name: str, knobs: Knobs) -> None:
     model.setup_cache(name, 2, 80, **knobs)
     got = run(model, prompts, 30)[0]
     if got.dtype != torch.bfloat16 or got.isnan().any():
-        raise Broken(f"{told(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")
+        raise Broken(f"{at_knobs(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")

@@ -46,7 +46,7 @@ class Model(Transformer):
         knobs: dict[str, Any],
         drafts: int = 0,
     ) -> None:
-        at(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
+        now_doing(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
         self.needed = [s for cls, args in layer_methods(method, self.args.n_layer, knobs) for s in cls.needs(args)]
         super().setup(method, max_batch, max_seq_len, max_new_tokens, knobs, drafts)
 
@@ -89,7 +89,7 @@ def tiny(
 _DOING = [""]
 
 
-def at(what: str) -> None:
+def now_doing(what: str) -> None:
     """Note what is being done, for the report of what goes wrong in it."""
     _DOING[0] = what
 
@@ -123,13 +123,13 @@ def run(
     tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max()) + pad), device=device)
     for row, p in enumerate(prompts):
         tokens[row, : len(p)] = p
-    at(f"the prefill of prompts of {lengths.tolist()} tokens")
+    now_doing(f"the prefill of prompts of {lengths.tolist()} tokens")
     logits, fed = [model.prefill(tokens, lengths, chunk)], []
     for step in range(steps):
-        at(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
+        now_doing(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
         fed.append(logits[-1].argmax(-1) if feed is None else feed[:, step].contiguous())
         logits.append((decode or model.decode)(fed[-1], lengths + step).clone())
-        at(f"maintain({step + 1})")
+        now_doing(f"maintain({step + 1})")
         model.maintain(step + 1)
     return torch.stack(logits, 1), torch.stack(fed, 1) if fed else torch.empty(len(prompts), 0, dtype=torch.int64)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from cache.statistic import Tokens
 
 
-def forward(model: Any, tokens: Tensor, told: Callable[[Tokens], None] | None = None) -> Tensor:
+def forward(model: Any, tokens: Tensor, on_layer: Callable[[Tokens], None] | None = None) -> Tensor:
     """Teacher forcing by the weights of a Transformer with the default rope: tokens [B, S] -> logits [B, S, V].
 
-    told: given what each layer's statistics measure, if B is 1.
+    on_layer: called with what each layer's statistics measure, if B is 1.
     """
     a, S = model.args, tokens.shape[1]
     t = torch.arange(S, device=tokens.device)
@@ -34,8 +34,8 @@ def forward(model: Any, tokens: Tensor, told: Callable[[Tokens], None] | None = 
     for i, block in enumerate(model.layers):
         into = norm(x, block.attention_norm.weight)
         q, k, v = (into @ block.attention.wqkv.weight.T).unflatten(-1, (sum(heads), -1)).split(heads, -2)
-        if told is not None:
-            told(Tokens(i, into[0], q[0], k[0], v[0], angle.cos()[:, None], angle.sin()[:, None]))
+        if on_layer is not None:
+            on_layer(Tokens(i, into[0], q[0], k[0], v[0], angle.cos()[:, None], angle.sin()[:, None]))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, H, S, D]
         g = a.n_head // a.n_kv_head
         q, k, v = rotate(q), rotate(k).repeat_interleave(g, 1), v.repeat_interleave(g, 1)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cache.base import connected
 from cache.spec import make_args, method_class
-from contract.checks import ROUNDED, Knobs, same, told
+from contract.checks import ROUNDED, Knobs, at_knobs, same
 from contract.explain import Broken
-from contract.harness import LLAMA, TOL, VOCAB, at, buffers, prompt, rounds, run, tiny
+from contract.harness import LLAMA, TOL, VOCAB, buffers, now_doing, prompt, rounds, run, tiny
 from kernels.op import bytes_read
 
 # ---- bytes ----
@@ -34,7 +34,7 @@ def meta_method(
 ) -> Any:
     """One layer's method on the meta device: its sizes alone. new: tokens that are decoded at most."""
     cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
-    at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
+    now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
     return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
@@ -42,25 +42,25 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
     """Bytes told = allocated = the card's formula if there is one, also where nothing is allocated."""
     model = tiny()
 
-    def held(method: Any, sizes: dict[str, int] | None, where: str) -> None:
-        told_of = method.nbytes()
-        if sizes is not None and told_of != sizes:
-            wrong = sorted(k for k in told_of.keys() | sizes if told_of.get(k) != sizes.get(k))
+    def compare(method: Any, sizes: dict[str, int] | None, setting: str) -> None:
+        reported = method.nbytes()
+        if sizes is not None and reported != sizes:
+            wrong = sorted(k for k in reported.keys() | sizes if reported.get(k) != sizes.get(k))
             raise Broken(
-                f"nbytes() of {wrong[0]} is {told_of.get(wrong[0])}, {sizes.get(wrong[0])} are allocated",
+                f"nbytes() of {wrong[0]} is {reported.get(wrong[0])}, {sizes.get(wrong[0])} are allocated",
                 "every buffer is made by self.buffer(name, size), is no view of another, and nbytes() is the base's",
             )
-        total = sum(told_of.values())
+        total = sum(reported.values())
         if method.card_nbytes is not None and method.card_nbytes() != total:
             raise Broken(
-                f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {where}",
+                f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {setting}",
                 "correct the formula, or leave it out: it is for methods whose paper states one",
             )
 
     model.setup_cache(name, 3, 77, **knobs)
     for method in model.cache:
         storages = {k: b.untyped_storage() for k, b in method.named_buffers()}
-        held(method, {k: x.nbytes() for k, x in storages.items()}, told(knobs))
+        compare(method, {k: x.nbytes() for k, x in storages.items()}, at_knobs(knobs))
         at_home = {x.data_ptr(): k for k, x in storages.items() if x.nbytes()}
         if shared := [k for k, x in storages.items() if x.nbytes() and at_home[x.data_ptr()] != k]:
             raise Broken(
@@ -73,9 +73,10 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)
     if meta.nbytes() != real.nbytes():
         raise Broken(f"on the meta device its bytes are {meta.nbytes()}, they are {real.nbytes()}")
-    held(meta, None, "on the meta device")
+    compare(meta, None, "on the meta device")
     for batch, T in ((1, 4096), (8, 32768)):
-        held(meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs), None, f"for Llama-3.1-8B, {batch} x {T} tokens")
+        large = meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs)
+        compare(large, None, f"for Llama-3.1-8B, {batch} x {T} tokens")
 
 
 def check_traffic(name: str, knobs: Knobs) -> None:
@@ -86,11 +87,11 @@ def check_traffic(name: str, knobs: Knobs) -> None:
         falls = sum(b < a for a, b in pairwise(read))
         if read[0] <= 0 or falls > 1 or read[-1] < read[0]:
             raise Broken(
-                f"traffic(pos) falls along the text {told(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
+                f"traffic(pos) falls along the text {at_knobs(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
             )
-        if read[-1] > (2.1 if method.rereads else 1.05) * (held := sum(method.nbytes().values())):
+        if read[-1] > (2.1 if method.rereads else 1.05) * (allocated := sum(method.nbytes().values())):
             raise Broken(
-                f"traffic({T - 1}) is {read[-1]} bytes {told(knobs)}, its buffers have {held}",
+                f"traffic({T - 1}) is {read[-1]} bytes {at_knobs(knobs)}, its buffers have {allocated}",
                 "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
                 "all of them",
             )
@@ -101,7 +102,7 @@ def check_traffic(name: str, knobs: Knobs) -> None:
     takes, said = bytes_read(lambda: method.decode(q, k, v, pos), method.buffers()), method.traffic(32767)
     if takes > READ_MORE * said and method.steps_alike:
         raise Broken(
-            f"a step of 32768 tokens reads {takes} bytes {told(knobs)}, traffic(32767) tells {said}",
+            f"a step of 32768 tokens reads {takes} bytes {at_knobs(knobs)}, traffic(32767) tells {said}",
             "count in `traffic`, or in a Selecting's `score_bytes`, all that a step reads; a tensor that is read twice "
             "counts twice",
         )
@@ -132,16 +133,16 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
         model.reset_cache()  # a second conversation runs the same graph
         again = run(model, [prompt(9), prompt(3)], 5, decode=decode)[0]
     if counter.frame_count != 1:
-        raise Broken(f"{counter.frame_count} graphs were compiled {told(knobs)}", "a step has fixed shapes")
+        raise Broken(f"{counter.frame_count} graphs were compiled {at_knobs(knobs)}", "a step has fixed shapes")
     moved = [k for k, b in buffers(model).items() if places.get(k) != b.data_ptr()]
     if moved:
         raise Broken(f"buffer {moved[0]} moved", "write into it (x.copy_, x[...] = ), never assign another tensor")
     tol = ROUNDED if backend == "inductor" and rounds(model) else TOL
     todo = "a step may not depend on what Python remembers: a graph is traced once"
-    same(got, want, f"compiled, it differs from eager mode {told(knobs)}", tol, todo)
+    same(got, want, f"compiled, it differs from eager mode {at_knobs(knobs)}", tol, todo)
     model.reset_cache()
     want = run(model, [prompt(9), prompt(3)], 5)[0]
-    same(again, want, f"compiled, a second prompt differs from eager mode {told(knobs)}", tol, todo)
+    same(again, want, f"compiled, a second prompt differs from eager mode {at_knobs(knobs)}", tol, todo)
 
 
 class _Seen(Exception):
@@ -193,12 +194,12 @@ def check_copies(name: str, T: int = 2053) -> None:
     else:
         return None  # nothing grows with the text
     run(model, [prompt(50), prompt(9)], 1)
-    at("compiling a step")
-    layers, held = model.layers, model.cache
-    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in held}) == 1:  # one layer is like the other
-        model.layers, model.cache = layers[-1:], held[-1:]
+    now_doing("compiling a step")
+    layers, cache = model.layers, model.cache
+    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in cache}) == 1:  # one layer is like the other
+        model.layers, model.cache = layers[-1:], cache[-1:]
     code = step_code(model, torch.tensor([1, 2]), torch.tensor([51, 10]))
-    model.layers, model.cache = layers, held
+    model.layers, model.cache = layers, cache
     made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \([\d, ]*\), (torch\.\w+)\)", code)
     if not made:
         raise Broken("cannot read inductor's code: torch is newer than this check")

@@ -27,8 +27,8 @@ from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.native import in_huge_pages
 from kernels.op import operation, picked
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
-from kernels.ring import held
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
+from kernels.ring import ring_positions
 
 PROGRAMS = 32  # programs of a fetch, whatever its size
 TILE_BYTES, MAX_ROWS = 8192, 64  # bytes and rows of K or V that a program has in flight
@@ -76,9 +76,9 @@ def fetched_attention(
     if use_triton(q) or use_native(q, q.shape[2]):
         # both are read where they are: the list is 0, 1, ..., and a ring of decoded tokens is one of a prompt of none
         none, slots = torch.zeros_like(pos), torch.arange(K, device=q.device).expand(B, H, K)
-        whole = WholeTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
+        whole = FullPrecisionTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
         return packed_gather_attention(q, slots, count, PackedTokens(k, v, 16), whole, pos, none, none[:1])
-    in_ring = held(pos, ring_k.shape[2]) >= 0
+    in_ring = ring_positions(pos, ring_k.shape[2]) >= 0
     keys, values = torch.cat((k[:B], ring_k[:B]), 2), torch.cat((v[:B], ring_v[:B]), 2)
     return masked_attention(q, keys, values, torch.cat((idx >= 0, in_ring[:, None].expand(B, H, -1)), 2))
 

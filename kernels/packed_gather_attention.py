@@ -15,7 +15,7 @@ from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
 from kernels.quantize import GROUP, WORDS
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.sign_codes import SUB
 from kernels.splits import block_size, blocks_of, combine, parts_of, share_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
@@ -35,7 +35,7 @@ class PackedTokens(NamedTuple):
     codes: Tensor | None = None  # uint8 [..., D / 8]: signs of the keys, 4 channels to 4 bits
 
 
-class WholeTokens(NamedTuple):
+class FullPrecisionTokens(NamedTuple):
     """Tokens in full precision. Empty slots weigh 0: keys may be anything, values must be finite."""
 
     sink_k: Tensor  # [>= B, Hkv, n, D]: the first min(n, prompt_len) slots are attended to
@@ -49,7 +49,7 @@ def packed_gather_attention(
     idx: Tensor,
     count: Tensor,
     packed: PackedTokens,
-    whole: WholeTokens,
+    full_precision: FullPrecisionTokens,
     pos: Tensor,
     prompt_len: Tensor,
     flushed: Tensor,
@@ -62,7 +62,7 @@ def packed_gather_attention(
     """
     return _packed_gather_attention(
         q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
-        *whole, pos, prompt_len, flushed, packed.bits,
+        *full_precision, pos, prompt_len, flushed, packed.bits,
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _packed_gather_attention(
     chosen_k, chosen_v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
     sinks = torch.arange(sink_k.shape[2], device=q.device) < prompt_len[:B, None]
-    tail = held(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
+    tail = ring_positions(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
     scaled = grouped if alpha is None else (grouped * alpha[:B, :, None]).to(q.dtype)

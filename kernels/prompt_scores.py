@@ -20,13 +20,13 @@ def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool:
     return mass.masked_fill((t >= lengths[:, None])[:, None], float("-inf"))
 
 
-def pooled(mass: Tensor, kernel: int, how: str = "max") -> Tensor:
+def pooled(mass: Tensor, kernel: int, pool: str = "max") -> Tensor:
     """The largest ("max") or the mean ("avg") of `kernel` neighbours, an odd number: [B, H, S] >= 0 -> [B, H, S].
 
     Neighbours outside the prompt count as 0, in the mean too.
     """
-    pool = F.max_pool1d if how == "max" else F.avg_pool1d
-    return mass if kernel == 1 else pool(mass, kernel, stride=1, padding=kernel // 2)
+    reduce = F.max_pool1d if pool == "max" else F.avg_pool1d
+    return mass if kernel == 1 else reduce(mass, kernel, stride=1, padding=kernel // 2)
 
 
 def best_tokens(scores: Tensor, n: int) -> Tensor:

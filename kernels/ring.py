@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def held(newest: Tensor, size: int) -> Tensor:
+def ring_positions(newest: Tensor, size: int) -> Tensor:
     """The place of the token that each slot of a ring holds; newest [B] was written last -> [B, size].
 
     Places count from 0, in the text or after a prompt; negative: no token yet.

@@ -18,7 +18,7 @@ from cache.budget import Selection, TopP
 from cache.labels import LabelCache
 from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.select import budget_select
 from kv_methods.double_sparsity import DoubleSparsity
 
@@ -109,7 +109,7 @@ class DoubleSparsityOffload(KVMethod):
     def compress(self, q, k, v, lengths):
         B, _, S, _ = k.shape
         self.host_k[:B, :, :S], self.host_v[:B, :, :S] = k, v
-        at = held(lengths - 1, self.recent).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
+        at = ring_positions(lengths - 1, self.recent).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
         self.ring_k[:B], self.ring_v[:B] = k.gather(2, at), v.gather(2, at)
         if self.label is not None:
             self.label.put_prompt(k)
@@ -159,7 +159,7 @@ class DoubleSparsityOffload(KVMethod):
         return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
     def attended(self, q, idx, count, pos):
-        B, H, half, at = len(pos), self.shape.n_kv_head, self.fetched, held(pos, self.recent)
+        B, H, half, at = len(pos), self.shape.n_kv_head, self.fetched, ring_positions(pos, self.recent)
         ring = torch.where(at >= 0, at, -2)[:, None].expand(B, H, -1)
         at = torch.cat((torch.where(idx >= 0, idx, -2), ring), -1)
         k, v = (torch.cat((x[:B], y[:B]), 2) for x, y in ((half.k, self.ring_k), (half.v, self.ring_v)))

@@ -28,7 +28,7 @@ class H2O(Evicting):
             for tokens in (self.heavy, self.recent):
                 check_budget(tokens)
 
-    def held(self, length):
+    def num_kept(self, length):
         return (budget_tokens(self.args.heavy, length) + self.recent(length)).minimum(length)
 
     def observe(self, weights):

@@ -47,5 +47,5 @@ class KeyDiff(Evicting):
 
     def traffic(self, pos):
         """Keys are also read to be scored."""
-        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        s, tokens = self.shape, int(self.num_kept(torch.tensor([pos + 1])))
         return super().traffic(pos) + s.max_batch * s.n_kv_head * tokens * s.head_dim * s.dtype.itemsize

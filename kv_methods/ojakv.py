@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens
+from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
-from cache.whole import Exempt
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
@@ -191,7 +191,7 @@ class OjaKV(KVMethod):
         keep: int | float | None = knob(
             None, "prompt tokens stored per KV head, or their share: exempt ones and SnapKV's choice (Sec. 7)"
         )
-        room: int = knob(512, "slots for decoded tokens with keep, if max_new_tokens is not known (ours)", 0)
+        decode_slots: int = knob(512, "slots for decoded tokens with keep, if max_new_tokens is not known (ours)", 0)
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
@@ -207,9 +207,9 @@ class OjaKV(KVMethod):
         # Sec. 7: m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half at 0.6 are 30 %)
         self.middle = BesideExempt(args.keep, args.n_start + args.n_recent)
         # Without `keep`, every token has a slot. With it, there are slots for what is kept of the longest prompt and
-        # for decoded tokens. If their number is not known, it might be all of T: then `room` of them, see `maintain`.
-        room = args.room if shape.max_new_tokens is None else shape.max_decoded
-        slots = T if args.keep is None else min(T, self.middle.of(shape.max_prompt) + room)
+        # for decoded tokens. If their number is not known, it might be all of T: then `decode_slots`, see `maintain`.
+        decode_slots = args.decode_slots if shape.max_new_tokens is None else shape.max_decoded
+        slots = T if args.keep is None else min(T, self.middle.of(shape.max_prompt) + decode_slots)
         self.keys, self.values = (
             LowRank(shape, slots, layer, calib, f"oja.{x}", args.rank, args.energy, args.adapt) for x in "kv"
         )
@@ -287,7 +287,7 @@ class OjaKV(KVMethod):
         if a.keep is not None and self._longest + self.exempt.moved + n > self.keys.slots:
             raise InputError(
                 f"ojakv: after {step} decoded tokens the store made for keep={a.keep} is full: set "
-                f"the cache up with max_new_tokens, or with a room of more than {a.room}"
+                f"the cache up with max_new_tokens, or with decode_slots above {a.decode_slots}"
             )
         slots = self.stored[:B, None] + torch.arange(n, device=self.stored.device)
         for store, tokens in zip((self.keys, self.values), self.exempt.take()[:2], strict=True):

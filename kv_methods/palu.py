@@ -81,11 +81,11 @@ class Coordinates(Storage):
         self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
         self.fixed_bytes = N * width * ((1 + two) * rank * shape.dtype.itemsize + 4)
 
-    def put(self, x, at):
-        """Store tokens [B, Hkv, n, D], not rotated, in slots `at`, an index of [B, N, T]."""
+    def put(self, x, slots):
+        """Store tokens [B, Hkv, n, D], not rotated, in `slots`, an index of [B, N, T]."""
         N, width, _ = self.basis.shape
         x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
-        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
+        self.packed.put(slots, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
 
     def restored(self, B: int, n: int):
         """The first n tokens, rebuilt: fp32 [B, Hkv, n, D]."""
@@ -153,16 +153,16 @@ class Palu(KVMethod):
         self._put(k, v, 0)
 
     def _put(self, k, v, start):
-        at = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
-        self.keys.put(k, at), self.values.put(v, at)
+        slots = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
+        self.keys.put(k, slots), self.values.put(v, slots)
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
         row = torch.arange(len(pos), device=pos.device)[:, None, None]
         group = torch.arange(len(self.keys.basis), device=pos.device)[:, None]
-        at = (row, group, pos[:, None, None])
-        self.keys.put(k[:, :, None], at), self.values.put(v[:, :, None], at)
+        slots = (row, group, pos[:, None, None])
+        self.keys.put(k[:, :, None], slots), self.values.put(v[:, :, None], slots)
 
     def attend(self, q, idx, count, pos):
         k, v = self.keys, self.values

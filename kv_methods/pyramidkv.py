@@ -29,7 +29,7 @@ class PyramidKV(SnapKV):
         )
         beta: float = knob(20.0, "ratio of the mean budget to that of the last layer (published code)", 1, 10**6)
 
-    def held(self, length):
+    def num_kept(self, length):
         """The pyramid: beside the window k_l falls from k_0 = 2 k - k_last to k_last = k / beta; k is the mean."""
         a, last, window = self.args, self.shape.n_layer - 1, self.recent(length)
         k = budget_tokens(a.budget, length) - window

@@ -24,7 +24,7 @@ from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError, warn_once
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.window_append import window_append
 from parallel import ONE
 
@@ -33,7 +33,7 @@ PLACES = 4  # places after an earlier copy at which attention is measured
 PRESETS = {
     "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5
     # Llama-3.1-8B, Tables 5 and 6 (App. A.2): a fifth of every text above 4K tokens, where Table 2 has at least 4000
-    "razor-ruler": dict(induction=0.28, echo=0.02, window=1, whole=4096),
+    "razor-ruler": dict(induction=0.28, echo=0.02, window=1, full_up_to=4096),
     "razor-places": dict(places=4),  # beyond the paper: heads that read the next token two to four places on
     "razor-places-random": dict(places=4, protect="random"),
     "razor-random": dict(protect="random"),  # Table 1, 15 % of the heads at random
@@ -110,7 +110,7 @@ class Razor(KVMethod):
         sinks: int = knob(4, "first tokens kept by the other heads (Table 2)", low=0)
         window: int = knob(4000, "least tokens in their recent window (Table 2)", low=1)
         share: float = knob(0.2, "share of all tokens so far that their window holds, if that is more (Table 2)", 0, 1)
-        whole: int = knob(0, "prompts up to this length have a window of at least this size (App. A.2: 4K)", low=0)
+        full_up_to: int = knob(0, "prompts up to this length have a window of at least this size (App. A.2: 4K)", low=0)
         compensation: bool = knob(True, "False: dropped tokens are forgotten (Figure 8)")
         protect: Literal["retrieval", "random"] = knob(
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
@@ -135,18 +135,18 @@ class Razor(KVMethod):
         self._route(self._protected().nonzero().flatten().tolist())
         # sinks have slots of their own in front of the ring, so a ring as long as the rest of the context suffices
         self.sinks = min(args.sinks, T)
-        self.ring = max(1, min(T - self.sinks, max(args.window, args.whole, budget_cap(float(args.share), T))))
+        self.ring = max(1, min(T - self.sinks, max(args.window, args.full_up_to, budget_cap(float(args.share), T))))
         if self.n_own:
             if self.ring >= T - self.sinks and shape.device.type != "meta":
-                warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.whole)} tokens, "
-                          "its sinks and window (window=): no bytes are saved")  # fmt: skip
+                warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.full_up_to)} "
+                          "tokens, its sinks and window (window=): no bytes are saved")  # fmt: skip
             for x in ("k", "v"):
                 self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:
                     self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
             self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
             self.buffer("least", (shape.max_batch,), torch.int64)
-            self.least.fill_(max(args.window, args.whole))
+            self.least.fill_(max(args.window, args.full_up_to))
 
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
@@ -273,7 +273,7 @@ class Razor(KVMethod):
         """Algorithm 1: keep the sinks, the last L_h tokens, and the mean of the others (Eq. 4)."""
         B, _, S, _ = k.shape
         a, slots = self.args, torch.arange(self.k.shape[2], device=k.device)
-        self.least[:B] = torch.where(lengths > a.whole, a.window, max(a.window, a.whole))
+        self.least[:B] = torch.where(lengths > a.full_up_to, a.window, max(a.window, a.full_up_to))
         gone = self.dropped(lengths - 1).clamp(min=0)[:, None]
         at = torch.where(slots < self.sinks, slots, slots + gone).clamp(max=S - 1)  # the position in each slot
         self.k[:B], self.v[:B] = gather_rows(k, at[:, None]), gather_rows(v, at[:, None])
@@ -287,7 +287,7 @@ class Razor(KVMethod):
 
     def _newest(self, pos):
         """The newest position of each entry of slot_of, [B, ring], with the newest token at pos [B]."""
-        return self.sinks + held(pos - self.sinks, self.ring)
+        return self.sinks + ring_positions(pos - self.sinks, self.ring)
 
     def append(self, k, v, pos):
         """While the window grows, nothing leaves it; otherwise the new token takes the slot of the oldest one."""
@@ -321,7 +321,7 @@ class Razor(KVMethod):
         if self.other is not None:
             self.other.reset()
         if self.n_own:
-            self.least.fill_(max(self.args.window, self.args.whole))
+            self.least.fill_(max(self.args.window, self.args.full_up_to))
             if self.args.compensation:
                 self.mean_k.zero_(), self.mean_v.zero_()
 
@@ -337,7 +337,7 @@ class Razor(KVMethod):
     def traffic(self, pos):
         """Kept tokens, the mean token, a slot number, S_0 and the order of heads; all up to pos counts as prompt."""
         s, a, n = self.shape, self.args, pos + 1
-        least = a.window if n > a.whole else max(a.window, a.whole)
+        least = a.window if n > a.full_up_to else max(a.window, a.full_up_to)
         kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)

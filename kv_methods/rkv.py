@@ -45,7 +45,7 @@ class RKV(Compacting):
         self.lookback, self.every = args.recent, args.buffer
         super().__init__(args, shape, layer, rope, calib)
 
-    def room(self):
+    def decode_slots(self):
         return min(self.args.buffer, self.shape.max_decoded)
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
@@ -53,26 +53,26 @@ class RKV(Compacting):
         self.note_queries(q_rot, lengths)
 
     def scores_of_prompt(self, q, k, v, lengths):
-        at = lengths[:, None] - self.lookback + torch.arange(self.lookback, device=k.device)
-        newest = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        q_pos = lengths[:, None] - self.lookback + torch.arange(self.lookback, device=k.device)
+        newest = q.gather(2, q_pos.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         place = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         k = k.masked_fill((place >= lengths[:, None, None])[..., None], 0)
-        return self.later_scores(newest, at, k, v, place, lengths)
+        return self.later_scores(newest, q_pos, k, v, place, lengths)
 
-    def later_scores(self, q, at, k, v, place, filled):
+    def later_scores(self, q, q_pos, k, v, place, filled):
         """Z = lambda I - (1 - lambda) R for the tokens before the window."""
         t = torch.arange(k.shape[2], device=k.device)
         before = (t < (filled - self.recent(filled))[:, None])[:, None]  # [B, 1, N]
-        importance, redundancy = self.importance(q, at, k, before), self.redundancy(k, filled)
+        importance, redundancy = self.importance(q, q_pos, k, before), self.redundancy(k, filled)
         return self.args.mix * importance - (1 - self.args.mix) * redundancy
 
-    def importance(self, q: Tensor, at: Tensor, k: Tensor, before: Tensor) -> Tensor:
+    def importance(self, q: Tensor, q_pos: Tensor, k: Tensor, before: Tensor) -> Tensor:
         """The newest queries' mean softmax over the tokens before them, of a group's largest logits (published code),
         max-pooled over neighbours."""
         logits = (q.unflatten(1, (k.shape[1], -1)).float() @ k.float().mT[:, :, None]).amax(2) * q.shape[3] ** -0.5
         p = logits.masked_fill(~before[:, :, None], float("-inf")).softmax(-1)  # [B, Hkv, W, N]
-        there = (at >= 0)[:, None, :, None] & before[:, :, None]
-        mean = p.masked_fill(~there, 0).sum(2) / (at >= 0).sum(1).clamp(min=1)[:, None, None]
+        there = (q_pos >= 0)[:, None, :, None] & before[:, :, None]
+        mean = p.masked_fill(~there, 0).sum(2) / (q_pos >= 0).sum(1).clamp(min=1)[:, None, None]
         return pooled(mean, self.args.kernel)
 
     def redundancy(self, k: Tensor, filled: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Rocket(SnapKV):
     def pages_of(self, tokens):
         return -(-tokens // self.args.page)
 
-    def held(self, length):
+    def num_kept(self, length):
         """L / c^a, with a = 0.2 + 0.06 log2 c up to 0.8 (published code)."""
         if self.args.kept is not None:
             return budget_tokens(self.args.kept, length).maximum(self.recent(length))
@@ -142,7 +142,7 @@ class Rocket(SnapKV):
     def traffic(self, pos):
         """After the prompt of up to pos + 1 tokens of which most is kept: r channels of one bound of every page, and K
         and V of the chosen pages."""
-        s, held = self.shape, min(self.most_held(pos + 1), self.k.shape[2])
-        tokens = min(held, self.pages_of(self.share(budget_cap, pos + 1)) * self.args.page)
-        read = self.r * self.pages_of(held) + 2 * s.head_dim * tokens
+        s, kept = self.shape, min(self.max_kept(pos + 1), self.k.shape[2])
+        tokens = min(kept, self.pages_of(self.share(budget_cap, pos + 1)) * self.args.page)
+        read = self.r * self.pages_of(kept) + 2 * s.head_dim * tokens
         return s.max_batch * (s.n_kv_head * read * s.dtype.itemsize + 8)

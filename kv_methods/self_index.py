@@ -16,11 +16,11 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens, check_budget
+from cache.full_precision import Tail
 from cache.packed import PackedVectors, check_groups
-from cache.whole import Tail
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention, read_packed
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention, read_packed
 from kernels.prompt_scores import best_tokens, snapkv_scores
 from kernels.select import budget_select, with_run
 from kernels.sign_codes import SUB, lut_score, pack_codes, sign_codes, sign_patterns
@@ -234,7 +234,7 @@ class SelfIndex(KVMethod):
         return torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
 
     def attend(self, q, idx, count, pos):
-        whole = WholeTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
+        whole = FullPrecisionTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
         return packed_gather_attention(q, idx, count, self.store, whole, pos, self.tail.prompt_len, self.flushed)
 
     @property

@@ -65,14 +65,14 @@ class SnapKV(Compacting, PromptEvicting):
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
 
-    def room(self):
+    def decode_slots(self):
         if self.every:
             return min(self.args.decode_budget + self.every, self.shape.max_decoded)
-        return super().room()
+        return super().decode_slots()
 
-    def later_scores(self, q, at, k, v, place, filled):
+    def later_scores(self, q, q_pos, k, v, place, filled):
         """Scores of decoded tokens; what is kept of the prompt stays."""
-        scores = super().later_scores(q, at, k, v, place, filled)
+        scores = super().later_scores(q, q_pos, k, v, place, filled)
         return scores.masked_fill(place < self.prompt_len[:, None, None], float("inf"))
 
     def stay(self, place, read):

@@ -22,7 +22,7 @@ codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.star
 class Tokenizer:
     """A kind gives `encode_text`, the bytes of every id, and `id_of`.
 
-    where: the file or folder that messages name; added: id -> token that is found in text as a whole; names: the texts
+    source: the file or folder that messages name; added: id -> token that is found in text as a whole; names: the texts
     of `bos_token`, `eos_token` ...; adds_bos: whether a text begins with bos; template: the chat template's text.
     """
 
@@ -33,14 +33,14 @@ class Tokenizer:
 
     def __init__(
         self,
-        where: Path,
+        source: Path,
         added: dict[int, AddedToken],
         names: dict[str, str],
         stop_ids: Iterable[int],
         adds_bos: bool,
         template: Callable[[], str],
     ):
-        self.where, self.added, self.names, self.template = where, added, names, template
+        self.source, self.added, self.names, self.template = source, added, names, template
         self.bos_id = self._special_id("bos_token")
         eos = self._special_id("eos_token")
         self.eos_ids = frozenset(stop_ids) | (set() if eos is None else {eos})
@@ -65,7 +65,7 @@ class Tokenizer:
         if (token := self.names.get(name)) is None:
             return None
         if not isinstance(token, str) or (id := self.id_of(token)) is None:
-            raise InputError(f"{self.where}: {name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
+            raise InputError(f"{self.source}: {name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
         return id
 
     @property
@@ -134,7 +134,7 @@ class Tokenizer:
         """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it.
         variables: further ones of the template, as enable_thinking=False. InputError if it reads none of that name."""
         given = self.names | variables | {"add_generation_prompt": add_generation_prompt}
-        return chat.render(self.where, self.template(), messages, given, variables)
+        return chat.render(self.source, self.template(), messages, given, variables)
 
     def encode_chat(self, messages: list[dict], /, **variables: Any) -> list[int]:
         """The ids of a conversation, ready for the answer. What a message's content says is text: the name of a special
@@ -143,13 +143,13 @@ class Tokenizer:
         text = self.apply_chat_template(messages, **variables)
         for content in chat.contents([m for m in messages if m.get("role") == "system"]):
             if content.strip() not in text:
-                warn_once(f"{self.where}: the chat template does not show the system message as it is, or at all")
+                warn_once(f"{self.source}: the chat template does not show the system message as it is, or at all")
         parts = chat.locate(text, messages, lambda marked: self.apply_chat_template(marked, **variables))
         if parts is None:
             for content in chat.contents(messages):
                 if found := self._special_pattern.search(content):
                     said = f"a message holds the special token {found[1]!r}, and the chat template changes it"
-                    raise InputError(f"{self.where}: {said}, so that it cannot be told from its own: remove it")
+                    raise InputError(f"{self.source}: {said}, so that it cannot be told from its own: remove it")
             return self.encode(text, bos=False)
         hidden = "".join("\0" * len(part) if i % 2 else part for i, part in enumerate(parts))
         own = list(self._special_pattern.finditer(hidden))

@@ -21,26 +21,26 @@ from errors import InputError, short
 Message = dict[str, Any]
 
 
-def render(where: Path, template: str, messages: list[Message], given: dict[str, Any], asked: dict[str, Any]) -> str:
+def render(source: Path, template: str, messages: list[Message], given: dict[str, Any], asked: dict[str, Any]) -> str:
     """The conversation as text. given: what the template may name beside messages; asked: those of it that the template
-    must name, since a user wants a difference. Raises InputError, which begins with `where`."""
+    must name, since a user wants a difference. Raises InputError, which begins with `source`."""
     env = _environment()
     try:
         reads = meta.find_undeclared_variables(env.parse(template))
     except Exception as e:
-        raise _refused(where, e) from e
+        raise _refused(source, e) from e
     for name in asked:
         if name not in reads or name == "messages":
             known = ", ".join(sorted(reads - {"messages"} - env.globals.keys())) or "none"
-            raise InputError(f"{where}: the chat template has no variable {name!r} to set; it reads {known}")
+            raise InputError(f"{source}: the chat template has no variable {name!r} to set; it reads {known}")
     try:
         return env.from_string(template).render({"tools": None, "documents": None} | given, messages=messages)
     except Exception as e:  # a template is untrusted code: whatever it raises is bad input, with no traceback
-        raise _refused(where, e) from e
+        raise _refused(source, e) from e
 
 
-def _refused(where: Path, e: Exception) -> InputError:
-    return InputError(f"{where}: the chat template cannot render these messages ({type(e).__name__}: {e})")
+def _refused(source: Path, e: Exception) -> InputError:
+    return InputError(f"{source}: the chat template cannot render these messages ({type(e).__name__}: {e})")
 
 
 def locate(text: str, messages: list[Message], render: Callable[[list[Message]], str]) -> list[str] | None:

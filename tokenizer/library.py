@@ -39,7 +39,7 @@ class LibraryTokenizer(Tokenizer):
     def __init__(
         self,
         engine: Engine,
-        where: Path,
+        source: Path,
         names: dict[str, str],
         stop_ids: Iterable[int],
         adds_bos: bool,
@@ -54,7 +54,7 @@ class LibraryTokenizer(Tokenizer):
             self.invalid_bytes = "replace_each_byte"
             ids = (engine.token_to_id(f"<0x{b:02X}>") for b in range(256))
             self.fallback = frozenset(id for id in ids if id is not None)
-        super().__init__(where, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
+        super().__init__(source, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
         self.piece = functools.cache(self.piece)  # type: ignore[method-assign]  # the library takes microseconds
         # Text that comes before a piece, so that it is decoded as in the middle of a text.
         self.before = self.encode_text("a", False)[-1:]
@@ -156,7 +156,7 @@ def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:
 
 
 def byte_level_bpe(
-    where: Path,
+    source: Path,
     vocab: dict[str, int],
     merges: list,
     patterns: list[str],
@@ -168,7 +168,7 @@ def byte_level_bpe(
     try:
         engine = Engine(models.BPE(vocab, merges, ignore_merges=whole_words))
     except Exception as e:  # the library's own has no kind
-        raise InputError(f"{where}: the vocabulary and its merges do not fit ({e}); download it again") from None
+        raise InputError(f"{source}: the vocabulary and its merges do not fit ({e}); download it again") from None
     split = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
     engine.pre_tokenizer = pre_tokenizers.Sequence([*split, level])

@@ -49,7 +49,7 @@ def parts_of(tk: Tokenizer, before: Sequence[dict[str, str]] = (), **variables: 
     head, mark, tail = first.partition(marks[0])
     between = whole.partition(marks[1])[2].partition(marks[2])[0]
     if not mark or marks[0] in tail:
-        raise InputError(f"{tk.where}: the chat template does not write a user's text once, as it is")
+        raise InputError(f"{tk.source}: the chat template does not write a user's text once, as it is")
     return ChatParts(head, tail, between)
 
 

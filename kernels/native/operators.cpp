@@ -232,9 +232,9 @@ Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Ten
                                           .k_params = halves(k_params, "k_params"),
                                           .v_params = halves(v_params, "v_params"),
                                           .signs = bytes(codes, "codes")},
-                               .whole = {.k = data<T>(k), .v = data<T>(v), .slots = k.size(2)},
+                               .full_precision = {.k = data<T>(k), .v = data<T>(v), .slots = k.size(2)},
                                .alpha = floats(alpha, "alpha")};
-        const Whole<T> sinks{.k = data<T>(sink_k), .v = data<T>(sink_v), .slots = sink_k.size(2)},
+        const FullPrecision<T> sinks{.k = data<T>(sink_k), .v = data<T>(sink_v), .slots = sink_k.size(2)},
             ring{.k = data<T>(tail_k), .v = data<T>(tail_v), .slots = tail_k.size(2)};
         attend_packed(
             heads_of<T>(q, idx.size(1), out), list_of(idx, count), listed, sinks, ring,
@@ -616,7 +616,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
         typedef decltype(zero) T;
         const QuantizedHead<T> first{.packed = data<char>(packed),
                                      .params = halves(params, "params"),
-                                     .whole = data<T>(kept),
+                                     .full_precision = data<T>(kept),
                                      .slots = slots,
                                      .bits = bits,
                                      .group = params && !block ? D / params->size(3) : D,
@@ -631,7 +631,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
 #pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++) {
             QuantizedHead<T> to = first;
-            to.packed += i * slots * row, to.whole += i * (sinks + ring) * D;
+            to.packed += i * slots * row, to.full_precision += i * (sinks + ring) * D;
             if (to.params) to.params += i * each;
             append_quantized(to, from + i * D, at[i / H]);
         }
@@ -656,7 +656,7 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
                                bool by_channel) {
             return QuantizedCache<T>{.packed = data<char>(x),
                                      .params = pairs,
-                                     .whole = data<T>(kept),
+                                     .full_precision = data<T>(kept),
                                      .slots = x.size(2),
                                      .bits = bits,
                                      .group = group,

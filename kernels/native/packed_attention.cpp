@@ -40,7 +40,7 @@ void add_packed(Seen& seen, const float* q, const Packed& of, const int64_t* idx
 }
 
 // Tokens in full precision, [B, H, slots, D] contiguous
-template <class T> struct Whole {
+template <class T> struct FullPrecision {
     const T *k, *v;
     int64_t slots;
 
@@ -53,7 +53,7 @@ template <class T> struct Whole {
 template <class T> struct Listed {
     int64_t bits;
     Packed packed;
-    Whole<T> whole;
+    FullPrecision<T> full_precision;
     const float* alpha;
 };
 
@@ -63,7 +63,8 @@ struct Lengths {
 };
 
 template <class T> void attend_packed(const Heads<T>& heads, const List& list, const Listed<T>& listed,
-                                      const Whole<T>& sinks, const Whole<T>& ring, const Lengths& lengths) {
+                                      const FullPrecision<T>& sinks, const FullPrecision<T>& ring,
+                                      const Lengths& lengths) {
     const int64_t H = heads.H, G = heads.G, D = heads.D, bits = listed.bits, parts = parts_of(list.K);
     attention(heads, parts + 1, [&](int64_t group, int64_t part, const float* query, Seen& seen) {
         int64_t b = group / H;
@@ -78,10 +79,10 @@ template <class T> void attend_packed(const Heads<T>& heads, const List& list, c
         }
         const int64_t *idx = list.idx.of(b, group % H), n = *list.count.of(b, group % H);
         int64_t lo = part * CHUNK, hi = std::min({list.K, n, lo + CHUNK});
-        if (bits == 16) return seen.add_slots(query, listed.whole.of(group, D, idx), lo, hi);
+        if (bits == 16) return seen.add_slots(query, listed.full_precision.of(group, D, idx), lo, hi);
         std::vector<float> x(query, query + G * D);
         for (int64_t i = 0; listed.alpha && i < G * D; i++) x[i] *= listed.alpha[group * D + i % D];
-        const Packed own = listed.packed.of(group * listed.whole.slots, D, bits);
+        const Packed own = listed.packed.of(group * listed.full_precision.slots, D, bits);
         (bits == 2 ? add_packed<2> : bits == 4 ? add_packed<4> : add_packed<8>)(seen, x.data(), own, idx, lo, hi);
     });
 }

@@ -115,8 +115,8 @@ void floats_of(const uint16_t* halves, int n, float* out) {
 template <class T> struct QuantizedCache {
     const void* packed;  // [B, H, slots, D] in `bits`
     const uint16_t*
-        params;      // scales and zeros: of `group` channels of a token, or, by_channel, of a channel of N tokens
-    const T* whole;  // [B, H, held, D]
+        params;  // scales and zeros: of `group` channels of a token, or, by_channel, of a channel of N tokens
+    const T* full_precision;  // [B, H, held, D]
     int64_t slots, bits, group, sinks, held;
     bool by_channel;
 };
@@ -125,7 +125,7 @@ template <class T> struct QuantizedCache {
 template <class T> struct Quantized {
     const uint8_t* packed;
     const uint16_t* params;
-    const T* whole;
+    const T* full_precision;
     int64_t bits, group, sinks, ring;
     int D, per;  // channels in a byte of the first plane, if they are unpacked in that order; otherwise 1
 
@@ -133,7 +133,7 @@ template <class T> struct Quantized {
         : packed((const uint8_t*)of.packed +
                  head * of.slots * D * (of.bits == 16 ? (int64_t)sizeof(T) * 8 : of.bits) / 8),
           params(of.params ? of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2 : nullptr),
-          whole(of.whole + head * of.held * D),
+          full_precision(of.full_precision + head * of.held * D),
           bits(of.bits),
           group(of.group),
           sinks(of.sinks),
@@ -168,7 +168,7 @@ template <class T> struct Quantized {
     void take_whole(int64_t t, float* out) const {
         vf x;
         for (int d = 0; d < D; d += L) {
-            x = load(whole + slot(t) * D + d);
+            x = load(full_precision + slot(t) * D + d);
             for (int j = 0; j < L; j++) out[at(d + j)] = x[j];
         }
     }
@@ -179,7 +179,7 @@ template <class T> struct Quantized {
 template <class T> struct QuantizedHead {
     char* packed;
     uint16_t* params;
-    T* whole;
+    T* full_precision;
     int64_t slots, bits, group, sinks, ring, block, D;
     float clip;
 };
@@ -188,7 +188,7 @@ template <class T> struct QuantizedHead {
 // tokens share scales, a block of tokens that ends with x, or just before x if the ring has room for one more.
 template <class T> void append_quantized(const QuantizedHead<T>& to, const T* x, int64_t pos) {
     const int64_t bits = to.bits, sinks = to.sinks, ring = to.ring, block = to.block, D = to.D, group = to.group;
-    auto slot_of = [&](int64_t t) { return to.whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
+    auto slot_of = [&](int64_t t) { return to.full_precision + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
     T* slot = slot_of(pos);
     int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
     int64_t end = pos + 1 - (ring - block), n = block ? block : 1;  // end of the block that leaves, if one does
@@ -233,7 +233,7 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
             std::vector<int64_t> slots;
             for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) slots.push_back(t);
             for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) slots.push_back(keys.slot(t));
-            return seen.add_slots(query, Slots<T>{keys.whole, values.whole, D, D, slots.data()}, 0,
+            return seen.add_slots(query, Slots<T>{keys.full_precision, values.full_precision, D, D, slots.data()}, 0,
                                   (int64_t)slots.size());
         }
         std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
