@@ -135,9 +135,9 @@ class Sals(KVMethod):
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
         self.k_static = self.selection.of(T)
         self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
-        # tokens that have left the ring, slot = position; the last `recent` slots never hold a token
+        # tokens that have left the ring, slot = position: the last `recent` slots are never of use to a token
         self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
-        # the newest tokens, slot = position mod the ring's slots; Sec. 5.1: they "are compressed by only 50%"
+        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%"
         ring_rank = round(max(args.rank, 0.5) * width)
         self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
