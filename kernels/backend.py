@@ -2,7 +2,7 @@
 
 Every operation of this folder (op.py) calls its Triton version for CUDA tensors. For CPU tensors it calls C++ (native/)
 where torch is slow, and its torch version otherwise or without a C++ compiler. KV_FAST_BACKEND=torch turns all kernels
-off; KV_FAST_BACKEND=triton asks for Triton everywhere: for CPU tensors it then runs in its interpreter, which needs
+off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its interpreter, which needs
 TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py.
 """
 

@@ -105,10 +105,10 @@ def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, length
 
 
 def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor) -> None:
-    """Put one token per row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
+    """Put a token a row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
 
-    The token at pos - R moves to the store, at the target ratio. If there is none yet, its slot's contents go to one of
-    the store's last slots, which never hold a token, as theirs never leave the ring.
+    The token at pos - R leaves it for the store, at the target ratio. Where there is none yet, what its slot holds goes
+    to one of the store's last slots: their tokens can never leave the ring.
     """
     lead, rest = store.latents
     _latent_append(latents, values, pos, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), store.bits)

@@ -59,7 +59,7 @@ def latent_attention(
     q [B, Hq, D] rotated; basis [>= r, n*D] with the basis vectors in rows, of which latents of r coordinates use the
     first r; pos [B] of the newest token: the ring of R slots holds it and those before it, slot = position mod R, and
     the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
-    None: all tokens of the store. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
+    None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
     """
     lead, rest = store.latents
     return _latent_attention(

@@ -186,7 +186,7 @@ def _packed_gather_attention_kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
-    # the ring is empty after a prompt, and a list may be short: only tokens that exist are shared out
+    # a ring is empty behind a prompt, and a list may be short: what is shared is what is there, not what could be
     chosen = tl.minimum(tl.load(count + b * count_row + h * count_head), K).to(tl.int32)
     n_prompt = tl.load(prompt_len + b).to(tl.int32)
     newest = tl.load(pos + b).to(tl.int32) - n_prompt

@@ -1,8 +1,8 @@
 """Expected Attention: keep the tokens that future queries are expected to attend to, judging by the prompt's queries.
 
-The prompt's queries before rotation, except the first few, are modelled as a Gaussian and rotated by the mean of the
-next positions' rotations: q ~ N(m, C). Every key's E exp(q . k / sqrt(D)) = exp(m . k / sqrt(D) + k C k / 2D) is
-normalized over the keys and multiplied by the length of its value. Decoded tokens stay.
+The prompt's queries before rotation, the first few aside, are taken for a Gaussian, and rotated by the mean of the next
+positions' rotations, q ~ N(m, C). Then E exp(q . k / sqrt(D)) = exp(m . k / sqrt(D) + k C k / 2D) of every key, which
+is normalized over the keys and multiplied by the length of the value. What is decoded afterwards stays.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class HShare(DoubleSparsity):
     steps_alike = False
 
     sets: SharedSets
-    head_source: Tensor  # int64 [B, Hkv]: the head, of all ranks, whose set a head takes: itself or an earlier one
-    newer: Tensor  # int64 [B]: the first position behind the tokens that the set was chosen from
+    head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks
+    newer: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
 
     @dataclass
     class Args(DoubleSparsity.Args):

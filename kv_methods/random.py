@@ -12,7 +12,7 @@ class Random(Selecting):
 
     def scores(self, q, pos):
         heads, T = self.shape.own_heads, self.shape.max_seq_len
-        # a hash of position, head and slot instead of a generator, so that a row of a batch draws what it draws alone
+        # a hash of position, head and slot instead of a generator: a row of a batch draws what it draws alone
         head = torch.arange(heads.start, heads.stop, device=q.device)[:, None] + self.layer * self.shape.layer_heads
         slot = torch.arange(T, device=q.device)
         x = (pos[:, None, None] * 0x9E3779B1 + head * 0x85EBCA77 + slot * 0xC2B2AE3D) & 0xFFFFFFFF

@@ -72,7 +72,7 @@ class LatentStore(Storage):
         for part, r in zip(self.parts, ranks, strict=True):
             self.buffer(part, (*where, r))
         self.values = PackedVectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
-        self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # all KV heads together
+        self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # of all KV heads
 
     @property
     def lead(self) -> Tensor:
@@ -91,7 +91,7 @@ class Sals(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
     reads_queries = False
-    joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks; each rank stores all of them
+    joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks, which each rank stores whole
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach
@@ -135,9 +135,9 @@ class Sals(KVMethod):
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
         self.k_static = self.selection.of(T)
         self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
-        # tokens that have left the ring, slot = position; the last `recent` slots never hold a token
+        # tokens that have left the ring, slot = position: the last `recent` slots are never of use to a token
         self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
-        # the newest tokens, slot = position mod the ring's slots; Sec. 5.1: they "are compressed by only 50%"
+        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%"
         ring_rank = round(max(args.rank, 0.5) * width)
         self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
@@ -169,11 +169,11 @@ class Sals(KVMethod):
         append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos)
 
     def select(self, q, pos):
-        """Positions chosen in the store, one set for all heads; None: all of them. The ring is always attended to."""
+        """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
         if self.dense:
             return None, None
         n, scores, wanted = self.ring.slots, self._scores(q, pos), self.selection.at(pos + 1)
-        if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
+        if self.p is not None:  # scores are attention: what the ring gets, all of which is attended, stands at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             held = scores.scatter(2, pos[:, None, None], ring)
             wanted = top_p_count(held, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
@@ -226,6 +226,6 @@ class Sals(KVMethod):
         scored = 0 if self.dense else pos + 1 - (recent if by_sum else 0)
         row = scored * self.score_rank * s.dtype.itemsize
         row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
-        row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one token leaves it
+        row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one leaves it
         scoring = 0 if self.dense else self.score_rank
         return s.max_batch * row + self._basis_bytes() * (2 * self.ring.rank + scoring) // self.ring.rank

@@ -1,4 +1,4 @@
-// Puts a token into the ring of the newest; the one that leaves it goes to a store, in fewer coordinates and bits.
+// A token joins a ring of the newest; the one that leaves it goes to a store at fewer coordinates and bits.
 #include "encode.h"
 
 namespace {

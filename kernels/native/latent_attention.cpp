@@ -99,8 +99,8 @@ template <class T> struct Coded {
     }
 };
 
-// The tokens attended to besides the ring, whose newest token is at pos [B]: the first count[b] of slots idx [B, K] of
-// the store, or, without a list, the store's first count[b] slots
+// What is attended to besides the ring, whose newest token is at pos [B]: the first count[b] of slots idx [B, K] of the
+// store, or, without a list, of all slots
 struct Tokens {
     const int64_t *pos, *idx, *count;
     int64_t K;
@@ -124,7 +124,7 @@ template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, c
         Coded<T> codes(from, (int)G);
         const Next<T> nothing{};
         auto none = [](float*, int64_t) {};
-        // first and last token of this item: positions in the ring, or places in the list
+        // the ring's slots have their places, a list its slots: the first token of the item, and the last
         int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, tokens.pos[b] + 1 - ring.slots);
         int64_t end = part ? std::min(tokens.count[b], part * span) : tokens.pos[b] + 1;
         int64_t slot[BLOCK];

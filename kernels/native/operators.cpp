@@ -573,7 +573,7 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     make_whole(idx, count, pos);
     const int64_t *at = ints(pos, "pos"), *many = ints(count, "count");
     STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
-    std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold a token
+    std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
     int64_t K = idx ? idx->size(1) : slots - R;
     for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
     Tensor out = like(q, {B, Hq, D});
