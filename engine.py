@@ -908,7 +908,7 @@ class LLM:
         load: str | Path | CacheFile | None = None,
     ) -> list[Completion]:
         """Answer several questions about the same prompts, which are read once. Returns all prompts' answers to the
-        first question, then to the next. Each question starts from the state after the prompts and sees no other answer.
+        first question, then to the next. Each question starts from the state after the prompts, without other answers.
 
         questions: without any, the prompts are continued. chat: prompt and question are one turn of the chat template.
         save: write the prompts' cache to this file. load: read it from a file, instead of prompts. The other arguments
@@ -1053,7 +1053,7 @@ class Conversation:
 
     @locked
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
-        """One turn. If it exceeds the context or a step fails, raises InputError; the conversation is then unchanged."""
+        """One turn. If it exceeds the context or a step fails, raises InputError; the conversation stays unchanged."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
         if not isinstance(text, str):
             raise InputError(f"a turn is a {type(text).__name__}: give text")

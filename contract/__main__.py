@@ -1,11 +1,11 @@
-"""The contract of base.py as a command: every check on one method, a line each, and what to do where one fails.
+"""The contract of base.py as a command: runs every check on a method and says what to do where one fails.
 
     python -m contract my_method.py          # a file anywhere
     python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
     python -m contract mine.py --only ragged --traceback
 
-Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method drives the real model, small
-and of random weights (harness.py), at its defaults and at its `stress`: knobs under which its limits bind within 40
+Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method runs in the real model, small
+and with random weights (harness.py), at its defaults and at its `stress`, knobs at which its limits bind within 40
 tokens.
 """
 
@@ -34,7 +34,7 @@ Run = Callable[[str], str | None]  # a method's name -> a note; raises where the
 
 
 def _each(check: Callable[..., str | None], more: bool = False) -> Run:
-    """A check at every setting; `more`: at the lossless one, too."""
+    """A check at every setting; `more`: at the lossless knobs, too."""
 
     @functools.wraps(check)
     def run(name: str) -> str | None:
@@ -45,29 +45,29 @@ def _each(check: Callable[..., str | None], more: bool = False) -> Run:
 
 
 def _lossless(name: str) -> None:
-    """At its `lossless` knobs it is dense attention."""
+    """At its `lossless` knobs the method equals dense attention."""
     for shape in c.SAMPLE:
         c.check_lossless(name, shape)
 
 
 def _turn(name: str) -> str | None:
-    """A second turn, which comes through decode, continues the cache."""
+    """A second turn, fed through decode, continues the cache."""
     c.check_second_turn(name, method_class(name).lossless, True)
     return _each(c.check_second_turn)(name)
 
 
 def _compiled(name: str) -> None:
-    """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
+    """A compiled step equals the eager one: one graph, no recompilation, buffers that stay in place."""
     s.check_compiled(name, method_class(name).stress or {})
 
 
 def _inductor(name: str) -> None:
-    """The same, compiled by inductor."""
+    """A step compiled by inductor equals the eager one."""
     s.check_compiled(name, c.settings(name)[-1], "inductor")
 
 
 def _presets(name: str) -> str | None:
-    """Its presets keep the contract, too."""
+    """Every preset keeps the contract, too."""
     cls = method_class(name)
     table = getattr(sys.modules[cls.__module__], "PRESETS", {})
     for preset, knobs in table.items():
@@ -81,7 +81,7 @@ def _presets(name: str) -> str | None:
 
 
 def _shapes(name: str) -> None:
-    """The lossless limit at random shapes, ragged rows at all."""
+    """The lossless limit holds at random shapes, and ragged rows at all shapes."""
     for seed in range(4):
         gen = torch.Generator().manual_seed(seed)
         g, head_dim, n_kv_head = (int(torch.randint(n, (1,), generator=gen)) for n in (4, 6, 3))
@@ -122,14 +122,14 @@ class Result:
     check: str
     ok: bool
     seconds: float = 0.0
-    note: str = ""  # what there is to say of a check that passed
-    what: str = ""  # was found
-    todo: str = ""
+    note: str = ""  # a remark on a check that passed
+    what: str = ""  # what was found
+    todo: str = ""  # what to do about it
     error: BaseException | None = None
 
     @property
     def cause(self) -> str:
-        """What was found, less the step in which it was."""
+        """`what` without the step in which it was found."""
         return self.what.rpartition(", in ")[0] or self.what
 
 
@@ -148,7 +148,7 @@ def run_check(name: str, check: str) -> Result:
 
 
 def load(method: str) -> str:
-    """A method's name or a file's path -> its name, which can be set up from here on. InputError if it is neither."""
+    """A method's name or a file's path -> its name, made known to `setup_cache`. Raises InputError if it is neither."""
     path = Path(method)
     if path.suffix != ".py":
         if method not in method_files():
@@ -192,11 +192,11 @@ def main() -> int:
         raise InputError(f"no check {unknown[0]!r}: use one of {', '.join(CHECKS)}")
     name = load(args.method)
     chosen = args.only or [*FAST, *(SLOW if args.slow else ())]
-    torch.set_num_threads(1)  # everything is small
+    torch.set_num_threads(1)  # all tensors are small
     results: list[Result] = []
     for check in chosen:
         r = run_check(name, check)
-        # an exception ends many checks: it is told once
+        # one exception may end many checks: report it once
         known = next((x.check for x in results if r.error is not None and x.cause == r.cause), None)
         results.append(r)
         if not args.json:

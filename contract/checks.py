@@ -1,7 +1,7 @@
-"""What a method computes, held to dense attention and to itself: checks of the contract (cache/base.py).
+"""Checks of the contract (cache/base.py) that compare what a method computes with dense attention and with itself.
 
-Each takes a method's name and, where they matter, knobs: the tests run them on files written on the spot, too. Broken
-says what was found and what to do.
+Each takes a method's name and, if they matter, knobs; the tests also run them on files that they write. The exception
+Broken says what was found and what to do.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from contract.harness import (
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 
-EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
+EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompt lengths around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
-CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompts, and tokens of them at a time
-DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # layers, fewer than those of a model in which some are left out
-SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
+CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompt lengths, and chunk sizes
+DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # fewer layers than the 16 from which on skip_layers="auto" skips some
+SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads per KV head, head_dim
 SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
-ROUNDED = 2e-2  # of logits, where sums in another order put a code on the other side of its rounding border
+ROUNDED = 2e-2  # tolerance of logits if sums in another order may round a code the other way
 Knobs = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ Knobs = dict[str, Any]
 
 
 def settings(name: str) -> list[Knobs]:
-    """What a method is tested at: its defaults, its stress, and that with budgets as shares of about the same size."""
+    """The settings to test a method at: defaults, stress, and stress with budgets as shares of about the same size."""
     cls = method_class(name)
     out: list[Knobs] = [{}]
     if cls.stress:
@@ -64,8 +64,8 @@ def settings(name: str) -> list[Knobs]:
 
 
 def nothing_chosen(name: str) -> list[Knobs]:
-    """`stress` with budgets that sinks and recent tokens use up: without sinks, beside a recent window, what is chosen
-    is an empty list. Nothing for a method without such knobs."""
+    """`stress` with budgets that sinks and recent tokens use up, so that the list of chosen tokens is empty. Returns
+    nothing for a method without such knobs."""
     cls = method_class(name)
     given: Knobs = {f.name: f.default for f in dataclasses.fields(cls.Args)} | (cls.stress or {})
     out = []
@@ -82,7 +82,7 @@ def at_knobs(knobs: Knobs) -> str:
 
 
 def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "") -> None:
-    """Logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly."""
+    """Check that logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly."""
 
     def first(wrong: Tensor) -> str:
         row, step = wrong.nonzero()[0].tolist()
@@ -99,7 +99,7 @@ def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "")
 
 
 def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
-    """The same numbers, to the bit."""
+    """Check that two tensors are equal bit for bit."""
     if not torch.equal(got, want):
         same(got, want, what, 0.0, todo)
 
@@ -108,7 +108,7 @@ def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
 
 
 def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any = EDGES, steps: int = 40) -> None:
-    """At its `lossless` knobs it is dense attention."""
+    """At its `lossless` knobs the method equals dense attention."""
     model, prompts, knobs = tiny(*shape), [prompt(n) for n in lengths], method_class(name).lossless
     model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
     got, fed = run(model, prompts, steps)
@@ -123,7 +123,7 @@ def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any =
 
 
 def check_stress(name: str) -> str | None:
-    """Its limits bind in these tests: they test more than dense attention."""
+    """The method's limits bind in these tests, so that they test more than dense attention."""
     cls, model = method_class(name), tiny()
 
     def binds(knobs: Knobs, lengths: tuple[int, ...], steps: int) -> bool:
@@ -151,7 +151,7 @@ def check_stress(name: str) -> str | None:
 
 
 def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any = "cpu") -> None:
-    """Slots that were not filled are never read. In a cache larger than the batch, too."""
+    """Slots that were not filled are never read, also in a cache larger than the batch."""
     model, prompts = tiny(device=device), [prompt(n).to(device) for n in lengths]
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     want, fed = run(model, prompts)
@@ -170,7 +170,7 @@ def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any
 def check_ragged(
     name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = RAGGED, steps: int = 40, n_layer: int = 2
 ) -> None:
-    """A row of a ragged batch is the row alone, but for rounding that codes and selections may make larger."""
+    """A row of a ragged batch equals the row alone, up to rounding that codes and selections may amplify."""
     model, prompts = tiny(*shape, n_layer=n_layer), [prompt(n) for n in lengths]
     T = max(lengths) + steps
     model.setup_cache(name, len(prompts), T, **knobs)
@@ -194,17 +194,20 @@ def check_ragged(
 
 
 def check_deep(name: str) -> str | None:
-    """The same through many layers, at `stress`. What a prompt's last token is there is to the bit what it is alone:
-    of layers that round, a sum in another order would make another text."""
+    """Ragged rows equal the row alone through many layers, at `stress`.
+
+    A prompt's last hidden state must be the same bit for bit: in layers that round, sums in another order would change
+    the text.
+    """
     knobs = method_class(name).stress or {}
     check_ragged(name, knobs, lengths=DEEP_RAGGED, steps=12, n_layer=DEEP)
     model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
     x = torch.randn(len(prompts) * T, model.args.dim)
     with torch.inference_mode():
-        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # of other inputs: of like sizes
+        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # with other inputs of the same sizes
         if not all(torch.equal(f(x)[:n], f(x[:n])) for f in products for n in DEEP_RAGGED):
             return "prompts to rounding alone: here products of other sizes are summed in another order"
-    # of three rows and of one, the product with the vocabulary may be another kernel's
+    # without the output head: its product may use other kernels for three rows than for one
     with mock.patch.object(model, "logits", lambda x: x):
         model.setup_cache(name, len(prompts), T, **knobs)
         got = run(model, prompts, 0)[0]
@@ -220,7 +223,7 @@ def check_deep(name: str) -> str | None:
 
 
 def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> str:
-    """Whether padding is what makes the difference, and if so, whether equal scores are chosen among."""
+    """Advice on a ragged row: whether padding makes the difference and, if so, whether a choice among ties does."""
     model.reset_cache()
     padded = run(model, [p], fed.shape[1], fed, pad=pad)[0]
     if (padded - want).abs().max() <= TOL:
@@ -240,7 +243,7 @@ def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> s
 
 
 def check_reset(name: str, knobs: Knobs) -> None:
-    """The same prompt gives the same tokens after another, longer one, and after warm-up steps without a prompt."""
+    """A prompt gives the same tokens after another, longer prompt, and after warm-up steps without a prompt."""
     model, prompts = tiny(), [prompt(6), prompt(33)]
     model.setup_cache(name, 2, 160, **knobs)
     want, fed = run(model, prompts)
@@ -262,7 +265,7 @@ def check_reset(name: str, knobs: Knobs) -> None:
 
 
 def check_store(name: str, knobs: Knobs) -> str | None:
-    """A prompt's output is exact, and `store_prompt` stores the same; or `exact_prefill` says it is not so."""
+    """A prompt's output is exact and `store_prompt` stores what `prefill` does, unless `exact_prefill` is False."""
     model, prompts = tiny(), [prompt(9), prompt(60)]
     model.setup_cache(name, 2, 90, **knobs)
     want, fed = run(model, prompts, 20)
@@ -291,8 +294,10 @@ def check_store(name: str, knobs: Knobs) -> str | None:
 
 
 def check_chunks(name: str, knobs: Knobs) -> str | None:
-    """A prompt that comes in chunks gives what it gives at once, to rounding, in a ragged batch, too; or it is refused,
-    or the method says that it evicts while it reads: then a row is the row alone."""
+    """A prompt in chunks gives what it gives at once, up to rounding, also in a ragged batch; or chunks are refused.
+
+    If the method evicts while reading, a row of a batch equals the row alone.
+    """
     model, prompts, steps = tiny(), [prompt(n) for n in CHUNKED], 20
     model.setup_cache(name, len(prompts), max(CHUNKED) + steps, **knobs)
     methods = methods_of(model)
@@ -323,7 +328,7 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
 
 
 def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:
-    """A second turn, which comes through decode, continues the cache: what was decoded before it stays."""
+    """A second turn, fed through decode, continues the cache: earlier decoded tokens stay."""
     model, prompts = model or tiny(device=device), [prompt(n).to(device) for n in (12, 45)]
     turn = torch.stack((prompt(25), prompt(25, seed=2))).to(device)
     model.setup_cache(name, 2, 128, **knobs)
@@ -372,7 +377,7 @@ def check_window(name: str) -> str | None:
 
 
 def check_sizes(name: str, knobs: Knobs) -> None:
-    """A longer max_seq_len changes nothing; nor does a known max_new_tokens, which takes no more bytes."""
+    """Neither a longer max_seq_len nor a known max_new_tokens changes the output; the latter takes no more bytes."""
     model, prompts, steps = tiny(), [prompt(9), prompt(60)], 30
     model.setup_cache(name, 2, 90, **knobs)
     allocated = sum(b.nbytes for b in buffers(model).values())
@@ -389,7 +394,7 @@ def check_sizes(name: str, knobs: Knobs) -> None:
 
 
 def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
-    """What `attended` tells is what `attend` does, and the softmax weights sum to 1."""
+    """`attended` reports what `attend` computes, and the softmax weights sum to 1."""
     model, prompts, steps = tiny(), [prompt(n) for n in (5, 33, 90)], 40
     model.setup_cache(name, 4, 140, **knobs)
     methods = methods_of(model)
@@ -438,7 +443,7 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
 
 
 def check_nothing_chosen(name: str) -> str | None:
-    """With a budget that sinks and recent tokens use up, nothing else is read: an empty list is not no list."""
+    """With a budget that sinks and recent tokens use up, no other token is read: an empty list differs from None."""
     every = nothing_chosen(name)
     for knobs in every:
         for check in (check_attended, check_poison, check_ragged):
@@ -447,7 +452,7 @@ def check_nothing_chosen(name: str) -> str | None:
 
 
 def check_half(name: str, knobs: Knobs) -> None:
-    """It runs in bfloat16."""
+    """The method runs in bfloat16."""
     model, prompts = tiny(dtype=torch.bfloat16), [prompt(9), prompt(50)]
     model.setup_cache(name, 2, 80, **knobs)
     got = run(model, prompts, 30)[0]

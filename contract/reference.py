@@ -1,4 +1,4 @@
-"""The model's attention without a cache, written out: what methods are held to shares no line with what they are of."""
+"""The model's forward pass without a cache, written out: the reference for methods shares no code with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def forward(model: Any, tokens: Tensor, on_layer: Callable[[Tokens], None] | Non
     a, S = model.args, tokens.shape[1]
     t = torch.arange(S, device=tokens.device)
     angle = t[:, None] * a.rope.theta ** (-torch.arange(0, a.head_dim, 2, device=t.device) / a.head_dim)
-    turn = torch.polar(torch.ones_like(angle), angle)  # channel i turns with channel i + D / 2
+    turn = torch.polar(torch.ones_like(angle), angle)  # channels i and i + D / 2 rotate as a pair
 
     def rotate(x: Tensor) -> Tensor:
         z = torch.complex(*(half.contiguous() for half in x.float().chunk(2, -1))) * turn

@@ -1,4 +1,4 @@
-"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See __main__.py."""
+"""Checks of a decode step beside its numbers: bytes allocated and read, one compiled graph, writes in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.op import bytes_read
 
 # ---- bytes ----
 
-READ_MORE = 1.1  # bytes that a step may read, of those that are told: lengths are not known on meta
+READ_MORE = 1.1  # bytes that a step may read over those of `traffic`: lengths are unknown on the meta device
 
 
 def meta_method(
@@ -32,14 +32,14 @@ def meta_method(
     calib: Any = None,
     new: int | None = None,
 ) -> Any:
-    """One layer's method on the meta device: its sizes alone. new: tokens that are decoded at most."""
+    """One layer's method on the meta device, for its sizes. new: the most tokens that are decoded."""
     cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
     now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
     return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
 def check_nbytes(name: str, knobs: Knobs) -> None:
-    """Bytes told = allocated = the card's formula if there is one, also where nothing is allocated."""
+    """nbytes() equals the bytes allocated and the card's formula, if there is one, also on the meta device."""
     model = tiny()
 
     def compare(method: Any, sizes: dict[str, int] | None, setting: str) -> None:
@@ -80,7 +80,7 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
 
 
 def check_traffic(name: str, knobs: Knobs) -> None:
-    """Bytes read by a step grow along the text, up to what there is; if short texts are kept whole, with one fall."""
+    """traffic() grows along the text, up to the bytes allocated; it may fall once if short texts are kept in full."""
     for args, T in ((tiny().args, 128), (LLAMA, 8192)):
         method = meta_method(name, args, 2, T, torch.bfloat16, knobs)
         read = [method.traffic(pos) for pos in range(0, T, max(1, T // 200))] + [method.traffic(T - 1)]
@@ -112,14 +112,14 @@ def check_traffic(name: str, knobs: Knobs) -> None:
 
 
 def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: int = 100) -> None:
-    """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which the other checks need not
+    """A compiled step equals the eager one: one graph, no recompilation, buffers that stay in place."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # imported here, because it takes seconds
 
     torch._dynamo.reset()
     model, prompts, feed = tiny(), [prompt(n) for n in (5, 40)], None
     if backend == "inductor":
-        # The first layer gives a repeated token the score of its copy. Which of the two is taken then hangs on the last
-        # bit: inductor sums in another order. So no token comes twice.
+        # In the first layer a repeated token has the score of its copy, and the last bit decides between them. Inductor
+        # sums in another order, so no token comes twice.
         tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
         prompts, feed, steps = [tokens[:5], tokens[-40:]], torch.stack((tokens[5:45], tokens[:40])), 40
     counter = CompileCounterWithBackend(backend)
@@ -146,11 +146,11 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
 
 
 class _Seen(Exception):
-    """Ends a compilation."""
+    """Raised to end a compilation."""
 
 
 def step_code(model: Any, *args: Tensor) -> str:
-    """The code that inductor makes of a step, not compiled."""
+    """The code that inductor generates for a step, without compiling it."""
     from torch._functorch import config as functorch
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
@@ -164,7 +164,7 @@ def step_code(model: Any, *args: Tensor) -> str:
     torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "compile_to_module", stop),
-        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # no vectors: a compiler would try each kind
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # else a compiler tries each kind
         config.patch(fx_graph_cache=False),
         functorch.patch(enable_autograd_cache=False),
         torch.inference_mode(),
@@ -179,24 +179,24 @@ def step_code(model: Any, *args: Tensor) -> str:
 
 
 def check_copies(name: str, T: int = 2053) -> None:
-    """A compiled step allocates nothing of the size of a cache: it writes in place."""
+    """A compiled step writes in place and allocates no tensor as large as a cache buffer."""
     model, B = tiny(2, 64), 2
-    # T is prime, and the batch smaller than the cache: nothing else of a step has the size of a buffer, or of its rows
+    # T is prime and the batch smaller than the cache, so that no other tensor of a step has the size of a buffer
     for knobs in ({}, method_class(name).lossless):
         model.setup_cache(name, B + 1, T, **knobs)
         large: dict[Any, set[str]] = {}
         for k, b in buffers(model).items():
-            if b.shape[:1] == (B + 1,) and b.numel() > (B + 1) * model.args.n_head * T:  # more than scores
+            if b.shape[:1] == (B + 1,) and b.numel() > (B + 1) * model.args.n_head * T:  # larger than scores
                 for rows in (B, B + 1):
                     large.setdefault((b.numel() // (B + 1) * rows, b.dtype), set()).add(k.partition(".")[2])
         if large:
             break
     else:
-        return None  # nothing grows with the text
+        return None  # no buffer grows with the text
     run(model, [prompt(50), prompt(9)], 1)
     now_doing("compiling a step")
     layers, cache = model.layers, model.cache
-    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in cache}) == 1:  # one layer is like the other
+    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in cache}) == 1:  # all layers are alike
         model.layers, model.cache = layers[-1:], cache[-1:]
     code = step_code(model, torch.tensor([1, 2]), torch.tensor([51, 10]))
     model.layers, model.cache = layers, cache
