@@ -1,13 +1,13 @@
-// Attention over sinks, a list of packed tokens, unpacked block by block, and the newest tokens.
+// Attention over sinks, a list of packed tokens, which are unpacked block by block, and the newest tokens.
 #include "softmax.h"
 
 namespace {
 
-// Tokens in 2, 4 or 8 bits, [B, H, slots, ...] whole in memory, or those of one head
+// Tokens in 2, 4 or 8 bits, [B, H, slots, ...] contiguous, or those of one head
 struct Packed {
     const uint8_t *k, *v;
-    const uint16_t *k_params, *v_params;  // scale and zero of 32 channels
-    const uint8_t* signs;                 // a bit for each channel of a key; or none
+    const uint16_t *k_params, *v_params;  // scale and zero per 32 channels
+    const uint8_t* signs;                 // a bit for each channel of a key; or null
 
     Packed of(int64_t first, int64_t D, int64_t bits) const {  // from token `first` on
         const int64_t bytes = first * D * bits / 8, pairs = first * (D / 32) * 2;
@@ -39,7 +39,7 @@ void add_packed(Seen& seen, const float* q, const Packed& of, const int64_t* idx
     }
 }
 
-// Tokens in full precision, [B, H, slots, D] whole in memory
+// Tokens in full precision, [B, H, slots, D] contiguous
 template <class T> struct FullPrecision {
     const T *k, *v;
     int64_t slots;
@@ -49,7 +49,7 @@ template <class T> struct FullPrecision {
     }
 };
 
-// Tokens that a list is of: packed, or whole where they have 16 bits. alpha [B, H, D], or none: factors of the keys
+// Tokens that a list refers to: packed, or whole at 16 bits. alpha [B, H, D]: factors of the keys, or null
 template <class T> struct Listed {
     int64_t bits;
     Packed packed;
@@ -57,7 +57,7 @@ template <class T> struct Listed {
     const float* alpha;
 };
 
-// Each of [B]; the ring has those decoded from `flushed` [1] on
+// Positions, each [B]; the ring has the tokens decoded from `flushed` [1] on
 struct Lengths {
     const int64_t *pos, *prompt, *flushed;
 };
