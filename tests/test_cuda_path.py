@@ -79,7 +79,7 @@ STEP = (
         "flexgen": FETCH,
         "double_sparsity,label_bits=16": {"head_scores", "budget_select", "gather_attention"},
         "double_sparsity_offload,label_bits=16": {"head_scores", "budget_select"} | FETCH,
-        "razor-none": RAZOR,
+        "razor,induction=0,echo=0": RAZOR,
         "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
         "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
         "palu-30": {"half_params", "group_attention"},  # 3 bits

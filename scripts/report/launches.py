@@ -37,7 +37,7 @@ METHODS = (
     "full", "streaming", "double_sparsity", "double_sparsity,label_bits=2", "double_sparsity,label_bits=16",
     "self_index", "self_index-7.5", "self_index-16bit", "self_index,store_bits=4", "self_index,store_bits=8", "sals-25",
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
-    "razor-none", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4",
+    "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4",
     "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
     "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
