@@ -49,6 +49,11 @@ NEW, LAYERS = 64, 2
 CHECKED = (3, 5, 9)  # tokens of a check: a GPU reads K and V once for each 64 query heads of a group
 
 
+def is_tensor(noted: Any) -> bool:
+    """Whether an argument of a noted launch is a tensor: ("tensor", dtype, bytes beyond 16). Strides are tuples too."""
+    return isinstance(noted, tuple) and noted[:1] == ("tensor",)
+
+
 class Launches:
     """Distinct launches: what the launcher specializes on -> arguments, who makes them, and how often. And the
     operations of steps: bytes that one reads and gives, and its launches."""
@@ -67,6 +72,8 @@ class Launches:
             return ("tensor", str(x.dtype).removeprefix("torch."), x.storage_offset() * x.element_size() % 16)
 
         def key(x: Any) -> Any:  # of an integer the launcher knows whether it is 1, a multiple of 16, and its width
+            if isinstance(x, tuple) and not is_tensor(x):
+                return tuple(map(key, x))
             special = isinstance(x, int) and not isinstance(x, bool)
             return (x == 1, x % 16 == 0, abs(x) < 2**31) if special else x
 
