@@ -3,7 +3,8 @@
 Every operation of this folder (op.py) calls its Triton version for CUDA tensors. For CPU tensors it calls C++ (native/)
 where torch is slow, and its torch version otherwise or without a C++ compiler. KV_FAST_BACKEND=torch turns all kernels
 off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its interpreter, which needs
-TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py.
+TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py. The strides of a
+tensor are one argument of theirs, a tuple: `k_strides` is k.stride().
 """
 
 from __future__ import annotations

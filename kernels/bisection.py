@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kernels.backend import tl, triton
 
 LOW, HIGH = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of slots that may not be chosen, and of forced ones
 
 
+class Rows(NamedTuple):
+    """What the kernels of a selection know of all its rows: strides of scores [B, H, T], mask and wanted, and sizes."""
+
+    scores: tuple[int, ...]
+    mask: tuple[int, ...] | None
+    wanted: tuple[int, ...]
+    H: int
+    T: int  # slots
+    width: int  # slots whose memory may be read
+    K: int  # places in the list of chosen slots
+    sinks: int  # so many first slots and newest ones are always chosen
+    recent: int
+
+
 @triton.jit
-def target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent):
+def target_of(wanted, pos, b, h, rows):
     """How many slots row b, head h is to choose, and the last slot that may be chosen."""
-    want, last = tl.load(wanted + b * wanted_row + h * wanted_head), T - 1
+    want, last = tl.load(wanted + b * rows.wanted[0] + h * rows.wanted[1]), rows.T - 1
     if pos is not None:
-        last = tl.maximum(tl.minimum(tl.load(pos + b), T - 1), -1).to(tl.int32)  # -1: no slot is filled yet
-        want = tl.minimum(tl.maximum(want, tl.minimum(sinks + recent, last + 1)), last + 1)
-    return tl.maximum(tl.minimum(want, K), 0).to(tl.int32), last
+        last = tl.maximum(tl.minimum(tl.load(pos + b), rows.T - 1), -1).to(tl.int32)  # -1: no slot is filled yet
+        want = tl.minimum(tl.maximum(want, tl.minimum(rows.sinks + rows.recent, last + 1)), last + 1)
+    return tl.maximum(tl.minimum(want, rows.K), 0).to(tl.int32), last
 
 
 @triton.jit
-def keys_of(scores, mask, t, last, T, width, sinks, recent):
+def keys_of(scores, mask, t, last, rows):
     """Scores of slots t of a row as int32 of the same order, LOW and HIGH apart. -0 is 0, NaN is large."""
     # the bound is a multiple of 16, so that a thread loads 16 bytes at once: to that end rows are read past their end
-    x = tl.load(scores + t, mask=t < tl.minimum(tl.cdiv(last + 1, 16) * 16, width), other=0.0)
+    x = tl.load(scores + t, mask=t < tl.minimum(tl.cdiv(last + 1, 16) * 16, rows.width), other=0.0)
     bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     key = tl.maximum(tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGH - 1), LOW + 1)
     if mask is not None:
-        return tl.where(tl.load(mask + t, mask=t < T, other=0) != 0, key, LOW)
-    key = tl.where((t < sinks) | (t > last - recent), HIGH, key)
+        return tl.where(tl.load(mask + t, mask=t < rows.T, other=0) != 0, key, LOW)
+    key = tl.where((t < rows.sinks) | (t > last - rows.recent), HIGH, key)
     return tl.where(t <= last, key, LOW)
 
 

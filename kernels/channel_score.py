@@ -37,7 +37,7 @@ def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Ten
 
 @triton.jit
 def _channel_score(
-    q, channels, keys, pos, out, key_row, key_head, key_channel, out_row, out_head, out_query, H, T,
+    q, channels, keys, pos, out, keys_strides, out_strides, H, T,
     G: tl.constexpr, R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens)."""
@@ -47,14 +47,14 @@ def _channel_score(
     if first >= n:
         return
     t, g = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_G)
-    keys += b * key_row + h * key_head
+    keys += b * keys_strides[0] + h * keys_strides[1]
     score = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
     for r in range(R):
         channel = tl.load(channels + group * R + r)
-        part = tl.load(keys + channel * key_channel + t, mask=t < n, other=0.0).to(tl.float32)
+        part = tl.load(keys + channel * keys_strides[2] + t, mask=t < n, other=0.0).to(tl.float32)
         query = tl.load(q + (group * G + g) * R + r, mask=g < G, other=0.0).to(tl.float32)
         score += query[:, None] * part[None, :]
-    to = out + b * out_row + h * out_head + g[:, None] * out_query + t
+    to = out + b * out_strides[0] + h * out_strides[1] + g[:, None] * out_strides[2] + t
     tl.store(to, score, mask=(g[:, None] < G) & (t < tl.cdiv(T, 16) * 16))
 
 
@@ -72,7 +72,7 @@ def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | 
     if block:
         blocks["BLOCK_T"] = block
     _channel_score[(B * H, triton.cdiv(T, blocks["BLOCK_T"]))](
-        q.contiguous(), channels.contiguous(), keys, pos.contiguous(), out, *keys.stride()[:3], *out.stride()[:3], H, T,
+        q.contiguous(), channels.contiguous(), keys, pos.contiguous(), out, keys.stride(), out.stride(), H, T,
         G=G, R=R, **blocks, num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -152,8 +152,7 @@ def _blocks(start, stop, b, B, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _split_attention(
-    q, k, v, start, stop, mean_k, mean_v, count, part, lse,
-    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, B, H,
+    q, k, v, start, stop, mean_k, mean_v, count, part, lse, q_strides, k_strides, v_strides, B, H,
     G: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, TOKENS: tl.constexpr = 1,
 ):  # fmt: skip
@@ -186,22 +185,24 @@ def _split_attention(
 
         row, group = b.to(tl.int64), b.to(tl.int64) * H + h
         head, real = h * G + g, (g[:, None] < G) & (d < D)
-        x = tl.load(q + row * q_row + head[:, None] * q_head + d, mask=real, other=0.0).to(k.dtype.element_ty)
+        x = tl.load(q + row * q_strides[0] + head[:, None] * q_strides[1] + d, mask=real, other=0.0)
+        x = x.to(k.dtype.element_ty)
         if count is not None:  # one token more, beside the first block; loaded here so that the loop hides the latency
             extra_k = tl.load(mean_k + group * D + d, mask=d < D, other=0.0)
             extra_v = tl.load(mean_v + group * D + d, mask=d < D, other=0.0)
             many = tl.load(count + b).to(tl.float32)
 
         far = group - row * H  # the head in 64 bits
-        k_base, v_base = k + row * k_row + far * k_head, v + row * v_row + far * v_head
+        k_base = k + row * k_strides[0] + far * k_strides[1]
+        v_base = v + row * v_strides[0] + far * v_strides[1]
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         weight = tl.zeros([BLOCK_G], tl.float32)
         y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for first in range(lo, hi, BLOCK_N):
             slot = (first + n).to(tl.int64)
             inside = (first + n < hi)[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
-            keys = tl.load(k_base + slot[:, None] * k_slot + d, mask=inside, other=0.0)
-            values = tl.load(v_base + slot[:, None] * v_slot + d, mask=inside, other=0.0)
+            keys = tl.load(k_base + slot[:, None] * k_strides[2] + d, mask=inside, other=0.0)
+            values = tl.load(v_base + slot[:, None] * v_strides[2] + d, mask=inside, other=0.0)
             logits = dot(x, tl.trans(keys)) * SCALE
             logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
             if TOKENS > 1:
@@ -323,8 +324,8 @@ def split_attention(
     mean_k, mean_v, count = (x.contiguous() for x in mean) if mean else (None, None, None)
     start, stop = None if start is None else start.contiguous(), stop.contiguous()
     _split_attention[(programs,)](
-        q, k, v, start, stop, mean_k, mean_v, count, part, lse,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], B, H, **constants, TOKENS=tokens, **options,
+        q, k, v, start, stop, mean_k, mean_v, count, part, lse, q.stride(), k.stride(), v.stride(), B, H,
+        **constants, TOKENS=tokens, **options,
     )  # fmt: skip
     constants, options = _combine_config(constants, B * H, programs)
     grid = (B * Hq, triton.cdiv(D, COMBINE_D))

@@ -66,24 +66,24 @@ NUM_STAGES = 5  # the list runs ahead of the rows: five stages keep two blocks o
 
 @triton.jit
 def _gather_attention(
-    q, k, v, idx, count, part, lse,
-    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, idx_row, idx_head, count_row, count_head, H, K, S,
+    q, k, v, idx, count, part, lse, q_strides, k_strides, v_strides, idx_strides, count_strides, H, K, S,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): attention of the group's G query heads over its part of the list."""
     group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = group // H, group % H
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
 
     # what is split is the count, not the list: all programs have work at any length
-    chosen = tl.minimum(tl.load(count + b * count_row + h * count_head), K).to(tl.int32)
+    chosen = tl.minimum(tl.load(count + b * count_strides[0] + h * count_strides[1]), K).to(tl.int32)
     step = tl.cdiv(tl.cdiv(chosen, S), BLOCK_N) * BLOCK_N
     lo = split * step
     hi = tl.minimum(chosen, lo + step)
-    idx += b * idx_row + h * idx_head
-    k += b * k_row + h * k_head
-    v += b * v_row + h * v_head
+    idx += b * idx_strides[0] + h * idx_strides[1]
+    k += b * k_strides[0] + h * k_strides[1]
+    v += b * v_strides[0] + h * v_strides[1]
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -91,8 +91,8 @@ def _gather_attention(
         inside = first + n < hi
         slot = tl.load(idx + first + n, mask=inside, other=0).to(tl.int64)
         real = inside[:, None] & (d < D)
-        keys = tl.load(k + slot[:, None] * k_slot + d, mask=real, other=0.0)
-        values = tl.load(v + slot[:, None] * v_slot + d, mask=real, other=0.0)
+        keys = tl.load(k + slot[:, None] * k_strides[2] + d, mask=real, other=0.0)
+        values = tl.load(v + slot[:, None] * v_strides[2] + d, mask=real, other=0.0)
         logits = dot(x, tl.trans(keys)) * (D**-0.5 * LOG2_E)
         top, total, y = softmax_step(logits, inside, values, top, total, y)
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
@@ -114,10 +114,9 @@ def launch(
     block = block or block_size(B * H, K, tile["BLOCK_D"] * k.element_size(), q.device)
     splits = splits or split_count(B * H, K, block, q.device)
     part, lse = parts_of(q, splits)
-    lists = [x.stride()[:2] if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
+    lists = [x.stride() if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
     _gather_attention[(B * H, splits)](
-        q, k, v, idx, count, part, lse,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *lists[0], *lists[1], H, K, splits,
+        q, k, v, idx, count, part, lse, q.stride(), k.stride(), v.stride(), *lists, H, K, splits,
         **tile, BLOCK_N=block, **options_of(tile, k.element_size()),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

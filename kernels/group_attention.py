@@ -119,7 +119,7 @@ def _coordinates(x, third, pairs, slot, inside, r, R: tl.constexpr, BITS: tl.con
 
 @triton.jit
 def _group_logits(
-    q, k, k_third, k_params, basis, bias, pos, cos, sin, logits, q_row, q_head, table_row, T, rank,
+    q, k, k_third, k_params, basis, bias, pos, cos, sin, logits, q_strides, table_row, T, rank,
     H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,8 @@ def _group_logits(
     cos += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
     sin += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
     out = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
-    out = rotated_logits(k1, k2, q + b * q_row + h * G * q_head, q_head, cos, sin, inside, g, 0, out, G, D)
+    q += b * q_strides[0] + h * G * q_strides[1]
+    out = rotated_logits(k1, k2, q, q_strides[1], cos, sin, inside, g, 0, out, G, D)
     at = logits + (group * G + g[None, :]) * T + token[:, None]
     tl.store(at, out * (D**-0.5 * LOG2_E), mask=inside[:, None] & (g < G))
 
@@ -192,7 +193,7 @@ def launch(
     third = [x if bits == 3 else None for x in (k, v)]
     logits, block = torch.empty(B, Hq, T, dtype=torch.float32, device=q.device), BLOCK_N * 2 // q.element_size()
     _group_logits[(B * N * s, triton.cdiv(T, block))](
-        q, words[0], third[0], pairs[0], k_basis, k_bias, pos, cos, sin, logits, *q.stride()[:2],
+        q, words[0], third[0], pairs[0], k_basis, k_bias, pos, cos, sin, logits, q.stride(),
         0 if len(cos) == 1 else cos.stride(0), T, R, H=N * s, HEADS=s, R=R, BITS=bits, **blocks_of(G, 1, D),
         BLOCK_N=block, BLOCK_R=BLOCK_R, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip

@@ -106,8 +106,7 @@ def _label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tens
 
 @triton.jit
 def _label_score_kernel(
-    q, labels, pairs, pos, out,
-    label_row, label_head, pair_row, pair_head, out_row, out_head, H, T,
+    q, labels, pairs, pos, out, labels_strides, pairs_strides, out_strides, H, T,
     R: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens). A token's labels are W integers of 4 bytes, or of 1 if that is odd.
@@ -121,9 +120,10 @@ def _label_score_kernel(
         return
     t, w = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
     slot = t.to(tl.int64)
-    at = labels + b * label_row + h * label_head + slot[:, None] * W + w
+    at = labels + b * labels_strides[0] + h * labels_strides[1] + slot[:, None] * W + w
     words = tl.load(at, mask=(t[:, None] < n) & (w < W), other=0).to(tl.int32)
-    both = tl.load(pairs + b * pair_row + h * pair_head + slot, mask=t < n, other=0)  # fp16 scale, then zero
+    at = pairs + b * pairs_strides[0] + h * pairs_strides[1] + slot
+    both = tl.load(at, mask=t < n, other=0)  # fp16 scale, then zero
     upper = words >> 24
     score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
     for i in tl.static_range(R // W):
@@ -137,7 +137,7 @@ def _label_score_kernel(
             score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (128 - i * BITS))
     scale, zero = scale_zero(both)
     y = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
-    tl.store(out + b * out_row + h * out_head + t, y, mask=t < tl.cdiv(T, 16) * 16)
+    tl.store(out + b * out_strides[0] + h * out_strides[1] + t, y, mask=t < tl.cdiv(T, 16) * 16)
 
 
 def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
@@ -148,7 +148,7 @@ def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, po
     params = params.view(torch.int32)[..., 0]
     _label_score_kernel[(B * H, triton.cdiv(T, SCORED))](
         q.contiguous(), labels, params, None if pos is None else pos.contiguous(), out,
-        *labels.stride()[:2], *params.stride()[:2], *out.stride()[:2], H, T,
+        labels.stride(), params.stride(), out.stride(), H, T,
         R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED, num_warps=WARPS,
     )  # fmt: skip
     return out
@@ -159,8 +159,7 @@ def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, po
 
 @triton.jit
 def _store_labels_kernel(
-    k, channels, start, labels, pairs,
-    k_row, k_head, k_slot, label_row, label_head, pair_row, pair_head, H, S,
+    k, channels, start, labels, pairs, k_strides, labels_strides, pairs_strides, H, S,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens)."""
@@ -170,8 +169,8 @@ def _store_labels_kernel(
     channel = w[:, None] * PER + i
     real = (s[:, None, None] < S) & (channel < R)
     at = tl.load(channels + h * R + channel, mask=channel < R, other=0)
-    x = tl.load(k + b * k_row + h * k_head + s.to(tl.int64)[:, None, None] * k_slot + at, mask=real, other=0.0)
-    x = x.to(tl.float32)  # [BLOCK_S, BLOCK_W, PER]: a byte holds PER channels
+    at += k + b * k_strides[0] + h * k_strides[1] + s.to(tl.int64)[:, None, None] * k_strides[2]
+    x = tl.load(at, mask=real, other=0.0).to(tl.float32)  # [BLOCK_S, BLOCK_W, PER]: a byte holds PER channels
     low = tl.min(tl.min(tl.where(real, x, float("inf")), 2), 1)
     high = tl.max(tl.max(tl.where(real, x, float("-inf")), 2), 1)
     zero = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
@@ -186,9 +185,9 @@ def _store_labels_kernel(
     if start is not None:
         slot += tl.load(start + b)
     W: tl.constexpr = R // PER
-    to = labels + b * label_row + h * label_head + slot[:, None] * W + w
+    to = labels + b * labels_strides[0] + h * labels_strides[1] + slot[:, None] * W + w
     tl.store(to, packed.to(tl.uint8), mask=(s[:, None] < S) & (w < W))
-    to = pairs + b * pair_row + h * pair_head + slot * 2
+    to = pairs + b * pairs_strides[0] + h * pairs_strides[1] + slot * 2
     tl.store(to, scale, mask=s < S)
     tl.store(to + 1, zero, mask=s < S)
 
@@ -202,6 +201,6 @@ def _store_labels_triton(
     block = min(STORED, triton.next_power_of_2(S))
     _store_labels_kernel[(B * H, triton.cdiv(S, block))](
         k, channels, None if start is None else start.contiguous(), labels, params,
-        *k.stride()[:3], *labels.stride()[:2], *params.stride()[:2], H, S,
+        k.stride(), labels.stride(), params.stride(), H, S,
         R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), BLOCK_S=block, num_warps=1,
     )  # fmt: skip

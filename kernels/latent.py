@@ -143,7 +143,7 @@ NUM_WARPS, NUM_STAGES = 8, 3
 
 @triton.jit
 def _project_kernel(
-    x, basis, lengths, lead, rest, x_row, x_token, lead_row, rest_row, S, tiles,
+    x, basis, lengths, lead, rest, x_strides, lead_strides, rest_strides, S, tiles,
     WIDTH: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -158,18 +158,16 @@ def _project_kernel(
     token = t.to(tl.int64)
     acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for at in range(0, WIDTH, BLOCK_K):
-        keys = tl.load(
-            x + b * x_row + token[:, None] * x_token + at + c, mask=(t[:, None] < n) & (at + c < WIDTH), other=0.0
-        )
-        part = tl.load(
-            basis + r[:, None] * WIDTH + at + c, mask=(r[:, None] < LEAD + REST) & (at + c < WIDTH), other=0.0
-        )
+        rows = x + b * x_strides[0] + token[:, None] * x_strides[1] + at + c
+        u, inside = basis + r[:, None] * WIDTH + at + c, at + c < WIDTH
+        keys = tl.load(rows, mask=(t[:, None] < n) & inside, other=0.0)
+        part = tl.load(u, mask=(r[:, None] < LEAD + REST) & inside, other=0.0)
         acc = dot(keys, tl.trans(part), acc)
     y, some = acc.to(lead.dtype.element_ty), t[:, None] < n
     if lo < LEAD:
-        tl.store(lead + b * lead_row + token[:, None] * LEAD + r, y, mask=some & (r < LEAD))
+        tl.store(lead + b * lead_strides[0] + token[:, None] * LEAD + r, y, mask=some & (r < LEAD))
     if lo + BLOCK_R > LEAD:
-        to = rest + b * rest_row + token[:, None] * REST + r - LEAD
+        to = rest + b * rest_strides[0] + token[:, None] * REST + r - LEAD
         tl.store(to, y, mask=some & (r >= LEAD) & (r < LEAD + REST))
 
 
@@ -189,7 +187,7 @@ def _project_launch(
     block_t, block_r = (tile, tile) if tile else tiles_of(x.element_size())
     tiles = triton.cdiv(sum(ranks.values()), block_r)
     _project_kernel[(triton.cdiv(S, block_t) * tiles, B)](
-        x, basis, lengths.contiguous(), lead, rest, *x.stride()[:2], lead.stride(0), rest.stride(0), S, tiles,
+        x, basis, lengths.contiguous(), lead, rest, x.stride(), lead.stride(), rest.stride(), S, tiles,
         WIDTH=width, **ranks, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=min(block_k, block_r),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip

@@ -195,7 +195,7 @@ def _attend(
 @triton.jit
 def _latent_attention_kernel(
     q, basis, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, pos, idx, count, cos, sin, part, lse,
-    q_row, q_head, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
+    q_strides, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     RING_BITS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -204,7 +204,7 @@ def _latent_attention_kernel(
     group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = group // H, group % H
     g, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    q += b * q_row + h * G * q_head
+    q += b * q_strides[0] + h * G * q_strides[1]
 
     # Blocks of the ring and then of the store are dealt out in order. A block of the ring, of more coordinates than one
     # of the store, counts as so many more.
@@ -231,7 +231,7 @@ def _latent_attention_kernel(
         inside = block * BLOCK_N + n < in_ring
         slot = b * R + tl.where(inside, token, 0) % R
         top, total, y = _attend(
-            q, q_head, g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
+            q, q_strides[1], g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
             cos, sin, h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
@@ -242,7 +242,7 @@ def _latent_attention_kernel(
             token = tl.load(idx + b * idx_row + token, mask=inside, other=0).to(tl.int32)
         slot = b * T + token
         top, total, y = _attend(
-            q, q_head, g, top, total, y, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, h,
+            q, q_strides[1], g, top, total, y, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, h,
             lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
@@ -303,7 +303,7 @@ def _launch(
     part, lse = parts_of(q, splits)
     _latent_attention_kernel[(B * H, splits)](
         q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos.contiguous(), idx, count, cos, sin, part, lse,
-        *q.stride()[:2], 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
+        q.stride(), 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
         *ranks.values(),         H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

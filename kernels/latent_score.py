@@ -56,7 +56,7 @@ def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
 
 @triton.jit
 def _score_one(
-    q, x, pos, out, q_row, q_head, x_row, x_head, x_slot, out_row, out_head, H, T,
+    q, x, pos, out, q_strides, x_strides, out_strides, H, T,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens): one query."""
@@ -65,20 +65,21 @@ def _score_one(
     if first >= n:
         return
     t, r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    q += b * q_row + h * q_head
-    x += b * x_row + h * x_head + t.to(tl.int64)[:, None] * x_slot
+    q += b * q_strides[0] + h * q_strides[1]
+    x += b * x_strides[0] + h * x_strides[1] + t.to(tl.int64)[:, None] * x_strides[2]
     score = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)  # summed over the lanes once, at the end
     for lo in range(0, R, BLOCK_R):
         inside = (t[:, None] < n) & (lo + r < R)
         part = tl.load(x + lo + r, mask=inside, other=0.0).to(tl.float32)
         score += part * tl.load(q + lo + r, mask=lo + r < R, other=0.0).to(tl.float32)
     # rows end at a multiple of 16, so that a thread stores 16 bytes at once
-    tl.store(out + b * out_row + h * out_head + t, tl.sum(score, 1), mask=t < tl.cdiv(T, 16) * 16)
+    to = out + b * out_strides[0] + h * out_strides[1] + t
+    tl.store(to, tl.sum(score, 1), mask=t < tl.cdiv(T, 16) * 16)
 
 
 @triton.jit
 def _score_many(
-    q, x, pos, out, q_row, q_head, q_query, x_row, x_head, x_slot, out_row, out_head, out_query, H, T,
+    q, x, pos, out, q_strides, x_strides, out_strides, H, T,
     C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens): all C queries, as one tile."""
@@ -87,14 +88,14 @@ def _score_many(
     if first >= n:
         return
     t, c, r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    q += b * q_row + h * q_head + c[:, None] * q_query
-    x += b * x_row + h * x_head + t.to(tl.int64)[:, None] * x_slot
+    q += b * q_strides[0] + h * q_strides[1] + c[:, None] * q_strides[2]
+    x += b * x_strides[0] + h * x_strides[1] + t.to(tl.int64)[:, None] * x_strides[2]
     score = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
     for lo in range(0, R, BLOCK_R):
         queries = tl.load(q + lo + r, mask=(c[:, None] < C) & (lo + r < R), other=0.0)
         part = tl.load(x + lo + r, mask=(t[:, None] < n) & (lo + r < R), other=0.0)
         score = dot(queries, tl.trans(part), score)
-    to = out + b * out_row + h * out_head + c[:, None] * out_query + t
+    to = out + b * out_strides[0] + h * out_strides[1] + c[:, None] * out_strides[2] + t
     tl.store(to, score, mask=(c[:, None] < C) & (t < tl.cdiv(T, 16) * 16))
 
 
@@ -109,14 +110,14 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
         block_r = min(MAX_R, triton.next_power_of_2(R))
         block = block or TILE // block_r
         _score_one[(B * H, triton.cdiv(T, block))](
-            q, latents, pos, out, *q.stride()[:2], *latents.stride()[:3], *out.stride()[:2], H, T,
+            q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
             R=R, BLOCK_R=block_r, BLOCK_T=block, num_warps=NUM_WARPS,
         )  # fmt: skip
         return out
     assert q.dtype == latents.dtype, "several queries must have the dtype of what they score"
     block = block or DOT_T
     _score_many[(B * H, triton.cdiv(T, block))](
-        q, latents, pos, out, *q.stride()[:3], *latents.stride()[:3], *out.stride()[:3], H, T,
+        q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
         C=C, R=R, BLOCK_C=max(16, triton.next_power_of_2(C)), 
         BLOCK_R=max(16, min(DOT_BYTES // latents.element_size(), triton.next_power_of_2(R))),
         BLOCK_T=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,

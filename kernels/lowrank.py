@@ -130,7 +130,7 @@ EXPAND_D = 32  # channels of a program of `_expand`
 
 @triton.jit
 def _fold(
-    q, basis, q_lat, q_row, q_head, basis_row, H,
+    q, basis, q_lat, q_strides, basis_row, H,
     G: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,8 @@ def _fold(
     group = tl.program_id(0).to(tl.int64)
     b, h = group // H, group % H
     g, d, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
     u = basis + b * basis_row + h * (D * R) + d[:, None] * R + c
     y = dot(x.to(tl.float32), tl.load(u, mask=(d[:, None] < D) & (c < R), other=0.0))
     to = q_lat + (group * G + g[:, None]) * R + c
@@ -160,7 +161,7 @@ def _store(
 @triton.jit
 def _attend(
     q, q_lat, k_lat, v_lat, stored, k_full, v_full, filled, part_lat, part_full, lse,
-    q_row, q_head, k_row, k_head, v_row, v_head, lat_slot, lat_chan, H, C, F, S, S_LAT,
+    q_strides, k_strides, v_strides, H, C, F, S, S_LAT,
     G: tl.constexpr, D: tl.constexpr, R_K: tl.constexpr, R_V: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -182,8 +183,9 @@ def _attend(
         lo = split * step
         hi = tl.minimum(many, lo + step)
         whole = lo + tl.maximum(hi - lo, 0) // BLOCK_N * BLOCK_N
-        k_at = k_lat + b * k_row + h * k_head + (c[:, None] * lat_chan + n * lat_slot)  # [R_K, N]
-        v_at = v_lat + b * v_row + h * v_head + (e[:, None] * lat_chan + n * lat_slot)  # [R_V, N]
+        lat_slot, lat_chan = v_strides[2], v_strides[3]  # of K, too
+        k_at = k_lat + b * k_strides[0] + h * k_strides[1] + (c[:, None] * lat_chan + n * lat_slot)  # [R_K, N]
+        v_at = v_lat + b * v_strides[0] + h * v_strides[1] + (e[:, None] * lat_chan + n * lat_slot)  # [R_V, N]
         for first in range(lo, whole, BLOCK_N):  # all of it is stored: no mask along the tokens narrows the loads
             keys = tl.load(k_at + first * lat_slot, mask=c[:, None] < R_K, other=0.0)
             values = tl.load(v_at + first * lat_slot, mask=e[:, None] < R_V, other=0.0)
@@ -196,8 +198,8 @@ def _attend(
             top, total, y = softmax_step(dot(x, keys) * SCALE, inside, tl.trans(values), top, total, y)
         _store(part_lat, lse, top, total, y, head, split, S_LAT, 0, S, g, e, G, R_V)
     else:
-        x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
-        x = x.to(k_full.dtype.element_ty)
+        query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+        x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0).to(k_full.dtype.element_ty)
         y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         step = tl.cdiv(tl.cdiv(F, S - S_LAT), BLOCK_N) * BLOCK_N
         lo = (split - S_LAT) * step
@@ -292,11 +294,11 @@ def launch(
     lse = torch.empty(B, Hq, S, dtype=torch.float32, device=q.device)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     _fold[(B * H, triton.cdiv(r_k, FOLD_R))](
-        q, k_basis, q_lat, *q.stride()[:2], k_basis_row, H, **sizes, R=r_k, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
+        q, k_basis, q_lat, q.stride(), k_basis_row, H, **sizes, R=r_k, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
     )
     _attend[(B * H, S)](
         q, q_lat, k_lat, v_lat, stored.contiguous(), k_full, v_full, filled.contiguous(), part_lat, part_full, lse,
-        *q.stride()[:2], *k_lat.stride()[:2], *v_lat.stride(), H, C, F, S, s_lat,
+        q.stride(), k_lat.stride(), v_lat.stride(), H, C, F, S, s_lat,
         **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _expand[(B * Hq, triton.cdiv(D, EXPAND_D))](

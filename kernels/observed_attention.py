@@ -111,8 +111,7 @@ JOIN_TILE = 2048  # logits of a program that turns them into weights
 
 @triton.jit
 def _observed_attention_parts(
-    q, k, v, stop, logits, part, lse,
-    q_row, q_head, k_row, k_head, k_slot, v_row, v_head, v_slot, H, S, width,
+    q, k, v, stop, logits, part, lse, q_strides, k_strides, v_strides, H, S, width,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): attention of the group's G query heads over its part of the filled slots."""
@@ -120,14 +119,15 @@ def _observed_attention_parts(
     b, h = group // H, group % H
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     heads = (g[:, None] < G) & (d < D)
-    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=heads, other=0.0).to(k.dtype.element_ty)
+    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+    x = tl.load(query, mask=heads, other=0.0).to(k.dtype.element_ty)
 
     filled = tl.load(stop + b).to(tl.int32)
     step = tl.cdiv(tl.cdiv(filled, S), BLOCK_N) * BLOCK_N
     lo = split * step
     hi = tl.minimum(filled, lo + step)
-    k += b * k_row + h * k_head
-    v += b * v_row + h * v_head
+    k += b * k_strides[0] + h * k_strides[1]
+    v += b * v_strides[0] + h * v_strides[1]
     logits += group * G * width
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -135,8 +135,8 @@ def _observed_attention_parts(
     for first in range(lo, hi, BLOCK_N):
         slot, inside = (first + n).to(tl.int64), first + n < hi
         real = inside[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
-        keys = tl.load(k + slot[:, None] * k_slot + d, mask=real, other=0.0)
-        values = tl.load(v + slot[:, None] * v_slot + d, mask=real, other=0.0)
+        keys = tl.load(k + slot[:, None] * k_strides[2] + d, mask=real, other=0.0)
+        values = tl.load(v + slot[:, None] * v_strides[2] + d, mask=real, other=0.0)
         logit = dot(x, tl.trans(keys)) * (D**-0.5 * LOG2_E)
         tl.store(logits + g[:, None] * width + first + n, logit, mask=(g[:, None] < G) & inside)
         top, total, y = softmax_step(logit, inside, values, top, total, y)
@@ -204,7 +204,7 @@ def launch(
     weights = torch.empty(B, H, N, dtype=torch.float32, device=q.device)
     stop = stop.contiguous()
     _observed_attention_parts[(B * H, splits)](
-        q, k, v, stop, logits, part, lse, *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], H, splits, width,
+        q, k, v, stop, logits, part, lse, q.stride(), k.stride(), v.stride(), H, splits, width,
         **tile, BLOCK_N=block, **parts_options(tile, k.element_size()),
     )  # fmt: skip
     join = join_config(Hq // H, D, splits)

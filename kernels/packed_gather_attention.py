@@ -172,7 +172,7 @@ NUM_WARPS, NUM_STAGES = 4, 3
 @triton.jit
 def _packed_gather_attention_kernel(
     q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v, pos, prompt_len, flushed,
-    part, lse, q_row, q_head, idx_row, idx_head, count_row, count_head, H, T, K, sinks, ring, S,
+    part, lse, q_strides, idx_strides, count_strides, H, T, K, sinks, ring, S,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -181,13 +181,14 @@ def _packed_gather_attention_kernel(
     b, h = group // H, group % H
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
     # a ring is empty behind a prompt, and a list may be short: what is shared is what is there, not what could be
-    chosen = tl.minimum(tl.load(count + b * count_row + h * count_head), K).to(tl.int32)
+    chosen = tl.minimum(tl.load(count + b * count_strides[0] + h * count_strides[1]), K).to(tl.int32)
     n_prompt = tl.load(prompt_len + b).to(tl.int32)
     newest = tl.load(pos + b).to(tl.int32) - n_prompt
     oldest = tl.maximum(tl.load(flushed).to(tl.int32), newest - ring + 1)
@@ -195,7 +196,7 @@ def _packed_gather_attention_kernel(
     n_whole = n_sinks + tl.maximum(newest - oldest + 1, 0)
     lo, end = share_of(chosen + n_whole, split, S, BLOCK_N)
     hi = tl.minimum(chosen, end)
-    idx += b * idx_row + h * idx_head
+    idx += b * idx_strides[0] + h * idx_strides[1]
     if BITS == 16:
         for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
             inside = first + n < hi
@@ -274,8 +275,8 @@ def launch(
         k_params, v_params = (None if x is None else x.view(torch.int32) for x in (k_params, v_params))
     _packed_gather_attention_kernel[(B * H, splits)](
         q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
-        pos.contiguous(), prompt_len, flushed, part, lse,
-        *q.stride()[:2], *idx.stride()[:2], *count.stride(), H, T, K, sinks, ring, splits,
+        pos.contiguous(), prompt_len, flushed, part, lse, q.stride(), idx.stride(), count.stride(), H, T, K,
+        sinks, ring, splits,
         **blocks_of(Hq, H, D), BITS=bits, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -64,7 +64,7 @@ def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None)
 
 @triton.jit
 def _page_score(
-    q, low, high, last, out, q_row, q_head, row, head, out_row, out_head, H, P,
+    q, low, high, last, out, q_strides, low_strides, out_strides, H, P,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, block of pages)."""
@@ -73,14 +73,15 @@ def _page_score(
     if first >= n:
         return
     p, d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    at, inside = b * row + h * head + p.to(tl.int64)[:, None] * D + d, (p[:, None] < n) & (d < D)
+    at, inside = b * low_strides[0] + h * low_strides[1] + p.to(tl.int64)[:, None] * D + d, (p[:, None] < n) & (d < D)
     lo = tl.load(low + at, mask=inside, other=0.0).to(tl.float32)
     hi = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
     score = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # summed over the lanes once, at the end
     for g in tl.static_range(G):
-        x = tl.load(q + b * q_row + (h * G + g) * q_head + d, mask=d < D, other=0.0).to(tl.float32)
+        x = tl.load(q + b * q_strides[0] + (h * G + g) * q_strides[1] + d, mask=d < D, other=0.0).to(tl.float32)
         score += tl.maximum(x * lo, x * hi)
-    tl.store(out + b * out_row + h * out_head + p, tl.sum(score, 1), mask=p < tl.cdiv(P, 16) * 16)
+    to = out + b * out_strides[0] + h * out_strides[1] + p
+    tl.store(to, tl.sum(score, 1), mask=p < tl.cdiv(P, 16) * 16)
 
 
 def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None, block: int | None = None) -> Tensor:
@@ -91,7 +92,7 @@ def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None
     block = block or TILE // width
     _page_score[(B * H, triton.cdiv(P, block))](
         q, low, high, None if last is None else last.contiguous(), out,
-        *q.stride()[:2], *low.stride()[:2], *out.stride()[:2], H, P,
+        q.stride(), low.stride(), out.stride(), H, P,
         G=Hq // H, D=D, BLOCK_D=width, BLOCK_P=block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -153,7 +153,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _quantize(
-    x, mean, alpha, packed, pairs, n, heads, tokens, x_row, x_head, x_token,
+    x, mean, alpha, packed, pairs, n, heads, tokens, x_strides,
     D: tl.constexpr, BITS: tl.constexpr, MAGNITUDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK of the n groups of 32 channels, in the order of x [rows, heads, tokens, D]: one int32 each of scale and
@@ -161,8 +161,8 @@ def _quantize(
     group, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
     token = group // (D // 32)
     inside = (group < n)[:, None]
-    at = (token // tokens // heads).to(tl.int64) * x_row + (token // tokens % heads).to(tl.int64) * x_head
-    at += (token % tokens).to(tl.int64) * x_token + group % (D // 32) * 32
+    at = (token // tokens // heads).to(tl.int64) * x_strides[0] + (token // tokens % heads).to(tl.int64) * x_strides[1]
+    at += (token % tokens).to(tl.int64) * x_strides[2] + group % (D // 32) * 32
     v = tl.load(x + at[:, None] + c, mask=inside, other=0.0).to(tl.float32)
     at = (token // tokens).to(tl.int64) * D + group % (D // 32) * 32
     if mean is not None:
@@ -189,7 +189,7 @@ def launch(
     x = x if x.stride(3) == 1 else x.contiguous()
     mean, alpha = (None if y is None else y.contiguous() for y in (mean, alpha))
     _quantize[(triton.cdiv(n, BLOCK),)](
-        x, mean, alpha, packed.view(torch.int32), params.view(torch.int32), n, *x.shape[1:3], *x.stride()[:3],
+        x, mean, alpha, packed.view(torch.int32), params.view(torch.int32), n, *x.shape[1:3], x.stride(),
         D=D, BITS=bits, MAGNITUDE=magnitude, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     return packed, params

@@ -235,7 +235,7 @@ def _unpacked(
 @triton.jit
 def _quantized_attention_kernel(
     q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, k_book, v_book, part, lse,
-    q_row, q_head, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
+    q_strides, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
     G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -245,7 +245,8 @@ def _quantized_attention_kernel(
     g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     u = tl.arange(0, BLOCK_D // 8)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    x = tl.load(q + b * q_row + (h * G + g[:, None]) * q_head + d, mask=(g[:, None] < G) & (d < D), other=0.0)
+    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
+    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
     top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold sinks alone, and -inf less -inf is NaN
     total = tl.zeros([BLOCK_G], tl.float32)
     y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -335,7 +336,7 @@ def launch(
     _quantized_attention_kernel[(B * H, sum(splits))](
         q, *k_side[:3], k_whole, *v_side[:3], v_whole,
         pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k_book, v_book, part, lse,
-        *q.stride()[:2], H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
+        q.stride(), H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
         **blocks_of(Hq, H, D), K_BITS=k_bits, V_BITS=v_bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=channels,
         BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip

@@ -69,8 +69,7 @@ def _rotate(x, x_head, to, to_head, a, b, head, real, D: tl.constexpr, c):
 @triton.jit
 def _rotate_append_kernel(
     q, k, v, cos, sin, pos, q_out, k_out, v_out,
-    q_row, q_head, k_row, k_head, v_row, v_head, table_row, k_out_row, k_out_head, k_out_slot,
-    v_out_row, v_out_head, v_out_slot, H,
+    q_strides, k_strides, v_strides, table_row, k_out_strides, v_out_strides, H,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program: one KV head of a row and its G query heads. v None: k_out has no slots."""
@@ -81,14 +80,15 @@ def _rotate_append_kernel(
     inside = c < D // 2
     cosine = tl.load(cos + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
     sine = tl.load(sin + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
-    _rotate(q + b * q_row + h * G * q_head, q_head, q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c)
-    k_out += b * k_out_row + h * k_out_head
+    q += b * q_strides[0] + h * G * q_strides[1]
+    _rotate(q, q_strides[1], q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c)
+    k_out += b * k_out_strides[0] + h * k_out_strides[1]
     if v is not None:
-        k_out += at * k_out_slot
+        k_out += at * k_out_strides[2]
         d = tl.arange(0, BLOCK_D)
-        value = tl.load(v + b * v_row + h * v_head + d, mask=d < D, other=0.0)
-        tl.store(v_out + b * v_out_row + h * v_out_head + at * v_out_slot + d, value, mask=d < D)
-    _rotate(k + b * k_row + h * k_head, 0, k_out, 0, cosine, sine, 0, inside, D, c)
+        value = tl.load(v + b * v_strides[0] + h * v_strides[1] + d, mask=d < D, other=0.0)
+        tl.store(v_out + b * v_out_strides[0] + h * v_out_strides[1] + at * v_out_strides[2] + d, value, mask=d < D)
+    _rotate(k + b * k_strides[0] + h * k_strides[1], 0, k_out, 0, cosine, sine, 0, inside, D, c)
 
 
 def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -108,11 +108,10 @@ def _launch(
     assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
     q_out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     constants, options = _config(Hq // H, D)
-    of_v, out_v = ((0, 0), (0, 0, 0)) if v is None or v_out is None else (v.stride()[:2], v_out.stride()[:3])
-    out_k = (*k_out.stride()[:2], 0) if v is None else k_out.stride()[:3]
+    v_strides, v_out_strides = (None if x is None else x.stride() for x in (v, v_out))
     _rotate_append_kernel[(B * H,)](
-        q, k, v, cos, sin, pos.contiguous(), q_out, k_out, v_out, *q.stride()[:2], *k.stride()[:2], *of_v,
-        0 if len(cos) == 1 else cos.stride(0), *out_k, *out_v, H, **constants, **options,
+        q, k, v, cos, sin, pos.contiguous(), q_out, k_out, v_out, q.stride(), k.stride(), v_strides,
+        0 if len(cos) == 1 else cos.stride(0), k_out.stride(), v_out_strides, H, **constants, **options,
     )  # fmt: skip
     return q_out
 

@@ -23,6 +23,7 @@ from kernels.backend import HIP, tl, triton, use_native
 from kernels.bisection import (
     HIGH,
     LOW,
+    Rows,
     bisect,
     ends_of,
     keys_of,
@@ -120,21 +121,17 @@ def _pad(idx, want, K):
 
 
 @triton.jit
-def _select_row(
-    scores, mask, pos, wanted, words, idx, count,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent,
-    ROW: tl.constexpr,
-):  # fmt: skip
+def _select_row(scores, mask, pos, wanted, words, idx, count, rows, ROW: tl.constexpr):
     """Program (row and head)."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
+    b, h = row // rows.H, row % rows.H
+    want, last = target_of(wanted, pos, b, h, rows)
+    scores += b * rows.scores[0] + h * rows.scores[1]
     if mask is not None:
-        mask += b * mask_row + h * mask_head
-    idx += row * K
+        mask += b * rows.mask[0] + h * rows.mask[1]
+    idx += row * rows.K
     t = tl.arange(0, ROW)
-    keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
+    keys = keys_of(scores, mask, t, last, rows)
     lo, hi, allowed, forced = ends_of(keys)
     want = tl.minimum(want, allowed)
     search = want > forced  # otherwise forced ones are all that is taken
@@ -146,7 +143,7 @@ def _select_row(
         n = tl.sum(((keys > level) | ((keys == level) & (t < cut))).to(tl.int32))
         begin, end = tl.where(n < want, cut, begin), tl.where(n < want, end, cut)
     write_slots(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32))
-    _pad(idx, want, K)
+    _pad(idx, want, rows.K)
     tl.store(count + row, want.to(tl.int64))
 
 
@@ -154,11 +151,11 @@ def _select_row(
 
 
 @triton.jit
-def _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
+def _floor(scores, mask, want, last, rows, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
     """A key that more than `want` keys of a row are not below, as far as a sample tells; LOW + 1: all may be wanted."""
     n = last + 1
     t = (tl.arange(0, SAMPLE).to(tl.int64) * n // SAMPLE).to(tl.int32)
-    keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
+    keys = keys_of(scores, mask, t, last, rows)
     share = want / tl.maximum(n, 1).to(tl.float32)
     rank = (share * SAMPLE + 4 * tl.sqrt(tl.maximum(share * (1 - share), 0.0) * SAMPLE)).to(tl.int32) + 1
     lo, hi, allowed, forced = ends_of(keys)
@@ -169,13 +166,12 @@ def _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE: tl.constex
 
 @triton.jit
 def _list(
-    scores, mask, floor, begin, end, last, T, width, sinks, recent, words, listed,
-    TILE: tl.constexpr, WORDS: tl.constexpr,
+    scores, mask, floor, begin, end, last, rows, words, listed, TILE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
     """Slots begin <= t < end whose keys are not below the floor, in order, to `listed` -> how many."""
     for first in range(begin, end, TILE):
         t = first + tl.arange(0, TILE)
-        keys = keys_of(scores, mask, t, last, T, width, sinks, recent)
+        keys = keys_of(scores, mask, t, last, rows)
         store_flags(words + (first - begin) // 32, (keys >= floor) & (t < end))
     tl.debug_barrier()
     n = 0
@@ -187,7 +183,7 @@ def _list(
 
 
 @triton.jit
-def _candidates(scores, mask, listed, found, i, n, kept, size, S, last, T, width, sinks, recent):
+def _candidates(scores, mask, listed, found, i, n, kept, size, S, last, rows):
     """Keys and slots of candidates i < n of a row, in order; LOW past the end. Those of a chunk lie together."""
     at, end = i, 0
     for s in range(S - 1):
@@ -195,7 +191,7 @@ def _candidates(scores, mask, listed, found, i, n, kept, size, S, last, T, width
         end += m
         at += tl.where(i >= end, size - m, 0)
     t = tl.where(i < kept, tl.load(listed + at, mask=i < kept, other=0), i)
-    return tl.where(i < n, keys_of(scores, mask, t, last, T, width, sinks, recent), LOW), t
+    return tl.where(i < n, keys_of(scores, mask, t, last, rows), LOW), t
 
 
 @triton.jit
@@ -206,7 +202,7 @@ def _taken(keys, t, level, cut):
 
 @triton.jit
 def _take(
-    scores, mask, want, floor, n, listed, found, idx, count, chunk, size, S, last, T, width, K, sinks, recent,
+    scores, mask, want, floor, n, listed, found, idx, count, chunk, size, S, last, rows,
     TILE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """The chunk's part of what is taken of a row's n candidates, in order, to its place in idx."""
@@ -216,10 +212,10 @@ def _take(
         own = tl.load(found + chunk)
     n, kept = tl.where(missed, last + 1, n), tl.where(missed, 0, n)
     i = tl.arange(0, LISTED)
-    keys, _ = _candidates(scores, mask, listed, found, i, n, kept, size, S, last, T, width, sinks, recent)
+    keys, _ = _candidates(scores, mask, listed, found, i, n, kept, size, S, last, rows)
     lo, hi, many, forced = ends_of(keys)
     for first in range(LISTED, n, LISTED):
-        more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent)
+        more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
         least, most, m, f = ends_of(more)
         lo, hi, many, forced = tl.minimum(lo, least), tl.maximum(hi, most), many + m, forced + f
     want = tl.minimum(want, many)  # with a mask: allowed slots may be fewer than wanted
@@ -229,20 +225,16 @@ def _take(
         middle = (lo & hi) + ((lo ^ hi) >> 1)
         m = tl.sum((keys >= middle).to(tl.int32))
         for first in range(LISTED, n, LISTED):
-            more, _ = _candidates(
-                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
-            )
+            more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
             m += tl.sum((more >= middle).to(tl.int32))
         enough = m >= want
         lo, many, hi = tl.where(enough, middle, lo), tl.where(enough, m, many), tl.where(enough, hi, middle)
-    before, behind, cut = 0, T, T
+    before, behind, cut = 0, rows.T, rows.T
     while many != want:
         cut = (before + behind) >> 1
         many = 0
         for first in range(0, n, LISTED):
-            more, t = _candidates(
-                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
-            )
+            more, t = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
             many += tl.sum(_taken(more, t, lo, cut).to(tl.int32))
         before, behind = tl.where(many < want, cut, before), tl.where(many < want, behind, cut)
 
@@ -250,63 +242,59 @@ def _take(
     begin, start = chunk * size, 0
     if S > 1:
         for first in range(0, n, LISTED):
-            more, t = _candidates(
-                scores, mask, listed, found, first + i, n, kept, size, S, last, T, width, sinks, recent
-            )
+            more, t = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
             start += tl.sum((_taken(more, t, lo, cut) & (t < begin)).to(tl.int32))
     kept, own = tl.where(missed, 0, own), tl.where(missed, tl.minimum(size, last + 1 - begin), own)
     for first in range(0, own, TILE):
         j = first + tl.arange(0, TILE)
         slot = tl.where(j < kept, tl.load(listed + begin + j, mask=j < kept, other=0), begin + j)
-        key = keys_of(scores, mask, slot, last, T, width, sinks, recent)
+        key = keys_of(scores, mask, slot, last, rows)
         take = (_taken(key, slot, lo, cut) & (j < own)).to(tl.int32)
         tl.store(idx + start + tl.cumsum(take, 0) - 1, slot.to(tl.int64), mask=take != 0)
         start += tl.sum(take)
     if chunk == 0:
-        _pad(idx, want, K)
+        _pad(idx, want, rows.K)
         tl.store(count, want.to(tl.int64))
 
 
 @triton.jit
 def _select_alone(
-    scores, mask, pos, wanted, words, listed, idx, count,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size,
+    scores, mask, pos, wanted, words, listed, idx, count, rows, size,
     SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head)."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
+    b, h = row // rows.H, row % rows.H
+    want, last = target_of(wanted, pos, b, h, rows)
+    scores += b * rows.scores[0] + h * rows.scores[1]
     if mask is not None:
-        mask += b * mask_row + h * mask_head
+        mask += b * rows.mask[0] + h * rows.mask[1]
     listed += row * size
     words += row * (size // 32)
-    floor = _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE, SLACK)
-    n = _list(scores, mask, floor, 0, last + 1, last, T, width, sinks, recent, words, listed, TILE, WORDS)
+    floor = _floor(scores, mask, want, last, rows, SAMPLE, SLACK)
+    n = _list(scores, mask, floor, 0, last + 1, last, rows, words, listed, TILE, WORDS)
     tl.debug_barrier()  # the list is written
     _take(
-        scores, mask, want, floor, n, listed, listed, idx + row * K, count + row, 0, size, 1, last, T, width, K, sinks,
-        recent, TILE, LISTED,
+        scores, mask, want, floor, n, listed, listed, idx + row * rows.K, count + row, 0, size, 1, last, rows,
+        TILE, LISTED,
     )  # fmt: skip
 
 
 @triton.jit
 def _list_chunk(
-    scores, mask, pos, wanted, words, listed, found, floors,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size, S,
+    scores, mask, pos, wanted, words, listed, found, floors, rows, size, S,
     SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, chunk of `size` slots): its candidates, and how many they are. Each finds the floor."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
+    b, h = row // rows.H, row % rows.H
+    want, last = target_of(wanted, pos, b, h, rows)
+    scores += b * rows.scores[0] + h * rows.scores[1]
     if mask is not None:
-        mask += b * mask_row + h * mask_head
-    floor, begin = _floor(scores, mask, want, last, T, width, sinks, recent, SAMPLE, SLACK), chunk * size
+        mask += b * rows.mask[0] + h * rows.mask[1]
+    floor, begin = _floor(scores, mask, want, last, rows, SAMPLE, SLACK), chunk * size
     n = _list(
-        scores, mask, floor, begin, tl.minimum(last + 1, begin + size), last, T, width, sinks, recent,
+        scores, mask, floor, begin, tl.minimum(last + 1, begin + size), last, rows,
         words + (row * S + chunk) * (size // 32), listed + row * S * size + begin, TILE, WORDS,
     )  # fmt: skip
     tl.store(found + row * S + chunk, n)
@@ -316,23 +304,22 @@ def _list_chunk(
 
 @triton.jit
 def _take_chunk(
-    scores, mask, pos, wanted, listed, found, floors, idx, count,
-    row_stride, head_stride, mask_row, mask_head, wanted_row, wanted_head, H, T, width, K, sinks, recent, size, S,
+    scores, mask, pos, wanted, listed, found, floors, idx, count, rows, size, S,
     TILE: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, chunk): its part of idx."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // H, row % H
-    want, last = target_of(wanted, pos, b, h, wanted_row, wanted_head, T, K, sinks, recent)
-    scores += b * row_stride + h * head_stride
+    b, h = row // rows.H, row % rows.H
+    want, last = target_of(wanted, pos, b, h, rows)
+    scores += b * rows.scores[0] + h * rows.scores[1]
     if mask is not None:
-        mask += b * mask_row + h * mask_head
+        mask += b * rows.mask[0] + h * rows.mask[1]
     found += row * S
     s = tl.arange(0, BLOCK_S)
     n = tl.sum(tl.load(found + s, mask=s < S, other=0))
     _take(
-        scores, mask, want, tl.load(floors + row), n, listed + row * S * size, found, idx + row * K, count + row, chunk,
-        size, S, last, T, width, K, sinks, recent, TILE, LISTED,
+        scores, mask, want, tl.load(floors + row), n, listed + row * S * size, found, idx + row * rows.K, count + row,
+        chunk, size, S, last, rows, TILE, LISTED,
     )  # fmt: skip
 
 
@@ -353,18 +340,16 @@ def select(
         mask = mask if mask.stride(2) == 1 else mask.contiguous()
     pos = None if pos is None else pos.contiguous()
     wanted = wanted.view(B, -1).expand(B, H)
-    strides = (*scores.stride()[:2], *((0, 0) if mask is None else mask.stride()[:2]), *wanted.stride())
     # a row may be read to the next multiple of 16 slots if that is still memory of its tensor
     width, memory = triton.cdiv(T, 16) * 16, scores.untyped_storage().nbytes() // scores.element_size()
     if scores.storage_offset() + (B - 1) * scores.stride(0) + (H - 1) * scores.stride(1) + width > memory:
         width = T
+    strides = (scores.stride(), None if mask is None else mask.stride(), wanted.stride())
+    rows = Rows(*strides, H, T, width, k, sinks, recent)
     if row >= T:
         block = max(32, triton.next_power_of_2(T))
         words = torch.empty(B * H, block // 32, dtype=torch.int32, device=scores.device)
-        _select_row[(B * H,)](
-            scores, mask, pos, wanted, words, idx, count, *strides, H, T, width, k, sinks, recent,
-            ROW=block, num_warps=_warps(block),
-        )  # fmt: skip
+        _select_row[(B * H,)](scores, mask, pos, wanted, words, idx, count, rows, ROW=block, num_warps=_warps(block))
         return idx, count
     S, size = _chunks(T, alone, chunk, tile)
     words = torch.empty(B * H, S, size // 32, dtype=torch.int32, device=scores.device)
@@ -373,18 +358,18 @@ def select(
     taking = dict(TILE=tile, LISTED=listed or _listed(T, k))
     if S == 1:
         _select_alone[(B * H,)](
-            scores, mask, pos, wanted, words, slots, idx, count, *strides, H, T, width, k, sinks, recent, size,
+            scores, mask, pos, wanted, words, slots, idx, count, rows, size,
             **reading | taking, num_warps=WARPS, **limit(taking["LISTED"]),
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)
     floors = torch.empty(B * H, dtype=torch.int32, device=scores.device)
     _list_chunk[(B * H, S)](
-        scores, mask, pos, wanted, words, slots, found, floors, *strides, H, T, width, k, sinks, recent, size, S,
+        scores, mask, pos, wanted, words, slots, found, floors, rows, size, S,
         **reading, num_warps=WARPS,
     )  # fmt: skip
     _take_chunk[(B * H, S)](
-        scores, mask, pos, wanted, slots, found, floors, idx, count, *strides, H, T, width, k, sinks, recent, size, S,
+        scores, mask, pos, wanted, slots, found, floors, idx, count, rows, size, S,
         BLOCK_S=triton.next_power_of_2(S), **taking, num_warps=WARPS,
     )  # fmt: skip
     return idx, count

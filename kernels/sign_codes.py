@@ -90,7 +90,7 @@ def code_table(q: Tensor, book: Tensor) -> Tensor:
 
 @triton.jit
 def _lut_score(
-    q, book, codes, pos, skip, out, code_row, code_head, out_row, out_head, H, T, part, n_skip,
+    q, book, codes, pos, skip, out, codes_strides, out_strides, H, T, part, n_skip,
     GROUP: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, part of the tokens): the table of the head, then its tokens, W bytes each.
@@ -115,8 +115,8 @@ def _lut_score(
     at = book + row * (W * 128) + c[:, None, None] * 64 + e[:, None] * 4 + i
     centroid = tl.load(at, mask=(c < W * 2)[:, None, None], other=0.0)
     table = tl.reshape(tl.sum(centroid * query, 2), [BLOCK_W * 32])
-    codes += b * code_row + h * code_head
-    out += b * out_row + h * out_head
+    codes += b * codes_strides[0] + h * codes_strides[1]
+    out += b * out_strides[0] + h * out_strides[1]
     for first in range(lo, hi, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         inside = (t[:, None] < n) & (w < W)
@@ -146,7 +146,7 @@ def _lut_score_triton(
     n = 0 if skip is None else skip.shape[2]
     _lut_score[(B * H, triton.cdiv(T, part))](
         q.contiguous(), book.contiguous(), packed, None if pos is None else pos.contiguous(), skip, out,
-        *packed.stride()[:2], *out.stride()[:2], H, T, part, n,
+        packed.stride(), out.stride(), H, T, part, n,
         GROUP=q.shape[1] // H, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=block,
         BLOCK_S=triton.next_power_of_2(max(n, 1)), num_warps=4,
     )  # fmt: skip

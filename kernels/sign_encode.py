@@ -83,21 +83,21 @@ RANGE_T = 64  # tokens at a time in `_key_range`: 16 KB of bf16
 
 @triton.jit
 def _key_range_kernel(
-    k, lengths, part, k_row, k_head, k_token, H, S, parts,
+    k, lengths, part, k_strides, H, S, parts,
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, part of the tokens): sum, lowest and highest of every channel."""
     row, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.minimum(tl.load(lengths + row // H), S).to(tl.int32)
     d = tl.arange(0, BLOCK_D)
-    k += row // H * k_row + row % H * k_head
+    k += row // H * k_strides[0] + row % H * k_strides[1]
     total = tl.zeros([BLOCK_D], tl.float32)
     low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
     step = tl.cdiv(tl.cdiv(n, parts), BLOCK_T) * BLOCK_T
     for first in tl.range(p * step, tl.minimum(n, (p + 1) * step), BLOCK_T, num_stages=3):
         t = first + tl.arange(0, BLOCK_T)
         real = (t < n)[:, None] & (d < D)
-        x = tl.load(k + t.to(tl.int64)[:, None] * k_token + d, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(k + t.to(tl.int64)[:, None] * k_strides[2] + d, mask=real, other=0.0).to(tl.float32)
         total += tl.sum(x, 0)
         low = tl.minimum(low, tl.min(tl.where(real, x, float("inf")), 0))
         high = tl.maximum(high, tl.max(tl.where(real, x, float("-inf")), 0))
@@ -109,7 +109,7 @@ def _key_range_kernel(
 
 @triton.jit
 def _encode_keys(
-    k, mean, lengths, packed, part, k_row, k_head, k_token, H, S, G, parts,
+    k, mean, lengths, packed, part, k_strides, H, S, G, parts,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, part of the tokens, block of subvectors)."""
@@ -119,7 +119,7 @@ def _encode_keys(
     pair += tl.program_id(2) * (BLOCK_G // 2)
     cell = tl.arange(0, 16)
     n = tl.load(lengths + head // H)
-    k += head // H * k_row + head % H * k_head
+    k += head // H * k_strides[0] + head % H * k_strides[1]
     centre = tl.load(mean + head * (G * 4) + channel, mask=channel < G * 4, other=0.0)
     sum0, sum1 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
     sum2, sum3 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
@@ -128,7 +128,8 @@ def _encode_keys(
     for first in range(p * step, tl.minimum(S, (p + 1) * step), BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         some = (t < S)[:, None] & (channel < G * 4)
-        keys = tl.load(k + t.to(tl.int64)[:, None] * k_token + channel, mask=some, other=0.0).to(tl.float32) - centre
+        keys = tl.load(k + t.to(tl.int64)[:, None] * k_strides[2] + channel, mask=some, other=0.0)
+        keys = keys.to(tl.float32) - centre
         even, odd = tl.split(tl.reshape(keys, [BLOCK_T, BLOCK_G, 2, 2]))  # the channels of a subvector, (0, 2), (1, 3)
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
@@ -160,7 +161,7 @@ def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> T
     parts = parts or split_count(B * H, S, RANGE_T, k.device)
     part = torch.empty(B, H, parts, 3, D, dtype=torch.float32, device=k.device)
     _key_range_kernel[(B * H, parts)](
-        k, lengths.contiguous(), part, *k.stride()[:3], H, S, parts,
+        k, lengths.contiguous(), part, k.stride(), H, S, parts,
         D=D, BLOCK_T=RANGE_T, BLOCK_D=triton.next_power_of_2(D), num_warps=NUM_WARPS,
     )  # fmt: skip
     total, low, high = part.unbind(3)
@@ -177,7 +178,7 @@ def launch(k: Tensor, mean: Tensor, lengths: Tensor, parts: int | None = None) -
     packed = torch.empty(B, H, S, G // 2, dtype=torch.uint8, device=k.device)
     part = torch.empty(B, H, parts, 5, G, 16, dtype=torch.float32, device=k.device)
     _encode_keys[(B * H, parts, chunks)](
-        k, mean.contiguous(), lengths.contiguous(), packed, part, *k.stride()[:3], H, S, G, parts,
+        k, mean.contiguous(), lengths.contiguous(), packed, part, k.stride(), H, S, G, parts,
         BLOCK_T=BLOCK_T, BLOCK_G=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     # [B, H, G, 16, 4 and 1]; contiguous, as what follows takes on this layout, and a traced graph counts on it

@@ -43,11 +43,11 @@ def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: 
 
 
 @triton.jit
-def _top_p(weights, pos, count, row, head, H, T, sinks, recent, p, BLOCK: tl.constexpr):
+def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: tl.constexpr):
     """Program (row and head)."""
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
-    weights += b * row + h * head
+    weights += b * weights_strides[0] + h * weights_strides[1]
     i = tl.arange(0, BLOCK)
     held, sure = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
     for first in range(0, n, BLOCK):
@@ -87,6 +87,6 @@ def launch(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int, bloc
         return (pos + 1).clamp(max=T)[:, None].expand(B, H).contiguous()
     count = torch.empty(B, H, dtype=torch.int64, device=weights.device)
     _top_p[(B * H,)](
-        weights, pos.contiguous(), count, *weights.stride()[:2], H, T, sinks, recent, p, BLOCK=block, num_warps=WARPS
+        weights, pos.contiguous(), count, weights.stride(), H, T, sinks, recent, p, BLOCK=block, num_warps=WARPS
     )
     return count

@@ -62,7 +62,7 @@ def _replace(cache, mean, x, group, slot, C, n, leaves, D: tl.constexpr, BLOCK_D
     if mean is not None:
         left = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
         old = tl.load(mean + group * D + d, mask=d < D, other=0.0)
-        moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n)
+        moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n.to(tl.float32))
         tl.store(mean + group * D + d, tl.where(leaves, moved, old), mask=d < D)
     tl.store(at, tl.load(x + d, mask=d < D, other=0.0), mask=d < D)
 
@@ -70,7 +70,7 @@ def _replace(cache, mean, x, group, slot, C, n, leaves, D: tl.constexpr, BLOCK_D
 @triton.jit
 def _window_append_kernel(
     k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped,
-    k_row, k_head, v_row, v_head, H, C, ring, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    k_strides, v_strides, H, C, ring, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program: one head of a row."""
     group = tl.program_id(0).to(tl.int64)
@@ -79,8 +79,8 @@ def _window_append_kernel(
     n, slot = tl.maximum(tl.load(dropped + b), 1), tl.load(fresh + b)
     leaves = slot < 0
     slot = tl.where(leaves, tl.load(table + (n - 1) % ring).to(tl.int64), slot)
-    _replace(k_cache, mean_k, k + b * k_row + h * k_head, group, slot, C, n.to(tl.float32), leaves, D, BLOCK_D)
-    _replace(v_cache, mean_v, v + b * v_row + h * v_head, group, slot, C, n.to(tl.float32), leaves, D, BLOCK_D)
+    _replace(k_cache, mean_k, k + b * k_strides[0] + h * k_strides[1], group, slot, C, n, leaves, D, BLOCK_D)
+    _replace(v_cache, mean_v, v + b * v_strides[0] + h * v_strides[1], group, slot, C, n, leaves, D, BLOCK_D)
     if h == 0:
         # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
         p = (tl.load(place + b) % ring + ring) % ring
@@ -103,6 +103,6 @@ def launch(
     buffers = (k_cache, v_cache, slot_of, mean_k, mean_v, place, fresh, dropped)
     assert all(x is None or x.is_contiguous() for x in buffers) and k.stride(2) == v.stride(2) == 1
     _window_append_kernel[(B * H,)](
-        k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped, *k.stride()[:2], *v.stride()[:2],
+        k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped, k.stride(), v.stride(),
         H, k_cache.shape[2], slot_of.shape[1], D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
     )  # fmt: skip

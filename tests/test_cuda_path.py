@@ -152,7 +152,8 @@ class Operators(TorchDispatchMode):
             options = kwargs.keys() - parameters
             assert options <= {"num_warps", "num_stages", "enable_fp_fusion"}, f"{name}: {options}"
             given = inspect.signature(kernel.fn).bind(*args, **{k: x for k, x in kwargs.items() if k not in options})
-            for argument, x in given.arguments.items():
+            leaves = [(n, x) for n, xs in given.arguments.items() for x in tree_leaves(xs)]  # strides: a tuple
+            for argument, x in leaves:
                 on_device = isinstance(x, torch.Tensor) and x.device.type == DEVICE
                 assert on_device or isinstance(x, int | float | None), f"{name}: {argument} is {x!r}"
             for size, most in zip(grid, (2**31 - 1, 65535, 65535), strict=False):

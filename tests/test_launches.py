@@ -62,12 +62,19 @@ def sound(x, n, other, N: tl.constexpr):
     tl.store(x + tl.arange(0, N) * n, 1.0)
 
 
+@triton.jit
+def strided(x, strides, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N) * strides[0] + strides[1], 1.0)
+
+
 sys.modules["kernels.__main__"] = sys.modules[__name__]  # as if it were a file of kernels/
 seen = launches.Launches()
 x = torch.zeros(64)
 for by, kernel, args in (
     ("a", params_is_taken, (x, x)), ("a", sound, (x, 1, None, 16)), ("b", sound, (x[4:], 1, None, 16)),
     ("b", sound, (x[1:], 1, None, 16)), ("b", sound, (x, 3, None, 16)), ("b", sound, (x, 5, None, 16)),
+    ("a", strided, (x, (16, 1), 4)), ("b", strided, (x, (32, 1), 4)), ("a", strided, (x, (8, 1), 4)),
+    ("a", strided, (x, (16, 3), 4)),
 ):
     seen.by = ("m", by, 1, 1)
     seen.note(kernel, (1,), args, dict(num_warps=4))
@@ -79,16 +86,18 @@ print(json.dumps(rows))
 
 
 def test_what_cannot_be_launched_is_found(tmp_path):
-    """And launches are told apart as the launcher does: by alignment, sizes of 1 and None, not by other numbers."""
+    """And launches are told apart as the launcher does: by alignment, sizes of 1 and None, not by other numbers; so are
+    strides, a tuple."""
     (tmp_path / "mine.py").write_text(LAUNCHING)
     done = process(tmp_path / "mine.py")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    taken, *sound = rows
+    taken, *sound = rows[:4]
     assert taken["kernel"] == "params_is_taken" and taken["problem"].startswith("TypeError: failed to specialize")
     assert [(r["args"]["x"][2], r["args"]["n"], r["launches"], [b[1] for b in r["by"]]) for r in sound] == [
         (0, 1, 2, ["a", "b"]), (4, 1, 1, ["b"]), (0, 3, 2, ["b"])]  # fmt: skip
-    assert all(r["problem"] is None for r in sound)
+    assert [(r["args"]["strides"], r["launches"]) for r in rows[4:]] == [([16, 1], 2), ([8, 1], 1), ([16, 3], 1)]
+    assert all(r["problem"] is None for r in rows[1:])
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from triton.runtime.jit import MockTensor
 
 from errors import InputError, run_cli
 from runtime import ROOT
-from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, recorded
+from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, recorded
 from scripts.shared.results import check_out, record, write_json
 
 KERNELS = ROOT / "kernels"
@@ -76,7 +76,7 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
         raise InputError(f"compute capability {cc} is not known: use one of {', '.join(map(str, CARDS))}")
 
     def given(x: Any) -> Any:
-        if not isinstance(x, tuple):
+        if not is_tensor(x):
             return x
         tensor = MockTensor(getattr(torch, x[1]))
         tensor.data_ptr = lambda: x[2]  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
 
 def in_words(args: dict[str, Any]) -> str:
     """The arguments of a recorded launch on one line; of a tensor its dtype, and bytes beyond 16 where it begins."""
-    said = {n: f"{x[1]}{f'+{x[2]}' if x[2] else ''}" if isinstance(x, tuple | list) else x for n, x in args.items()}
+    said = {n: f"{x[1]}{f'+{x[2]}' if x[2] else ''}" if is_tensor(x) else x for n, x in args.items()}
     return ", ".join(f"{n} {x}" for n, x in said.items())
 
 

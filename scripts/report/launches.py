@@ -37,8 +37,8 @@ METHODS = (
     "full", "streaming", "double_sparsity", "double_sparsity,label_bits=2", "double_sparsity,label_bits=16",
     "self_index", "self_index-7.5", "self_index-16bit", "self_index,store_bits=4", "self_index,store_bits=8", "sals-25",
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
-    "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4",
-    "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
+    "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv",
+    "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
     "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
 # with `full`, as what is cached makes no difference to them
@@ -47,6 +47,11 @@ WEIGHTS = ("bf16", "int8", "int4")
 SIZES = ("8x32768", "1x32768", "8x12288", "1x1000")
 NEW, LAYERS = 64, 2
 CHECKED = (3, 5, 9)  # tokens of a check: a GPU reads K and V once for each 64 query heads of a group
+
+
+def is_tensor(noted: Any) -> bool:
+    """Whether an argument of a noted launch is a tensor: ("tensor", dtype, bytes beyond 16). Strides are tuples too."""
+    return isinstance(noted, tuple) and noted[:1] == ("tensor",)
 
 
 class Launches:
@@ -67,6 +72,8 @@ class Launches:
             return ("tensor", str(x.dtype).removeprefix("torch."), x.storage_offset() * x.element_size() % 16)
 
         def key(x: Any) -> Any:  # of an integer the launcher knows whether it is 1, a multiple of 16, and its width
+            if isinstance(x, tuple) and not is_tensor(x):
+                return tuple(map(key, x))
             special = isinstance(x, int) and not isinstance(x, bool)
             return (x == 1, x % 16 == 0, abs(x) < 2**31) if special else x
 
