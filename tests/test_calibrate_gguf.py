@@ -74,7 +74,7 @@ def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, c
         ("/proc/m.safetensors", "cannot write /proc/m.safetensors: .*name another place with --calibration FILE"),
         ("{tmp}/file/m.safetensors", "the folder {tmp}/file does not exist; name another place"),
         ("{tmp}", "it is a folder"),
-        ("{tmp}/weights.safetensors", "is there and is no calibration"),
+        ("{tmp}/weights.safetensors", "exists and is no calibration"),
         ("{tiny}/other.safetensors", r"\*.safetensors are weights: call it calibration-"),
     ],
 )
