@@ -59,7 +59,7 @@ from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text
 from tokenizer import load_tokenizer
 from weights import WeightFormat, open_checkpoint
 
-SAMPLES = 12  # sequences of text (ours: docs/design.md says what more of them change)
+SAMPLES = 12  # sequences of text (ours; the SALS paper takes 512)
 RANDOM = 2500  # random tokens (RazorAttention, Sec. 3.3)
 QUICK_SAMPLES, QUICK_RANDOM = 4, 256
 SAVE_EVERY = 60  # seconds
