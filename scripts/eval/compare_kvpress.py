@@ -459,7 +459,7 @@ def parse_args() -> Any:
     a("--batch-size", type=int, default=1, help="prompts that our side reads at once")
     a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
     add_sources(p)
-    opt = parse_flags(p, "kvpress")
+    opt = parse_flags(p, "kvpress.json")
     opt.tasks = opt.tasks.split(",")
     if unknown := {*opt.tasks} - {*TASKS} | {*opt.tasks} & {"repeats"}:
         raise InputError(f"no answer to task {min(unknown)!r}: use {', '.join(t for t in TASKS if t != 'repeats')}")
