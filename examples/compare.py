@@ -44,7 +44,7 @@ def main() -> None:
         prompt = f"{prompt.strip()}\n\n{opt.question}"
     llm = LLM(opt.checkpoint, calibration=opt.calibration)
     for method in opt.method:
-        llm.use(method)  # a wrong name is told before any work is done
+        llm.use(method)  # reports a wrong name before any work is done
     ids = llm.encode(prompt, chat)
     print(f"{Path(opt.checkpoint).name}, a prompt of {len(ids)} tokens, which ends in: ...{prompt[-60:]!r}\n")
     for method in opt.method:

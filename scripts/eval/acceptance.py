@@ -27,7 +27,7 @@ from errors import InputError, Parser, check_count, run_cli
 from runtime import SMOLLM2_CALIBRATION, add_calibration, check_out, set_threads, smollm2
 from scripts.eval.answers import FACTS, text_of
 from scripts.eval.evaluation import held_out
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_lengths
 from scripts.shared.results import record, write_json
 
 METHODS = ["double_sparsity", "double_sparsity,channels=0.5", "self_index,keep=full"]
@@ -49,10 +49,7 @@ def parse_args() -> argparse.Namespace:
     opt = p.parse_args()
     check_count("--speculate", opt.speculate, 1, 64)
     check_count("--new", opt.new, 2, 4096)
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is no list such as 4096,8192") from None
+    opt.lengths = parse_lengths(opt.lengths)
     if min(opt.lengths) < opt.new + 512:
         raise InputError(f"--lengths: give at least {opt.new + 512} tokens, of which {opt.new} are the answer's")
     if opt.resume and not opt.out:

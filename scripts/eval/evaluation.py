@@ -29,7 +29,7 @@ from parallel import ONE, PATIENCE, start, started_by_torchrun
 from runtime import TINY, add_calibration, add_precision, check_out, pick_device
 from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
-from scripts.shared.options import load_model
+from scripts.shared.options import load_model, parse_lengths
 from snapshot import Snapshot
 from tokenizer import Tokenizer, load_tokenizer
 from tokenizer.turns import ChatParts
@@ -284,9 +284,6 @@ def parse_flags(
     join(opt)
     if opt.resume and not opt.out:
         raise InputError("--resume needs --out, the result to continue from")
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is not a list such as 512,1024") from None
+    opt.lengths = parse_lengths(opt.lengths)
     check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
     return opt
