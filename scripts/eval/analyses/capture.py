@@ -50,7 +50,7 @@ class Capture:
         return scores.masked_fill(future.view(len(self.at), *[1] * (scores.dim() - 2), -1), float("-inf"))
 
     def latent_scores(self, basis: Tensor, rank: int) -> Tensor:
-        """Scores [Q, S] before rotation, summed over group and heads, in the first `rank` coordinates (SALS, Sec. 4.3)."""
+        """Scores [Q, S] before rotation, summed over group and heads, in `rank` coordinates (SALS, Sec. 4.3)."""
         n = self.k.shape[1]
         q = self.q[self.at].unflatten(1, (n, -1)).sum(2).flatten(1) @ basis[:, :rank]
         return self.past(q @ (self.k.flatten(1) @ basis[:, :rank]).T)
