@@ -1,15 +1,15 @@
-"""The GPU side without a GPU: what goes through Triton's launcher, and what it is compiled to."""
+"""Tables of the GPU side without a GPU: compiled Triton kernels, and checked addresses."""
 
 from __future__ import annotations
 
 from scripts.report.markdown import NONE, Row, runs, sources, table
 
-CARD = 90  # compute capability of the table; the others are in the file
-FILES = 12  # of the table, by registers
+CARD = 90  # compute capability in the table; the others are in the file
+FILES = 12  # files in the table, those with the most registers
 
 
 def kernels() -> str:
-    """kernels.json: the kernel of each file with the most registers."""
+    """kernels.json: of each file, the kernel with the most registers."""
     out = []
     for run in runs("kernels"):
         rows = run["rows"]
@@ -33,7 +33,7 @@ def kernels() -> str:
 
 
 def addresses() -> str:
-    """addresses.json: what interpreted kernels loaded and stored, held to the tensors of their launch."""
+    """addresses.json: how many addresses of interpreted kernels were checked against the tensors of their launch."""
     return "\n\n".join(
         f"{sum(r.get('addresses', 0) for r in run['rows']):,} addresses of interpreted kernels lie in a tensor of "
         f"their launch; {sum('problem' in r for r in run['rows'])} methods read or wrote beside one."
