@@ -182,7 +182,7 @@ class Report:
 
 
 def drafts_of(batches: list[Result]) -> dict[str, float]:
-    """Of speculation, if it ran: the share of drafts that exact attention accepted, and the tokens each check gave."""
+    """If drafts were made, the share that exact attention accepted, and the tokens that each check gave."""
     drafted, kept, checks = (sum(getattr(b.drafts, x) for b in batches) for x in ("drafted", "kept", "checks"))
     total = Tally(drafted, kept, checks)
     return dict(acceptance=total.acceptance, tokens_per_check=total.tokens_per_check) if checks else {}
