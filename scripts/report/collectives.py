@@ -79,10 +79,10 @@ def shown(data: dict) -> str:
         each = [f"{1e3 * by[method, n]['predicted_s']:.1f}" if (method, n) in by else "-" for n in sizes]
         told = ["-", "-"] if some is None else [f"{some['sums'] + some['gathers']}", f"{some['bytes'] / 2**20:.2f}"]
         cells.append([f"`{method}`", *told, *each])
-    header = ["method", "collectives a step", "MiB a step", *(f"ms, {n} H100{'s' * (n > 1)}" for n in sizes)]
+    header = ["method", "collectives per step", "MiB per step", *(f"ms, {n} H100{'s' * (n > 1)}" for n in sizes)]
     s = data["settings"]
     return (f"{s['model']}, batch {s['batch']}, {s['length']:,} tokens, bf16; predicted, not measured: bytes over "
-            f"{data['bandwidth'] / 1e12:g} TB/s, {1e6 * data['latency']:g} us a collective.\n\n"
+            f"{data['bandwidth'] / 1e12:g} TB/s, {1e6 * data['latency']:g} us per collective.\n\n"
             + table(header, cells))  # fmt: skip
 
 

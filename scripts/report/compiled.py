@@ -21,12 +21,12 @@ def kernels() -> str:
             if r["cc"] == CARD and "registers" in r and (known is None or r["registers"] > known["registers"]):
                 most[r["file"]] = r
         largest = sorted(most.items(), key=lambda x: -x[1]["registers"])[:FILES]
-        header = ["file", "its largest kernel", "registers", "spills", "shared", "programs a multiprocessor", "limit"]
+        header = ["file", "its largest kernel", "registers", "spills", "shared", "programs per multiprocessor", "limit"]
         keys = ("kernel", "registers", "spills", "shared", "programs", "limit")
         out += [
-            f"{len({(r['file'], r['kernel']) for r in rows})} kernels, {len(rows)} compilations of what is launched "
-            f"for compute capabilities {cards}: {bad} with a spill, too much shared memory or an error. "
-            f"Of compute capability {CARD / 10:g}, the {len(largest)} files with the most registers:",
+            f"The launches of {len({(r['file'], r['kernel']) for r in rows})} kernels were compiled for compute "
+            f"capabilities {cards}: of {len(rows)} compilations, {bad} have a spill, too much shared memory or an error."
+            f" These are the {len(largest)} files with the most registers at compute capability {CARD / 10:g}:",
             table(header, [[f, *(str(r[k]) for k in keys)] for f, r in largest]),
         ]
     return "\n\n".join(out) or NONE
@@ -35,8 +35,8 @@ def kernels() -> str:
 def addresses() -> str:
     """addresses.json: how many addresses of interpreted kernels were checked against the tensors of their launch."""
     return "\n\n".join(
-        f"{sum(r.get('addresses', 0) for r in run['rows']):,} addresses of interpreted kernels lie in a tensor of "
-        f"their launch; {sum('problem' in r for r in run['rows'])} methods read or wrote beside one."
+        f"{sum(r.get('addresses', 0) for r in run['rows']):,} addresses of interpreted kernels are in a tensor of "
+        f"their launch; {sum('problem' in r for r in run['rows'])} methods read or wrote outside of one."
         for run in runs("addresses")
     )
 

@@ -192,8 +192,8 @@ def section(folder: Path = RESULTS / "h100") -> str:
     """The whole section; without results, it says how to get them."""
     files = [f for f in sorted(folder.glob("*.json")) if f.name not in ("steps.json", "once.json")]
     if not files:
-        return ("**Not run on a GPU yet.** On a machine with one, `scripts/bench/gpu_suite.sh 1`, `2` and `3` and then "
-                "`python -m scripts.report.update_readme` fill this section, each number beside the paper's."
+        return ("**Not run on a GPU yet.** On a machine with one, run `scripts/bench/gpu_suite.sh 1`, `2` and `3`, and "
+                "then `python -m scripts.report.update_readme`: it fills this section, with the papers' numbers, too."
                 )  # fmt: skip
     rows, papers = load(folder), reported()
     parts = [ceilings(folder, files), *attention(rows, papers), *end_to_end(rows, papers), *prompts(rows, papers),

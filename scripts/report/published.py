@@ -113,7 +113,7 @@ def ruler_defaults() -> str:
         cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
                   *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
         n = run["rows"][0]["seq_len"]
-        out.append(table([f"as it comes, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
+        out.append(table([f"at its own settings, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
     return "\n\n".join(out)
 
 
@@ -124,7 +124,7 @@ def ruler_groups() -> str:
         found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
         targets = sorted({t for _, t in found}, key=Fraction, reverse=True)
         cells = [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in dict.fromkeys(m for m, _ in found)]
-        return table(["what a group's list is the best of", *(f"read {t}" for t in targets)], cells)
+        return table(["how a group's queries make one list", *(f"read {t}" for t in targets)], cells)
     return ""
 
 
@@ -138,7 +138,8 @@ def claims() -> str:
         again = f"`{command}`" if command else "as above"
         cells.append([f"`{spec}`", where, task, f"{score:g} of {full:g}", here, again])
     return table(
-        ["", "paper", "its model and task", "score, of full's", "found here, of full's", "its table again"], cells
+        ["", "paper", "its model and task", "score, of full's score", "found here, of full's", "command for its table"],
+        cells,
     )
 
 
@@ -149,7 +150,7 @@ def bases() -> str:
         mean = {name: sum(r[name] for r in layers) / len(layers) for name in layers[0]}
         split = next(i for i, name in enumerate(mean) if name.startswith("covered"))
         parts = [list(mean.items())[:split], list(mean.items())[split:]]
-        titles = ["attention moved by keys of rank 0.6 D, by what the basis is of",
+        titles = ["change of attention with keys of rank 0.6 D, by basis",
                   "mass on 1/8 of the tokens, chosen by 1/8 of the latent coordinates"]  # fmt: skip
         heads = [
             [title, *(name.split(": ")[-1] for name, _ in part)] for title, part in zip(titles, parts, strict=True)
