@@ -25,8 +25,8 @@ def kernels() -> str:
         keys = ("kernel", "registers", "spills", "shared", "programs", "limit")
         out += [
             f"The launches of {len({(r['file'], r['kernel']) for r in rows})} kernels were compiled for compute "
-            f"capabilities {cards}: of {len(rows)} compilations, {bad} have a spill, too much shared memory or an error."
-            f" These are the {len(largest)} files with the most registers at compute capability {CARD / 10:g}:",
+            f"capabilities {cards}: of {len(rows)} compilations, {bad} have a spill, too much shared memory or an "
+            f"error. These are the {len(largest)} files with the most registers at compute capability {CARD / 10:g}:",
             table(header, [[f, *(str(r[k]) for k in keys)] for f, r in largest]),
         ]
     return "\n\n".join(out) or NONE
