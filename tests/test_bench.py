@@ -236,7 +236,7 @@ def test_a_baseline_that_computes_something_else_does_not_count(cli, config, mon
 
     monkeypatch.setattr(dense_attentions, "dense_calls", wrong)
     dense = {r["name"]: r for r in attention(cli, config, "--method", "full", "--length", 16, "--no-stages")["dense"]}
-    assert "something else" in dense["nothing"]["error"] and dense["absent"]["error"] == "not installed"
+    assert "does not compute attention" in dense["nothing"]["error"] and dense["absent"]["error"] == "not installed"
     assert not dense["nothing"]["best"] and "ms" not in dense["nothing"]
 
 

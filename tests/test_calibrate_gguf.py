@@ -74,7 +74,7 @@ def test_it_lies_beside_the_file_and_fits_its_other_bits(files, cli, tmp_path, c
         ("/proc/m.safetensors", "cannot write /proc/m.safetensors: .*name another place with --calibration FILE"),
         ("{tmp}/file/m.safetensors", "the folder {tmp}/file does not exist; name another place"),
         ("{tmp}", "it is a folder"),
-        ("{tmp}/weights.safetensors", "is there and is no calibration"),
+        ("{tmp}/weights.safetensors", "exists and is no calibration"),
         ("{tiny}/other.safetensors", r"\*.safetensors are weights: call it calibration-"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_plain_folder_from_a_gguf(weights, dtype, files, tmp_path, cli):
 def test_no_head_of_its_own_in_a_plain_folder(files, tmp_path, cli):
     argv = files / "m.Q8_0.gguf", tmp_path / "out", "--weights", "bf16", "--head", "int8"
     code, _, err = cli(quantize, *argv)
-    assert code == 2 and "--head int8 is for --weights int4 and int8" in err and not (tmp_path / "out").exists()
+    assert code == 2 and "--head int8 needs --weights int4 or int8" in err and not (tmp_path / "out").exists()
 
 
 # ---- a published model: SmolLM2, where its package is installed ----

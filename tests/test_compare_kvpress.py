@@ -11,6 +11,7 @@ import torch
 
 from errors import InputError
 from scripts.eval import compare_kvpress
+from scripts.report.published import both_found
 
 INSTALLED = importlib.util.find_spec("kvpress") is not None
 
@@ -78,7 +79,7 @@ def test_a_row_counts_both_sides_by_task():
     samples = [sample("a", 0, 1, 0, 1.0), sample("b", 0, 1, 1, 0.5), sample("a", 1, 0, 0, 0.6)]
     (row,) = compare_kvpress.summary(samples, cases, 512)
     assert row["ours"] == "snapkv,budget=100" and row["a_ours"] == [1, 0] and row["b_theirs"] == [1]
-    assert sorted(compare_kvpress.found_of(row, "ours")) == [0, 1, 1]
+    assert sorted(both_found(row)[0]) == [0, 1, 1]
     assert (row["common"], row["common_min"], row["sizes_apart"]) == (0.7, 0.25, 1)
     assert compare_kvpress.summary(samples, cases, 1024) == []
 

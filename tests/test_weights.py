@@ -656,8 +656,8 @@ def test_transformers_reads_a_quantized_folder(tmp_path):
 
 def test_what_quantize_refuses_is_one_line(folder, tmp_path):
     for argv, says in (
-        ((folder, folder), "is there already"),
-        ((folder, tmp_path / "a" / "b"), "is no folder"),
+        ((folder, folder), "exists already"),
+        ((folder, tmp_path / "a" / "b"), "is not a folder"),
         ((tmp_path / "none", tmp_path / "out"), "not found"),
         ((folder, tmp_path / "out", "--weights", "int4:128"), "no groups of 128"),
     ):

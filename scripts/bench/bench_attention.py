@@ -1,31 +1,31 @@
-"""Time one layer's attention of a decode step, whole and by stage, beside the best dense attention in the same run.
+"""Times one layer's attention of a decode step, whole and by stage, with the best dense attention in the same run.
 
     python -m scripts.bench.bench_attention --length 32768 --threads 2                      # a CPU, Llama-3.1-8B shapes
     python -m scripts.bench.bench_attention --model llama-2-7b --batch 8 16 --length 4096 --out attention.json
     compute-sanitizer python -m scripts.bench.bench_attention --once --method all --batch 2 --length 300    # no timing
 
-Caches are filled with random keys through the methods' own `compress`, at little more than the length asked for; no
-weights are needed. A method may carry knobs: `sals-12.5,budget=512`; one layer is timed, so that a spec by layers is
-refused. Where KV heads are split between two methods (razor), it is the layer whose split is nearest the model's mean;
-the split is in the file. Every method is compiled with fullgraph at fixed shapes; on a GPU each call is one CUDA graph.
+Caches are filled with random keys through the methods' own `compress`, and have slightly more slots than the length; no
+weights are needed. A method may have knobs: `sals-12.5,budget=512`. One layer is timed, so specs by layers are refused.
+If a method gives KV heads to another one (razor), the layer whose split is nearest the model's mean is timed; the split
+is in the file. Every method is compiled with fullgraph at fixed shapes; on a GPU each call is one CUDA graph.
 
-operator    the whole of `decode`: rotate, append, select, attend. It writes the same slot again and again. On a CPU,
-            --layers layers with caches of their own in one graph, and the time of one: a real step runs all layers at
-            one call, and calling from Python costs as much as a short layer. (A CUDA graph has no such cost.)
-append, select, attend    the stages apart, each compiled by itself; `score` is the part of `select` before top-k,
-            `prefetch` what an offloading method does a layer ahead (part of `operator` too).
-dense       attention alone over the same number of tokens, without rotation and append: the baseline has less to do.
-            The fastest of all that are installed counts, if it agrees with the definition; all are in the file.
+operator    all of `decode`: rotate, append, select, attend. It writes the same slot every time. On a CPU it runs
+            --layers layers with their own caches in one graph, and the time is that of one layer: a real step runs all
+            layers in one call, and a call from Python costs as much as a short layer. (A CUDA graph has no such cost.)
+append, select, attend    the stages, each compiled separately; `score` is the part of `select` before top-k, and
+            `prefetch` the work of an offloading method one layer ahead (also part of `operator`).
+dense       attention over the same number of tokens, without rotation and append: the baseline has less to do. The
+            fastest installed version that agrees with the definition counts; all are in the file.
 limit       bytes of `traffic()` / the best bandwidth that reading or copying reaches in this run.
 
-Calls take turns: in each round every dense attention, and every method with its stages, is called once, so that a noisy
-machine slows all alike and all rows of a size stand against one baseline. `times_dense` is the median over the rounds
-of dense / method of the same round, and its spread beside it. Methods whose caches do not fit into memory together
-are timed in groups, each with the baseline in its rounds. Ctrl-C times what is ready, and keeps what is measured.
+Calls take turns: every round calls each dense attention, and each method with its stages, once. So a noisy machine
+slows all of them equally, and all rows of a size have the same baseline. `times_dense` is the median over rounds of
+dense / method of the same round; its spread is given, too. Methods whose caches do not fit into memory together are
+timed in groups, each with the baseline in its rounds. Ctrl-C times the methods that are ready, and keeps the results.
 
-Before each timed call a buffer several times the size of the last-level cache is read (not written: lines waiting to be
-written back would slow what follows), because between two uses of a layer's cache a real step reads all other layers
-and weights. `--cache warm` leaves that out. `floor_ms` is what the clock shows for an empty call; it is not subtracted.
+Before each timed call a buffer several times the size of the last-level cache is read, because a real step reads all
+other layers and weights between two uses of a layer's cache. (It is not written, since lines waiting to be written back
+would slow the call.) `--cache warm` skips this. `floor_ms` is the measured time of an empty call; it is not subtracted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass
 class Size:
-    """A model's shapes, batch and length; what every method of it is filled with, and every dense attention of it."""
+    """A model's shapes, batch and length, with the keys and values for every method and all dense attentions."""
 
     model: str
     batch: int
@@ -84,9 +84,9 @@ class Size:
     clock: Clock
     kv: tuple[Tensor, Tensor] | None = None  # [B, Hkv, S, D]
     q: Tensor | None = None  # [B, Hq, D]
-    failed: str = ""  # why there is none
+    failed: str = ""  # why there are no keys and values
     dense: dict[str, Call] = dataclasses.field(default_factory=dict)
-    tried: list[Row] = dataclasses.field(default_factory=list)  # a row for every dense attention
+    tried: list[Row] = dataclasses.field(default_factory=list)  # one row per dense attention
 
     @property
     def where(self) -> Row:
@@ -96,7 +96,7 @@ class Size:
         return f"{self.model} batch {self.batch} length {self.length}"
 
     def fill(self) -> None:
-        """Allocate keys and values, and prepare the baseline."""
+        """Allocates keys and values, and prepares the baseline."""
         clock, opt = self.clock, self.opt
         try:
             self.kv, self.q = prompt(self.args, self.batch, self.length, opt.dtype, clock.device)
@@ -106,7 +106,7 @@ class Size:
             self.failed = reason(e)
 
     def method(self, text: str) -> tuple[list[KVMethod], tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """A method of `opt.layers` layers, filled, and q, k, v, pos of the step after."""
+        """`opt.layers` filled layers of a method, and q, k, v, pos of the next step."""
         if self.kv is None:
             raise InputError(self.failed)
         a, opt, device = self.args, self.opt, self.clock.device
@@ -127,7 +127,7 @@ class Size:
         for text in texts:
             try:
                 need = self.opt.layers * cache_bytes(text, self.model, self.batch, self.length + SPARE, self.opt.dtype)
-            except InputError:  # what it refuses is told where it is built
+            except InputError:  # building the method reports the reason
                 need = 0
             if group and used + need > free:
                 yield group
@@ -138,9 +138,9 @@ class Size:
 
 @torch.inference_mode()
 def run_once(size: Size, text: str) -> Row:
-    """Every kernel of a method, untimed."""
+    """Runs every kernel of a method, untimed."""
     methods, (q, k, v, pos) = size.method(text)
-    for step in range(SPARE):  # with settings that are due by then, `maintain` has its kernels to run
+    for step in range(SPARE):  # settings with short intervals let `maintain` run its kernels, too
         y = methods[0].decode(q, k, v, pos + step)
         methods[0].maintain(step + 1)
     return account(size, text, methods[0]) | dict(finite=bool(y.isfinite().all()))
@@ -153,7 +153,7 @@ def account(size: Size, text: str, method: KVMethod) -> Row:
 
 @torch.inference_mode()
 def prepare(size: Size, text: str) -> tuple[Row, dict[tuple[str, str], Call]]:
-    """A method's row as far as it needs no clock, and its stages, ready to be timed."""
+    """A method's row without times, and its stages, ready to be timed."""
     methods, step = size.method(text)
     ready = stage_calls(methods, *step, size.opt.compile, size.opt.stages)
     calls = {(text, stage): size.clock.prepare(call) for stage, call in ready.items()}
@@ -165,10 +165,10 @@ def measure(
     size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Progress,
     enter: Callable[[list[Row]], None],
 ) -> tuple[list[Row], bool]:  # fmt: skip
-    """Methods and all dense attentions in turns -> a row each, and whether Ctrl-C ended it.
+    """Times methods and all dense attentions in turns -> one row per method, and whether Ctrl-C ended it.
 
-    late(): whether to prepare no more of them. What is left out, or has seen no round, has no row. enter: takes
-    the row of a method that costs the device.
+    late(): whether to prepare no more methods. Methods that were left out, or were in no round, have no row. enter:
+    takes the row of a method that crashes the device.
     """
     n, interrupted = size.opt.rounds, False
     rows: dict[str, Row] = {}
@@ -209,7 +209,7 @@ def measure(
 
 
 def judge(size: Size, rows: dict[str, Row], times: dict[tuple[str, str], list[float]], bandwidth: float) -> None:
-    """Enter what the rounds say into the methods' rows and into the rows of the dense attentions."""
+    """Adds the times of the rounds to the methods' rows and to the rows of the dense attentions."""
     layers = size.opt.layers
     each = {key: [ms / layers for ms in t] for key, t in times.items()}
     dense = {name: t for (kind, name), t in each.items() if kind == "dense"}
@@ -262,18 +262,18 @@ def parse_args() -> argparse.Namespace:
     a("--model", nargs="+", default=["llama-3.1-8b"], help="shapes: a known model, or a path to a config.json")
     a("--method", nargs="+", default=["full", "double_sparsity", "sals-12.5", "self_index-7.5"],
       help=f"{SPECS}; `all` is every method")  # fmt: skip
-    a("--batch", type=int, nargs="+", default=[1])
-    a("--length", type=int, nargs="+", default=[8192, 32768], help="tokens in the cache")
+    a("--batch", type=int, nargs="+", default=[1], help="batch sizes; default: 1")
+    a("--length", type=int, nargs="+", default=[8192, 32768], help="tokens in the cache; default: 8192 32768")
     a("--size", nargs="+", metavar="BxT", help="batch x tokens, in this order, instead of --batch and --length")
-    a("--layers", type=int, help="layers in one graph, default: 4 on a CPU, 1 on a GPU")
-    a("--rounds", type=int, default=15)
+    a("--layers", type=int, help="layers in one graph; default: 4 on a CPU, 1 on a GPU")
+    a("--rounds", type=int, default=15, help="rounds; default: 15")
     a("--cache", choices=["cold", "warm"], default="cold", help="warm: do not flush the last-level cache between calls")
-    a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages too")
+    a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages, too (default: yes)")
     a("--once", action="store_true", help="run every method's compress and decode, time nothing")
-    a("--ceilings", action="store_true", help="measure bandwidth and matmul alone")
-    a("--device")
+    a("--ceilings", action="store_true", help="measure only bandwidth and matmul")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
-    a("--compile", action=argparse.BooleanOptionalAction, default=True)
+    a("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile methods (default: yes)")
     add_run(p)
     opt = p.parse_args()
     check_run(opt)
@@ -369,7 +369,7 @@ def attempt(size: Size, text: str, enter: Callable[[list[Row]], None]) -> None:
         row |= run_once(size, text)
     except Exception as e:  # recorded in the row: the grid goes on
         row |= dict(error=reason(e))
-    recover(size.clock.device, lambda: enter([row | dict(error="it costs the device") | row | dict(lost=True)]))
+    recover(size.clock.device, lambda: enter([row | dict(error="it crashes the device") | row | dict(lost=True)]))
     enter([row])
 
 

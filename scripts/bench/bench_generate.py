@@ -1,35 +1,35 @@
-"""Decode tokens/s end to end, each method eager and compiled, beside peers in the same run; and what prefill costs.
+"""Decode tokens/s end to end, of methods (eager and compiled) and of peers in one run; and the cost of prefill.
 
     python -m scripts.bench.bench_generate --peer transformers
     python -m scripts.bench.bench_generate --method full self_index --batch 1 8 --length 2048 --out generate.json
     python -m scripts.bench.bench_generate --random-init llama-3.1-8b --synthetic --peer gpt-fast:../gpt-fast
     python -m scripts.bench.bench_generate --prefill --method full self_index --size 1x4096 2x2048
 
-Prompts are random tokens. `--synthetic` leaves the prefill out: every layer's cache is filled with random keys and
-values through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
+Prompts are random tokens. `--synthetic` skips the prefill: every layer's cache is filled with random keys and values
+through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
 
-Modes: `eager`; `compiled`, what generate.py does (on a GPU with CUDA graphs, reduce-overhead); `captured`, the same
-step compiled without that and captured into a CUDA graph by hand; `blocks`, one layer compiled, all layers captured by
-hand, which compiles n_layer times faster. On the CPU nothing is captured.
+Modes: `eager`; `compiled`, as in generate.py (on a GPU with CUDA graphs, reduce-overhead); `captured`, the same step
+compiled without CUDA graphs and captured into one by hand; `blocks`, one layer compiled and all layers captured by
+hand, which compiles n_layer times faster. On a CPU nothing is captured.
 
-On a CPU the runs of a batch and length take turns (ours, peer, ours, peer, ...), so that a noisy machine slows all
-alike; on a GPU, where two caches may not fit, one follows the other (`--interleave` if they fit). `--prefill` always
-takes turns with `full`. Medians and ratios of medians are reported, the raw times of every round are in the JSON.
-Compilation and prefill are not counted. What runs now, and about how long it all takes, is on standard error; Ctrl-C
-ends the run and keeps what is measured.
-`limit_share`: (bytes of the weights + bytes the cache reads) / the measured bandwidth, on a CPU the better of before
-and after, as a share of the step's time.
+On a CPU the runs of a batch and length take turns (ours, peer, ours, peer, ...), so that a noisy machine slows all of
+them equally. On a GPU, where two caches may not fit, they run one after the other (`--interleave` if they fit).
+`--prefill` always takes turns with `full`. Medians and ratios of medians are reported; the raw times of every round are
+in the JSON. Compilation and prefill are not counted. Standard error shows what runs now and about how long all of it
+takes; Ctrl-C ends the run and keeps what has been measured.
+`limit_share` is (bytes of the weights + bytes the cache reads) / the measured bandwidth, as a share of the step's time.
+On a CPU the bandwidth is the better of before and after the run.
 
-With --speculate each method that can also drafts N tokens a round, which exact attention checks; --acceptance enforces
-the share of right ones. Its `limit_share` counts what all passes of a round read, for the tokens that it gives on
-average.
+With --speculate each method that can also drafts N tokens per round, which exact attention checks; --acceptance
+enforces the share of right ones. Its `limit_share` counts the bytes that all passes of a round read, per token that a
+round gives on average.
 
-`second_token_s`: the prompt and the first decode step, where there is a prefill.
+`second_token_s` is the time of the prompt and the first decode step, if there is a prefill.
 
-Peers decode greedily at the same batch, length and number of tokens. `transformers`: its generate(), dynamic and
-static cache, a run of one token subtracted; with --synthetic its forward in a loop.
-`gpt-fast:PATH`, `double-sparse:PATH`: a checkout of gpt-fast, or of the published Double Sparsity that builds on it, in
-a process of its own, its cache filled with random keys, see peer_decode.py.
+Peers decode greedily at the same batch, length and number of tokens. `transformers` is its generate() with dynamic and
+static cache, minus a run of one token; with --synthetic its forward in a loop. `gpt-fast:PATH` and `double-sparse:PATH`
+are checkouts of gpt-fast, or of the published Double Sparsity that builds on it. They run in their own process, with a
+cache filled with random keys; see peer_decode.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from scripts.shared.results import record, write_json
 from scripts.shared.timing import ceilings, end, reason, recover, settled, spread
 from weights import PackedLinear, WeightFormat
 
-# what a row says of how many times a peer's tokens/s it has: the key -> how the peer's runs are called
+# a row's key for its ratio to a peer's tokens/s -> how the names of the peer's runs begin
 PEERS = {
     "times_peer": "transformers ",
     "times_gpt_fast": "gpt-fast",
@@ -83,7 +83,7 @@ PEERS = {
 
 
 def weight_bytes(model: Transformer) -> int:
-    """What a step reads of the weights: all but the rows of an untied embedding that no token asks for."""
+    """The bytes of weights that a step reads: all except an untied embedding, of which it reads single rows."""
     rows = model.tok_embeddings
     unread = set() if model.args.tie_embeddings else {id(t) for t in (*rows.parameters(), *rows.buffers())}
     tensors = [*model.parameters(), *(b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers())]
@@ -93,14 +93,15 @@ def weight_bytes(model: Transformer) -> int:
 def rounds(
     group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress, keep: Callable[[], Any]
 ) -> None:
-    """Runs that take turns -> out: {name: {"step": [seconds, ...], "prefill": [...]}}, or {"error": why there is none}.
+    """Runs that take turns -> out: {name: {"step": [seconds, ...], "prefill": [...]}}, or {"error": the reason}.
 
-    Filled as it goes: what was measured before an interruption is there. keep is called after every round.
+    `out` is filled as the runs go, so that it has everything measured before an interruption. keep is called after
+    every round.
     """
     opened: list[Run] = []
 
     def attempt(run: Run, kind: str, what: str, left: int) -> dict[str, float]:
-        """What a run says of one round; on an error, none, and it takes no further part."""
+        """The times of one round; empty after an error, which excludes the run from further rounds."""
         progress.now(kind, f"batch {run.work.batch} length {run.work.length}: {run.name}, {what}")
         try:
             if kind == "round":
@@ -143,7 +144,7 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
                 tokens_per_s=round(work.batch / step, 1), seconds_per_step=t["step"], spread=round(spread(t["step"]), 3)
             )
             if isinstance(run, Ours):
-                # weights are read in every pass: one a token, or those of a round for each token that it gives
+                # weights are read in every pass: one per token, or with drafts the passes of a round per token
                 weights = weight_bytes(work.model) * run.info.get("passes", 1)
                 row["limit_share"] = (weights + run.info["traffic"]) / bandwidth / step
         if "prefill" in t:
@@ -154,7 +155,7 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
-    """Add to our rows of one batch and length how they stand against `full` in the same mode, and against the peers."""
+    """Adds to our rows of one batch and length their ratios to `full` in the same mode, and to the peers."""
     for row in (r for r in rows if "method" in r):
         same = [r for r in rows if (r.get("method"), r.get("mode")) == ("full", row["mode"]) and "error" not in r]
         timed = all("prefill_s" in r and "prefill_overhead" not in r for r in (row, *same))
@@ -168,7 +169,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
             row["times_full"] = round(row["tokens_per_s"] / same[0]["tokens_per_s"], 3)
         for key, peer in PEERS.items():
             theirs = [r for r in rows if r["run"].startswith(peer) and "tokens_per_s" in r and r.get("compiled", True)]
-            if theirs:  # a peer that could not be compiled is shown, but is nothing to be held against
+            if theirs:  # a peer that could not be compiled is shown, but not compared to
                 row[key] = round(row["tokens_per_s"] / max(r["tokens_per_s"] for r in theirs), 2)
 
 
@@ -198,28 +199,28 @@ def parse_args() -> argparse.Namespace:
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--random-init", metavar="NAME", help="random weights of a known model, or of a config.json, instead")
     a("--method", nargs="+", default=["full"], help=SPECS_BY_LAYER)
-    a("--batch", nargs="+", type=int, default=[1, 8])
-    a("--length", nargs="+", type=int, default=[512], help="prompt tokens")
+    a("--batch", nargs="+", type=int, default=[1, 8], help="batch sizes; default: 1 8")
+    a("--length", nargs="+", type=int, default=[512], help="prompt tokens; default: 512")
     a("--size", nargs="+", metavar="BxT", help="batch x prompt tokens, in this order, instead of --batch and --length")
-    a("--new", type=int, default=128, help="tokens decoded")
-    a("--synthetic", action="store_true", help="fill the caches with random keys and values: no prefill")
-    a("--prefill", action="store_true", help="measure the prefill alone, each method in turns with full")
-    a("--mode", nargs="+", choices=MODES, default=["eager", "compiled"])
-    a("--eager-only", action="store_true", help="as --mode eager")
-    a("--rounds", type=int, default=5)
-    a("--warm-up", type=int, default=1, metavar="N", help="rounds before those that count")
+    a("--new", type=int, default=128, help="tokens decoded; default: 128")
+    a("--synthetic", action="store_true", help="fill the caches with random keys and values instead of a prefill")
+    a("--prefill", action="store_true", help="measure only the prefill, each method in turns with full")
+    a("--mode", nargs="+", choices=MODES, default=["eager", "compiled"], help="default: eager compiled")
+    a("--eager-only", action="store_true", help="the same as --mode eager")
+    a("--rounds", type=int, default=5, help="rounds that count; default: 5")
+    a("--warm-up", type=int, default=1, metavar="N", help="rounds before them; default: 1")
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
     a(
         "--peer",
         nargs="*",
         default=[],
         metavar="PEER",
-        help="transformers, gpt-fast:PATH, double-sparse:PATH of checkouts, llama.cpp:PATH of its llama-bench "
-        "(how to build it: scripts/bench/llama_cpp.py)",
+        help="transformers, gpt-fast:PATH or double-sparse:PATH of a checkout, llama.cpp:PATH of its llama-bench "
+        "(scripts/bench/llama_cpp.py says how to build it)",
     )
-    a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also N drafts by each method, then a check")
-    a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="chance of a draft to be right, enforced")
-    a("--device")
+    a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
+    a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="enforced chance that a draft is right")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_precision(p)
     add_calibration(p)
     add_run(p)
@@ -230,9 +231,9 @@ def parse_args() -> argparse.Namespace:
     if opt.warm_up < 0:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")
     if opt.new < 2:
-        raise InputError(f"--new {opt.new} is below 2: the time of a step is that of the steps after the first token")
+        raise InputError(f"--new {opt.new} is below 2: steps are timed after the first token; give 2 or more")
     if min(opt.speculate, default=1) < 1 or not all(0 <= a <= 1 for a in opt.acceptance):
-        raise InputError("--speculate takes numbers of drafts from 1 on, --acceptance shares from 0 to 1")
+        raise InputError("--speculate takes numbers of drafts of at least 1, --acceptance shares from 0 to 1")
     WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
@@ -241,7 +242,7 @@ def parse_args() -> argparse.Namespace:
     if opt.peer and opt.prefill:
         raise InputError("--prefill compares methods with full: drop --peer")
     if opt.synthetic and opt.prefill:
-        raise InputError("--synthetic leaves out what --prefill measures: drop one of them")
+        raise InputError("--synthetic skips the prefill that --prefill measures: drop one of them")
     opt.method, args = expand(opt.method), model_shapes(opt)
     for method in opt.method:
         layer_methods(method, args.n_layer)  # a wrong name or knob ends the run before it starts
@@ -251,7 +252,7 @@ def parse_args() -> argparse.Namespace:
 
 def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
     """The runs of a size; those of one group take turns."""
-    if opt.prefill:  # a ratio of a few percent is one of neighbours in time
+    if opt.prefill:  # a ratio of a few percent needs runs next to each other in time
         others = [m for m in opt.method if m != "full"]
         return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
@@ -265,7 +266,7 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
 
 
 def model_shapes(opt: argparse.Namespace) -> ModelArgs:
-    """Before any weight is loaded. InputError if there is no such model or checkpoint."""
+    """The model's shapes, before any weight is loaded. Raises InputError if there is no such model or checkpoint."""
     return shapes(opt.random_init) if opt.random_init else read_args(opt.checkpoint)
 
 
@@ -274,7 +275,7 @@ def main() -> None:
     device = pick_device(opt.device)
     if opt.interleave is None:
         opt.interleave = device.type == "cpu"
-    # every run compiles code of the same functions: none may be dropped while runs take turns
+    # all runs compile the same functions, and none of their code may be dropped while runs take turns
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     lengths = list(dict.fromkeys(length for _, length in opt.size))
     known = dict(prompt_tokens=lengths[0] if len(lengths) == 1 else lengths, new_tokens=opt.new,
@@ -301,14 +302,14 @@ def main() -> None:
 def run_all(
     model: Transformer, opt: argparse.Namespace, data: dict[str, Any], begin: float, progress: Progress
 ) -> None:
-    """Every group of runs that is not in data, entered into it."""
+    """Measures every group of runs that is not in `data` yet, and adds it."""
     todo: list[tuple[Work, list[Run]]] = []
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
         here = [r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r)]
         known = {r["run"] for r in here if len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
         lost = {r["run"] for r in here if r.get("lost")}
-        # what the run that this one resumes has measured is left out, and what has cost it the device
+        # leave out the runs that the resumed file has measured, or that crashed its device
         rest = ([run for run in group if run.name not in lost] for group in groups(work, opt))
         todo += [(work, group) for group in rest if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)
@@ -322,7 +323,7 @@ def run_all(
         keep = functools.partial(keep_rows, data, work, group, times, opt.out)
         try:
             rounds(group, opt.rounds, opt.warm_up, times, progress, keep)
-            if work.device.type == "cpu":  # which others may use, too; a GPU's memory is full of caches now
+            if work.device.type == "cpu":  # others may load it, too; a GPU's memory is full of caches now
                 data.update(max(data, ceilings(work.device, model.dtype, 3), key=lambda d: d["bandwidth"]))
         finally:
             rows = keep()
@@ -334,7 +335,7 @@ def run_all(
 def keep_rows(
     data: dict[str, Any], work: Work, group: list[Run], times: dict[str, dict[str, Any]], out: str | None
 ) -> list[dict[str, Any]]:
-    """What a group has measured so far, entered into data and written."""
+    """Adds a group's measurements so far to `data` and writes it."""
     rows = make_rows(work, group, times, data["bandwidth"])
     enter(data, work, rows)
     if out:
@@ -343,7 +344,7 @@ def keep_rows(
 
 
 def enter(data: dict[str, Any], work: Work, rows: list[dict[str, Any]]) -> None:
-    """New rows replace those of the same runs; all of a batch and length are compared."""
+    """Replaces the rows of the same runs by new ones, and compares all rows of a batch and length."""
 
     def here(row: dict[str, Any]) -> bool:
         return (row["batch"], row["length"]) == (work.batch, work.length)

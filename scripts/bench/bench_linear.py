@@ -1,13 +1,14 @@
-"""What a product of the decoder costs by rows, inputs, outputs and the width of the weights, beside torch's own.
+"""Times the decoder's matrix products by rows, inputs, outputs and bits of the weights, together with torch's own.
 
     python -m scripts.bench.bench_linear --threads 2 --out linear_cpu.json
 
-y = x W^T of the layers of known models, M rows of x: 1 to 16 are a step's, 512 a prompt's (the head has the rows of a
-step alone). Ours takes fp32 rows; weights in 8 and 4 bits have groups of 32. torch: `linear` in fp32 and in bf16, and
-the packed operators that it has for CPUs, which take bf16 rows: `_weight_int8pack_mm`, a scale a row, and
-`_weight_int4pack_mm_for_cpu`, groups of 32. Calls of a shape take turns, caches emptied before each.
+The product is y = x W^T in the layers of known models, with M rows of x: 1 to 16 occur in a step, 512 in a prompt (the
+head is timed only with the rows of a step). Ours takes fp32 rows; weights in 8 and 4 bits have groups of 32. torch's
+are `linear` in fp32 and bf16, and its packed operators for CPUs, which take bf16 rows: `_weight_int8pack_mm` with one
+scale per row, and `_weight_int4pack_mm_for_cpu` with groups of 32. Calls of a shape take turns, with caches emptied
+before each.
 
-`share`: bytes of the weight, scales included, over the median time, as a share of the bandwidth measured in this run.
+`share` is the bytes of the weight, scales included, over the median time, as a share of the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ Product = tuple[Call, int]  # the call, and the bytes of its weight
 
 
 def shapes(a: ModelArgs) -> dict[str, tuple[int, int]]:
-    """Layer -> inputs and outputs."""
+    """Layer -> (inputs, outputs)."""
     heads = a.n_head * a.head_dim
     return dict(qkv=(a.dim, heads + 2 * a.n_kv_head * a.head_dim), out=(heads, a.dim), gate_up=(a.dim, 2 * a.ffn_dim),
                 down=(a.ffn_dim, a.dim), head=(a.dim, a.vocab_size))  # fmt: skip
 
 
 def ours(n: int, out: int, bits: int, gen: torch.Generator) -> tuple[Any, int]:
-    """x -> call, bytes. A few rows call the operator itself, as a compiled step does: no Python is timed."""
+    """A function of x, and the bytes of its weight. Few rows call the operator directly, as in a compiled step, so that
+    no Python is timed."""
     layer: Any
     if bits == 32:
         layer = Linear(n, out, bias=False)
@@ -63,7 +65,7 @@ def ours(n: int, out: int, bits: int, gen: torch.Generator) -> tuple[Any, int]:
 
 
 def theirs(n: int, out: int, gen: torch.Generator) -> Iterator[tuple[str, Any, int]]:
-    """Of torch: name, x -> call, bytes."""
+    """torch's products: name, function of x, bytes of the weight."""
     for name, dtype in (("torch fp32", torch.float32), ("torch bf16", torch.bfloat16)):
         w = torch.randn(out, n, generator=gen).to(dtype)
         yield name, lambda x, w=w: F.linear(x.to(w.dtype), w), w.nbytes
@@ -77,7 +79,7 @@ def theirs(n: int, out: int, gen: torch.Generator) -> Iterator[tuple[str, Any, i
 
 
 def products(n: int, out: int, rows: list[int]) -> tuple[dict[tuple[str, int], Product], dict[str, str]]:
-    """(name, M) -> call and bytes; what torch cannot do with this shape -> why."""
+    """(name, M) -> call and bytes; and name -> the reason, for products that torch cannot do at this shape."""
     gen = torch.Generator().manual_seed(0)
     calls: dict[str, tuple[Any, int]] = {}
     for name, bits in OURS.items():
@@ -92,7 +94,7 @@ def products(n: int, out: int, rows: list[int]) -> tuple[dict[tuple[str, int], P
         except (RuntimeError, StopIteration) as e:
             failed.setdefault(name, reason(e))
     x = {m: torch.randn(m, n, generator=gen) for m in rows}
-    bf16 = {m: t.bfloat16() for m, t in x.items()}  # rows as each takes them: converting is no part of a product
+    bf16 = {m: t.bfloat16() for m, t in x.items()}  # converted here, so that conversion is not timed
     made: dict[tuple[str, int], Product] = {}
     for m in rows:
         for name, (call, size) in calls.items():
@@ -124,15 +126,15 @@ def measure(opt: argparse.Namespace, data: dict[str, Any], progress: Progress) -
 def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--model", nargs="+", default=["llama-3.2-1b", "qwen2.5-0.5b"], help=f"of {', '.join(NAMED)}")
-    a("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 512], help="M, rows of x")
-    a("--rounds", type=int, default=5)
+    a("--model", nargs="+", default=["llama-3.2-1b", "qwen2.5-0.5b"], help=f"some of {', '.join(NAMED)}")
+    a("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 512], help="M, the rows of x")
+    a("--rounds", type=int, default=5, help="rounds; default: 5")
     add_run(p, resume=False)
     opt = p.parse_args()
     for name in opt.model:
         ModelArgs.from_name(name)
     if min(opt.rows) < 1 or opt.rounds < 1:
-        raise InputError("--rows and --rounds take numbers of at least 1")
+        raise InputError("--rows and --rounds must be at least 1")
     check_out(opt.out)
     set_threads(opt.threads)
     with Progress() as progress:

@@ -1,11 +1,11 @@
-"""A prompt's cache in a file, by method: how large it is, and how long it takes to write it and to go on from it.
+"""A prompt's cache in a file, by method: the size of the file, and the time to write it and to restore the cache.
 
     python -m scripts.bench.bench_restore --method full self_index --length 8192
     python -m scripts.bench.bench_restore --method all --synthetic --out restore.json
 
-Prompts are random tokens. `--synthetic` leaves the prefill out: caches are filled with random keys and values. The file
-is in memory when it is read, as right after it was written. Restoring is all that `LLM.restore` does: reading, the
-checksum, an empty cache and its filling; of a prefill, setting up the cache is counted, too.
+Prompts are random tokens. `--synthetic` skips the prefill: caches are filled with random keys and values. The file is
+still in the page cache when it is read, because it was just written. The time to restore is that of `LLM.restore`:
+reading, the checksum, an empty cache and its filling. The time of a prefill includes setting up the cache.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 
 from engine import LLM, Sampling
 from errors import InputError, Parser, run_cli
-from runtime import TINY, add_calibration, add_precision, check_out, set_threads, synchronize
-from scripts.bench.layer import fill
+from runtime import TINY, add_calibration, add_precision, check_out, set_threads
+from scripts.bench.layer import fill_layers
+from scripts.bench.peer_runs import Work
 from scripts.shared.options import SPECS_BY_LAYER, add_run, expand, precision
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
@@ -31,32 +32,27 @@ from snapshot import CacheFile
 
 
 @torch.inference_mode()
-def fill_cache(llm: LLM, batch: int, length: int, new: int) -> None:
-    """Random keys and values of a prompt in every layer, as if it had been read."""
-    model, gen = llm.model, torch.Generator(llm.model.device).manual_seed(0)
-    session, a = llm.session(batch, length + new, new, Sampling()), model.args
-    shape, kv = (batch, a.n_kv_head, length, a.head_dim), model.kv_dtype or model.dtype
-    k, v = (torch.randn(shape, generator=gen, device=model.device, dtype=kv) for _ in range(2))
-    q = torch.randn(batch, a.n_head, 1, a.head_dim, device=model.device, dtype=kv)
-    for method in model.cache:
-        fill(method, q, k, v)
-    pos = torch.full((batch,), length, device=model.device)
+def fill_cache(llm: LLM, work: Work) -> None:
+    """Fills every layer with random keys and values, as if a prompt had been read."""
+    session = llm.session(work.batch, work.length + work.new, work.new, Sampling())
+    fill_layers(llm.model, *work.random_kv())
+    pos = torch.full((work.batch,), work.length, device=work.device)
     session.begin(torch.zeros_like(pos), pos)
-    session.prompts = [[0] * length] * batch
+    session.prompts = [[0] * work.length] * work.batch
 
 
 def measure(llm: LLM, method: str, opt: argparse.Namespace, file: Path, progress: Progress) -> dict[str, Any]:
     llm.use(method)
     row = dict[str, Any](method=method, batch=opt.batch, length=opt.length)
     progress.now("prepare", f"{method}: {'filling' if opt.synthetic else 'prefill'}")
+    work = Work(llm.model, opt.batch, opt.length, opt.new, opt.synthetic)
     if opt.synthetic:
-        fill_cache(llm, opt.batch, opt.length, opt.new)
+        fill_cache(llm, work)
     else:
-        gen = torch.Generator().manual_seed(0)
-        tokens = torch.randint(3, llm.model.args.vocab_size, (opt.batch, opt.length), generator=gen).tolist()
+        tokens = work.tokens.tolist()
         start = time.perf_counter()
         llm.read(tokens, opt.new)
-        synchronize(llm.model.device)
+        work.sync()
         row["prefill_s"] = time.perf_counter() - start
     row["kv_bytes"] = llm.model.kv_bytes()
     start = time.perf_counter()
@@ -66,10 +62,10 @@ def measure(llm: LLM, method: str, opt: argparse.Namespace, file: Path, progress
     row["restore_s"] = []
     for _ in range(opt.rounds):
         progress.now("round", f"{method}: restoring")
-        llm.use(method)  # the cache of before is gone
+        llm.use(method)  # drops the previous cache
         start = time.perf_counter()
         llm.restore(file, opt.new)
-        synchronize(llm.model.device)
+        work.sync()
         row["restore_s"].append(time.perf_counter() - start)
     return row
 
@@ -85,12 +81,12 @@ def parse_args() -> argparse.Namespace:
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--method", nargs="+", default=["full"], help=SPECS_BY_LAYER)
-    a("--batch", type=int, default=1)
-    a("--length", type=int, default=2048, help="prompt tokens")
-    a("--new", type=int, default=128, help="tokens that the cache has room for beside the prompt")
-    a("--synthetic", action="store_true", help="fill the caches with random keys and values: no prefill")
-    a("--rounds", type=int, default=3)
-    a("--device")
+    a("--batch", type=int, default=1, help="batch size; default: 1")
+    a("--length", type=int, default=2048, help="prompt tokens; default: 2048")
+    a("--new", type=int, default=128, help="further tokens that the cache has room for; default: 128")
+    a("--synthetic", action="store_true", help="fill the caches with random keys and values instead of a prefill")
+    a("--rounds", type=int, default=3, help="times each file is restored; default: 3")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_precision(p)
     add_calibration(p)
     add_run(p, resume=False)

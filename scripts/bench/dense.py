@@ -1,4 +1,4 @@
-"""Every dense attention there is, the baseline of bench_attention.py, and what makes sure that it is one."""
+"""All dense attentions, the baseline of bench_attention.py, and the check that they compute attention."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from errors import InputError
 from kernels.dense_attention import decode_attention
 from scripts.shared.timing import Call, Clock, reason, recover
 
-# of the difference between a baseline and the definition of attention
+# of the difference between a baseline and attention by definition
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 def dense_calls(q: Tensor, k: Tensor, v: Tensor, compile: bool) -> dict[str, Callable[[], Call]]:
-    """Every dense attention there is over q [B, Hq, D] and k, v [B, Hkv, T, D]: name -> what makes the call.
+    """All dense attentions over q [B, Hq, D] and k, v [B, Hkv, T, D]: name -> a function that makes the call.
 
-    "grouped queries" puts the query heads of a group where SDPA expects query positions: K and V are then read once
-    per group without being repeated, whatever a backend makes of enable_gqa.
+    "grouped queries" puts the query heads of a group where SDPA expects query positions. K and V are then read once
+    per group without being repeated, however a backend implements enable_gqa.
     """
     B, Hq, D = q.shape
     Hkv, T = k.shape[1:3]
@@ -70,12 +70,12 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def flashinfer(q: Tensor, k: Tensor, v: Tensor, page: int = 16) -> Call:
-    """Its batch decode over pages, the way servers call it."""
+    """FlashInfer's batch decode over pages, as servers call it."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     (B, Hq, D), (Hkv, T) = q.shape, k.shape[1:3]
     if T % page:
-        raise InputError(f"{T} tokens are no whole number of pages of {page}")
+        raise InputError(f"{T} tokens are not a multiple of the page of {page}")
     pages = T // page
     kp, vp = (x.unflatten(2, (pages, page)).transpose(1, 2).reshape(-1, Hkv, page, D) for x in (k, v))
     space = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
@@ -87,7 +87,7 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor, page: int = 16) -> Call:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """What gpt-fast calls; compiled, it has a split-K decode kernel."""
+    """FlexAttention, which gpt-fast calls; compiled, it has a split-K decode kernel."""
     from torch.nn.attention.flex_attention import flex_attention
 
     f = torch.compile(flex_attention, dynamic=False)
@@ -95,7 +95,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def difference(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Largest deviation of the last row's output from attention as it is defined, share of the largest output."""
+    """Largest deviation of the last row's output from attention by definition, as a share of the largest output."""
     g = q.shape[1] // k.shape[1]
     ref = torch.cat([(qh.float() @ kh.float().T * q.shape[2] ** -0.5).softmax(-1) @ vh.float()
                      for qh, kh, vh in zip(q[-1].split(g), k[-1], v[-1], strict=True)])  # fmt: skip
@@ -106,7 +106,7 @@ def difference(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
 def prepare_dense(
     q: Tensor, k: Tensor, v: Tensor, compile: bool, clock: Clock, layers: int
 ) -> tuple[dict[str, Call], list[dict[str, Any]]]:
-    """Every dense attention that can be had, ready to be timed, of `layers` layers a call; and a row for each tried."""
+    """All dense attentions that work here, ready to be timed, `layers` layers per call; and one row per one tried."""
     ready: dict[str, Call] = {}
     rows: list[dict[str, Any]] = []
     for name, make in dense_calls(q, k, v, compile).items():
@@ -116,11 +116,11 @@ def prepare_dense(
             call = make()
             row["difference"] = difference(call(), q, k, v)
             if not row["difference"] <= TOLERANCE[q.dtype]:
-                raise InputError(f"computes something else, off by {row['difference']:.2g}")
+                raise InputError(f"it does not compute attention: off by {row['difference']:.2g}")
             ready[name] = repeated(clock.prepare(call), layers)
         except ImportError:
             row["error"] = "not installed"
-        except Exception as e:  # a backend may refuse a size in any way it likes
+        except Exception as e:  # backends refuse sizes with many kinds of errors
             row["error"] = reason(e)
             recover(clock.device)
     return ready, rows

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Everything that is measured on a GPU, in three parts of at most 9 minutes each.
+# All measurements on a GPU, in three parts of at most 9 minutes each.
 #
 #   scripts/bench/gpu_suite.sh 1|2|3 [OUT]                    # OUT: a folder, default results/h100
-#   GPT_FAST=../gpt-fast DOUBLE_SPARSE=../DoubleSparse scripts/bench/gpu_suite.sh 2      # checkouts, to be measured beside ours
-#   PACK=h100.tar.gz scripts/bench/gpu_suite.sh 3 /tmp/h100   # OUT in one file, too, written after every step
+#   GPT_FAST=../gpt-fast DOUBLE_SPARSE=../DoubleSparse scripts/bench/gpu_suite.sh 2      # checkouts of peers to measure, too
+#   PACK=h100.tar.gz scripts/bench/gpu_suite.sh 3 /tmp/h100   # also pack OUT into one file after every step
 #   SMALL=1 scripts/bench/gpu_suite.sh 1 /tmp/out             # the same steps on the CPU with toy models, to try the suite
 #
 # 1  environment and ceilings, kernel tests, attention with its stages at the sizes of the goals, compute-sanitizer
-# 2  decode end to end at batch 8 beside gpt-fast, attention over the papers' grids and over lengths
+# 2  decode end to end at batch 8 with gpt-fast, attention over the papers' grids and over lengths
 # 3  a prompt of 128K, the published Double Sparsity, what compression adds to prefill, time to the second token,
-#    offloading, decode beside transformers, decode at batch 1 beside gpt-fast
+#    offloading, decode with transformers, decode at batch 1 with gpt-fast
 #
-# Every step has a deadline, in seconds since the part began: what a step leaves over is the next one's. Benchmarks
-# measure what is worth most first, write after every size, and stop in time. Each step is entered in OUT/steps.json with
-# its command, exit status and seconds. A part that is run again goes on where it stopped, on the same commit.
-# Exits with 1 if a step failed; one that was skipped, or ran out of its time, is no failure. Then
-# `python -m scripts.report.update_readme` writes the tables of results/README.md from results/h100.
+# Every step has a deadline, in seconds since the part began; the time a step leaves goes to the next one. Benchmarks
+# measure the most important sizes first, write after every size, and stop in time. OUT/steps.json has each step's command,
+# exit status and seconds. Running a part again on the same commit continues where it stopped. The exit code is 1 if a step
+# failed; a step that was skipped, or ran out of time, did not fail. Afterwards `python -m scripts.report.update_readme`
+# writes the tables of results/README.md from results/h100.
 set -uo pipefail
 die() { echo "error: $*" >&2; exit 2; }
 case ${1:-} in
@@ -35,7 +35,7 @@ export PYTHONUNBUFFERED=1
 [ -z "${DOUBLE_SPARSE:-}" ] || [ -f "$DOUBLE_SPARSE/models/generate.py" ] ||
     die "DOUBLE_SPARSE=$DOUBLE_SPARSE is no checkout of DoubleSparse"
 
-# which of the modules named are not installed
+# prints those of the named modules that are not installed
 missing() {
     "$PYTHON" -c 'import sys; from importlib.util import find_spec as f; print(*[m for m in sys.argv[1:] if not f(m)])' "$@"
 }
@@ -48,7 +48,7 @@ ABSENT=" $(missing pytest hypothesis xdist transformers) "
 mkdir -p "$OUT" 2>/dev/null || die "cannot make the folder $OUT"
 COMMIT=$(git rev-parse --short HEAD 2>/dev/null)
 
-# note NAME STATUS SECONDS COMMAND: one more entry of steps.json; a STATUS that is no number is why it was skipped
+# note NAME STATUS SECONDS COMMAND: adds an entry to steps.json; a STATUS that is not a number is the reason to skip it
 note() {
     "$PYTHON" - "$OUT" "$PART" "$COMMIT" "$@" <<'EOP'
 import json, os, re, sys
@@ -75,7 +75,7 @@ skip() {
     note "$1" "$2" 0 ""
 }
 
-# passed NAME: whether an earlier run of this commit has done it
+# passed NAME: whether an earlier run of this commit completed the step
 passed() {
     "$PYTHON" - "$OUT/steps.json" "$COMMIT" "$1" 2>/dev/null <<'EOP'
 import json, sys
@@ -84,21 +84,21 @@ sys.exit(not any([s["commit"], s["step"]] == wanted and s.get("status") == 0 for
 EOP
 }
 
-# step NAME DEADLINE COMMAND...: Ctrl-C at the deadline, so that scripts keep what they have
+# step NAME DEADLINE COMMAND...: sends Ctrl-C at the deadline, so that scripts keep their results
 step() {
     local name=$1 left=$(($2 - SECONDS)) begin=$SECONDS status
     shift 2
     if passed "$name" && [[ " $* " != *" --resume "* ]]; then echo "=== $name was done before"; return; fi
     if [ $left -lt 10 ]; then skip "$name" "no time is left"; return; fi
     echo "=== $name (at most $left s): $*"
-    # a shell that was started in the background ignores Ctrl-C, and so would all that it starts
+    # a shell started in the background ignores Ctrl-C, and so would its children
     env --default-signal=INT timeout -s INT -k 15 "$left" "$@" 2>&1 | tee "$OUT/$name.log"
     status=${PIPESTATUS[0]}
     note "$name" "$status" $((SECONDS - begin)) "$*"
     case $status in 0 | 124 | 130 | 137) ;; *) FAILED=1; echo "=== $name failed with $status" >&2 ;; esac
 }
 
-# attention NAME DEADLINE ARGS... and generate NAME DEADLINE ARGS...: into OUT/NAME.json, nothing begun in the last seconds
+# attention NAME DEADLINE ARGS... and generate NAME DEADLINE ARGS...: write OUT/NAME.json, start nothing in the last seconds
 attention() {
     step "$1" "$2" "$PYTHON" -m scripts.bench.bench_attention --resume "${A[@]}" --time-limit $(($2 - SECONDS - 15)) \
         --out "$OUT/$1.json" "${@:3}"
@@ -128,7 +128,7 @@ EOP
     SIZES=(8x4096 2x64) PREFILL=1x1024 SECOND=(1x8192 1x512) LONG=1x2048
     TESTS=(tests/test_kernels_torch.py -k topk)
 fi
-# largest value first
+# the most important first
 MAIN=(full sals-12.5 self_index-7.5 double_sparsity)
 ALL=("${MAIN[@]}" razor ojakv-0.6 double_sparsity_offload sals-25 streaming)
 PEERS=()
@@ -148,8 +148,8 @@ if [ "$PART" = 1 ]; then
     attention attention_goals_mha 390 --model "$LLAMA2" --size 8x4096 --method "${SALS[@]}" self_index-7.5 full
     # Self-Indexing KVCache, Table 4
     attention attention_self_index 425 --model "$LLAMA3" --size 10x16384 --method self_index-7.5
-    # every method, and the settings that take other kernels or other bit widths, or have `maintain` run its own; more
-    # than 16K slots are selected from by other kernels
+    # every method, and settings that use other kernels or bit widths, or make `maintain` run its kernels; more than 16K
+    # slots use other selection kernels
     ONCE=("$PYTHON" -m scripts.bench.bench_attention "${A[@]}" --no-compile --once --size 2x300 1x17000 --model "$LLAMA3"
           --method all sals-25,recent=16 sals-12.5,recent=16 sals,score=softmax,recent=16 self_index-7.5
           self_index,store_bits=8 self_index-16bit self_index,tail=8,flush=8 double_sparsity,label_bits=2
@@ -157,7 +157,7 @@ if [ "$PART" = 1 ]; then
           ojakv,update_every=8 ojakv,latent=False razor,window=64,retrieval_method=self_index --out "$OUT/once.json")
     step once 455 "${ONCE[@]}"
     if command -v compute-sanitizer >/dev/null && [ -z "$SMALL" ]; then
-        export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor an allocation of its own, so that its end is guarded
+        export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # allocates every tensor separately, so that its end is guarded
         step sanitizer 540 compute-sanitizer --tool memcheck --error-exitcode 9 "${ONCE[@]}"
         unset PYTORCH_NO_CUDA_MEMORY_CACHING
     else
@@ -167,7 +167,7 @@ fi
 
 if [ "$PART" = 2 ]; then
     [ ${#PEERS[@]} -gt 0 ] || skip gpt_fast "GPT_FAST is not set to a checkout of gpt-fast"
-    # SALS, Table 7, with its shapes not named: grouped queries, since 64K at batch 4 would not fit otherwise
+    # SALS, Table 7, which does not name its shapes: grouped queries, because 64K at batch 4 would not fit otherwise
     generate generate_batch8 385 --synthetic --random-init "$LLAMA3" --mode $MODE --method "${MAIN[@]}" sals-25 \
         --peer "${PEERS[@]}" --size "${SIZES[@]}"
     # SALS, Table 6

@@ -1,4 +1,4 @@
-"""One layer's method by itself: its cache filled with random keys, its decode step and the stages of it as calls."""
+"""One layer of a method: its cache filled with random keys, its decode step and the stages of the step as calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache.spec import make_args, parse_spec, resolve
 from errors import InputError
 from kernels.native import in_huge_pages
 from kv_methods.razor import Razor
-from model import ModelArgs
+from model import ModelArgs, Transformer
 from runtime import require_memory
 from scripts.shared.options import shapes
 from scripts.shared.timing import Call
@@ -24,11 +24,11 @@ LAYER = 8  # a layer that no paper leaves dense
 
 
 def one_layer(spec: str) -> tuple[type[KVMethod], Any]:
-    """Class and Args of a spec. InputError if a name or a knob is wrong, or if it tells layers apart."""
+    """Class and Args of a spec. Raises InputError if a name or a knob is wrong, or if layers differ in it."""
     part, *more = parse_spec(spec)
     if more or (part.first, part.last) != (0, None) or "skip_layers" in part.knobs:
         raise InputError(
-            f"--method {spec} tells layers apart, and a single layer is timed here: give its methods one by one, "
+            f"--method {spec} has different layers, but a single layer is timed here: give its methods one by one, "
             f"like --method {' '.join(dict.fromkeys(p.name for p in (part, *more)))}"
         )
     cls, preset = resolve(part.name)
@@ -37,19 +37,19 @@ def one_layer(spec: str) -> tuple[type[KVMethod], Any]:
 
 def prompt(args: ModelArgs, batch: int, length: int, dtype: torch.dtype, device: torch.device
            ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
-    """Random k and v [B, Hkv, S, D], which all methods of a size are filled with, and q [B, Hq, D]."""
+    """Random k and v [B, Hkv, S, D] to fill all methods of a size with, and q [B, Hq, D]."""
     gen = torch.Generator(device).manual_seed(0)
     size = (batch, args.n_kv_head, length, args.head_dim)
     need = 2 * batch * args.n_kv_head * length * args.head_dim * dtype.itemsize
     require_memory(need, device, "the dense cache", "lower --batch or --length")
-    # as caches have them
+    # in huge pages, like caches
     k, v = (in_huge_pages(torch.empty(size, device=device, dtype=dtype)).normal_(generator=gen) for _ in range(2))
     return (k, v), torch.randn(batch, args.n_head, args.head_dim, generator=gen, device=device, dtype=dtype)
 
 
 @functools.cache
 def _others(text: str, name: str) -> list[int]:
-    """Of razor, which gives KV heads to another method: how many in each layer; else nothing."""
+    """For razor, the number of KV heads that each layer gives to another method; for other methods, nothing."""
     (cls, own), args = one_layer(text), shapes(name)
     if not issubclass(cls, Razor):
         return []
@@ -60,14 +60,14 @@ def _others(text: str, name: str) -> list[int]:
 
 
 def timed_layer(text: str, name: str) -> int:
-    """Layer LAYER, or, of a method that splits heads, the one next to it whose split is nearest the model's mean."""
+    """Layer LAYER; for a method that splits heads, the closest layer to it whose split is nearest the model's mean."""
     layer, others = min(LAYER, shapes(name).n_layer // 2), _others(text, name)
     mean = sum(others) / max(1, len(others))
     return min(range(len(others)), key=lambda i: (abs(others[i] - mean), abs(i - layer))) if others else layer
 
 
 def heads_of(text: str, name: str) -> dict[str, Any]:
-    """Of a method that splits heads: KV heads that are another method's, in the layer timed and on average."""
+    """For a method that splits heads: the KV heads that another method has, in the timed layer and on average."""
     others = _others(text, name)
     if not others:
         return {}
@@ -76,7 +76,7 @@ def heads_of(text: str, name: str) -> dict[str, Any]:
 
 
 def cache_bytes(text: str, name: str, batch: int, T: int, dtype: torch.dtype) -> int:
-    """Of one layer's cache, without making it; name: the model's shapes."""
+    """Bytes of one layer's cache, without allocating it; name: the model's shapes."""
     (cls, own), args, layer = one_layer(text), shapes(name), timed_layer(text, name)
     shape = args.cache_shape(layer, batch, T, dtype, "meta")
     return sum(connected([cls(own, shape, layer, args.rotary(batch, 1, "meta"))])[0].nbytes().values())
@@ -85,7 +85,7 @@ def cache_bytes(text: str, name: str, batch: int, T: int, dtype: torch.dtype) ->
 def build(
     text: str, name: str, batch: int, T: int, dtype: torch.dtype, device: torch.device, layers: int = 1
 ) -> KVMethod:
-    """One layer's method with all its buffers, after checking that those of as many layers fit; name: the shapes."""
+    """One layer's method with all its buffers, after checking that `layers` of them fit; name: the model's shapes."""
     (cls, own), args, layer = one_layer(text), shapes(name), timed_layer(text, name)
     need = layers * cache_bytes(text, name, batch, T, dtype)
     require_memory(need, device, f"{layers} layers of {text}", "lower --batch, --length or --layers")
@@ -96,9 +96,9 @@ def build(
 
 
 def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Compress k and v [B, Hkv, S, D] as a prompt whose queries are all q [B, Hq, 1, D]: they take no memory.
+    """Compresses k and v [B, Hkv, S, D] as a prompt whose queries are all q [B, Hq, 1, D], which takes no memory.
 
-    Which tokens are kept or chosen does not matter to the time of a step.
+    The time of a step does not depend on which tokens are kept or chosen.
     """
     B, H, S, _ = k.shape
     method.rope.set_prompt(lengths := torch.full((B,), S, device=k.device))
@@ -108,15 +108,22 @@ def fill(method: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         groups, (P, order) = q.unflatten(1, (H, -1)), (method.n_other, method.order)
         fill(other, groups[:, order[:P]].flatten(1, 2), k[:, order[:P]], v[:, order[:P]])
         q, k, v = groups[:, order[P:]].flatten(1, 2), k[:, order[P:]], v[:, order[P:]]
-    if getattr(method, "lookback", 0) is None:  # h2o: the attention of all queries, which are one here
+    if getattr(method, "lookback", 0) is None:  # h2o sums the attention of all queries, which are all the same here
         method.lookback = 1
-    if hasattr(method, "votes"):  # kvzip: what a second pass over the prompt would say
+    if hasattr(method, "votes"):  # kvzip: the scores of a second pass over the prompt
         method.votes = torch.zeros(B, H, S, device=k.device)
     method.compress(q.expand(-1, -1, S, -1), k, v, lengths)
 
 
+def fill_layers(model: Transformer, k: Tensor, v: Tensor) -> None:
+    """Fills every layer of the model's cache with k and v [B, Hkv, S, D]."""
+    q = torch.randn(len(k), model.args.n_head, 1, k.shape[3], device=k.device, dtype=k.dtype)
+    for method in model.cache or ():
+        fill(method, q, k, v)
+
+
 def score_function(method: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """What a method scores all tokens with, where that is a function (q, pos) of its own."""
+    """The function (q, pos) with which a method scores all tokens, if it has one."""
     for owner in (method, getattr(method, "label", None)):
         for name in ("score", "scores", "_score", "_scores"):
             if callable(f := getattr(owner, name, None)):
@@ -127,27 +134,27 @@ def score_function(method: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
 def stage_calls(
     methods: list[KVMethod], q: Tensor, k: Tensor, v: Tensor, pos: Tensor, compile: bool, stages: bool
 ) -> dict[str, Call]:
-    """The operator and its stages as calls, of all layers one after the other. q [B, Hq, D], k and v [B, Hkv, D] before
+    """The operator and its stages as calls that run all layers in turn. q [B, Hq, D], k and v [B, Hkv, D] before
     rotation, pos [B]."""
     wrap: Any = torch.compile(fullgraph=True, dynamic=False) if compile else lambda f: f
     method, raw = methods[0], (q, k, v)
 
     def all_layers(f: Callable[..., Any], *args: Any, each: list[Any] | None = None) -> Call:
-        """f(layer, *args), and with `each` what belongs to that layer besides."""
+        """Calls f(layer, *args) for every layer; `each` has further arguments by layer."""
         run = wrap(lambda *args: [f(m, *args, *x) for m, x in zip(methods, each or [()] * len(methods), strict=True)])
         return lambda: run(*args)
 
     def operator(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         for m in methods:
-            if m.predicts:  # what the layer before calls belongs to this layer's work
+            if m.predicts:  # the previous layer calls it, but it is this layer's work
                 m.prefetch(q, pos)
             q = m.decode(q, k, v, pos)
         return q
 
     step = wrap(operator)
     calls: dict[str, Call] = dict(operator=lambda: step(*raw, pos))
-    # a method with a decode of its own (razor) has no stages that add up to it; and where one stage starts a copy that
-    # another waits for (offload), a CUDA graph must hold both: apart they cannot be captured
+    # the stages of a method with its own decode (razor) do not add up to it; and if one stage starts a copy that
+    # another waits for (offload), they cannot be captured into separate CUDA graphs
     copies = q.is_cuda and hasattr(method, "fetched")
     if not stages or type(method).decode is not KVMethod.decode or copies:
         return calls

@@ -1,23 +1,24 @@
-"""llama.cpp as a peer of bench_generate.py: a GGUF of our shapes and weights, and llama-bench on it.
+"""llama.cpp as a peer of bench_generate.py: runs llama-bench on a GGUF with our shapes and weights.
 
-`--peer llama.cpp:PATH` takes the path of the program llama-bench. It fills its cache once, with a prompt of the same
-length (untimed: at 8K it takes minutes), then each round decodes the same number of tokens after it; while others have
-their turn its process is stopped. A prompt is a run of its own each round. Weights are of the same bits: Q4_0, Q8_0,
-BF16, F32, the output head in those of ours.
+`--peer llama.cpp:PATH` takes the path of the program llama-bench. It fills its cache once with a prompt of the same
+length (untimed: at 8K it takes minutes), then decodes the same number of tokens after it in each round. Its process is
+stopped while others have their turn. A prompt is a separate run in each round. Weights have the same number of bits
+(Q4_0, Q8_0, BF16, F32), and so has the output head.
 
-On the CPU it runs in the form that was fastest where both were tried, not in its default: -fa off, with a bf16 cache
-where ours has one. (2 threads of a Xeon with AVX-512, Llama-3.2-1B's shapes, Q4_0, tokens/s after 2048 tokens: bf16
-10.4, fp16 9.9, with -fa auto or on 7.0 and 5.3; prompts alike.) On a GPU -fa on and fp16.
+On a CPU it runs with its fastest settings instead of its defaults: -fa off, and a bf16 cache if ours has one. (2
+threads of a Xeon with AVX-512, Llama-3.2-1B's shapes, Q4_0, tokens/s after 2048 tokens: bf16 10.4, fp16 9.9; with -fa
+auto or on 7.0 and 5.3; prompts are the same.) On a GPU it runs with -fa on and fp16.
 
-Its sources come with the package llama-cpp-python, with no further download:
+The package llama-cpp-python has its sources, with no further download:
 
     pip download llama-cpp-python --no-deps --no-binary :all:     # needs scikit-build-core to tell its name
     tar xf llama_cpp_python-*.tar.gz && cd llama_cpp_python-*/vendor/llama.cpp
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
     cmake --build build --target llama-bench                      # build/bin/llama-bench
 
-On processors with AMX its prompts may end in a segmentation fault (ggml_backend_amx_mul_mat, llama.cpp's issue 20824;
-seen with Q4_0): then build with -DCMAKE_C_FLAGS and -DCMAKE_CXX_FLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16".
+On processors with AMX its prompts may crash with a segmentation fault (ggml_backend_amx_mul_mat, llama.cpp's issue
+20824; seen with Q4_0). In that case build with -DCMAKE_C_FLAGS and -DCMAKE_CXX_FLAGS="-mno-amx-tile -mno-amx-int8
+-mno-amx-bf16".
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OURS = {v: k for k, v in NAMES.items()}, {v: k for k, v in PARTS.items()}  # Hug
 
 
 def kind_of(model: Transformer) -> str:
-    """The ggml type of a model's weights: of its own file, or of one that is written."""
+    """The ggml type of a model's weights: that of its own file, or of the file to write."""
     linear = model.layers[0].feed_forward.w2
     if file := own_file(model):
         return type_name(file.tensors["blk.0.ffn_down.weight"].type)
@@ -55,7 +56,7 @@ def kind_of(model: Transformer) -> str:
 
 
 def own_file(model: Transformer) -> GGUFFile | None:
-    """The GGUF file whose weights the model holds as they are."""
+    """The GGUF file whose weights the model holds unchanged, or None."""
     if model.folder is None or not model.folder.is_file():
         return None
     file, linear = GGUFFile(model.folder), model.layers[0].feed_forward.w2
@@ -73,14 +74,14 @@ def gguf_name(name: str) -> str:
 
 
 def architecture(a: ModelArgs) -> str:
-    """llama, qwen2 or qwen3. InputError where none of them has these parts."""
+    """llama, qwen2 or qwen3. Raises InputError if none of them has these parts."""
     if a.mlp_bias or a.o_bias or (a.qkv_bias and a.qk_norm):
         raise InputError("llama.cpp has no architecture with the biases of this model")
     return "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias else "llama"
 
 
 def write_gguf(model: Transformer, path: Path) -> None:
-    """The model's weights as a GGUF that llama.cpp loads, without a tokenizer; tensor by tensor."""
+    """Writes the model's weights, tensor by tensor, as a GGUF that llama.cpp loads, without a tokenizer."""
     import gguf
 
     a, arch, kinds = model.args, architecture(model.args), gguf.GGMLQuantizationType
@@ -94,7 +95,7 @@ def write_gguf(model: Transformer, path: Path) -> None:
     w.add_key_length(a.head_dim)
     w.add_value_length(a.head_dim)
     w.add_rope_dimension_count(a.head_dim)
-    w.add_rope_freq_base(a.rope.theta)  # angles cost the same whatever they are
+    w.add_rope_freq_base(a.rope.theta)  # the angles do not change the cost
     w.add_layer_norm_rms_eps(a.norm_eps)
     w.add_vocab_size(a.vocab_size)
     w.add_tokenizer_model("none")
@@ -118,14 +119,14 @@ def write_gguf(model: Transformer, path: Path) -> None:
 
 
 def turned(t: Tensor, name: str, a: ModelArgs, arch: str) -> Tensor:
-    """Rows of q and k in llama.cpp's order: channel i of Hugging Face's halves beside channel i + D/2."""
+    """Rows of q and k in llama.cpp's order: Hugging Face's channel i next to its channel i + D/2."""
     if arch != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return t
     return t.unflatten(0, (-1, 2, a.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def encoded(t: Tensor, kind: Any, rows: int = 4096) -> np.ndarray:
-    """fp32 -> what lies in the file, by the gguf package, some rows at a time."""
+    """fp32 -> the file's bytes, encoded by the gguf package, some rows at a time."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -134,8 +135,8 @@ def encoded(t: Tensor, kind: Any, rows: int = 4096) -> np.ndarray:
     return np.concatenate([quantize(part.numpy(), kind).view(np.uint8) for part in t.split(rows)])
 
 
-ROUNDS = 1000  # at most; llama-bench is ended when no more are asked for
-DELAY = 2  # seconds it sleeps before a measurement: it is stopped there
+ROUNDS = 1000  # the most rounds; llama-bench is killed when no more are needed
+DELAY = 2  # seconds that it sleeps before a measurement, in which it is stopped
 
 
 class LlamaCpp(Run):
@@ -160,8 +161,8 @@ class LlamaCpp(Run):
             with torch.inference_mode():
                 write_gguf(w.model, self.file)
         self.info = dict(gguf_bytes=self.file.stat().st_size)
-        # measurements of one depth share what filled the cache; in a process group of its own, which the kernel ends
-        # if it is stopped when we are killed
+        # measurements at one depth share the filled cache. The process has its own group, which the kernel ends if it
+        # is stopped when we are killed
         new = ["1", *[str(w.new)] * ROUNDS]
         self.decoding = self._start("-p", "0", "-n", ",".join(new), "-d", str(w.length), "--delay", str(DELAY))
         self._next()
@@ -180,7 +181,7 @@ class LlamaCpp(Run):
 
     def _start(self, *what: str) -> subprocess.Popen[str]:
         cuda = self.work.device.type == "cuda"
-        # llama-bench knows no cache of fp32: beside ours of fp32 its own is of fp16, half the bytes, which favours it
+        # llama-bench has no fp32 cache: if ours is fp32, its cache is fp16, half the bytes, which favours it
         fa, kv = ("on", "f16") if cuda else ("off", "f16" if self.work.kv_dtype == torch.float32 else "bf16")
         command = [self.program, "-m", str(self.file), "-t", str(self.threads), "-r", "1", "-o", "jsonl", "-fa", fa,
                    "-ctk", kv, "-ctv", kv, "-ngl", "99" if cuda else "0", *what]  # fmt: skip
@@ -188,14 +189,14 @@ class LlamaCpp(Run):
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0)
 
     def _next(self) -> float:
-        """Seconds of the next measurement of what decodes; then it is stopped."""
+        """Seconds of the next measurement of the decoding process, which is stopped afterwards."""
         assert self.decoding is not None
         seconds = self._seconds(self.decoding)
         os.killpg(self.decoding.pid, signal.SIGSTOP)
         return seconds
 
     def _seconds(self, program: subprocess.Popen[str]) -> float:
-        """What the next line of it says. RuntimeError if it has ended instead."""
+        """Seconds by the program's next line. Raises RuntimeError if it has ended instead."""
         assert program.stdout is not None
         line = program.stdout.readline()
         if not line.strip():
@@ -216,7 +217,7 @@ class LlamaCpp(Run):
 
 
 def end(program: subprocess.Popen[str]) -> None:
-    """Whether it runs, is stopped or has ended."""
+    """Kills the program, whether it runs, is stopped or has ended."""
     assert program.stdout is not None
     program.kill()
     program.stdout.close()
@@ -224,6 +225,6 @@ def end(program: subprocess.Popen[str]) -> None:
 
 
 def check_program(peer: str, path: str) -> None:
-    """InputError if path is no program."""
+    """Raises InputError if path is not a program."""
     if not (Path(path).is_file() and os.access(path, os.X_OK)):
-        raise InputError(f"--peer {peer}: {path} is no program: give the path of llama-bench (see --help)")
+        raise InputError(f"--peer {peer}: {path} is not a program: give the path of llama-bench (see --help)")

@@ -1,4 +1,4 @@
-"""Our side of bench_generate.py: a method in one of the modes, opened, run and closed like a peer."""
+"""Our side of bench_generate.py: a method in one of the modes, which is opened, run and closed like a peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled import Step, compiler_options
 from engine import Result, Sampling, Session, continue_rows, draw_finite, make_step
 from model import Transformer
 from runtime import synchronize
-from scripts.bench.layer import fill
+from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Run, Work
 from speculation import Speculator
 
@@ -24,7 +24,7 @@ MODES = ("eager", "compiled", "captured", "blocks")
 
 @contextlib.contextmanager
 def compiled_blocks(model: Transformer) -> Iterator[None]:
-    """Inside, a layer's decode is compiled by itself: layers of one method share the code."""
+    """Within it, each layer's decode is compiled separately; layers of one method share the code."""
     options = compiler_options(model.device, graphs=False)
     compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
     for block in model.layers:
@@ -92,7 +92,7 @@ class Ours(Run):
 
     @torch.inference_mode()
     def __call__(self) -> dict[str, float]:
-        """Fill the cache or run the prompt, then decode: new steps, the first of them apart where there is a prompt."""
+        """Fills the cache, or runs the prompt and a first step, timed separately; then decodes up to `new` tokens."""
         w = self.work
         with self._blocks():
             session = self._session()
@@ -101,10 +101,10 @@ class Ours(Run):
                 self._fill(session)
             result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
             synchronize(w.device)
-            # one token is there before the first step
+            # the first token exists before the first step
             continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
         if result.steps < w.new + w.synthetic - 1:
-            raise KeyboardInterrupt  # which the loop takes for the wish to end it
+            raise KeyboardInterrupt  # the decode loop caught Ctrl-C and ended early
         return times | dict(step=result.decode_s / max(1, result.steps))
 
     def _session(self) -> Session:
@@ -124,12 +124,9 @@ class Ours(Run):
         return dict(prefill=prefill, second_token=time.perf_counter() - start)
 
     def _fill(self, session: Session) -> None:
-        w, a = self.work, self.work.model.args
-        k, v = w.random_kv()
-        q = torch.randn(w.batch, a.n_head, 1, a.head_dim, device=w.device, dtype=w.kv_dtype)
-        for method in self.cache:
-            fill(method, q, k, v)
-        # new tensors, made here: those made outside of inference mode are compiled for once more
+        w = self.work
+        fill_layers(w.model, *w.random_kv())
+        # tensors made outside of inference mode would cause a recompilation, so make new ones here
         tokens, pos = torch.tensor(w.tokens[:, -1].tolist()), torch.full((w.batch,), w.length)
         session.begin(tokens.to(w.device), pos.to(w.device))
 
@@ -140,8 +137,8 @@ class Ours(Run):
 
 
 class Enforced(Speculator):
-    """Each draft is right with a given chance, whatever was drawn: random weights have no text to agree on. How many
-    are right before the first wrong one is spread evenly over rounds, so that a few of them are as many would be."""
+    """Makes each draft right with a given chance, whatever was drawn, because drafts of random weights agree on
+    nothing. The number of right drafts is spread evenly over rounds, so that a few rounds have the mean of many."""
 
     chance = 1.0
     rounds = 0
@@ -156,8 +153,8 @@ class Enforced(Speculator):
 
 
 class Speculating(Ours):
-    """Drafts by a method, checked by exact attention; `chance` of the drafts are right. like: a run that differs in its
-    chance alone, whose cache and compiled steps serve this one, too."""
+    """Drafts by a method, checked by exact attention; a share `chance` of the drafts is right. like: a run that differs
+    only in its chance, whose cache and compiled steps are shared."""
 
     def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float, like: Speculating | None = None):
         super().__init__(work, method, mode)
@@ -177,7 +174,7 @@ class Speculating(Ours):
             self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
         full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
-        # tokens of a round: its right drafts up to the first that is not, and one of the check
+        # tokens of a round: the drafts before the first wrong one, and one of the check
         tokens = sum(self.chance**i for i in range(n + 1))
         self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, w.length + w.new),
                          drafts=n, chance=self.chance, passes=(n + 1) / tokens,
@@ -191,7 +188,7 @@ class Speculating(Ours):
 
 
 class Prefill(Ours):
-    """The prompt and one step."""
+    """Times the prompt and one step."""
 
     def __init__(self, work: Work, method: str):
         super().__init__(work, method, "eager")

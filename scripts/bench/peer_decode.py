@@ -1,17 +1,18 @@
-"""The other side of `bench_generate.py --peer KIND:PATH`: a peer's own decode step, in a process of its own.
+"""The other side of `bench_generate.py --peer KIND:PATH`: a peer's own decode step, in its own process.
 
     PYTHONPATH=FOLDER python scripts/bench/peer_decode.py gpt-fast '{"model": {...}, "batch": 1, "length": 512, ...}'
 
-Imports model.py and generate.py of FOLDER, in a checkout, which have the names of ours, as they are: shapes as ours,
-random weights, its `setup_caches` filled with random keys and values, its step compiled as its own main does it, its
-settings of the compiler. Prints one JSON line when it is ready, then one for every line it reads: seconds per step.
+Imports model.py and generate.py of FOLDER, in a checkout, unchanged (ours have the same names, hence the process). The
+shapes are ours, the weights random; the peer's `setup_caches` is filled with random keys and values, and its step is
+compiled as in its own main, with its compiler settings. Prints one JSON line when it is ready, then one with the
+seconds per step for every line it reads.
 
-gpt-fast       `decode_one_token`, fullgraph and reduce-overhead. The block mask is made once, outside the time
+gpt-fast       `decode_one_token`, fullgraph and reduce-overhead. The block mask is made once, outside the timed part
                (gpt-fast itself makes it inside).
 double-sparse  the published Double Sparsity on gpt-fast: `sparse_decode_one_token` of models/generate.py, fullgraph.
-               Its kernel holds all selected tokens at once: their number is a power of two, the largest up to 1/16 of
-               the tokens (at 1024 and more it takes minutes to compile). The channels of the labels are random. bf16
-               and no grouped queries.
+               Its kernel holds all selected tokens at once, so their number is a power of two: the largest up to 1/16
+               of the tokens (1024 and more take minutes to compile). The label channels are random. It needs bf16 and
+               no grouped queries.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def build(shapes: Any, setup: dict, **more: int) -> Any:
 
 
 def gpt_fast(peer: Any, shapes: Any, setup: dict) -> tuple[Any, Callable, dict, tuple]:
-    """Model, step, how the step is compiled, and what it takes beside model, tokens and position."""
+    """Model, step, options to compile the step, and its arguments after model, tokens and position."""
     model = build(shapes, setup)
     size = model.max_seq_length
     mask = peer.create_block_mask(peer.causal_mask, 1, 1, size, size, device=setup["device"])
@@ -98,7 +99,7 @@ def main(kind: str, setup: dict) -> None:
     except Exception as e:
         if device != "cpu":
             raise
-        # inductor's flex_attention for the CPU (torch 2.13) takes no query that is a view, and gpt-fast's is one
+        # inductor's flex_attention for the CPU (torch 2.13) accepts no query that is a view, but gpt-fast's is one
         step, ready = plain, dict(compiled=False, why=f"{type(e).__name__} while compiling")
         run(min(4, setup["new"]))
     print(json.dumps(ready), flush=True)

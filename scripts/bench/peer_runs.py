@@ -1,4 +1,4 @@
-"""The peers that bench_generate.py measures beside ours, and what a run is."""
+"""The peers that bench_generate.py measures, and the base class of all runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from errors import InputError
 from model import ModelArgs, Transformer
 from runtime import synchronize
 
-# kind of peer -> where model.py and generate.py lie in a checkout of it
+# kind of peer -> the folder of model.py and generate.py in its checkout
 FOLDERS = {"gpt-fast": ".", "double-sparse": "models"}
 
 
 class Work:
-    """What every run of a row group does: batch rows of length tokens in the cache, new tokens decoded."""
+    """The task that all runs of a group share: `batch` rows of `length` tokens in the cache, `new` tokens to decode."""
 
     def __init__(self, model: Transformer, batch: int, length: int, new: int, synthetic: bool):
         self.model, self.batch, self.length, self.new, self.synthetic = model, batch, length, new, synthetic
@@ -36,7 +36,7 @@ class Work:
         synchronize(self.device)
 
     def random_kv(self) -> tuple[Tensor, Tensor]:
-        """k and v [B, Hkv, length, D], the same for all layers: a step cannot tell."""
+        """k and v [B, Hkv, length, D], the same for all layers, which does not change a step's time."""
         a, gen = self.model.args, torch.Generator(self.device).manual_seed(self.batch)
         size = (self.batch, a.n_kv_head, self.length, a.head_dim)
         k, v = (torch.randn(size, generator=gen, device=self.device, dtype=self.kv_dtype) for _ in range(2))
@@ -48,13 +48,13 @@ class Run:
 
     work: Work
     name: str
-    info: dict[str, Any]  # what else its row says
-    opening = "loading"  # what `open` does, for whoever waits
+    info: dict[str, Any]  # further fields of its row
+    opening = "loading"  # what `open` does, for the progress line
 
     def open(self) -> None: ...
 
     def __call__(self) -> dict[str, float]:
-        """One round: `step` seconds per decode step, `prefill` seconds."""
+        """Runs one round -> `step`, seconds per decode step, and `prefill`, seconds."""
         raise NotImplementedError
 
     def close(self) -> None: ...
@@ -75,7 +75,7 @@ def hf_config(a: ModelArgs) -> Any:
         vocab_size=a.vocab_size,
         max_position_embeddings=a.max_seq_len,
         tie_word_embeddings=a.tie_embeddings,
-        # the angles cost the same whatever they are
+        # the angles do not change the cost
         rope_parameters=dict(rope_type="default", rope_theta=a.rope.theta),
     )
 
@@ -102,13 +102,13 @@ class Transformers(Run):
         self.kv: Any = None
         self.forward: Any = self.hf.forward
         if w.synthetic:
-            if gpu and self.cache == "static":  # as its generate() does
+            if gpu and self.cache == "static":  # as in its generate()
                 self.forward = torch.compile(self.hf.forward, mode="reduce-overhead")
             self._loop(min(4, w.new))
 
     @torch.inference_mode()
     def _loop(self, n: int) -> float:
-        """Seconds for n steps from the filled length on."""
+        """Seconds for n steps after the filled length."""
         from transformers import DynamicCache, StaticCache
 
         w = self.work
@@ -117,7 +117,7 @@ class Transformers(Run):
         elif self.kv is None:
             self.kv = StaticCache(config=self.hf.config, max_cache_len=w.length + w.new)
         else:
-            self.kv.reset()  # the same buffers: a compiled step keeps them
+            self.kv.reset()  # keeps the buffers, which the compiled step uses
         kv = w.random_kv()
         for layer in range(self.hf.config.num_hidden_layers):
             self.kv.update(*kv, layer)
@@ -153,7 +153,7 @@ class Transformers(Run):
 
 
 class Peer(Run):
-    """A model that decodes in a process of its own, with its own code: peer_decode.py."""
+    """A model that decodes in its own process, with its own code: peer_decode.py."""
 
     opening = "loading and compiling"
 
@@ -164,7 +164,7 @@ class Peer(Run):
     def open(self) -> None:
         w, a = self.work, self.work.model.args
         if a.head_dim * a.n_head != a.dim or a.qk_norm or a.qkv_bias:
-            raise InputError(f"{self.name} has no q/k norm, no biases, and head_dim = dim / n_head")
+            raise InputError(f"{self.name} supports no q/k norm, no biases, and only head_dim = dim / n_head")
         if self.name == "double-sparse" and a.n_kv_head != a.n_head:
             raise InputError("double-sparse has no grouped queries: measure it at the shapes of llama-2-7b")
         model = dict(block_size=max(a.max_seq_len, w.length + w.new + 8), vocab_size=a.vocab_size, n_layer=a.n_layer,
@@ -175,7 +175,7 @@ class Peer(Run):
         pipe = subprocess.PIPE
         command = [sys.executable, str(Path(__file__).with_name("peer_decode.py")), self.name, json.dumps(setup)]
         env = os.environ | dict(PYTHONPATH=str(Path(self.path) / FOLDERS[self.name]))
-        # a pipe that nobody reads would fill up and stop it
+        # a pipe that nobody reads would fill up and block the process
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the process
         self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=self.log, env=env)
         self.info = self._read()
@@ -198,5 +198,5 @@ class Peer(Run):
 
     def close(self) -> None:
         if self.process is not None:
-            self.process.communicate()  # its input ends, and so does it
+            self.process.communicate()  # closes its input, which ends it
             self.process = None

@@ -1,4 +1,4 @@
-"""--peer of bench_generate.py: what it names, and the runs that it stands for."""
+"""--peer of bench_generate.py: checks its value, and makes the peer's runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LLAMA = "llama.cpp"
 
 
 def check_peer(peer: str) -> None:
-    """`transformers`, KIND:PATH of a checkout, or llama.cpp:PATH of its llama-bench; InputError otherwise."""
+    """Raises InputError unless it is `transformers`, KIND:PATH of a checkout, or llama.cpp:PATH of llama-bench."""
     kind, _, path = peer.partition(":")
     if kind not in ("transformers", LLAMA, *FOLDERS) or (kind != "transformers") != bool(path):
         known = " or ".join(f"{k}:PATH" for k in (*FOLDERS, LLAMA))
@@ -20,7 +20,7 @@ def check_peer(peer: str) -> None:
     if kind == LLAMA:
         check_program(peer, path)
     elif path and not (file := Path(path) / FOLDERS[kind] / "generate.py").is_file():
-        raise InputError(f"--peer {peer}: {path} is no checkout of {kind}, there is no {file}")
+        raise InputError(f"--peer {peer}: {path} is not a checkout of {kind}: there is no {file}")
 
 
 def peer_runs(work: Work, peer: str, folder: str | None, threads: int) -> list[Run]:

@@ -1,12 +1,13 @@
-"""How many drafts of each method exact attention agrees with, on five kinds of text; and that the text is full's.
+"""The share of each method's drafts that exact attention accepts, on five texts; and whether the text is full's.
 
     python -m scripts.eval.acceptance                                           # SmolLM2-135M-Instruct
     python -m scripts.eval.acceptance --checkpoint CKPT --lengths 4096,8192 --method double_sparsity sals-25,keep=full
 
-prose and code: held-out text of this machine, to be continued. question: a text, and a question in a chat whose answer
-it has. list: numbered names, to be continued. chat: a question about the whole of the text. Greedy; `apart`: the first
-token in which the text is not full's, if there is one, and `gap`: how far apart full's logits of the two tokens are
-there. A row a method, length and text; --out is written after every row, --resume goes on with it.
+The texts: prose and code are held-out text of this machine, to be continued; question is a text and, in a chat, a
+question that it answers; list is numbered names, to be continued; chat is a question about the whole text. Decoding is
+greedy. `apart` is the first token that differs from full's text, if any, and `gap` the difference of full's logits of
+the two tokens there. There is a row per method, length and text; --out is written after every row, and --resume
+continues from it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from errors import InputError, Parser, check_count, run_cli
 from runtime import SMOLLM2_CALIBRATION, add_calibration, check_out, set_threads, smollm2
 from scripts.eval.answers import FACTS, text_of
 from scripts.eval.evaluation import held_out
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_lengths
 from scripts.shared.results import record, write_json
 
 METHODS = ["double_sparsity", "double_sparsity,channels=0.5", "self_index,keep=full"]
@@ -38,24 +39,21 @@ def parse_args() -> argparse.Namespace:
     a("--checkpoint", help="Hugging Face folder or GGUF file, with a chat template; default: SmolLM2-135M-Instruct")
     add_calibration(p)
     a("--method", nargs="+", default=METHODS, help=SPECS_BY_LAYER)
-    a("--lengths", default="4096", help="tokens of prompt and answer, with commas")
+    a("--lengths", default="4096", help="tokens of prompt and answer together, a list such as 4096,8192")
     a("--speculate", type=int, default=4, metavar="N", help="drafts before each check")
     a("--new", type=int, default=128, help="tokens of an answer")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     a("--out", metavar="FILE", help="result file, written after every row")
-    a("--resume", action="store_true", help="go on with --out")
+    a("--resume", action="store_true", help="continue from --out")
     a("--json", action="store_true", help="print the result file's content and nothing else")
     opt = p.parse_args()
     check_count("--speculate", opt.speculate, 1, 64)
     check_count("--new", opt.new, 2, 4096)
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is no list such as 4096,8192") from None
+    opt.lengths = parse_lengths(opt.lengths)
     if min(opt.lengths) < opt.new + 512:
         raise InputError(f"--lengths: give at least {opt.new + 512} tokens, of which {opt.new} are the answer's")
     if opt.resume and not opt.out:
-        raise InputError("--resume goes on with a result file: name it by --out")
+        raise InputError("--resume continues from a result file: name it with --out")
     check_out(opt.out)
     if opt.checkpoint is None:
         opt.checkpoint, opt.calibration = smollm2(), opt.calibration or SMOLLM2_CALIBRATION
@@ -83,7 +81,7 @@ def texts(llm: LLM, checkpoint: Path, length: int) -> dict[str, list[int]]:
 
 
 def gap(llm: LLM, text: list[int], a: int, b: int) -> float:
-    """Between full's logits of two tokens behind a text."""
+    """The difference between full's logits of two tokens after a text."""
     llm.model.setup_cache("full", 1, len(text) + 1)
     logits = llm.model.prefill(torch.tensor([text]), torch.tensor([len(text)]))[0]
     return (logits[a] - logits[b]).abs().item()

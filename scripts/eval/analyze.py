@@ -1,4 +1,4 @@
-"""The analyses behind the methods, from their papers' own figures, on any checkpoint.
+"""Repeats the analyses of the methods' papers on any checkpoint.
 
     python -m scripts.eval.analyze --out analysis.json --plots .
     python -m scripts.eval.analyze --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
@@ -6,17 +6,16 @@
 spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
 overlap   attention mass that tokens chosen by latent scores cover (SALS, Sec. 3.2, Fig. 2)
 recall    how many of the oracle's tokens latent scores find, by the coordinates scored with (SALS, Sec. 4.3)
-bases     attention moved by low-rank keys, by what the basis is of (OjaKV, SALS: whose fault a loss is)
-channels  outlier channels of the calibration against those of the text at hand (Double Sparsity, Fig. 9)
+bases     how much low-rank keys change the attention, by the data of the basis (OjaKV, SALS: what causes a loss)
+channels  outlier channels of the calibration compared to those of the current text (Double Sparsity, Fig. 9)
 adjacent  inputs of adjacent layers, and tokens chosen by a predicted query (Double Sparsity, Sec. 5.2)
 shift     a basis from prose on code, before and after Oja's update (OjaKV, Table 1)
 heads     induction and echo scores, and the KV heads they protect (RazorAttention, Sec. 3.3)
 signs     entropy of key signs, and tokens found by sign codes (Self-Indexing KVCache, eq. 5-8)
 
-The text is the held-out split of corpus.py, as much code as prose. Bases, channels and head scores come from
-the checkpoint's calibration, or --calibration; without one they are made in memory from a little text of the training
-split.
-A model of wide keys needs more tokens (--samples x --seq-len) than channels (KV heads x head_dim) for its spectra.
+The text is the held-out split of corpus.py, half code and half prose. Bases, channels and head scores come from the
+checkpoint's calibration, or from --calibration. Without one they are measured in memory on a little text of the
+training split. The spectra need more tokens (--samples x --seq-len) than the keys have channels (KV heads x head_dim).
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ from weights import (
     open_checkpoint,
 )
 
-MIN_LENGTH = 64  # tokens: half of it is a prompt, whose last 32 queries choose its important tokens
-RANDOM_TOKENS = 512  # of the head scores, where no calibration file holds them
+MIN_LENGTH = 64  # tokens: half of them are a prompt, whose last 32 queries choose its important tokens
+RANDOM_TOKENS = 512  # for the head scores, if there is no calibration file
 
 
 @torch.inference_mode()
 def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration | None, names: list[str]) -> Series:
-    """Teacher forcing of text {kind: [N, S]}, all of it layer by layer, so that memory holds one layer's keys."""
+    """Runs all text {kind: [N, S]} layer by layer, teacher-forced, so that memory holds one layer's keys."""
     some = next(iter(text.values()))
     cos, sin = model.rope_tables(some.shape[1])
     device = model.norm.weight.device
@@ -109,7 +108,7 @@ def show_table(name: str, what: str, table: Table) -> None:
 
 
 def rounded(x: Any) -> Any:
-    """Four significant digits of every float of a result."""
+    """Rounds every float of a result to four significant digits."""
     if isinstance(x, dict):
         return {k: rounded(v) for k, v in x.items()}
     if isinstance(x, list):
@@ -129,14 +128,14 @@ def windows(tk: Any, docs: list, kinds: tuple[str, ...], samples: int, seq_len: 
 def prepare(
     model: Transformer, tk: Any, names: list[str], samples: int, seq_len: int
 ) -> tuple[Calibration | None, dict[str, Tensor], str | None]:
-    """The calibration where an analysis asks for one, the text by kind [samples, seq_len], and what calibrated."""
+    """The calibration if an analysis needs one, the text by kind [samples, seq_len], and the calibration's source."""
     held_out = [d for d in collect(only_held_out=True) if d.held_out]
     text = {kind: windows(tk, held_out, (kind,), samples, seq_len) for kind in ("code", "prose")}
     methods = sorted({m for n in names for m in ANALYSES[n].reads})
     own = beside(model.folder) if model.folder else None
     known = model.calibration is not None or (own is not None and own.is_file())
     train = []
-    if "shift" in names or (methods and not known):  # the standard library is enough here, and read in seconds
+    if "shift" in names or (methods and not known):  # the standard library is enough, and takes seconds to read
         train = [d for d in collect(packages=()) if not d.held_out]
     if "shift" in names:
         text["calibration"] = windows(tk, train, ("prose",), 2 * samples, seq_len)
@@ -146,7 +145,7 @@ def prepare(
         calib = model.find_calibration().require(all_statistics(methods))
         return calib, text, calib.path.name if calib.path else None
     rows = windows(tk, train, ("code", "prose"), 4 * samples, seq_len)
-    print(f"{own} is not there: a calibration is made in memory from {rows.numel()} tokens", file=sys.stderr)
+    print(f"{own} does not exist: calibrating in memory on {rows.numel()} tokens", file=sys.stderr)
     random_tokens = min(RANDOM_TOKENS, model.args.context // 4)
     calib = calibrate(model, list(rows), random_tokens, all_statistics(methods), True, tk.text_ids)
     return calib, text, f"in memory, {rows.numel()} tokens"
@@ -156,13 +155,13 @@ def main(argv: list[str] | None = None) -> None:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
-    a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="default: all of them")
-    a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose")
-    a("--seq-len", type=int, default=0, help="tokens of a sequence, default: 1024 or the model's context if shorter")
+    a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="analyses to run; default: all")
+    a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose; default: 4")
+    a("--seq-len", type=int, default=0, help="tokens of a sequence; default: 1024, or the model's context if shorter")
     a("--out", help="result file, e.g. analysis.json")
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
-    a("--device")
-    a("--dtype", choices=sorted(DTYPES), default="fp32")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the computation; default: fp32")
     add_weights(p)
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
@@ -173,13 +172,13 @@ def main(argv: list[str] | None = None) -> None:
     names = list(dict.fromkeys(opt.only.split(",")))
     if unknown := [n for n in names if n not in ANALYSES]:
         raise InputError(f"unknown analysis {unknown[0]!r} in --only: use {', '.join(ANALYSES)}")
-    check_out(opt.out)  # said before minutes of work
+    check_out(opt.out)  # reports bad paths before minutes of work
     check_out(opt.plots and Path(opt.plots) / "analysis.png", "--plots")
     if opt.plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
     reader, device = open_checkpoint(opt.checkpoint), pick_device(opt.device)
     args = args_from_hf(reader.config)
-    # a sliding window would hide tokens that every measure here takes for visible
+    # every measure here assumes that all earlier tokens are visible, so texts must fit a sliding window
     longest = min([args.context, *(w for w in args.windows if w)])
     seq_len = opt.seq_len or min(1024, longest)
     for flag, value, low, high in (("--samples", opt.samples, 1, 1 << 20), ("--seq-len", seq_len, MIN_LENGTH, longest)):

@@ -1,12 +1,12 @@
-"""Ten questions on one text: every method's answers, in words, beside those of the full cache.
+"""Ten questions about one text: every method's answers in words, next to those of the full cache.
 
     python -m scripts.eval.answers --checkpoint m.gguf --calibration FILE --out answers.json
     python -m scripts.eval.answers --checkpoint CKPT --method full sals-25 self_index,store_bits=4 --length 3000
 
-The text is examples/observatory.txt, with nine more facts strewn into it. Each question ends the same turn of a chat,
-and the answer's beginning is given, as RULER does; both come through decode when the text has been compressed, or with
---query-in-prompt before. The text is prefilled once for all of them. An answer counts as found if it has the word that
-was asked for. --out is written after every method's answers; --resume goes on with it.
+The text is examples/observatory.txt with nine more facts scattered in it. Each question ends the same turn of a chat,
+and the beginning of the answer is given, as in RULER. Both come through decode after the text has been compressed, or
+with --query-in-prompt before. The text is prefilled once for all questions. An answer is found if it has the word that
+was asked for. --out is written after every method's answers; --resume continues from it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def parse_args() -> argparse.Namespace:
     a = p.add_argument
     a("--checkpoint", required=True, help="Hugging Face folder or GGUF file, with a chat template")
     a("--method", nargs="+", default=["all"], help=f"{SPECS_BY_LAYER}; `all`: every method")
-    a("--length", dest="lengths", metavar="N", default="3000", help="tokens of the text, about")
-    a("--max-new-tokens", type=int, default=24, metavar="N")
+    a("--length", dest="lengths", metavar="N", default="3000", help="about how many tokens the text has; default: 3000")
+    a("--max-new-tokens", type=int, default=24, metavar="N", help="the most tokens of an answer; default: 24")
     opt = parse_flags(p, "answers.json")
     if len(opt.lengths) > 1 or opt.lengths[0] < 256 or opt.max_new_tokens < 1:
         raise InputError("--length must be one number of at least 256, --max-new-tokens at least 1")
@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def text_of(tk: Tokenizer, length: int) -> str:
-    """Paragraphs of the text, and the facts between them, about `length` tokens."""
+    """Paragraphs of the text with the facts between them, about `length` tokens."""
     paragraphs, kept = read_text(TEXT).strip().split("\n\n"), []
     facts = [f"{beginning} {end}" for _, beginning, end, _ in FACTS[1:]]
     room = length - sum(len(tk.encode(f, bos=False)) for f in facts)
@@ -82,7 +82,7 @@ def text_of(tk: Tokenizer, length: int) -> str:
 
 
 def split(turns: list[list[int]]) -> int:
-    """How many tokens all turns begin with."""
+    """The number of tokens that all turns have in common at their beginning."""
     return next(i for i, column in enumerate(zip(*turns, strict=False)) if len(set(column)) > 1)
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     old = earlier(opt.out, data, ("device", "commit", "checkpoint", "settings"), ("rows",)) if resume else {}
     data["rows"] = ranks.all(old.get("rows", []))[0]
     rows = [dict(task="facts", max_new_tokens=opt.max_new_tokens, answer=[wanted]) for *_, wanted in FACTS]
-    if opt.query_in_prompt:  # which makes every question a prompt of its own
+    if opt.query_in_prompt:  # then every question is a prompt of its own
         asked = [Context(turn, [row], [[]]) for turn, row in zip(turns, rows, strict=True)]
     else:
         asked = [Context(turns[0][:shared], rows, [turn[shared:] for turn in turns])]
@@ -119,7 +119,7 @@ def main() -> None:
         said = groupby(ev.ask([context]), itemgetter(0)) if ev.caches else iter(())
 
         def answers(method: str, said: Iterator = said) -> list[tuple[str, bool]]:
-            """Of the next method, which is this one."""
+            """The answers of `method`, which is the next one in `said`."""
             return [(text.strip(), bool(score)) for *_, text, score in next(said)[1]]
 
         for method, found in zip(todo, ranks.in_turns(todo, answers), strict=True):

@@ -1,21 +1,21 @@
-"""Methods x budgets x tasks x lengths in one command, on the same samples: what each finds, and at how many bytes.
+"""Compare methods, budgets, tasks and lengths on the same samples: the score of each, and the bytes it takes.
 
     python -m scripts.eval.compare --method full sals-12.5 --tasks needle --lengths 512 --samples 10
     python -m scripts.eval.compare --checkpoint CKPT --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --lengths 2048,4096 --out DIR
     python -m scripts.eval.compare --checkpoint CKPT --dataset longbench.jsonl --method full snapkv --query-in-prompt
     python -m scripts.eval.compare --tasks kv,prefix_suffix --multi-turn --query-in-prompt --method full snapkv
-    python -m scripts.eval.compare --kv 1/8 --settings                    # what would be run, with its bytes
+    python -m scripts.eval.compare --kv 1/8 --settings                    # print settings and bytes, run nothing
 
---method names specs, run as they are; with --kv or --read it names methods, with knobs or without, each of which gets
-the largest setting of its ladder (ladders.py) whose bytes held, or read at a step, stay within each share of full's.
+--method names specs, which run as they are. With --kv or --read it names methods, with or without knobs; each of them
+gets the largest setting of its ladder (ladders.py) whose bytes held, or read per step, are within each share of full's.
 
 The question comes through decode, so that no method knows it when it compresses; --query-in-prompt prefills it, too.
-Several questions on one context each start from the state after it, or with --multi-turn follow one another. A context
-is prefilled once for all methods whose prefill is exact attention.
+Several questions about one context each start from the state after it, or follow one another with --multi-turn. A
+context is prefilled once for all methods whose prefill is exact attention.
 
---out DIR gets samples.jsonl (a line a sample, appended after every batch: --resume goes on as if nothing had happened),
-compare.json, table.md, cells.csv, held.png, read.png, and depth.png where a task has depths. Means over tasks leave out
-those of which full finds less than half: they measure nothing.
+--out DIR gets samples.jsonl (one line per sample, appended after every batch, from which --resume continues),
+compare.json, table.md, cells.csv, held.png, read.png, and depth.png if a task has depths. Means over tasks leave out
+tasks of which full finds less than half, because these measure nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tokenizer.turns import chat_parts
 from weights import WeightFormat
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")
-SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # under which samples are the same ones
+SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # samples are the same if these are
 AXES = dict(kv=("held", "kv_share"), read=("read", "read_share"))
 Key = tuple[Any, ...]
 
@@ -63,19 +63,19 @@ def parse_args() -> argparse.Namespace:
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--method", nargs="+", default=[], help=f"{SPECS_BY_LAYER}; `all`: every method and preset; default: full, or "
       "with --kv or --read every method that has a ladder")  # fmt: skip
-    a("--kv", default="", help="bytes held, shares of full's: 1/2,1/4,1/8")
-    a("--read", default="", help="bytes that a step reads: 1/4,1/8,1/16")
+    a("--kv", default="", help="targets for the bytes held, as shares of full's: 1/2,1/4,1/8")
+    a("--read", default="", help="targets for the bytes that a step reads: 1/4,1/8,1/16")
     a("--tasks", default="needle,key_value", help=f"some of {', '.join(TASKS)}")
-    a("--dataset", help="rows of kvpress's form, .jsonl or .parquet, in place of --tasks and --lengths")
-    a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer")
-    a("--samples", type=int, help="of every task and length, at most; default: 50, of a dataset all")
-    a("--batch-size", type=int, default=4)
-    a("--at-once", type=int, default=24, help="settings whose caches are in memory together: they share prefills")
-    a("--multi-turn", action="store_true", help="questions on one context in turn, each after the answers before it")
-    a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
+    a("--dataset", help="rows in kvpress's format, .jsonl or .parquet, instead of --tasks and --lengths")
+    a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer together")
+    a("--samples", type=int, help="the most samples per task and length; default: 50, or all of a dataset")
+    a("--batch-size", type=int, default=4, help="contexts that run at a time; default: 4")
+    a("--at-once", type=int, default=24, help="settings whose caches are in memory together and share prefills")
+    a("--multi-turn", action="store_true", help="ask the questions about a context in turn, each after earlier answers")
+    a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
     a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
-    opt = parse_flags(p, "compare", FILES[0])
+    opt = parse_flags(p, "the folder compare", FILES[0])
     opt.targets = {}
     for axis in ("kv", "read"):
         try:
@@ -116,14 +116,14 @@ def parse_args() -> argparse.Namespace:
     return opt
 
 
-# ---- samples that were answered ----
+# ---- answered samples ----
 
 
 class Store:
-    """A line a sample, appended after every batch and read again by --resume. What a kill cut off is dropped."""
+    """One line per sample, appended after every batch and read by --resume. A line cut off by a kill is dropped."""
 
     def __init__(self, path: Path | None, resume: bool, ranks: Ranks = ONE):
-        """Of several ranks all know every sample, and the first one has the file."""
+        """All ranks know every sample; the first one has the file."""
         self.path, self.known = path if ranks.rank == 0 else None, dict[Key, Row]()
         lines = self.path.read_bytes() if self.path and resume and self.path.exists() else b""
         lines = lines[: lines.rfind(b"\n") + 1]
@@ -147,7 +147,7 @@ class Store:
 
 
 class Run:
-    """One length: its samples, the settings that they are asked under, and the answers."""
+    """One length: its samples, the settings to answer them with, and the answers."""
 
     def __init__(self, opt: argparse.Namespace, ev: Evaluation, length: int, common: Row):
         self.opt, self.ev, self.length, self.common = opt, ev, length, common
@@ -172,19 +172,19 @@ class Run:
         self.specs = list(dict.fromkeys((["full"] if opt.targets else []) + chosen))
 
     def keyed(self, method: str, row: Row) -> Row:
-        """What says in samples.jsonl which sample of which run this is."""
+        """The fields that identify a sample in samples.jsonl, across runs."""
         where = {k: row[k] for k in ("task", "length", "index", "turn", "depth") if k in row}
         return dict(method=method) | where | self.common
 
     @property
     def units(self) -> list[Sequence[Context]]:
-        """Contexts that are asked together: tasks in order."""
+        """Batches of contexts, in the order of tasks."""
         n = self.opt.batch_size
         return [groups[j : j + n] for groups in self.groups.values() for j in range(0, len(groups), n)]
 
     def answer(self, store: Store) -> None:
-        """Ask what is not in the store yet: settings by settings, tasks in order, a batch of contexts at a time, which
-        is one of each rank's."""
+        """Ask what is not in the store yet: group by group of settings, tasks in order, a batch of contexts at a time.
+        Each rank takes its own batch."""
         opt, ev = self.opt, self.ev
         for i in range(0, len(self.specs), opt.at_once):
             part = self.specs[i : i + opt.at_once]
@@ -209,7 +209,7 @@ class Run:
         return [Store.key(self.keyed(method, row)) for c in unit for row in c.rows]
 
     def rows(self, store: Store) -> list[Row]:
-        """One for each setting: its bytes, and by task the mean, Wilson's interval and each sample's score."""
+        """One row per setting: its bytes, and per task the mean, Wilson's interval and each sample's score."""
         out = []
         for method in self.specs:
             held, read = self.sizes.of(method)
@@ -228,11 +228,11 @@ class Run:
         return out
 
 
-# ---- what came out ----
+# ---- results ----
 
 
 def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:
-    """(method, share of bytes, mean score) of every setting; with targets those of one axis."""
+    """(method, share of bytes, mean score) of every setting; if there are targets, of the settings of this axis."""
     rows = {r["method"]: r for r in data["rows"] if r["seq_len"] == length}
     tasks = measuring(data["rows"], length)
     cells = [c for c in data["cells"] if c["axis"] == axis and c["seq_len"] == length]
@@ -245,7 +245,7 @@ def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:
 
 
 def markdown(data: Row) -> str:
-    """A row a setting, a block a length; tasks that measure nothing are in brackets and not in the mean."""
+    """One table per length, one row per setting. Tasks that measure nothing are in brackets and not in the mean."""
     out, tasks = [], tasks_of(data["rows"])
     for length in dict.fromkeys(r["seq_len"] for r in data["rows"]):
         counted = measuring(data["rows"], length)
@@ -276,7 +276,7 @@ def cells_csv(data: Row) -> str:
 
 
 def draw_pareto(data: Row, axis: str, path: Path) -> None:
-    """Mean score against bytes, a panel a length; the dashed line is what no setting beats at fewer bytes."""
+    """Mean score against bytes, one panel per length; the dashed line is the Pareto front."""
     from matplotlib.figure import Figure
 
     by_length = {T: p for T in dict.fromkeys(r["seq_len"] for r in data["rows"]) if (p := points(data, axis, T))}
@@ -291,7 +291,7 @@ def draw_pareto(data: Row, axis: str, path: Path) -> None:
         for x, y in sorted((x, 100 * y) for m, x, y in found if m not in BOUNDS):
             if y > most:
                 best, most = [*best, (x, y)], y
-        if best:  # there may be nothing but the bounds
+        if best:  # the bounds may be all there is
             ax.step(*zip(*best, strict=True), "k--", where="post", lw=1)
         ax.set(xscale="log", xlabel=f"bytes {AXES[axis][0]} / full", ylabel="found, %", ylim=(-3, 103))
         ax.set_title(f"{length} tokens" if length else "the dataset", fontsize=9)
@@ -301,7 +301,7 @@ def draw_pareto(data: Row, axis: str, path: Path) -> None:
 
 
 def draw_depths(data: Row, path: Path) -> None:
-    """A panel a setting: single needles by depth (tenths) and length."""
+    """One panel per setting: scores of single needles by depth (in tenths) and length."""
     from matplotlib.figure import Figure
 
     rows = [r for r in data["rows"] if any(k.endswith("_depth") for k in r)]

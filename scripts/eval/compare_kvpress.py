@@ -1,21 +1,21 @@
-"""Our methods beside NVIDIA's presses of the same names: which tokens of a prompt each keeps, and what each then finds.
+"""Compares our methods to NVIDIA's presses of the same names: which tokens of a prompt each keeps, and what it finds.
 
     python -m scripts.eval.compare_kvpress                         # the shipped model, 20 needles in 1K, a quarter kept
     python -m scripts.eval.compare_kvpress --checkpoint CKPT --tasks niah_single_1,vt --lengths 2048 --keep 1/2,1/8
     python -m scripts.eval.compare_kvpress --method snapkv tova --query-in-prompt --out kvpress.json --resume
 
-Both sides have the same weights and the same prompts, compute in fp32, and keep the same number of tokens: that share
-of the shortest prompt. Our side leaves a quantized file packed, which rounds products; --weights fp32 unpacks it.
+Both sides have the same weights and prompts, compute in fp32, and keep the same number of tokens: the share --keep of
+the shortest prompt. Our side leaves a quantized file packed, which rounds products; --weights fp32 unpacks it.
 
-A pair is either both as they come ("default"), or ours set as theirs is ("alike"): what is left of a difference then is
-rounding among nearly equal scores. What no setting of ours does is done on their side, and said in the pair's note. A
-pair whose method, or knob, is not here is left out.
+A pair compares both sides at their defaults ("default"), or our settings made equal to theirs ("alike"); then only
+rounding among nearly equal scores can make a difference. If no setting of ours can equal theirs, theirs is changed, and
+the pair's note says so. Pairs with a method or knob that does not exist here are left out.
 
-kvpress compresses the context once, ours by h2o and tova also evicts while the question and the answer are decoded.
-Its presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does here; those
-that mark tokens instead of dropping them get one of their own.
+kvpress compresses the context once; our h2o and tova also evict while the question and the answer are decoded.
+Presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does for ours. Presses
+that mark tokens instead of dropping them get a prefill of their own.
 
-kvpress wants an older transformers than our other tests: give it an environment of its own (pip install kvpress).
+kvpress needs an older transformers than our other tests: install it in its own environment (pip install kvpress).
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from scripts.eval.ruler import TASKS as RULER_TASKS
 from scripts.eval.ruler import add_sources, check_tasks
 from scripts.eval.samples import TASKS, rows_of
 from scripts.report.markdown import share, wilson
+from scripts.report.published import both_found
 from scripts.shared.options import earlier, precision
 from scripts.shared.results import record, write_json
 from tokenizer import Tokenizer
 from tokenizer.turns import chat_parts
 from weights import open_checkpoint
 
-WINDOW, KERNEL, SINKS = 64, 5, 4  # of kvpress
+WINDOW, KERNEL, SINKS = 64, 5, 4  # kvpress's defaults
 WHOLE = "no press"
 EMBEDDING = "model.embed_tokens.weight"
-BETA = 5  # of the pyramid that both can make: theirs has 20, and then is SnapKV with up to 1280 tokens kept
+BETA = 5  # a pyramid that both can build; with their default of 20, theirs is SnapKV up to 1280 tokens kept
 SETTINGS = ("tasks", "lengths", "samples", "keep", "seed", "query_in_prompt", "max_new_tokens", "no_chat")
 Positions = list[list[list[int]]]  # by layer and KV head, ascending
 
@@ -64,16 +65,16 @@ class Pair:
 
     name: str
     setting: str  # "default" or "alike"
-    theirs: str  # what a table calls the press
+    theirs: str  # the press's name in tables
     press: Callable[[float], Any] | None  # compression ratio -> press; None: nothing is dropped
     ours: Callable[[int], str]  # tokens kept -> spec
     note: str
-    keeps: bool = True  # ours keeps some tokens; False: all, or chooses anew at every step
-    marks: bool = False  # theirs marks what is dropped, head by head, which needs SDPA and a prefill of its own
+    keeps: bool = True  # ours keeps some of the tokens; False: it keeps all, or selects at every step
+    marks: bool = False  # theirs marks dropped tokens per head, which needs SDPA and a prefill of its own
 
 
 def heavy_and_recent(ratio: float) -> Any:
-    """ObservedAttentionPress as H2O is: sums instead of means, and half of what is kept for the newest tokens."""
+    """ObservedAttentionPress made equal to H2O: sums instead of means, and half of the kept tokens are the newest."""
     import kvpress
 
     class Accumulated(kvpress.ObservedAttentionPress):
@@ -88,12 +89,13 @@ def heavy_and_recent(ratio: float) -> Any:
 
 
 def kept_of(length: int, ratio: float) -> int:
-    """As kvpress rounds."""
+    """The number of tokens kept, rounded as in kvpress."""
     return max(1, int(length * (1 - ratio)))
 
 
 def steeper(kept: int, window: int) -> float:
-    """The beta with which our layers, which keep the window beside the sequence, hold what theirs hold with it."""
+    """The beta at which our layers, which do not count the window in the sequence of sizes, hold as many tokens as
+    theirs, which do."""
     return 1 / (1 - (1 - 1 / BETA) * kept / (kept - window))
 
 
@@ -150,7 +152,7 @@ def pairs() -> list[Pair]:
 
 
 def usable(n_layer: int, wanted: Sequence[str]) -> list[Pair]:
-    """Those of the wanted methods, all by default, that are here; a line for each that is not."""
+    """The pairs of the wanted methods (default: all) that exist here; prints a line for each that does not."""
     every = pairs()
     if unknown := {*wanted} - {p.name for p in every}:
         raise InputError(f"no pair has {min(unknown)!r}: use {', '.join(dict.fromkeys(p.name for p in every))}")
@@ -170,18 +172,19 @@ def usable(n_layer: int, wanted: Sequence[str]) -> list[Pair]:
 
 @dataclass
 class Held:
-    """What a press leaves of a prompt: K and V [1, Hkv, n, D] by layer, and where it marks instead, what is dropped."""
+    """What a press leaves of a prompt: K and V [1, Hkv, n, D] by layer; for a press that marks, the dropped tokens."""
 
     layers: list[tuple[Tensor, Tensor]]
-    dropped: list[tuple[Tensor, ...] | None]  # row, head and place of each
+    dropped: list[tuple[Tensor, ...] | None]  # row, head and position of each
 
     def lengths(self) -> tuple[Any, ...]:
-        """Of each layer: caches that agree in it can be a batch."""
+        """Tokens per layer, and whether any are marked; caches that agree in these can form a batch."""
         return (*(k.shape[2] for k, _ in self.layers), any(d is not None for d in self.dropped))
 
 
 class ChatTokenizer:
-    """What KVzipPress asks of transformers' tokenizer, which reads no GGUF file: the chat template's parts, and ids."""
+    """The part of transformers' tokenizer that KVzipPress uses (chat template, ids), for GGUF files, which it cannot
+    read."""
 
     def __init__(self, tk: Tokenizer):
         self.tk, self.parts = tk, chat_parts(tk, True)
@@ -211,13 +214,13 @@ class Theirs:
         self.model, self.stops = model.to(ev.device).eval(), ev.stops
         self.attention = [layer.self_attn for layer in model.model.layers]
         for attention in self.attention:
-            attention.rotary_emb = model.model.rotary_emb  # as a press does when it is applied
+            attention.rotary_emb = model.model.rotary_emb  # as applying a press does
 
     def prefill(self, ids: list[int], presses: dict[str, Any]) -> tuple[dict[str, Held], Tensor]:
         """What each press leaves of one prompt, and the last token's logits [V]."""
         from transformers import DynamicCache
 
-        # eager attention tells its weights, which ObservedAttentionPress needs
+        # eager attention returns its weights, which ObservedAttentionPress needs
         self.model.set_attn_implementation("eager")
         left: dict[str, Held] = {name: Held([], []) for name in presses}
 
@@ -242,7 +245,7 @@ class Theirs:
         return left, self.model.lm_head(hidden[0, -1])
 
     def marked(self, ids: list[int], press: Any) -> Held:
-        """What is left of a prompt by a press that marks."""
+        """What a press that marks leaves of a prompt."""
         from transformers import DynamicCache
 
         self.model.set_attn_implementation("sdpa")
@@ -257,11 +260,12 @@ class Theirs:
         return self.model.model(input_ids=tokens, past_key_values=cache).last_hidden_state
 
     def answers(self, left: Sequence[Held], length: int, first: int, asked: list[int], new: int) -> list[list[int]]:
-        """Greedy tokens after a prompt of `length` tokens, whose logits say `first`, and a question; of caches of equal
-        lengths. The question comes at once, unless layers differ in length, since any mask is made for the first."""
+        """Greedy tokens after a prompt of `length` tokens, whose logits give `first`, and a question, for caches of
+        equal lengths. The question is read in one pass; if layers differ in length, token by token, because masks are
+        made for the first layer."""
         from transformers import DynamicCache
 
-        self.model.set_attn_implementation("sdpa")  # which makes no mask for a single query
+        self.model.set_attn_implementation("sdpa")  # makes no mask for a single query
         cache, rows = DynamicCache(), len(left)
         for i, attention in enumerate(self.attention):
             cache.update(*(torch.cat([held.layers[i][x] for held in left]) for x in (0, 1)), i)
@@ -285,23 +289,23 @@ class Theirs:
         return out
 
     def _step(self, ids: Tensor, cache: Any, length: int) -> tuple[Tensor, int]:
-        """Tokens [B, n] after `length` others -> the best ones after them [B], and the length with them."""
+        """Tokens [B, n] after `length` others -> the likeliest next tokens [B], and the new length."""
         at = torch.arange(length, length + ids.shape[1], device=ids.device).expand_as(ids)
         hidden = self.model.model(input_ids=ids, past_key_values=cache, position_ids=at).last_hidden_state
         return self.model.lm_head(hidden[:, -1]).argmax(-1), length + ids.shape[1]
 
 
 def rows_as_bytes(x: Tensor) -> list[bytes]:
-    """Of [n, D]: equal rows, equal bytes."""
+    """The bytes of each row of x [n, D], to compare rows exactly."""
     x = x.contiguous().cpu()
     return x.numpy().view(f"V{x.shape[1] * x.element_size()}").ravel().tolist()
 
 
 def positions(held: Held, whole: Held) -> Positions:
-    """Which tokens of the whole prompt a press leaves: presses move keys, they do not change them."""
+    """Which tokens of the whole prompt a press leaves; presses move keys but do not change them."""
     out = []
     for (kept, _), (every, _), dropped in zip(held.layers, whole.layers, held.dropped, strict=True):
-        if dropped is not None:  # all are there, in their order
+        if dropped is not None:  # all tokens are still there, in order
             gone = {*zip(dropped[1].tolist(), dropped[2].tolist(), strict=True)}
             heads = [[t for t in range(every.shape[2]) if (h, t) not in gone] for h in range(every.shape[1])]
         else:
@@ -317,7 +321,7 @@ def positions(held: Held, whole: Held) -> Positions:
 
 
 def our_positions(ev: Evaluation, label: str, lengths: Tensor) -> list[Positions]:
-    """What a cache holds of each of its prompts, lengths [B]."""
+    """The positions that a cache holds of each of its prompts, lengths [B]."""
     out: list[Positions] = [[] for _ in lengths]
     for method in ev.caches[label]:
         s = method.shape
@@ -329,7 +333,7 @@ def our_positions(ev: Evaluation, label: str, lengths: Tensor) -> list[Positions
 
 
 def common(ours: Positions, theirs: Positions) -> np.ndarray:
-    """Share of positions in common of the larger of two sets, [layer, KV head]."""
+    """Positions in common, as a share of the larger of the two sets, [layer, KV head]."""
     return np.array([
         [len({*a} & {*b}) / max(len(a), len(b)) for a, b in zip(x, y, strict=True)]
         for x, y in zip(ours, theirs, strict=True)
@@ -341,7 +345,7 @@ def common(ours: Positions, theirs: Positions) -> np.ndarray:
 
 @dataclass
 class Case:
-    """A pair at a share of the prompt, which is n tokens."""
+    """A pair at one share of the prompt, n tokens."""
 
     pair: Pair
     keep: str
@@ -360,7 +364,7 @@ class Case:
 
 
 def cases_of(each: Sequence[Pair], keep: Sequence[Fraction], shortest: int) -> list[Case]:
-    """Every pair at every share of the shortest prompt; what drops nothing, once."""
+    """Every pair at every share of the shortest prompt; a pair that drops nothing only once."""
     out = []
     for part in keep:
         n = kept_of(shortest, 1 - float(part))
@@ -375,7 +379,7 @@ def cases_of(each: Sequence[Pair], keep: Sequence[Fraction], shortest: int) -> l
 def compare(
     ev: Evaluation, theirs: Theirs, batch: Sequence[Context], cases: Sequence[Case]
 ) -> Iterator[dict[str, Any]]:
-    """A sample for each context: by case, what either found, and the positions in common."""
+    """Yields a sample per context: for each case, the scores of both sides and the positions in common."""
     first, lengths = ev.prefill([c.prompt for c in batch])
     keeping = {case.spec for case in cases if case.pair.keeps}
     held = {spec: our_positions(ev, spec, lengths) for spec in keeping}
@@ -388,7 +392,7 @@ def compare(
         said[spec] = [out[len(ids) :] for out, ids in zip(outs, asked, strict=True)]
     for i, c in enumerate(batch):
         row, length = c.rows[0], len(c.prompt)
-        torch.manual_seed(row["index"])  # of RandomPress
+        torch.manual_seed(row["index"])  # for RandomPress
         presses = {case.theirs: case.press(length) for case in cases if not case.pair.marks} | {WHOLE: None}
         left, logits = theirs.prefill(c.prompt, presses)
         left |= {case.theirs: theirs.marked(c.prompt, case.press(length)) for case in cases if case.pair.marks}
@@ -420,7 +424,7 @@ def compare(
 
 
 def summary(samples: Sequence[dict[str, Any]], cases: Sequence[Case], length: int) -> list[dict[str, Any]]:
-    """A row for each case: by task, what each sample found on either side, with Wilson's intervals."""
+    """One row per case: per task, each sample's score on either side, and Wilson's intervals."""
     out = []
     samples = [s for s in samples if s["length"] == length]
     for i, case in enumerate(cases if samples else ()):
@@ -441,25 +445,20 @@ def summary(samples: Sequence[dict[str, Any]], cases: Sequence[Case], length: in
     return out
 
 
-def found_of(row: dict[str, Any], side: str) -> list[float]:
-    """The samples of all tasks."""
-    return [x for k, each in row.items() if k.endswith(f"_{side}") for x in each]
-
-
 def parse_args() -> Any:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--method", nargs="+", default=[], help="names of pairs; default: all")
     a("--tasks", default="needle", help=f"some of {', '.join(TASKS)}")
-    a("--lengths", default="1024", help="tokens of prompt and answer")
-    a("--samples", type=int, default=20, help="of every task and length")
+    a("--lengths", default="1024", help="tokens of prompt and answer together")
+    a("--samples", type=int, default=20, help="samples per task and length; default: 20")
     a("--keep", default="1/4", help="shares of the shortest prompt that are kept: 1/2,1/4,1/8")
-    a("--max-new-tokens", type=int, default=128, help="of an answer, at most; a task may have fewer")
+    a("--max-new-tokens", type=int, default=128, help="the most tokens of an answer; a task may have fewer")
     a("--batch-size", type=int, default=1, help="prompts that our side reads at once")
-    a("--no-chat", action="store_true", help="no chat template, though the checkpoint has one")
+    a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
-    opt = parse_flags(p, "kvpress")
+    opt = parse_flags(p, "kvpress.json")
     opt.tasks = opt.tasks.split(",")
     if unknown := {*opt.tasks} - {*TASKS} | {*opt.tasks} & {"repeats"}:
         raise InputError(f"no answer to task {min(unknown)!r}: use {', '.join(t for t in TASKS if t != 'repeats')}")
@@ -476,14 +475,14 @@ def parse_args() -> Any:
 
 
 def prompts(ev: Evaluation, opt: Any, length: int) -> list[list[Context]]:
-    """Batches of a task each, the tasks in turn: what an interruption leaves is of all of them."""
+    """Batches of contexts, each of one task; tasks take turns, so that an interrupted run has samples of all."""
     chat = chat_parts(ev.tk, not opt.no_chat)
     by_task = []
     for task in opt.tasks:
         rows = list(rows_of(ev, task, length, opt.samples, opt, chat.tokens(ev.tk)))
         for row in rows:
             row["max_new_tokens"] = min(row["max_new_tokens"], opt.max_new_tokens)
-        # of several questions on one context, the first
+        # only the first of several questions about one context
         found = contexts([r for r in rows if not r.get("turn")], ev.tk, chat, opt.query_in_prompt, False)
         by_task.append([found[i : i + opt.batch_size] for i in range(0, len(found), opt.batch_size)])
     return [batch for turn in zip(*by_task, strict=True) for batch in turn]
@@ -525,9 +524,10 @@ def main() -> None:
     apart = max((s["logits_apart"] for s in data["samples"] if s["logits_apart"] is not None), default=None)
     print("" if apart is None else f"logits of full after the prompts: at most {apart:.2e} apart")
     for x in data["rows"]:
-        found = ", ".join(f"{side} {share(found_of(x, side))}" for side in ("ours", "theirs"))
+        mine, other = map(share, both_found(x))
         kept = f"in common {x['common']:.3f}, least {x['common_min']:.3f}; " if "common" in x else ""
-        print(f"{x['method']:12} {x['setting']:8} {x['kept']:5} kept; found: {found}; {kept}{x['note']}")
+        print(f"{x['method']:12} {x['setting']:8} {x['kept']:5} kept; found: ours {mine}, theirs {other}; "
+              f"{kept}{x['note']}")  # fmt: skip
 
 
 if __name__ == "__main__":

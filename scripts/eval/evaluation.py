@@ -1,4 +1,4 @@
-"""Rows of questions through any KV-cache methods of one model: one prefill of a context for all of them."""
+"""Ask rows of questions under any KV-cache methods of one model, with one prefill of a context for all methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from parallel import ONE, PATIENCE, start, started_by_torchrun
 from runtime import TINY, add_calibration, add_precision, check_out, pick_device
 from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
-from scripts.shared.options import load_model
+from scripts.shared.options import load_model, parse_lengths
 from snapshot import Snapshot
 from tokenizer import Tokenizer, load_tokenizer
 from tokenizer.turns import ChatParts
@@ -39,7 +39,7 @@ WORDS = TINY / "words.json"
 
 
 class Shared(KVMethod):
-    """One layer of several caches that are filled by the same exact prefill."""
+    """One layer of several caches, all filled by the same exact prefill."""
 
     def __init__(self, members: list[KVMethod]):
         nn.Module.__init__(self)
@@ -55,13 +55,13 @@ class Shared(KVMethod):
 
 @contextlib.contextmanager
 def once(module: ModuleType, name: str) -> Iterator[None]:
-    """A function of a module computes once what it is asked again of the same tensors: here, by all that evict."""
+    """Caches a function of a module on the same tensors: here, for all methods that evict."""
     compute, known = getattr(module, name), {}
 
     def look_up(*args, **kwargs):
         key = tuple(id(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.items()))
         if key not in known:
-            known[key] = args, compute(*args, **kwargs)  # with what it was asked of: an id is of a tensor that lives
+            known[key] = args, compute(*args, **kwargs)  # keeps args alive, so that their ids stay unique
         return known[key][1]
 
     setattr(module, name, look_up)
@@ -73,7 +73,7 @@ def once(module: ModuleType, name: str) -> Iterator[None]:
 
 @functools.cache
 def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Tokens of the texts that training never saw, by kind."""
+    """Tokens of the texts held out from training, by kind."""
     tk, docs = load_tokenizer(checkpoint), [d for d in collect(only_held_out=True) if d.held_out]
     return {
         kind: np.array([i for d in docs if d.kind == kind for i in tk.encode(d.text, bos=True)])
@@ -83,7 +83,7 @@ def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
 
 @dataclass
 class Context:
-    """A prompt and the rows that ask about it, as tokens: `asked` of each row comes after `prompt`."""
+    """A prompt and the rows that ask about it, as tokens; each row's `asked` follows the `prompt`."""
 
     prompt: list[int]
     rows: list[Row] = field(default_factory=list)
@@ -91,11 +91,11 @@ class Context:
 
 
 def contexts(rows: Sequence[Row], tk: Tokenizer, chat: ChatParts, known: bool, turns: bool) -> list[Context]:
-    """Rows of one context together, in the order in which contexts come first.
+    """Groups rows by context, in the order in which contexts first appear.
 
-    known: the question is in the prompt, so that every row is a context of its own; in turns, the first question is.
-    turns: a question follows the ones before it and their reference answers; else each comes right after the context.
-    A row of token ids, as of the shipped model's tasks, is taken as it is.
+    known: the question is part of the prompt, so every row becomes a context of its own; with `turns`, only the first
+    question is. turns: a question follows earlier ones and their reference answers; otherwise each question comes right
+    after the context. Rows of token ids, such as those of the shipped model's tasks, are taken as they are.
     """
     found: dict[object, Context] = {}
     for i, row in enumerate(rows):
@@ -141,14 +141,14 @@ class Evaluation:
         return Tasks(self.tk, list(self.texts.values()), [0.5, 0.5], self.words, [self.seed, *seed])
 
     def setup(self, methods: dict[str, tuple[str, dict]], size: int, new: int | None = None) -> None:
-        """Caches of `size` tokens a row, of which at most `new` are decoded, for every label: (method, knobs)."""
+        """Sets up a cache for every label -> (method, knobs): `size` tokens per row, at most `new` of them decoded."""
         self.caches, self.size = {}, size
         for label, (method, knobs) in methods.items():
             self.model.setup(method, self.batch, size, new, knobs)
             self.caches[label] = self.model.cache
 
     def bytes(self, label: str, pos: int) -> dict[str, float]:
-        """Of a cache: bytes, their share of full's, and of the bytes that one step reads at `pos`."""
+        """A cache's bytes, their share of full's, and the share of full's bytes that one step reads at `pos`."""
         self.model.cache = self.caches[label]
         used, dense = self.model.kv_bytes(), self.model.kv_bytes_full(self.batch, self.size)
         s = self.caches[label][0].shape
@@ -162,7 +162,7 @@ class Evaluation:
         for cache in self.caches.values():
             for m in cache:
                 m.reset()
-            cache[0].rope.set_prompt(lengths)  # of dynamic NTK, whose tables depend on it
+            cache[0].rope.set_prompt(lengths)  # the tables of dynamic NTK depend on it
         exact = [n for n, c in self.caches.items() if all(m.exact_prefill for m in c)]
         logits = {}
         if exact:
@@ -177,7 +177,7 @@ class Evaluation:
 
     @torch.inference_mode()
     def run_rows(self, prompts: list[list[int]], forced: list[list[int]], n_new: int) -> dict[str, list[list[int]]]:
-        """Prefill, then `decode` by each method."""
+        """Prefill once, then `decode` with each method."""
         first, lengths = self.prefill(prompts)
         results = {}
         for name, cache in self.caches.items():
@@ -188,9 +188,9 @@ class Evaluation:
     @torch.inference_mode()
     def decode(self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: list[int],
                stops: frozenset[int] = frozenset()) -> list[list[int]]:  # fmt: skip
-        """By the cache in use, after a prefill that ended in logits [B, V] at pos [B]: each row is fed its `forced`
-        tokens, then goes on greedily for n_new tokens or up to a stop. For each row the argmax after the prompt and
-        after every forced token but the last, then its greedy tokens."""
+        """Decodes with the current cache, after a prefill that ended in logits [B, V] at pos [B]: feeds each row its
+        `forced` tokens, then continues greedily for n_new tokens or up to a stop. Returns for each row the argmax after
+        the prompt and after every forced token but the last, then its greedy tokens."""
         greedy, out = Sampling(), [list[int]() for _ in forced]
         session = Session(self.model, make_step(self.model, greedy, compile=False), greedy)
         session.begin(logits.argmax(-1), pos)
@@ -212,8 +212,8 @@ class Evaluation:
 
     @torch.inference_mode()
     def ask(self, batch: Sequence[Context]) -> Iterator[tuple[str, Row, str, float]]:
-        """The rows of up to `batch` contexts: by method and row, what is answered and its score. One prefill serves
-        all methods whose prefill is exact, and all questions, each of which starts from the state after it."""
+        """Asks the rows of up to `batch` contexts; yields the answer and its score by method and row. One prefill
+        serves all methods whose prefill is exact, and all questions, each of which starts from the state after it."""
         first, lengths = self.prefill([c.prompt for c in batch])
         most = max(len(c.rows) for c in batch)
         for label, cache in self.caches.items():
@@ -230,12 +230,12 @@ class Evaluation:
                         said = [t for t in out[len(ids) :] if t not in self.stops]
                         text = self.tk.decode(said)
                         yield label, row, text, score(row, text)
-                    elif row:  # a text to predict: that it is a copy shows from its first token, which cannot be known
+                    elif row:  # a text to predict; its first token cannot be known, and is not counted
                         yield label, row, "", float(np.mean(np.array(out[1:]) == np.array(ids[1:])))
 
 
 def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
-    """Of a command line that `parse_flags` has read: in fp32, unless --dtype says otherwise, wherever it runs."""
+    """The evaluation for a command line read by `parse_flags`; in fp32 on every device, unless --dtype is given."""
     with opt.ranks.agreed():
         device, opt.dtype = pick_device(opt.device), opt.dtype or "fp32"
         model = load_model(opt, device)
@@ -243,19 +243,19 @@ def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
 
 
 def names_of(checkpoint: str) -> dict[str, str]:
-    """What a result says of the model: its file's name, and the fingerprint of its weights."""
+    """A result's fields about the model: its file's name, and the fingerprint of its weights."""
     return dict(checkpoint=Path(checkpoint).name, fingerprint=fingerprint(open_checkpoint(checkpoint).path)[:16])
 
 
 def add_parallel(p: argparse.ArgumentParser) -> None:
-    """--parallel, of evaluations that `join` reads it for."""
+    """Adds --parallel, which `join` reads."""
     p.add_argument("--parallel", choices=["data"], help="under torchrun: each process evaluates its share")
 
 
 def join(opt: argparse.Namespace) -> None:
-    """--parallel becomes opt.ranks, and opt.device this one's. InputError where torchrun started it without."""
+    """Sets opt.ranks from --parallel, and opt.device to this rank's. Raises InputError under torchrun without it."""
     if started_by_torchrun() and not opt.parallel:
-        opt.ranks, _ = start(opt.device)  # of which the first one says so
+        opt.ranks, _ = start(opt.device)  # so that only the first rank prints the error
         raise InputError("torchrun started several processes, which would all do the same: add --parallel data")
     opt.ranks, opt.device = start(opt.device, PATIENCE) if opt.parallel else (ONE, opt.device)
 
@@ -263,30 +263,27 @@ def join(opt: argparse.Namespace) -> None:
 def parse_flags(
     p: argparse.ArgumentParser, name: str, in_folder: str = "", questions: bool = True
 ) -> argparse.Namespace:
-    """What evaluations take beside their own flags, of which one is --lengths; that becomes a list of numbers.
+    """Adds the flags that evaluations share and parses; --lengths, one of their own, becomes a list of numbers.
 
-    name: of --out under results/, a file or a folder, in which `in_folder` is one of the files. questions: there are
-    some, which may be known."""
+    name: an example name for --out, a file or a folder; in_folder: a file of that folder. questions: whether the
+    evaluation has questions, which may be known."""
     a = p.add_argument
-    a("--seed", type=int, default=42)
+    a("--seed", type=int, default=42, help="seed of the samples; default: 42")
     p.set_defaults(query_in_prompt=False)
     if questions:
         a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
-    a("--device")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_precision(p)
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     add_parallel(p)
-    a("--resume", action="store_true", help="go on with what --out has: samples that are there are not run again")
-    a("--out", help=f"result file, e.g. {name}.json; written after every batch")
+    a("--resume", action="store_true", help="continue from --out: samples that it has are not run again")
+    a("--out", help=f"where to write the result, e.g. {name}; updated after every batch")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
     join(opt)
     if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, what to go on with")
-    try:
-        opt.lengths = [int(n) for n in opt.lengths.split(",")]
-    except ValueError:
-        raise InputError(f"--lengths {opt.lengths} is not a list such as 512,1024") from None
+        raise InputError("--resume needs --out, the result to continue from")
+    opt.lengths = parse_lengths(opt.lengths)
     check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
     return opt

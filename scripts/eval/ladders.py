@@ -1,9 +1,8 @@
-"""Which setting of a method holds, or reads at a step, a share of full's bytes: the largest of its ladder that stays
-within.
+"""Finds a method's setting for a share of full's bytes, held or read per step: the largest of its ladder within it.
 
-Knobs that a ladder does not name are the method's defaults. Bytes held count every buffer, fixed costs too; bytes read
-are `traffic()` at the end of the context. `oracle` and `random` attend to the target's share of tokens; what they read
-to choose them is not counted.
+Knobs that a ladder does not name have the method's defaults. Bytes held count every buffer, fixed costs too; bytes read
+are `traffic()` at the end of the context. `oracle` and `random` attend to the target's share of tokens; the bytes they
+read to choose them are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Ladder = Callable[[int, float], Sequence[str]]  # (tokens, target share) -> spec
 
 
 def tokens(spec: str, least: int = 1) -> Ladder:
-    """`{}` of a spec is a number of tokens, `least` and up to all."""
+    """The spec with every number of tokens in place of `{}`, from `least` up to all."""
     return lambda T, target: [spec.format(n) for n in range(least, T + 1)]
 
 
@@ -41,33 +40,33 @@ def sals_bytes(T: int, target: float) -> list[str]:
 
 
 def palu_bytes(T: int, target: float) -> list[str]:
-    """3 bits as long as they reach, as in the seed papers' rows; whole coordinates above."""
+    """3 bits at all ranks, as in the seed papers' rows; then 16 bits, for larger targets."""
     ranks = [i / 8 for i in range(1, 9)]
     return [f"palu,rank={r},bits=3" for r in ranks] + [f"palu,rank={r},bits=16" for r in ranks[2:]]
 
 
 def turboquant_bytes(T: int, target: float) -> list[str]:
-    """Keys get the odd bit."""
+    """The bits of keys and values; an odd sum gives the extra bit to the keys."""
     return [f"turboquant,k_bits={k},v_bits={v}" for k, v in ((2, 2), (3, 2), (3, 3), (4, 3), (4, 4))]
 
 
 def loki_reads(T: int, target: float) -> list[str]:
-    """Coordinates that score are at most half of the target: d_f of K is d_f / 2 of K and V."""
+    """The coordinates used for scores take at most half of the target: d_f of K is d_f / 2 of K and V."""
     return [f"loki,dims={min(0.25, target)},budget={n}" for n in range(1, T + 1)]
 
 
 def sparq_reads(T: int, target: float) -> list[str]:
-    """As `loki_reads`: r channels of K are r / 2 of K and V. A quarter of the tokens are the newest, as in SparQ."""
+    """As in `loki_reads`: r channels of K are r / 2 of K and V. A quarter of the tokens are the newest, as in SparQ."""
     return [f"sparq,channels={min(0.25, target)},budget={n},recent={n // 4 + 1}" for n in range(2, T + 1)]
 
 
 def quest_reads(T: int, target: float) -> list[str]:
-    """Whole pages. Two vectors a page of 16 are 1/16 of K and V: pages of 32 where this would leave nothing."""
+    """Budgets of whole pages. Two vectors per page of 16 are 1/16 of K and V, so small targets need pages of 32."""
     page = 16 if target > 1 / 16 else 32
     return [f"quest,page={page},budget={n}" for n in range(page, T + 1, page)]
 
 
-# What sets the bytes that a method holds. Of those that read all they hold, these are the bytes read, too.
+# The settings that determine the bytes a method holds. Methods that read all they hold read the same bytes.
 HELD: dict[str, Ladder] = {
     "streaming": tokens("streaming,recent={}"),
     "h2o": halves,
@@ -88,7 +87,7 @@ HELD: dict[str, Ladder] = {
     "sals": sals_bytes,
     "self_index": bits("self_index,store_bits={}", 2, 4, 8),
 }
-# What sets the bytes that a step reads, of methods that hold more than they read.
+# The settings that determine the bytes a step reads, for methods that hold more than they read.
 READ: dict[str, Ladder] = {
     "oracle": tokens("oracle,budget={}", 20),
     "random": tokens("random,budget={}", 20),
@@ -101,12 +100,13 @@ READ: dict[str, Ladder] = {
     "sals": tokens("sals,budget={}", 80),
     "self_index": tokens("self_index,budget={}", 65),
 }
-BOUNDS = ("oracle", "random")  # what they read to choose is not counted
+BOUNDS = ("oracle", "random")  # the bytes they read to choose are not counted
 BY_AXIS = dict(kv=HELD, read=READ)
 
 
 class Sizes:
-    """Bytes of settings, computed on the meta device: nothing is allocated. Caches of `size` tokens, `new` decoded."""
+    """Bytes of settings, computed on the meta device without allocation, for caches of `size` tokens, `new` of them
+    decoded."""
 
     def __init__(self, model: Transformer, batch: int, size: int, new: int):
         self.batch, self.size, self.new, self.T = batch, size, new, size - new
@@ -121,7 +121,7 @@ class Sizes:
         return self.model.kv_bytes(), sum(m.traffic(self.T - 1) for m in self.model.cache)
 
     def of(self, spec: str) -> tuple[float, float]:
-        """Bytes held, and those read at the last token of the longest context, as shares of full's."""
+        """Bytes held, and bytes read at the last token of the longest context, as shares of full's."""
         held, read = self._bytes(spec)
         return held / self.full[0], read / self.full[1]
 
@@ -131,7 +131,7 @@ class Sizes:
         return self.of(spec)[axis == "read"]
 
     def best(self, axis: str, method: str, target: Fraction) -> tuple[str | None, float]:
-        """The last setting of a ladder within the target, with its share; None and the least share if all are above."""
+        """The last setting of a ladder within the target, and its share; if all are above, None and the least share."""
         name, _, knobs = method.partition(",")
         ladder = [f"{spec},{knobs}".rstrip(",") for spec in BY_AXIS[axis][name](self.T, float(target))]
         low, high = -1, len(ladder)  # within, above
@@ -144,8 +144,8 @@ class Sizes:
 
     def cells(self, targets: dict[str, Sequence[Fraction]], methods: Sequence[str], length: int) -> tuple[
             list[dict], list[dict]]:  # fmt: skip
-        """Cells (axis, target, method, spec) at one length, and those that cannot be. No methods: all; one with knobs
-        has them on every step of its ladder."""
+        """Cells (axis, target, method, spec) at one length, and targets that a method cannot reach. No methods: all of
+        them. Knobs of a method apply to every step of its ladder."""
         cells: list[dict] = []
         missing: list[dict] = []
         for axis, wanted in targets.items():
@@ -156,5 +156,5 @@ class Sizes:
                     if spec is None:
                         missing.append(cell | dict(least=share))
                     elif not any(c["method"] == method and c["axis"] == axis and c["spec"] == spec for c in cells):
-                        cells.append(cell | dict(spec=spec))  # a ladder of few steps may have one for two targets
+                        cells.append(cell | dict(spec=spec))  # a short ladder may have one setting for two targets
         return cells, missing

@@ -1,14 +1,14 @@
-"""The tasks of EleutherAI's lm-eval through a KV-cache method: a context is prefilled and compressed, what is scored or
-generated comes through decode.
+"""Runs tasks of EleutherAI's lm-eval under a KV-cache method. A context is prefilled and compressed; the scored or
+generated tokens come through decode.
 
     python -m scripts.eval.lm_eval_adapter --model kvfast --model_args checkpoint=CKPT,method=sals-12.5 --tasks arc_easy
     python -m scripts.eval.lm_eval_adapter --model kvfast --model_args checkpoint=models/tiny,method=kivi,bits=4 \\
         --include_path FOLDER --tasks mine --batch_size 8 --json
 
-It takes the flags of `lm_eval`, which knows the model kvfast once this module is imported (from lm_eval's Python API:
-import scripts.eval.lm_eval_adapter). --model_args: checkpoint, method, device, dtype, kv_dtype, weights, head,
-calibration, max_length; anything else is a knob of the method. --json prints the results as one object. A harness puts
-context and question into one prompt: the question is known when the prompt is compressed.
+It takes the flags of `lm_eval`. Importing this module registers the model kvfast (with lm_eval's Python API: import
+scripts.eval.lm_eval_adapter). --model_args may have checkpoint, method, device, dtype, kv_dtype, weights, head,
+calibration and max_length; anything else is a knob of the method. --json prints the results as one object. lm-eval puts
+context and question into one prompt, so the question is known when the prompt is compressed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class KVFast(TemplateLM):
     def __init__(self, checkpoint: str, method: str = "full", batch_size: int | str = 1, max_length: int | None = None,
                  max_gen_toks: int = 256, **more: Any):  # fmt: skip
         super().__init__()
-        for name in ("max_batch_size", "trust_remote_code", "pretrained"):  # which lm-eval may add
+        for name in ("max_batch_size", "trust_remote_code", "pretrained"):  # lm-eval may add these
             more.pop(name, None)
         if more.get("device") in (None, ""):
             more.pop("device", None)
         self.llm = LLM(checkpoint, method, **more)
         self.tk, self.model = self.llm.tokenizer, self.llm.model
-        self.rows = int(batch_size) if str(batch_size).isdigit() else 1  # "auto": one
+        self.rows = int(batch_size) if str(batch_size).isdigit() else 1  # "auto" is one
         check_range("batch_size", self.rows, 1, 4096)
         self.max_length = min(int(max_length or self.model.args.context), self.model.args.context)
         self.max_gen_toks, self.name, self.chat = int(max_gen_toks), str(checkpoint), False
@@ -77,14 +77,14 @@ class KVFast(TemplateLM):
         return self.tk.template() if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True, **_: Any) -> str:
-        self.chat = True  # a bos, if there is one, is in the text from here on
+        self.chat = True  # from now on the text has the bos, if there is one
         return self.tk.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
 
     # ---- requests ----
 
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any) -> list[Any]:
-        """[(texts, context ids, continuation ids)] -> [(log-probability, whether greedy decoding says the same)].
+        """[(texts, context ids, continuation ids)] -> [(log-probability, whether greedy decoding gives the same)].
 
         Continuations of one context share its prefill. A context that is too long loses its beginning."""
         out: list[Any] = [None] * len(requests)
@@ -96,7 +96,7 @@ class KVFast(TemplateLM):
                     f"a continuation of {len(continuation)} tokens has no room for a context in {self.max_length}"
                 )
             by_context.setdefault(tuple(context[-room:]), []).append(i)
-        # the longest first: what does not fit is told at once
+        # the longest first, so that one that does not fit fails at once
         order = sorted(by_context, key=len, reverse=True)
         new = max((len(r[2]) for r in requests), default=0)
         bar = tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm)
@@ -121,7 +121,7 @@ class KVFast(TemplateLM):
         return out
 
     def _score(self, logits: torch.Tensor, pos: torch.Tensor, said: list[list[int]]) -> list[tuple[float, bool]]:
-        """Of what follows logits [B, V] at pos [B], fed to the cache in use token by token."""
+        """Scores the tokens that follow logits [B, V] at pos [B], feeding them to the current cache one by one."""
         total, greedy = [0.0] * len(said), [True] * len(said)
         for step in range(most := max(map(len, said))):
             logp = F.log_softmax(logits.float(), -1)
@@ -138,7 +138,7 @@ class KVFast(TemplateLM):
         return list(zip(total, greedy, strict=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts: every token but those of the first window's prefix is decoded after what came before."""
+        """Scores whole texts: every token except the first window's prefix is decoded after the tokens before it."""
         windows: list[Any] = []
         owner: list[int] = []
         for i, request in enumerate(requests):
@@ -154,7 +154,7 @@ class KVFast(TemplateLM):
         return out
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy, up to one of a request's stop strings."""
+        """Generates greedily up to one of a request's stop strings."""
         out = [""] * len(requests)
         by_kind: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -164,7 +164,7 @@ class KVFast(TemplateLM):
             asked = requests[same[0]].args[1]
             until, new = asked.get("until") or [], int(asked.get("max_gen_toks", self.max_gen_toks))
             if asked.get("do_sample") or asked.get("temperature"):
-                raise InputError("kvfast answers greedily: leave do_sample and temperature out of the task's "
+                raise InputError("kvfast decodes greedily: leave do_sample and temperature out of the task's "
                                  "generation_kwargs, or set them to false and 0")  # fmt: skip
             stop = [s for s in ([until] if isinstance(until, str) else until) if s]
             for first in range(0, len(same), self.rows):
@@ -197,7 +197,7 @@ def main() -> None:
         return found[-1]
 
     lm_eval.simple_evaluate = kept
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # where its table goes
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # lm-eval prints a table
         cli_evaluate()
     if as_json:
         print(json.dumps(found[-1]["results"] if found else {}))

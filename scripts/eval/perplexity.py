@@ -1,15 +1,15 @@
-"""What a method does to the model's predictions: a context is prefilled and compressed, the rest of the text comes
-through decode, each token as it is.
+"""Measures how a method changes the model's predictions. A context is prefilled and compressed; the rest of the text
+comes through decode, teacher-forced.
 
     python -m scripts.eval.perplexity --method full sals-12.5 --length 1024 --decoded 64
     python -m scripts.eval.perplexity --checkpoint CKPT --method kivi snapkv --text book.txt --length 4096 --recall 4
     python -m scripts.eval.perplexity --method all --text code --windows 8 --out results/perplexity.json
 
---text: a UTF-8 file, or `prose` and `code`: held-out text of this machine. Windows of --length tokens lie at even
-distances in it; of each the last --decoded tokens are predicted. In all and by distance from the prompt: perplexity,
-the mean Kullback-Leibler divergence of the method's distribution from full's (nats), and how often both have the same
-most likely token. --recall N: the share of full's attention that lies on what the method attends to, by layer, at N
-steps of every window.
+--text is a UTF-8 file, or `prose` or `code` for held-out text of this machine. Windows of --length tokens are evenly
+spaced in it, and the last --decoded tokens of each are predicted. The results, in total and by distance from the
+prompt, are perplexity, the mean Kullback-Leibler divergence of the method's distribution from full's (nats), and how
+often both have the same most likely token. --recall N adds the share of full's attention mass on the tokens that the
+method attends to, by layer, at N steps of every window.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def parse_args() -> argparse.Namespace:
     a("--method", nargs="+", default=["full"], help=f"{SPECS_BY_LAYER}; `all`: every method and preset")
     a("--text", default="prose", help="a UTF-8 file, or prose or code: held-out text of this machine")
     a("--length", dest="lengths", metavar="N", default="1024", help="tokens of a window")
-    a("--decoded", type=int, default=256, help="how many of them are predicted")
-    a("--windows", type=int, default=4, help="at most; fewer where the text is shorter")
+    a("--decoded", type=int, default=256, help="how many of them, at the end, are predicted")
+    a("--windows", type=int, default=4, help="the most windows; a short text has fewer")
     a("--batch-size", type=int, default=4, help="windows at a time")
-    a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is looked at")
+    a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is recorded")
     opt = parse_flags(p, "perplexity.json", questions=False)
-    check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "what stands before is the context")
+    check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "the tokens before them are the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)
     WeightFormat.parse(opt.weights, opt.head)
@@ -64,7 +64,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def windows_of(ev: Evaluation, text: str, length: int, most: int) -> list[list[int]]:
-    """Even distances apart, without overlap. InputError if the text is shorter than one."""
+    """Evenly spaced windows without overlap. Raises InputError if the text is shorter than one window."""
     ids = ev.texts[text].tolist() if text in ("prose", "code") else ev.tk.encode(read_text(text))
     n = min(most, len(ids) // length)
     if not n:
@@ -73,13 +73,13 @@ def windows_of(ev: Evaluation, text: str, length: int, most: int) -> list[list[i
 
 
 def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of one step, by layer: the weights by position [B, Hq, length], and where a head looks at all."""
+    """One step's attention by layer: weights by position [B, Hq, length], and which positions a head attends to."""
     group = args.n_head // args.n_kv_head
     weights, looked = [], []
     for steps in map(trace.layer, range(args.n_layer)):
         mass = torch.zeros(len(steps[0].weight), args.n_head, length)
         there = torch.zeros(len(mass), args.n_head, length + 1, dtype=torch.bool)
-        for s in steps:  # of two kinds of heads, each its own
+        for s in steps:  # one for each kind of heads in the layer
             heads = range(args.n_kv_head) if s.heads is None else s.heads
             own = torch.tensor([h * group + g for h in heads for g in range(group)])
             at = s.position.repeat_interleave(s.weight.shape[1] // s.position.shape[1], 1).cpu()
@@ -92,8 +92,8 @@ def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list
 
 @torch.inference_mode()
 def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int) -> dict[str, dict[str, Any]]:
-    """By method: sums by bin of distance [bins, 4] (SUMS), and the recall of every layer at every looked-at step."""
-    reference = next(iter(ev.caches))  # full, where it runs
+    """By method: sums by bin of distance [bins, 4] (SUMS), and the recall of every layer at every recorded step."""
+    reference = next(iter(ev.caches))  # full, if it runs
     model, n, cut = ev.model, len(windows), len(windows[0]) - decoded
     ids = torch.tensor(windows, device=ev.device)
     first, lengths = ev.prefill([w[:cut] for w in windows])
@@ -137,7 +137,7 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
 
 
 def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all windows: means in all and by distance."""
+    """Means over all windows, in total and by distance."""
     sums = sum(torch.tensor(p["sums"]) for p in parts)
 
     def means(row: Tensor) -> dict[str, float]:
@@ -167,7 +167,7 @@ def main() -> None:
     data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
     resume = opt.resume and ranks.rank == 0
     old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if resume else {}
-    data["parts"] = ranks.all(old.get("parts", []))[0]  # a batch of windows each, by method
+    data["parts"] = ranks.all(old.get("parts", []))[0]  # results by method, for each batch of windows
     ev.setup({m: (m, {}) for m in opt.method}, length, opt.decoded)
     batches, done = (
         [windows[i : i + opt.batch_size] for i in range(0, len(windows), opt.batch_size)],

@@ -1,8 +1,8 @@
-"""Samples as kvpress reads them, and what they are scored by.
+"""Samples in kvpress's format, and their scores.
 
-A row: context, question, answer_prefix, answer (the references), max_new_tokens, task. RULER, LongBench, InfiniteBench
-and LooGLE are published in it; rows of one context are asked after one another. What a task is scored by follows from
-its name, as there; of a name that is not known, by RULER's rule: the share of the references that the answer contains.
+A row has context, question, answer_prefix, answer (the references), max_new_tokens and task. RULER, LongBench,
+InfiniteBench and LooGLE are published in this format; the rows of one context follow one another. As in kvpress, a
+task's name decides its metric; for unknown names it is RULER's, the share of the references that the answer contains.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def read_json(path: Path) -> Any:
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """A line each, all of them or none."""
+    """Writes one line per row, all of them or none."""
     with written(path) as tmp:
         tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Of a .jsonl or .parquet file. InputError if it cannot be read, or what a row must have is missing."""
+    """The rows of a .jsonl or .parquet file. Raises InputError if it cannot be read, or if a row lacks a field."""
     if Path(path).suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -53,7 +53,7 @@ def read_rows(path: str | Path) -> list[Row]:
         try:
             rows = [json.loads(line) for line in read_text(path).splitlines() if line.strip()]
         except ValueError as e:
-            raise InputError(f"{path} is no .jsonl file ({e}): give one JSON object a line") from None
+            raise InputError(f"{path} is not a .jsonl file ({e}): give one JSON object per line") from None
     for i, row in enumerate(rows):
         row["answer"] = row.get("answer", row.pop("answers", None)) if isinstance(row, dict) else None
         if row["answer"] is None or {"context", "question", "task", "max_new_tokens"} - row.keys():
@@ -72,7 +72,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def contained(said: str, answers: Sequence[Any], row: Row) -> float:
-    """RULER's: the share of the references that the answer contains, whatever their case."""
+    """RULER's metric: the share of the references that the answer contains, ignoring case."""
     said = re.sub(r"[\x00-\x1f]", "", said).lower()
     return sum(str(a).lower() in said for a in answers) / len(answers)
 
@@ -88,7 +88,7 @@ def words_of(text: str) -> list[str]:
 
 
 def f1(said: str, answer: Any, row: Row) -> float:
-    """Of words in common (LongBench's and InfiniteBench's question answering)."""
+    """F1 of the words in common (LongBench's and InfiniteBench's question answering)."""
     a, b = words_of(said), words_of(str(answer))
     same = sum((Counter(a) & Counter(b)).values())
     return 2 * same / (len(a) + len(b)) if same else 0.0
@@ -110,7 +110,7 @@ def rouge_l(said: str, answer: Any, row: Row) -> float:
 
 
 def edit_similarity(said: str, answer: Any, row: Row) -> float:
-    """Of the first line that is code (LongBench's completions)."""
+    """Similarity of the first line that is code (LongBench's completions)."""
     try:
         from rapidfuzz import fuzz
     except ImportError:
@@ -121,7 +121,7 @@ def edit_similarity(said: str, answer: Any, row: Row) -> float:
 
 
 def numbers(said: str, answer: Any, row: Row) -> float:
-    """The share of the numbers in the answer that are the reference's (LongBench's counting and retrieval)."""
+    """The share of the answer's numbers that equal the reference's (LongBench's counting and retrieval)."""
     found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", str(answer))
     return sum(n == wanted[0] for n in found) / len(found) if found and wanted else 0.0
 
@@ -147,7 +147,7 @@ def a_word(said: str, answer: Any, row: Row) -> float:
 
 
 def letter(said: str, answer: Any, row: Row) -> float:
-    """The last capital of the options in the first line that has one."""
+    """Whether the last capital letter of an option, in the first line that has one, is the answer."""
     found = re.search(r"\b[A-J]\b(?!.*\b[A-J]\b)", said.strip())
     return float(bool(found) and found[0] == answer)
 
@@ -156,7 +156,7 @@ def best_of(metric: Callable[[str, Any, Row], float]) -> Callable[[str, Sequence
     return lambda said, answers, row: max((metric(said, a, row) for a in answers), default=0.0)
 
 
-# what a task is scored by, by the name that kvpress gives it
+# metric -> the tasks that it scores, by kvpress's names
 METRICS: dict[Callable[..., float], str] = {
     f1: "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa longbook_qa_eng",
     rouge_l: "gov_report qmsum multi_news samsum longbook_sum_eng shortdep_qa longdep_qa longdep_summarization",
@@ -176,13 +176,13 @@ FIRST_LINE = ("trec", "triviaqa", "samsum")
 
 
 def check_metric(task: str) -> None:
-    """InputError for tasks of the benchmarks whose metric is not here: Chinese words, lists of numbers, JSON."""
+    """Raises InputError for tasks whose metric is missing here: Chinese words, lists of numbers, JSON."""
     if task.removesuffix("-e").removesuffix("_e") in OTHERS:
         raise InputError(f"{task} has no metric here: leave its rows out, or score them by its benchmark's own script")
 
 
 def score(row: Row, said: str) -> float:
-    """From 0 to 1, by the task's metric."""
+    """The score of an answer by the task's metric, from 0 to 1."""
     task = row["task"].removesuffix("-e").removesuffix("_e")
     if task in FIRST_LINE:
         said = said.lstrip().split("\n")[0]

@@ -3,13 +3,14 @@
     python -m scripts.eval.ruler --checkpoint models/tiny --tasks niah_single_1,vt --length 1024 --samples 5
     python -m scripts.eval.ruler --checkpoint CKPT --tasks all --length 4096 --samples 50 --seed 42 --out rows.jsonl
 
-Rows are as kvpress reads them: context, question, answer_prefix, answer, max_new_tokens, task. A length counts the
-prompt, with the chat template where the checkpoint has one (--no-chat: without), and the tokens of an answer.
+Rows have kvpress's format: context, question, answer_prefix, answer, max_new_tokens, task. A length counts the prompt,
+with the checkpoint's chat template if it has one (--no-chat: without), and the tokens of an answer.
 
-niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe need no data. The other needles lie in essays: RULER's,
-in --essays (its PaulGrahamEssays.json, or a folder of .txt files), else held-out prose of this machine, and their names
-end in "-style". qa_1 wants --squad FILE, qa_2 --hotpotqa FILE. Sentences of essays end at . ! or ?, where RULER asks
-nltk; cwe never has more different words than wonderwords, which RULER replaces by a longer list from 64K tokens on.
+niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe need no data. The other needles are hidden in essays,
+those of RULER with --essays (its PaulGrahamEssays.json, or a folder of .txt files); otherwise in held-out prose of this
+machine, and their names end in "-style". qa_1 needs --squad FILE, qa_2 --hotpotqa FILE. Two differences from RULER:
+sentences of essays end at . ! or ?, where RULER uses nltk; and cwe has no more different words than wonderwords, where
+RULER uses a longer list from 64K tokens on.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ QA = (
     "Answer:",
 )
 NEW_TOKENS = dict(niah=128, vt=30, cwe=120, fwe=50, qa=32)
-# RULER's scripts/synthetic.yaml: haystack, kind of keys, kind of values, then how many keys, values a key, keys asked
+# RULER's scripts/synthetic.yaml: haystack, kind of keys, kind of values, number of keys, values per key, keys asked
 NEEDLES = {
     "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
     "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
@@ -91,12 +92,12 @@ QA_FILES = dict(qa_1="squad", qa_2="hotpotqa")
 TASKS = [*NEEDLES, "vt", "cwe", "fwe", *QA_FILES]
 
 Parts = tuple[str, str, str, list[str]]  # context, question, answer prefix, answers
-Make = Callable[[int], Parts]  # of a haystack of so many pieces
+Make = Callable[[int], Parts]  # number of pieces of the haystack -> a sample
 
 
 @dataclass
 class Sources:
-    """Files that some tasks need; those of an argparse.Namespace serve, too."""
+    """Files that some tasks need; an argparse.Namespace with these names serves, too."""
 
     essays: str | None = None
     squad: str | None = None
@@ -104,12 +105,12 @@ class Sources:
 
 
 def name_of(task: str, sources: Any) -> str:
-    """With "-style" where the haystack is not RULER's."""
+    """The task's name, with "-style" if the haystack is not RULER's."""
     return f"{task}-style" if NEEDLES.get(task, " ")[0] == "essay" and not sources.essays else task
 
 
 def check_tasks(tasks: Sequence[str], sources: Any) -> None:
-    """InputError if one is unknown, or lacks its file, or that cannot be read."""
+    """Raises InputError if a task is unknown, lacks its file, or the file cannot be read."""
     for task in tasks:
         if task not in TASKS:
             raise InputError(f"unknown task {task!r}: use some of {', '.join(TASKS)}")
@@ -137,11 +138,11 @@ def words(kind: str) -> list[str]:
 
 
 class Pairs(Sequence[str]):
-    """Every "adjective-noun", in the order of all of them sorted: 6 million texts, made when they are asked for."""
+    """All 6 million "adjective-noun" texts in sorted order, each made when it is asked for."""
 
     def __init__(self) -> None:
         self.nouns = sorted(set(words("noun")))
-        groups: list[list[str]] = []  # adjectives that begin with the same one up to its hyphen: "blue-", "blue-eyed-"
+        groups: list[list[str]] = []  # adjectives that one of them, with its hyphen, begins: "blue-", "blue-eyed-"
         for adjective in sorted({f"{a}-" for a in words("adjective")}):
             if groups and adjective.startswith(groups[-1][0]):
                 groups[-1].append(adjective)
@@ -227,7 +228,8 @@ def needles(task: str, rng: random.Random, seed: int, essays: str | None) -> Mak
 
 
 def chain(rng: random.Random, values: np.random.RandomState, n: int, letters: int = 5, hops: int = 4) -> Parts:
-    """One chain of variables among n times the noise; with names of 3 letters it is the example's, of value 12345."""
+    """One chain of variables within n repetitions of the noise. With names of 3 letters it is the one of the example,
+    whose value is 12345."""
     names = ["".join(rng.choices(string.ascii_uppercase, k=letters)) for _ in range(hops + 1)]
     while len(set(names)) <= hops:
         names = [*dict.fromkeys(names), "".join(rng.choices(string.ascii_uppercase, k=letters))]
@@ -242,8 +244,8 @@ def chain(rng: random.Random, values: np.random.RandomState, n: int, letters: in
 
 def chains(rng: random.Random, values: np.random.RandomState, tokens: Callable[[Parts], int], fit: Fit) -> tuple[
         Callable[[int], Make], int]:  # fmt: skip
-    """Chains after an example of at most 500 tokens, whose names and value are drawn anew for every sample; and how
-    much noise fits."""
+    """A maker of chains that follow an example of at most 500 tokens, whose names and value are drawn again for every
+    sample; and how much noise fits."""
     small, plain = functools.partial(chain, rng, values, letters=3), functools.partial(chain, rng, values)
     short = Fit(tokens, 500, 5, fit.task)
     *texts, names = short.sample(small, short.largest(small, short.estimate(small, 0)))
@@ -263,8 +265,8 @@ def chains(rng: random.Random, values: np.random.RandomState, tokens: Callable[[
 
 
 def common_words(rng: random.Random, seed: int, length: int) -> tuple[Make, int]:
-    """Ten words 30 times and others 3 times, after an example of 10 and 3 times; fewer below 4K tokens. And how many
-    words there are."""
+    """A maker of lists in which ten words occur 30 times and others 3 times, after an example with 10 and 3 times
+    (fewer below 4K tokens); and how many words there are."""
     every = sorted({*words("noun"), *words("adjective"), *words("verb")})
     random.Random(seed).shuffle(every)
     example, real = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
@@ -288,7 +290,7 @@ def common_words(rng: random.Random, seed: int, length: int) -> tuple[Make, int]
 
 
 def coded_words(rng: random.Random, seed: int, limit: int) -> Callable[[], Make]:
-    """Words of 6 letters as often as by Zeta(2); the commonest is shown as dots. Every call draws other words."""
+    """Words of 6 letters with frequencies by Zeta(2); the most common is shown as dots. Every call draws new words."""
     n_word = limit // 50
 
     def draw() -> Make:
@@ -315,7 +317,7 @@ Question = tuple[str, list[str], list[int], list[int]]  # question, answers, its
 
 @functools.cache
 def questions(kind: str, file: str) -> tuple[list[Question], list[str]]:
-    """Of SQuAD or HotpotQA as published, with every document once."""
+    """The questions of SQuAD or HotpotQA as published, and every document once."""
     data = read_json(Path(file))
     try:
         if kind == "squad":
@@ -340,7 +342,7 @@ def questions(kind: str, file: str) -> tuple[list[Question], list[str]]:
 
 
 def documents(rng: random.Random, seed: int, kind: str, file: str) -> Callable[[int], Make]:
-    """By question: its documents, more of the same article, then any others, shuffled."""
+    """Makers by question: its documents, others of the same article, then any others, shuffled."""
     every, docs = questions(kind, file)
 
     def of(index: int) -> Make:
@@ -368,7 +370,7 @@ def documents(rng: random.Random, seed: int, kind: str, file: str) -> Callable[[
 
 @dataclass
 class Fit:
-    """What a sample may have. step: by which RULER gives way where a sample is longer than those of its search."""
+    """The size of a sample. step: the pieces that RULER removes if a sample is longer than those of its search."""
 
     size: Callable[[Parts], int]  # tokens of prompt and answer
     limit: int
@@ -376,11 +378,11 @@ class Fit:
     task: str
 
     def estimate(self, make: Make, answer: int) -> int:
-        """Three times the pieces that would do if all were as long as those of the first `step`."""
+        """Three times the number of pieces that would fit if all were as long as the first `step` pieces."""
         return int(self.limit / ((self.size(make(self.step)) - answer) / self.step) * 3)
 
     def largest(self, make: Make, high: int) -> int:
-        """The most pieces of a haystack that fit, found by halves; `step` if none do."""
+        """The most pieces of a haystack that fit, by binary search; `step` if none do."""
         low, high, best = self.step, max(high, 2 * self.step), self.step
         while low <= high:
             middle = (low + high) // 2
@@ -401,8 +403,8 @@ class Fit:
 
 def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42, sources: Any = None,
              reserve: int = 0) -> Iterator[Row]:  # fmt: skip
-    """The samples of a task of TASKS, in prompts that with `reserve` tokens of a chat template and an answer have at
-    most `length` tokens. InputError if there is no room for the smallest."""
+    """The samples of a task of TASKS. A prompt, an answer and `reserve` tokens of a chat template have at most `length`
+    tokens together. Raises InputError if the smallest sample does not fit."""
     sources = sources or Sources()
     rng, values = random.Random(seed), np.random.RandomState(seed)
     new, limit = NEW_TOKENS[task.split("_")[0]], length - reserve
@@ -449,12 +451,12 @@ def main() -> None:
     a = p.add_argument
     a("--checkpoint", required=True, help="Hugging Face folder or GGUF file, whose tokenizer measures lengths")
     a("--tasks", default=",".join(NO_DATA), help=f"some of {', '.join(TASKS)}; `all`: those whose data is given")
-    a("--length", type=int, default=4096, help="tokens of prompt and answer")
-    a("--samples", type=int, default=50)
-    a("--seed", type=int, default=42)
+    a("--length", type=int, default=4096, help="tokens of prompt and answer together; default: 4096")
+    a("--samples", type=int, default=50, help="samples per task; default: 50")
+    a("--seed", type=int, default=42, help="seed of the samples; default: 42")
     add_sources(p)
     a("--no-chat", action="store_true", help="reserve no tokens for the chat template")
-    a("--out", help="the rows, a line each, e.g. rows.jsonl")
+    a("--out", help="file for the rows, one per line, e.g. rows.jsonl")
     a("--json", action="store_true", help="print the rows")
     opt = p.parse_args()
     tasks = all_tasks(opt) if opt.tasks == "all" else opt.tasks.split(",")

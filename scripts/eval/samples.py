@@ -1,8 +1,8 @@
-"""The rows of every task: RULER's, those in the shipped model's wording, and several questions on one context.
+"""The rows of every task: RULER's, tasks in the shipped model's wording, and several questions about one context.
 
 needle, needle4, ruler, ruler4, key_value and repeats are rows of token ids in held-out text (tasks.py); their keys are
-words that training never saw. kv (a JSON object of uuids) and prefix_suffix (a string by its two ends) ask five times
-about one context, after SCBench (Li et al. 2024): each question from the same state, or in turn.
+words that training never saw. kv (a JSON object of uuids) and prefix_suffix (find a string by its two ends) ask five
+questions about one context, after SCBench (Li et al. 2024): each from the same state, or in turn.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OF_TOKENS = [*NEEDLES, "key_value", "repeats"]
 SEVERAL = ["kv", "prefix_suffix"]
 TASKS = [*OF_TOKENS, *SEVERAL, *ruler.TASKS]
 QUESTIONS = 5  # on one context
-DECODED = 512  # tokens of a copy, at most
+DECODED = 512  # most tokens of a copy
 
 
 def rows_of(ev: Evaluation, task: str, T: int, samples: int, opt: Any, reserve: int) -> Iterator[Row]:
-    """The samples of a task; opt has the seed and the files that tasks need. Those of one needle are at even depths, in
-    a random order: what an interruption leaves is of all depths."""
+    """The samples of a task; opt has the seed and the files that tasks need. Samples with one needle have evenly spaced
+    depths in a random order, so that an interrupted run has all depths."""
     if task in OF_TOKENS:
         yield from (token_row(ev, task, T, int(i), samples) for i in np.random.default_rng(0).permutation(samples))
     elif task in SEVERAL:
@@ -84,7 +84,7 @@ def keys_and_values(rng: random.Random, n: int) -> tuple[str, list[tuple[str, st
 
 
 def prefixes_and_suffixes(rng: random.Random, n: int) -> tuple[str, list[tuple[str, str, str]]]:
-    """Every string shares its first letters with another, and its last ones with a third."""
+    """Every string shares its first letters with another string, and its last letters with a third."""
 
     def draw(n: int) -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=n))
@@ -100,7 +100,7 @@ def prefixes_and_suffixes(rng: random.Random, n: int) -> tuple[str, list[tuple[s
 
 
 def several(task: str, tk: Tokenizer, T: int, samples: int, seed: int, reserve: int) -> Iterator[Row]:
-    """Contexts that with all questions and answers, asked in turn, have at most T tokens."""
+    """Contexts that have at most T tokens together with all questions and answers, asked in turn."""
     make: Callable[..., Any] = keys_and_values if task == "kv" else prefixes_and_suffixes
     new = 40 if task == "kv" else 24
 

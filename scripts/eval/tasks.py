@@ -1,8 +1,8 @@
-"""Generated sequences with known answers: what the shipped model learns retrieval from, and what it is measured on.
+"""Generated sequences with known answers, from which the shipped model learns retrieval, and on which it is measured.
 
-Every sample is (ids, labels), both int64 [T + 1]: labels say what a position's token is as a *target* (IGNORE, TEXT,
-ANSWER, REPEAT). Needle wording follows RULER (Hsieh et al. 2024) beside plainer statements. Samples drawn with
-`held_out=True` use text and words that training never sees.
+Every sample is (ids, labels), both int64 [T + 1]; a label says what the token is as a *target* (IGNORE, TEXT, ANSWER,
+REPEAT). Needles use the wording of RULER (Hsieh et al. 2024) and plainer statements. Evaluations pass text and words
+that training never sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Encoder(Protocol):
 
 
 # (statement, query): the value follows each; {n} is a noun shared by both, {k} the key.
-# In the first four the key stands right before the value, in the last five other words lie between.
+# In the first four the key is right before the value, in the last five there are other words between them.
 FORMATS: list[tuple[str, str]] = [
     ("{k} =", "{k} ="),
     ("# {k}:", "# {k}:"),
@@ -78,7 +78,7 @@ class Tasks:
         self.rng = np.random.default_rng(seed)  # type: ignore[arg-type]
         self.encode = cache(lambda text: tokenizer.encode(text, bos=False))
         self.newline = self.encode("\n")
-        self.bos = tokenizer.encode("", bos=True)  # where the model's texts begin with it
+        self.bos = tokenizer.encode("", bos=True)  # empty if the model's texts do not begin with it
 
     # ---- pieces ----
 
@@ -103,7 +103,7 @@ class Tasks:
         return " " + "".join(map(str, self.rng.integers(0, 10, n)))
 
     def needles(self, n: int, fmt: int | None = None, digits_only: bool = False) -> list[Needle]:
-        """n needles with distinct keys; half of the time all share a noun, and a format unless `fmt` is given."""
+        """n needles with distinct keys. Half of the time all share a noun, and a format if `fmt` is not given."""
         rng, keys = self.rng, dict[str, None]()
         while len(keys) < n:
             keys[self.key()] = None
@@ -129,11 +129,11 @@ class Tasks:
         return s.cut(T + 1)
 
     def repeats(self, T: int) -> tuple[np.ndarray, np.ndarray]:
-        """Random tokens seen before in the sequence: one block over and over, or short blocks in random order.
+        """Random tokens that repeat: one block over and over, or short blocks in random order.
 
-        Tokens come from n of the vocabulary, n log-uniform. Large alphabets make matching general; in small ones every
-        token has stood before many others, so that only the tokens further back tell which continuation it is. That
-        teaches heads to match by longer context, which a key that stands away from its value needs.
+        The alphabet is n tokens of the vocabulary, n log-uniform. Large alphabets make matching general. In small ones
+        every token has preceded many others, so that only tokens further back tell how it continues. This teaches heads
+        to match by longer context, which they need if a key is not right before its value.
         """
         rng, V = self.rng, self.tk.vocab_size
         alphabet = int(np.exp(rng.uniform(np.log(4), np.log(V - FIRST_PLAIN_ID))))
@@ -168,10 +168,10 @@ class Tasks:
         return s.cut(T + 1)
 
     def recall(self, T: int) -> tuple[np.ndarray, np.ndarray]:
-        """Short pairs `key separator value` in a stream, each asked for again and again.
+        """A stream of short pairs `key separator value`, each of them queried repeatedly.
 
-        One separator serves all pairs of a sequence, so that the tokens right before a value are the same everywhere:
-        only the key, further back, tells which value follows. That is what several needles of one wording ask for.
+        All pairs of a sequence have the same separator, so the tokens right before a value are the same everywhere, and
+        only the key further back tells which value follows. Several needles of one wording need the same skill.
         """
         rng, V = self.rng, self.tk.vocab_size
 
@@ -203,7 +203,7 @@ class Tasks:
         return s.cut(T + 1)
 
     def interleaved(self, T: int) -> tuple[np.ndarray, np.ndarray]:
-        """Text with statements and queries strewn in."""
+        """Text with statements and queries scattered in it."""
         rng, s, seen = self.rng, Sample(), list[Needle]()
         gap = int(np.exp(rng.uniform(np.log(12), np.log(200))))
         fresh = self.needles(max(2, T // (gap + 30) + 1))
@@ -236,8 +236,8 @@ class Tasks:
     ) -> tuple[Sample, list[Needle]] | None:
         """A context of text with n needles in it, and the needles to ask for; None if T has no room for them.
 
-        Context, and for every needle asked for a newline, query, value and (but for the last) end, make T + 1 tokens.
-        depth in [0, 1] places all needles at that share of the text, None strews them.
+        The context, and for every needle asked for a newline, query, value and (except for the last one) end, have
+        T + 1 tokens together. depth in [0, 1] places all needles at that share of the text, None scatters them.
         """
         rng, needles = self.rng, self.needles(n, fmt, digits_only)
         asked = [needles[i] for i in rng.permutation(n)[:n_query]]
@@ -258,7 +258,7 @@ class Tasks:
         return s, asked
 
     def key_value_case(self, T: int) -> tuple[Sample, Needle]:
-        """A context of about T - 16 tokens that is nothing but `"key": value` lines, and the one to ask for."""
+        """A context of about T - 16 tokens that has only `"key": value` lines, and the one to ask for."""
         s, listed = Sample(), list[Needle]()
         s.add(self.bos)
         for x in self.needles(T // 8, fmt=3, digits_only=True):
@@ -269,7 +269,7 @@ class Tasks:
         return s, listed[self.rng.integers(len(listed))]
 
     def haystack(self, T: int, **case: object) -> tuple[np.ndarray, np.ndarray]:
-        """A needle case with its queries and answers at the end; `case` as in needle_case, drawn at random without."""
+        """A needle case with its queries and answers at the end. `case`: as in needle_case; random if not given."""
         n = int(self.rng.integers(1, 9))
         case = case or dict(n=n, n_query=int(self.rng.integers(1, min(n, 4) + 1)))
         made = self.needle_case(T, **case)  # type: ignore[arg-type]
@@ -284,12 +284,12 @@ class Tasks:
         return s.cut(T + 1)
 
     def batch(self, B: int, T: int, mix: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
-        """B samples of T + 1 tokens, kinds drawn by `mix` (weights by method name) -> two [B, T + 1] arrays."""
+        """B samples of T + 1 tokens, of kinds drawn by `mix` (weight by method name) -> two [B, T + 1] arrays."""
         p = np.array(list(mix.values()))
         kinds = self.rng.choice(list(mix), B, p=p / p.sum())
         ids, labels = zip(*(getattr(self, kind)(T) for kind in kinds), strict=True)
         return np.stack(ids), np.stack(labels)
 
 
-# RULER's wording and the other formats with words between key and value are the hard ones: they get more samples.
+# RULER's wording and the other formats with words between key and value are hard, and get more samples.
 FORMAT_WEIGHTS = np.array([1, 1, 1, 1, 1.5, 1.5, 2, 2, 4]) / 15

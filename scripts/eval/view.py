@@ -1,13 +1,13 @@
-"""A page that shows what methods see: the text, shaded by what each layer and head attended to, full beside a method.
+"""Writes a page that shows what methods attend to: the text, shaded by the attention of each layer and head.
 
     python -m scripts.eval.view --checkpoint m.gguf --calibration FILE --method sals-25 --out view.html
     python -m scripts.eval.view --prompt-file notes.txt --question "Who ...?" --chat --method self_index quest
 
-One HTML file with everything in it, nothing is fetched: open it in a browser. All methods are given the tokens that
-`full` says, so that their steps are about the same token; what a method would have said itself stands beside. The text
-is compressed before the question is known, which comes through decode, unless --query-in-prompt. A slider goes over
-the steps, selectors over layers and heads (all: the mean). Grey tokens are those that the method did not attend to in
-the step; `recall` is full's attention mass on the tokens that it did attend to.
+The page is one self-contained HTML file: open it in a browser. All methods are fed the tokens that `full` generates, so
+that their steps can be compared; the page also shows the token each method would have generated. The text is
+compressed before the question is known, and the question comes through decode, unless --query-in-prompt is given. A
+slider selects the step, and menus the layer and the head (all: the mean). Grey tokens are those that the method did not
+attend to in the step; `recall` is full's attention mass on the tokens that it did attend to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from errors import InputError, Parser, run_cli
 from runtime import ROOT, TINY, add_calibration, check_out, read_text, written
 
 TEMPLATE = Path(__file__).with_name("view.html")
-PLACES = 96  # tokens that are shaded at most, of a step, a layer and a head: the heaviest
+PLACES = 96  # the most tokens shaded per step, layer and head: those with the largest weights
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,13 +37,13 @@ def parse_args() -> argparse.Namespace:
     a = p.add_argument
     a("--checkpoint", default=str(TINY), metavar="CKPT", help="Hugging Face folder or GGUF file")
     add_calibration(p)
-    a("--method", nargs="+", default=["self_index"], help="methods, as generate.py takes them; full is always there")
+    a("--method", nargs="+", default=["self_index"], help="methods, as generate.py takes them; full is always added")
     a("--prompt-file", default=str(ROOT / "examples" / "needle.txt"), metavar="F", help="UTF-8 text")
-    a("--question", default="", help="asked behind the text, in the same turn of a chat")
-    a("--chat", action="store_true", help="the text and the question are a turn by the chat template")
+    a("--question", default="", help="asked after the text, in the same turn of a chat")
+    a("--chat", action="store_true", help="wrap the text and the question in the chat template")
     a("--query-in-prompt", action="store_true", help="the question is known when the text is compressed")
     a("--steps", type=int, default=16, metavar="N", help="tokens of the answer (default: 16)")
-    a("--json", action="store_true", help="print what each method says, and its recall, as JSON")
+    a("--json", action="store_true", help="print each method's tokens and recall as JSON")
     a("--out", default="view.html", metavar="FILE", help="the page (default: view.html)")
     opt = p.parse_args()
     if not 1 <= opt.steps <= 256:
@@ -59,10 +59,10 @@ class Recording:
         self.group, self.T = H // Hkv, T
         self.mass = torch.zeros(n, L, H, T)  # attention weights by position
         self.seen = torch.zeros(n, L, Hkv, T, dtype=torch.bool)  # whether a position was attended to
-        self.said: list[int] = []  # what the method would say itself
+        self.said: list[int] = []  # the tokens the method would have generated
 
     def put(self, step: int, part: Step) -> None:
-        """A layer's attention in a step, of all its KV heads or of some."""
+        """Adds a layer's attention in a step, of all its KV heads or some."""
         kv = list(range(self.seen.shape[2])) if part.heads is None else part.heads
         query = [h * self.group + i for h in kv for i in range(self.group)]
         self.mass[step, part.layer, query] = part.mass(self.T)[0]
@@ -70,13 +70,13 @@ class Recording:
             self.seen[step, part.layer, h, at[(at >= 0) & (at < self.T)]] = True
 
     def packed(self, full: Recording) -> dict[str, Any]:
-        """As the page reads it: layer L and head H, behind the others, are means over all."""
+        """The arrays that the page reads; layer L and head H, after the others, are means over all."""
         by_head = torch.cat([self.mass, self.mass.mean(2, keepdim=True)], 2)
         every = torch.cat([by_head, by_head.mean(1, keepdim=True)], 1)  # [n, L + 1, H + 1, T]
         weight, place = every.topk(min(PLACES, self.T), -1)
         recall = torch.where(self.seen.repeat_interleave(self.group, 2), full.mass, 0).sum(-1)
         return dict(
-            # the square root keeps light tokens apart in 8 bits
+            # the square root resolves small weights in 8 bits
             weight=encode((weight.clamp(0, 1).sqrt() * 255).round().to(torch.uint8)),
             place=encode(place.to(torch.uint16)),
             seen=encode(pack_bits(self.seen)),
@@ -96,8 +96,8 @@ def pack_bits(x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def run(llm: LLM, method: str, prompt: list[int], fed: list[int], question: int, steps: int) -> Recording:
-    """A prompt, then a token at a time: those of `fed`, which begin with the question's, and what the method says
-    itself where these end. Recorded are `steps` steps, from that of the question's last token on."""
+    """Prefills the prompt, then feeds the tokens of `fed`, which begin with the question's, one at a time; where `fed`
+    ends, the method's own next token is appended. Records `steps` steps, from the question's last token on."""
     model, a = llm.use(method).model, llm.model.args
     begin = max(question - 1, 0)
     T = len(prompt) + begin + steps
@@ -118,13 +118,13 @@ def run(llm: LLM, method: str, prompt: list[int], fed: list[int], question: int,
 
 
 def pieces(llm: LLM, ids: list[int]) -> list[str]:
-    """The text of each token, a special token's name; where several tokens make a letter, the last one has it."""
+    """The text of each token; a special token's name. A letter made of several tokens is the text of the last one."""
     stream, added = llm.tokenizer.stream(), llm.tokenizer.added
     return [stream.put(i) or (added[i].content if i in added else "") for i in ids]
 
 
 def make_page(data: dict[str, Any]) -> str:
-    # no "</script>" in a text may end the script that holds it
+    # a "</script>" in the text must not end the script element
     inside = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     title = html.escape(f"{data['model']}: {', '.join(data['methods'])}")
     return TEMPLATE.read_text(encoding="utf-8").replace("{{title}}", title).replace("{{data}}", inside)
@@ -135,14 +135,14 @@ def main() -> None:
     llm = LLM(opt.checkpoint, calibration=opt.calibration)
     methods = list(dict.fromkeys(["full", *opt.method]))
     for method in methods:
-        llm.use(method)  # a wrong name is told before any work is done
+        llm.use(method)  # reports a wrong name before any work is done
     text = read_text(opt.prompt_file)
     ids = llm.encode(f"{text.strip()}\n\n{opt.question}" if opt.question else text, opt.chat)
     shared = len(ids)
-    if opt.question and not opt.query_in_prompt:  # what does not depend on the question
+    if opt.question and not opt.query_in_prompt:  # the part that does not depend on the question
         other = llm.encode(f"{text.strip()}\n\n.", opt.chat)
         shared = next(i for i, (x, y) in enumerate(zip(ids, other, strict=False)) if x != y)
-    llm.capacity(len(ids), opt.steps)  # what does not fit is told before any work is done
+    llm.capacity(len(ids), opt.steps)  # reports a text that does not fit before any work is done
     prompt, fed = ids[:shared], ids[shared:]
     question = len(fed)
     recordings = {method: run(llm, method, prompt, fed, question, opt.steps) for method in methods}

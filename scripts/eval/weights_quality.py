@@ -1,13 +1,13 @@
-"""What rounding the weights costs, under any methods: perplexity, needles, and greedy tokens that stay the same.
+"""Measures what quantizing the weights costs under any methods: perplexity, needles, and unchanged greedy tokens.
 
     python -m scripts.eval.weights_quality                                       # the shipped model
     python -m scripts.eval.weights_quality --weights fp32 int8 int4 int4:128 --method full self_index --samples 50
     python -m scripts.eval.weights_quality --out weights.json
     torchrun --nproc-per-node 8 -m scripts.eval.weights_quality --parallel data --out weights.json
 
-Greedy tokens are those of the first weights under the same method: the share of prompts' `--new` tokens before the
-first that differs. Logits: the distance from those of the first weights, over the spread of these (no cache, one text).
-Samples are those of compare.py.
+All weights are compared to the first ones under the same method. `greedy_agreement` is the share of the `--new` tokens
+after each prompt that come before the first different one. `logits_off` is the standard deviation of the difference of
+logits over that of the logits (no cache, one text). Samples are those of compare.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime import TINY, add_calibration, pick_device, set_threads
 from scripts.eval.evaluation import Evaluation, add_parallel, contexts, join
 from scripts.eval.perplexity import predict, summary, windows_of
 from scripts.eval.samples import rows_of
-from scripts.shared.options import expand
+from scripts.shared.options import SPECS_BY_LAYER, expand
 from scripts.shared.results import check_out, record, write_json
 from tokenizer.turns import ChatParts
 from weights import WeightFormat
@@ -47,16 +47,16 @@ def parse_args() -> argparse.Namespace:
         "--weights",
         nargs="+",
         default=["fp32", "int8", "int4"],
-        help="as of generate.py; others are held to the first",
+        help="formats as in generate.py; all are compared to the first one",
     )
-    a("--method", nargs="+", default=["full", "self_index", "sals"])
+    a("--method", nargs="+", default=["full", "self_index", "sals"], help=f"{SPECS_BY_LAYER}; `all`: every one")
     a("--length", type=int, default=1024, help="tokens of a needle's context, and of a text")
-    a("--samples", type=int, default=100, help="needles")
-    a("--texts", type=int, default=10, help="texts of each kind, for perplexity, and prompts that are continued")
-    a("--new", type=int, default=64, help="tokens that are continued, and over which perplexity is taken")
-    a("--batch-size", type=int, default=10)
-    a("--seed", type=int, default=1)
-    a("--device")
+    a("--samples", type=int, default=100, help="number of needles")
+    a("--texts", type=int, default=10, help="texts of each kind for perplexity, and prompts to continue")
+    a("--new", type=int, default=64, help="tokens to generate, and tokens that perplexity is measured on")
+    a("--batch-size", type=int, default=10, help="samples that run at a time; default: 10")
+    a("--seed", type=int, default=1, help="seed of the samples; default: 1")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_calibration(p)
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     add_parallel(p)
@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of tokens before the first that differs, over all rows."""
+    """The share of tokens before the first different one, over all rows."""
     same = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
         for x, y in zip(ours, theirs, strict=True)
@@ -89,13 +89,13 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def shared(what: str, samples: list, batch: int, ranks: Ranks, work: Callable[[Any], Found]) -> Iterator[Found]:
-    """What work makes of each batch of samples, in their order."""
+    """The results of `work` on each batch of samples, in their order; ranks share the batches."""
     batches = [samples[i : i + batch] for i in range(0, len(samples), batch)]
     yield from tqdm(ranks.in_turns(batches, work), desc=what, total=len(batches), leave=False)
 
 
 def measure(ev: Evaluation, opt: argparse.Namespace, firsts: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
-    """A row a method, for the model's weights; firsts: tokens of the first weights, filled in if there are none."""
+    """One row per method for the model's weights. firsts: the first weights' tokens by method, filled in if missing."""
     T, new = opt.length, opt.new
     ev.setup({m: (m, {}) for m in opt.method}, T + max(64, new))
     needles: dict[str, list[float]] = {m: [] for m in opt.method}

@@ -1,4 +1,4 @@
-"""import-linter's layers contract over top-level files too: it reads packages alone, and half of ours are single files.
+"""import-linter's layers contract, extended to top-level files: it reads only packages, but many of ours are files.
 
 `make lint` runs it; pyproject.toml holds the layers.
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def imported(file: Path) -> list[tuple[int, str]]:
-    """Line and name of every module that a file may import, `from a import b` as a.b."""
+    """Line and name of every module that a file imports; `from a import b` counts as a.b."""
     out = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -31,7 +31,7 @@ class FileLayers(LayersContract):
         names = {f.stem for f in files}
         edges = [(a, b) for b in names & graph.modules for a in graph.find_modules_that_directly_import(b)]
         for name in names:
-            if name in graph.modules:  # as something outside of the packages, which imports nothing
+            if name in graph.modules:  # as an external module, which has no imports
                 graph.remove_module(name)
             graph.add_module(name)
         for importer, name in edges:

@@ -1,4 +1,4 @@
-"""What methods find and predict: each at its own settings, and at equal bytes."""
+"""Tables of what methods find and predict, at their own settings and at equal bytes."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from fractions import Fraction
 from typing import Any
 
 from cache.spec import method_class, method_files
+from scripts.eval.ladders import BOUNDS
 from scripts.report.markdown import NONE, Row, measuring, runs, share, sources, table, tasks_of, wilson
 from scripts.report.published import pooled
 
-TOKENS = 2048  # of the tables; the command prints the other lengths
+TOKENS = 2048  # in the tables; scripts.report.tables prints the other lengths
 TASKS = ("needle", "key_value")
-BOUNDS = ("oracle", "random")
 PAPERS = ("full", "sals", "ojakv", "double_sparsity", "double_sparsity_offload", "razor", "self_index")
 Cell = dict[str, Any]
 
 
 def measured() -> dict[tuple[str, int, str], Row]:
-    """(checkpoint, tokens, method) -> its row of accuracy*.json."""
+    """(checkpoint, tokens, method) -> its row in accuracy*.json."""
     return {(run["checkpoint"], r["seq_len"], r["method"]): r for run in runs("accuracy*") for r in run["rows"]}
 
 
 def label(row: Row) -> str:
-    """A method or preset, with the knobs that the evaluation gave it."""
+    """A method or preset with the evaluation's knobs."""
     return " ".join([f"`{row['method']}`", *(f"{k}={v}" for k, v in row["knobs"].items())])
 
 
 def accuracy() -> str:
-    """A table a checkpoint of every method at TOKENS tokens, and one at equal bytes read."""
+    """A table per checkpoint with every method at TOKENS tokens, and one at equal bytes read."""
     out = []
     known = measured()
     for checkpoint in dict.fromkeys(c for c, *_ in known):
@@ -47,7 +47,7 @@ def accuracy() -> str:
 
 
 def quality() -> str:
-    """The shipped model's own: `full` at every length."""
+    """The table of the shipped model's card: `full` at every length."""
     rows = [r for (checkpoint, _, m), r in sorted(measured().items()) if (checkpoint, m) == ("tiny", "full")]
     tasks = tasks_of(rows)
     cells = [[str(r["seq_len"]), *(share(r[f"{t}_each"]) if t in r else "-" for t in tasks),
@@ -56,7 +56,7 @@ def quality() -> str:
 
 
 def methods() -> str:
-    """The README's table: the five papers and `full`, as they come and with what the published model asks for."""
+    """The README's table: the five papers and `full`, at their defaults and at settings for the published model."""
     found = next(runs("ruler_defaults"), None)
     if found is None:
         return NONE
@@ -93,7 +93,7 @@ def idea(name: str) -> str:
 
 
 def cells() -> list[Cell]:
-    """Every cell of equal_bytes*.json with the row of its setting, of each task from the file with the most samples."""
+    """Every cell of equal_bytes*.json with its setting's row; a task's samples are from the file with the most."""
     every = list(runs("equal_bytes*"))
     rows: dict[tuple[int, str], Row] = {}
     for row in (r for run in every for r in run["rows"]):
@@ -106,14 +106,14 @@ def cells() -> list[Cell]:
 
 
 def share_of(cell: Cell) -> float:
-    """The bytes of a cell's axis, as a share of full's; of bounds the tokens that they attend to."""
+    """The bytes on a cell's axis as a share of full's; for bounds, the share of tokens that they attend to."""
     if cell["method"] in BOUNDS:
         return float(Fraction(cell["target"]))
     return cell["row"]["kv_share" if cell["axis"] == "kv" else "read_share"]
 
 
 def read_cells(every: list[Cell]) -> list[Cell]:
-    """Those of bytes read, and the settings of bytes held of methods that read all they hold."""
+    """The cells of bytes read, and for methods that read all they hold, the cells of bytes held."""
     chosen = [c for c in every if c["axis"] == "read"]
     own = {c["method"] for c in chosen}
     return chosen + [c | dict(axis="read") for c in every if c["axis"] == "kv" and c["method"] not in own]
@@ -130,7 +130,7 @@ def found(row: Row, tasks: list[str]) -> str:
 
 
 def equal_bytes() -> str:
-    """By method and target of bytes read."""
+    """The table at equal bytes read, by method and target."""
     every = [c for c in read_cells(cells()) if c["seq_len"] == TOKENS]
     tasks = [t for t in TASKS if any(t in c["row"] for c in every)]
     targets = sorted({c["target"] for c in every}, key=Fraction, reverse=True)

@@ -1,12 +1,12 @@
-"""Watches Triton's interpreter: every address that is loaded or stored lies in a tensor of the launch.
+"""Checks in Triton's interpreter that every loaded or stored address is in a tensor of the launch.
 
     python -m scripts.report.addresses
     python -m scripts.report.addresses --methods sals loki --out results/addresses.json
 
-A GPU reads beside a tensor and says nothing, and so does the interpreter, as long as the memory is the process's own.
-Here every masked-in address is held to the storages of the tensors that the kernel was launched with: in every
-interpreted test (tests/conftest.py), and in `edges`, where lengths are least alike: for each method and way of
-selecting, the script tells how much was checked. It ends with 1 and the kernel where an address lies outside.
+A GPU can read outside a tensor without an error, and so can the interpreter, as long as the process owns the memory.
+Here every unmasked address is compared to the storages of the tensors that the kernel was launched with. This happens
+in every interpreted test (tests/conftest.py), and in `edges`, where lengths differ most. For each method and way of
+selecting, the script prints how much was checked. If an address is outside, it names the kernel and exits with 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kernels import select
 from scripts.report.kernel_report import aligned
 from scripts.shared.results import check_out, record, write_json
 
-# how the rows of a selection are read: whole, by one program that lists candidates, by one a chunk
+# how the rows of a selection are read: whole, by one program that lists candidates, or by one program per chunk
 BLOCKS: dict[str, dict[str, int]] = dict(
     whole={},
     alone=dict(row=32, alone=1000, tile=32, sample=16, slack=2, listed=64),
@@ -43,7 +43,7 @@ BLOCKS: dict[str, dict[str, int]] = dict(
 
 
 class Addresses:
-    """What was checked, a kernel: `launches`, `loads` and `stores` (calls of a program), `addresses` (masked in)."""
+    """Counts of what was checked, by kernel: `launches`, `loads` and `stores` (calls), `addresses` (unmasked)."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -57,7 +57,7 @@ class Addresses:
         self.ranges = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
 
     def check(self, what: str, pointers: Any, mask: Any) -> None:
-        """pointers and mask are the interpreter's handles; AssertionError, which it passes on as one of its own."""
+        """pointers and mask are the interpreter's handles. Raises AssertionError, which the interpreter wraps."""
         at = pointers.data.astype(np.int64)[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
         getattr(self, what)[self.kernel] += 1
         self.addresses[self.kernel] += at.size
@@ -65,7 +65,7 @@ class Addresses:
             return
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         first, last = int(at.min()), int(at.max()) + size
-        if any(lo <= first and last <= hi for lo, hi in self.ranges):  # nearly always: all in one tensor
+        if any(lo <= first and last <= hi for lo, hi in self.ranges):  # nearly always, all are in one tensor
             return
         outside = np.logical_and.reduce([(at < lo) | (at + size > hi) for lo, hi in self.ranges])
         if outside.any():
@@ -79,7 +79,7 @@ class Addresses:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Addresses]:
-    """Interpreted kernels are checked in here; within another, both check."""
+    """Within it, interpreted kernels are checked; if nested, both contexts check."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     seen = Addresses()
@@ -110,8 +110,8 @@ def watched() -> Iterator[Addresses]:
 
 
 def edges(name: str, blocks: str = "whole") -> Addresses:
-    """A method under which its limits bind: a warm-up step at position 0, prompts of 61 and 3 tokens in one batch and
-    steps behind them, which fall out of a window; in a cache of more rows and slots. -> what was checked."""
+    """Runs a method at its `stress` knobs: a warm-up step at position 0, prompts of 61 and 3 tokens in one batch, and
+    steps after them that leave a window, in a cache with more rows and slots. -> what was checked."""
     model, whole = tiny(3, 32, dtype=torch.bfloat16), select.select
     model.setup_cache(name, 3, 80, **method_class(name).stress or {})
     select.select = functools.partial(whole, **BLOCKS[blocks])
@@ -128,9 +128,9 @@ def edges(name: str, blocks: str = "whole") -> Addresses:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--methods", nargs="*", default=sorted(method_files()), help="default: all")
+    p.add_argument("--methods", nargs="*", default=sorted(method_files()), help="methods (default: all)")
     p.add_argument("--blocks", nargs="*", default=list(BLOCKS), choices=BLOCKS, help="ways of selecting (default: all)")
-    p.add_argument("--out", help="write as JSON")
+    p.add_argument("--out", help="result file, as JSON")
     p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
     a = p.parse_args(argv)
     check_out(a.out)
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         row = dict(method=name, blocks=blocks)
         try:
             seen = edges(name, blocks)
-        except Exception as e:  # the interpreter's, around ours
+        except Exception as e:  # the interpreter's error, which wraps ours
             problems += 1
             print(f"{name}, {blocks}: {e}", file=sys.stderr)
             rows.append(row | dict(problem=str(e)))

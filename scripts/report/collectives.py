@@ -1,9 +1,10 @@
-"""What ranks tell each other in a decode step, by method, and what a step would then take on several H100s.
+"""Counts the communication between ranks in a decode step, by method, and predicts a step's time on several H100s.
 
     python -m scripts.report.collectives --model llama-3.1-8b --batch 8 --length 32768 --out collectives.json
 
-Counts the sums and gathers of a whole model's step on the meta device: sizes, no times. The time is a prediction: bytes
-of a rank's weights (bf16) and of what its cache reads, over the memory's bandwidth, and a latency for every collective.
+The sums and gathers of a whole model's step are counted on the meta device, which gives sizes but no times. The time is
+a prediction: the bytes of a rank's weights (bf16) and of its cache's reads, over the memory's bandwidth, plus a latency
+for every collective.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from errors import InputError, Parser, run_cli
 from model import NAMED, ModelArgs, empty_transformer
 from parallel import Ranks
 from scripts.report.markdown import runs, sources, table
-from scripts.shared.options import expand
+from scripts.shared.options import SPECS_BY_LAYER, expand
 from scripts.shared.results import check_out, record, write_json
 
 BANDWIDTH = 3.35e12  # bytes/s: H100 SXM5, NVIDIA's data sheet
 # s: an all-reduce of 64 KB, which is [8, 4096] in bf16, replayed from a CUDA graph, on four H100 SXM5 with NVSwitch and
 # NCCL 2.18.3 (1 to 256 KB: 11.8 to 14.2 us). Measured by github.com/waynehacking8/nccl-collectives-bench, commit
-# 38c093e, results/quiet/tp_latency.json. That two and eight GPUs take as long is an assumption.
+# 38c093e, results/quiet/tp_latency.json. It is assumed that two and eight GPUs take as long.
 LATENCY = 13.6e-6
 
 
 class Counted:
-    """Ranks of which the others say nothing: what would be sent is counted."""
+    """Counts what ranks would send, without other ranks."""
 
     def __init__(self) -> None:
         self.sums, self.gathers, self.bytes = 0, 0, 0
@@ -51,7 +52,7 @@ class Counted:
 
 
 def step(name: str, method: str, n: int, batch: int, length: int) -> dict:
-    """Of the first of n ranks: collectives of a step, bytes that it gives to them, and bytes that it reads."""
+    """The first of n ranks: collectives of a step, the bytes that it sends in them, and the bytes that it reads."""
     args, counted = replace(ModelArgs.from_name(name), ranks=Ranks(0, n)), Counted()
     model = empty_transformer(args, "meta", torch.bfloat16).eval()
     model.setup(method, batch, length, None, {})
@@ -78,26 +79,26 @@ def shown(data: dict) -> str:
         each = [f"{1e3 * by[method, n]['predicted_s']:.1f}" if (method, n) in by else "-" for n in sizes]
         told = ["-", "-"] if some is None else [f"{some['sums'] + some['gathers']}", f"{some['bytes'] / 2**20:.2f}"]
         cells.append([f"`{method}`", *told, *each])
-    header = ["method", "collectives a step", "MiB a step", *(f"ms, {n} H100{'s' * (n > 1)}" for n in sizes)]
+    header = ["method", "collectives per step", "MiB per step", *(f"ms, {n} H100{'s' * (n > 1)}" for n in sizes)]
     s = data["settings"]
     return (f"{s['model']}, batch {s['batch']}, {s['length']:,} tokens, bf16; predicted, not measured: bytes over "
-            f"{data['bandwidth'] / 1e12:g} TB/s, {1e6 * data['latency']:g} us a collective.\n\n"
+            f"{data['bandwidth'] / 1e12:g} TB/s, {1e6 * data['latency']:g} us per collective.\n\n"
             + table(header, cells))  # fmt: skip
 
 
 def collectives() -> str:
-    """collectives.json."""
+    """The table of collectives.json."""
     return "\n\n".join([*(shown(run) for run in runs("collectives")), sources("collectives", root="../results/")])
 
 
 def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--model", default="llama-3.1-8b", choices=sorted(NAMED))
-    a("--method", nargs="+", default=sorted(method_files()))
-    a("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N")
-    a("--batch", type=int, default=8)
-    a("--length", type=int, default=32768)
+    a("--model", default="llama-3.1-8b", choices=sorted(NAMED), help="shapes; default: llama-3.1-8b")
+    a("--method", nargs="+", default=sorted(method_files()), help=f"{SPECS_BY_LAYER}; default: all methods")
+    a("--ranks", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="numbers of ranks; default: 1 2 4 8")
+    a("--batch", type=int, default=8, help="batch size; default: 8")
+    a("--length", type=int, default=32768, help="tokens in the cache; default: 32768")
     a("--out", help="result file, e.g. collectives.json")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
@@ -116,7 +117,7 @@ def main() -> None:
     for method, why in refused.items():
         print(f"{method}: {why}", file=sys.stderr)
     if not rows:
-        raise InputError("nothing can be shared so: give other --ranks")
+        raise InputError("no method can be shared by so many ranks: give other --ranks")
     if opt.out:
         write_json(opt.out, data)
     print(json.dumps(data) if opt.json else shown(data))

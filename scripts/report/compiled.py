@@ -1,15 +1,15 @@
-"""The GPU side without a GPU: what goes through Triton's launcher, and what it is compiled to."""
+"""Tables of the GPU side without a GPU: compiled Triton kernels, and checked addresses."""
 
 from __future__ import annotations
 
 from scripts.report.markdown import NONE, Row, runs, sources, table
 
-CARD = 90  # compute capability of the table; the others are in the file
-FILES = 12  # of the table, by registers
+CARD = 90  # compute capability in the table; the others are in the file
+FILES = 12  # files in the table, those with the most registers
 
 
 def kernels() -> str:
-    """kernels.json: the kernel of each file with the most registers."""
+    """kernels.json: of each file, the kernel with the most registers."""
     out = []
     for run in runs("kernels"):
         rows = run["rows"]
@@ -21,22 +21,22 @@ def kernels() -> str:
             if r["cc"] == CARD and "registers" in r and (known is None or r["registers"] > known["registers"]):
                 most[r["file"]] = r
         largest = sorted(most.items(), key=lambda x: -x[1]["registers"])[:FILES]
-        header = ["file", "its largest kernel", "registers", "spills", "shared", "programs a multiprocessor", "limit"]
+        header = ["file", "its largest kernel", "registers", "spills", "shared", "programs per multiprocessor", "limit"]
         keys = ("kernel", "registers", "spills", "shared", "programs", "limit")
         out += [
-            f"{len({(r['file'], r['kernel']) for r in rows})} kernels, {len(rows)} compilations of what is launched "
-            f"for compute capabilities {cards}: {bad} with a spill, too much shared memory or an error. "
-            f"Of compute capability {CARD / 10:g}, the {len(largest)} files with the most registers:",
+            f"The launches of {len({(r['file'], r['kernel']) for r in rows})} kernels were compiled for compute "
+            f"capabilities {cards}: of {len(rows)} compilations, {bad} have a spill, too much shared memory or an "
+            f"error. These are the {len(largest)} files with the most registers at compute capability {CARD / 10:g}:",
             table(header, [[f, *(str(r[k]) for k in keys)] for f, r in largest]),
         ]
     return "\n\n".join(out) or NONE
 
 
 def addresses() -> str:
-    """addresses.json: what interpreted kernels loaded and stored, held to the tensors of their launch."""
+    """addresses.json: how many addresses of interpreted kernels were checked against the tensors of their launch."""
     return "\n\n".join(
-        f"{sum(r.get('addresses', 0) for r in run['rows']):,} addresses of interpreted kernels lie in a tensor of "
-        f"their launch; {sum('problem' in r for r in run['rows'])} methods read or wrote beside one."
+        f"{sum(r.get('addresses', 0) for r in run['rows']):,} addresses of interpreted kernels are in a tensor of "
+        f"their launch; {sum('problem' in r for r in run['rows'])} methods read or wrote outside of one."
         for run in runs("addresses")
     )
 

@@ -1,6 +1,6 @@
-"""A GPU run, results/h100/*.json, beside what the papers report.
+"""Tables of a GPU run, results/h100/*.json, together with the papers' figures.
 
-A paper's figure stands beside ours of the same shapes, batch, length and method.
+A paper's figure is shown next to ours if shapes, batch, length and method are the same.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from scripts.report.markdown import RESULTS, folded, percent, table
 from scripts.report.papers import DOUBLE_SPARSITY_6C, SELF_INDEX_4, SELF_INDEX_5, reported
 
 Row = dict[str, Any]
-FAR = 0.5  # below this share of the byte limit a row is explained by its stages
+FAR = 0.5  # rows below this share of the byte limit are broken down into stages
 GOALS = [("llama-3.1-8b", 8, 32768), ("llama-2-7b", 8, 4096)]
 STAGES = ("prefetch", "append", "score", "select", "attend")
 
 
 def load(folder: Path) -> list[Row]:
-    """All rows of all result files, each with what its file says once; a row that two files have counts once."""
+    """All rows of all result files, each with its file's common fields; a row in two files counts once."""
     rows: dict[tuple, Row] = {}
     for file in sorted(folder.glob("*.json")):
         try:
@@ -66,7 +66,7 @@ PLACE = ["shapes", "batch", "tokens"]
 
 
 def attention(rows: list[Row], papers: dict) -> list[str]:
-    """The operator beside the best dense attention of the same rounds; the stages of what is far from the limit."""
+    """The operator and the best dense attention of the same rounds; and the stages of rows far from the limit."""
     rows = [r for r in rows if "operator" in r]
     rows.sort(key=lambda r: (r["model"], r["batch"], r["length"]))
     header = [*PLACE, "method", "ms", "best dense", "against it", "paper", "of the byte limit"]
@@ -104,7 +104,7 @@ def attention(rows: list[Row], papers: dict) -> list[str]:
 
 
 def end_to_end(rows: list[Row], papers: dict) -> list[str]:
-    """Decode of every run; a column that nothing is in is left out."""
+    """The decode speed of every run, without empty columns."""
     mine = [r for r in rows if r["kind"] == "generate" and "tokens_per_s" in r and r["file"] != "offload.json"]
     against = dict(times_full="full", times_gpt_fast="gpt-fast", times_double_sparse="the published Double Sparsity",
                    times_peer="transformers")  # fmt: skip
@@ -123,7 +123,7 @@ def end_to_end(rows: list[Row], papers: dict) -> list[str]:
 
 
 def prompts(rows: list[Row], papers: dict) -> list[str]:
-    """A long prompt with each method; what compression adds to prefill and to the time of the second token."""
+    """A long prompt with each method; and what compression adds to prefill and to the time of the second token."""
     out, mine = [], [r for r in rows if r["kind"] == "prompt" and "prefill_s" in r]
     long = [r for r in mine if "tokens_per_s" in r]
     if long:
@@ -164,7 +164,7 @@ def offload(rows: list[Row]) -> list[str]:
 
 
 def problems(folder: Path, rows: list[Row]) -> list[str]:
-    """What was not measured, and why."""
+    """The rows and steps that were not measured, with reasons."""
     lines = [f"- {r['model']}, batch {r['batch']}, {r['length']} tokens, {r.get('run', r.get('method'))}: {r['error']}"
              for r in rows if "error" in r]  # fmt: skip
     steps = folder / "steps.json"
@@ -189,11 +189,11 @@ def ceilings(folder: Path, files: list[Path]) -> str:
 
 
 def section(folder: Path = RESULTS / "h100") -> str:
-    """The whole section; without results, how to get them."""
+    """The whole section; without results, it says how to get them."""
     files = [f for f in sorted(folder.glob("*.json")) if f.name not in ("steps.json", "once.json")]
     if not files:
-        return ("**Not run on a GPU yet.** On a machine with one, `scripts/bench/gpu_suite.sh 1`, `2` and `3` and then "
-                "`python -m scripts.report.update_readme` fill this section, each number beside the paper's."
+        return ("**Not run on a GPU yet.** On a machine with one, run `scripts/bench/gpu_suite.sh 1`, `2` and `3`, and "
+                "then `python -m scripts.report.update_readme`: it fills this section, with the papers' numbers, too."
                 )  # fmt: skip
     rows, papers = load(folder), reported()
     parts = [ceilings(folder, files), *attention(rows, papers), *end_to_end(rows, papers), *prompts(rows, papers),

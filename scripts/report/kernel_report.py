@@ -1,15 +1,15 @@
-"""Registers, spills, shared memory and occupancy of every Triton kernel as it is launched: no GPU is needed.
+"""Registers, spills, shared memory and occupancy of every launched Triton kernel, without a GPU.
 
     python -m scripts.report.kernel_report --one
     python -m scripts.report.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
     python -m scripts.report.kernel_report --cc 80,89,90,100 --out results/kernels.json
 
 Records every launch of methods and weights (launches.py) and passes each through Triton's own launcher, up to the
-machine code of each card. Exits with 1 if a kernel cannot be launched, spills registers or needs more shared memory
-than a program may have on the card.
+machine code of each GPU. The exit code is 1 if a kernel cannot be launched, spills registers or needs more shared
+memory than a program may have on the GPU.
 
-A second table is the static account: bytes that every operation of a decode step reads and gives, the kernels that it
-launches, and the time that follows on an H100. It is an estimate from sizes, not a measurement.
+A second table is the static account: the bytes that every operation of a decode step reads and returns, the kernels
+that it launches, and the resulting time on an H100. It is an estimate from sizes, not a measurement.
 """
 
 from __future__ import annotations
@@ -40,23 +40,21 @@ from triton.runtime.jit import MockTensor
 
 from errors import InputError, run_cli
 from runtime import ROOT
+from scripts.report.collectives import BANDWIDTH
 from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, recorded
 from scripts.shared.results import check_out, record, write_json
 
 KERNELS = ROOT / "kernels"
-# compute capability -> shared memory of a multiprocessor in KB, its most threads, its most programs (CUDA C++
-# Programming Guide, table of technical specifications). A program may have 1 KB less than all: the system keeps that.
+# compute capability -> a multiprocessor's shared memory in KB, most threads and most programs (CUDA C++ Programming
+# Guide, table of technical specifications). A program may have all of it except 1 KB, which the system keeps.
 CARDS = {80: (164, 2048, 32), 86: (100, 1536, 16), 89: (100, 1536, 24), 90: (228, 2048, 32), 100: (228, 2048, 32),
          120: (100, 1536, 24)}  # fmt: skip
-REGISTERS, WARP_REGISTERS = 65536, 256  # of a multiprocessor; a warp takes them in multiples of
-BANDWIDTH = 3.35e12  # bytes/s: H100 SXM5, NVIDIA's data sheet
-LAUNCH = (
-    2e-6  # s, an assumption: what a kernel of a captured graph adds to its bytes, to start, fill and drain the card
-)
+REGISTERS, WARP_REGISTERS = 65536, 256  # of a multiprocessor; the unit in which a warp allocates them
+LAUNCH = 2e-6  # s, an assumption: the time to start, fill and drain the GPU, per kernel of a captured graph
 
 
 class Card:
-    """What Triton asks of a driver before a launch: a card that is not there."""
+    """A driver as Triton queries it before a launch, of a GPU that need not exist."""
 
     def __init__(self, cc: int):
         self.get_current_target = lambda: GPUTarget("cuda", cc, 32)
@@ -65,12 +63,12 @@ class Card:
 
 
 def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]:
-    """A recorded launch through the launcher, up to the machine code for compute capability `cc` (90 = H100).
+    """Passes a recorded launch through the launcher, up to the machine code for compute capability `cc` (90 = H100).
 
-    bind: no further than the launcher, nothing is compiled -> {}, or an error. Else -> registers a thread; spills,
-    bytes a thread keeps in local memory; shared, bytes a program; warps; programs a multiprocessor can hold and what
-    limits them; loads, bytes a thread reads at once -> how many global loads; loop, instruction -> how many in the
-    longest loop's body.
+    bind: only the launcher, nothing is compiled -> {}, or an error. Otherwise -> registers per thread; spills, bytes a
+    thread keeps in local memory; shared, bytes per program; warps; the programs that a multiprocessor can hold and what
+    limits them; loads, bytes that a thread reads at once -> number of global loads; loop, instruction -> its number in
+    the body of the longest loop.
     """
     if cc not in CARDS:
         raise InputError(f"compute capability {cc} is not known: use one of {', '.join(map(str, CARDS))}")
@@ -85,7 +83,7 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
     kernel = getattr(importlib.import_module(f"kernels.{entry['file']}"), entry["kernel"])
     if not isinstance(kernel, triton.JITFunction):
         raise InputError(f"{entry['kernel']} is interpreted: unset TRITON_INTERPRET before triton is imported")
-    kernel.device_caches.clear()  # of another card
+    kernel.device_caches.clear()  # may be of another GPU
     with (
         mock.patch.object(driver, "_active", Card(cc)),
         mock.patch.object(knobs.runtime, "jit_cache_hook", (lambda **_: True) if bind else None),
@@ -94,20 +92,20 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
             args = {n: given(x) for n, x in entry["args"].items()}
             compiled = kernel.run(grid=(1,), warmup=True, **args, **entry["options"])
             return {} if compiled is None else needs(compiled, cc)
-        except Exception as e:  # whatever the launcher or the compiler throws, the others are still to be seen
+        except Exception as e:  # record all errors of launcher and compiler, and go on with the other kernels
             return dict(error=f"{type(e).__name__}: {' '.join(str(e).split())[:200]}")
 
 
 def in_words(args: dict[str, Any]) -> str:
-    """The arguments of a recorded launch on one line; of a tensor its dtype, and bytes beyond 16 where it begins."""
+    """The arguments of a recorded launch on one line; a tensor is its dtype, and its offset from a multiple of 16."""
     said = {n: f"{x[1]}{f'+{x[2]}' if x[2] else ''}" if is_tensor(x) else x for n, x in args.items()}
     return ", ".join(f"{n} {x}" for n, x in said.items())
 
 
 def needs(compiled: Any, cc: int) -> dict[str, Any]:
-    """What the machine code of a compiled kernel takes: see `launch`."""
-    # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 the kilobyte that the
-    # system keeps is in SHARED, while the kernel's own is given at launch
+    """The resources of a compiled kernel's machine code, as in `launch`."""
+    # REG:88 STACK:0 SHARED:1024 LOCAL:0 ...: spilled registers are on the stack; on cc >= 90 SHARED has the kilobyte
+    # that the system keeps, and the kernel's own shared memory is set at launch
     usage = _dumped(compiled, "--dump-resource-usage")
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     meta = compiled.metadata
@@ -123,7 +121,7 @@ def needs(compiled: Any, cc: int) -> dict[str, Any]:
 
 
 def _dumped(compiled: Any, what: str) -> str:
-    """What cuobjdump says of a kernel's machine code."""
+    """cuobjdump's output for a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(compiled.asm["cubin"])
         f.flush()
@@ -132,7 +130,7 @@ def _dumped(compiled: Any, what: str) -> str:
 
 
 def occupancy(registers: int, shared: int, warps: int, cc: int) -> dict[str, Any]:
-    """How many programs one multiprocessor holds at once, and what limits it."""
+    """The number of programs that one multiprocessor holds at once, and what limits it."""
     kilobytes, threads, programs = CARDS[cc]
     per_warp = -(-registers * 32 // WARP_REGISTERS) * WARP_REGISTERS
     limits = {
@@ -154,7 +152,7 @@ def load_widths(ptx: str) -> dict[int, int]:
 
 
 def longest_loop(sass: str) -> dict[str, int]:
-    """Instruction without its modifiers -> how many stand between the branch that goes farthest back and its target."""
+    """Instruction without modifiers -> its number between the branch that jumps back farthest and its target."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([^;]*);", sass)
     code = [(int(at, 16), name, rest) for at, name, rest in lines]
     jumps = [(at, int(m[1], 16)) for at, name, rest in code if name == "BRA" and (m := re.search(r"0x(\w+)", rest))]
@@ -207,7 +205,7 @@ def aligned(lines: list[tuple[str, ...]], width: list[int] | None = None) -> str
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Aligned columns; loads as width x count. An error may run on over the columns that its row has not."""
+    """Aligned columns; loads as width x count. An error may extend over the columns that its row lacks."""
     head = ("file", "kernel", "model", "method", "cc", "registers", "spills", "shared", "warps", "programs", "limit")
     lines: list[tuple[str, ...]] = [(*head, "loads")]
     for r in rows:
@@ -222,14 +220,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--cc", default="80,89,90,100", help="compute capabilities, 90 = H100 (default: %(default)s)")
-    p.add_argument("--models", nargs="*", default=list(MODELS), help="whose shapes (default: %(default)s)")
+    p.add_argument("--models", nargs="*", default=list(MODELS), help="models with these shapes (default: %(default)s)")
     p.add_argument("--methods", nargs="*", default=list(METHODS), help="methods and presets, with knobs")
     p.add_argument("--weights", nargs="*", default=list(WEIGHTS), help="packed weights, with the method full")
     p.add_argument("--sizes", nargs="*", default=list(SIZES), metavar="BxT", help="rows x slots (default: %(default)s)")
-    p.add_argument("--files", nargs="*", default=[], help="kernels of these files of kernels/ alone, without .py")
-    p.add_argument("--bind", action="store_true", help="no further than the launcher: nothing is compiled")
-    p.add_argument("--one", action="store_true", help="of each kernel one launch alone")
-    p.add_argument("--out", help="write as JSON")
+    p.add_argument("--files", nargs="*", default=[], help="only kernels of these files of kernels/, without .py")
+    p.add_argument("--bind", action="store_true", help="stop after the launcher: nothing is compiled")
+    p.add_argument("--one", action="store_true", help="only one launch of each kernel")
+    p.add_argument("--out", help="result file, as JSON")
     p.add_argument("--json", action="store_true", help="print the kernels' rows as JSON, nothing else")
     a = p.parse_args(argv)
     try:
@@ -251,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
             assumed = dict(bandwidth=BANDWIDTH, launch=LAUNCH)
             write_json(a.out, record("cpu", rows=rows, account=account, assumed=assumed, complete=complete))
 
-    for cc in cards:  # a card at a time: what is cut short is whole cards
+    for cc in cards:  # one GPU after the other, so that an interrupted run has some of them complete
         for i, e in enumerate(tqdm(entries, disable=None, unit=f"launch for cc {cc}")):
             model, method, *_ = e["by"][0]
             methods = sorted({by[1] for by in e["by"]})

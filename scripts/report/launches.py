@@ -1,8 +1,8 @@
-"""Every kernel that a model of a real size launches, recorded without a GPU; kernel_report.py compiles them.
+"""Records every kernel that a model of a real size launches, without a GPU; kernel_report.py compiles them.
 
-A prompt, a step and the maintenance behind it run on tensors without numbers, and each launch is noted as Triton's
-launcher sees it: dtypes, what is None, sizes of 1, alignment. Of a step, the bytes and launches of every operation are
-noted, too.
+A prompt, a step and its maintenance run on fake tensors, and each launch is recorded as Triton's launcher sees it:
+dtypes, which arguments are None, sizes of 1, alignment. For a step, the bytes and launches of every operation are
+recorded, too.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ METHODS = (
     "self_index", "self_index-7.5", "self_index-16bit", "self_index,store_bits=4", "self_index,store_bits=8", "sals-25",
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
     "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv",
-    "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
-    "double_sparsity_offload", "flexgen", "oracle", "random",
+    "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30",
+    "palu-50", "hshare", "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
-# with `full`, as what is cached makes no difference to them
+# with `full` only, since the method makes no difference to the kernels of weights
 WEIGHTS = ("bf16", "int8", "int4")
-# rows x slots, of which the last NEW are for a reply: each way of selecting (kernels/select.py) is taken
+# rows x slots, the last NEW of which are for a reply; together they take every path of kernels/select.py
 SIZES = ("8x32768", "1x32768", "8x12288", "1x1000")
 NEW, LAYERS = 64, 2
 CHECKED = (3, 5, 9)  # tokens of a check: a GPU reads K and V once for each 64 query heads of a group
@@ -55,12 +55,12 @@ def is_tensor(noted: Any) -> bool:
 
 
 class Launches:
-    """Distinct launches: what the launcher specializes on -> arguments, who makes them, and how often. And the
-    operations of steps: bytes that one reads and gives, and its launches."""
+    """Distinct launches: what the launcher specializes on -> the arguments, which runs launch them, and how often. And
+    the operations of steps: the bytes that each reads and returns, and its launches."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, dict[str, Any]] = {}
-        self.step: list[dict[str, Any]] | None = None  # of the step that runs
+        self.step: list[dict[str, Any]] | None = None  # operations of the step that runs now
         self.steps: list[dict[str, Any]] = []
         self.count = 0
         self.by: tuple[Any, ...] = ()  # model, method, rows, slots
@@ -71,7 +71,7 @@ class Launches:
                 return x
             return ("tensor", str(x.dtype).removeprefix("torch."), x.storage_offset() * x.element_size() % 16)
 
-        def key(x: Any) -> Any:  # of an integer the launcher knows whether it is 1, a multiple of 16, and its width
+        def key(x: Any) -> Any:  # the launcher distinguishes integers that are 1, multiples of 16, and their width
             if isinstance(x, tuple) and not is_tensor(x):
                 return tuple(map(key, x))
             special = isinstance(x, int) and not isinstance(x, bool)
@@ -95,7 +95,7 @@ class Launches:
 
 
 class Operators(TorchDispatchMode):
-    """Runs what is registered for CUDA beside an operator's fake version."""
+    """Runs an operator's CUDA version in addition to its fake version."""
 
     def __init__(self, launches: Launches):
         super().__init__()
@@ -112,13 +112,13 @@ class Operators(TorchDispatchMode):
                 given = sum(nbytes(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor))
                 moved = sum(OPERATIONS[func._opname].reads(*args).values()) + given
                 row = dict(op=func._opname, bytes=moved, launches=self.launches.count - before)
-                if row not in self.launches.step:  # layers are alike
+                if row not in self.launches.step:  # layers are the same
                     self.launches.step.append(row)
         return out
 
 
 def really(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f without fake tensors."""
+    """f, run without fake tensors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), unset_fake_temporarily():
@@ -129,7 +129,7 @@ def really(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Launches]:
-    """Tensors are fake ones on `meta`, launches are noted, and what is asked of a card is answered for an H100."""
+    """Within it, tensors are fake ones on `meta`, launches are recorded, and queries about the GPU return an H100's."""
     launches = Launches()
     stream = SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
     card = SimpleNamespace(multi_processor_count=splits.ASSUMED_SMS, major=9, minor=0)
@@ -143,7 +143,7 @@ def recording() -> Iterator[Launches]:
     real = really(RandomCalibration.get)
 
     def statistic(calib: RandomCalibration, layer: int, name: str) -> torch.Tensor:
-        # eigenvalues and rankings decide about shapes and are real; a random basis of 4096 channels takes seconds
+        # eigenvalues and rankings determine shapes, so they are real; random bases of 4096 channels would take seconds
         whole = not name.endswith(("basis", "moments"))
         return real(calib, layer, name) if whole else torch.empty(calib.layouts[name].shape)
 
@@ -160,10 +160,10 @@ def recording() -> Iterator[Launches]:
         (RandomCalibration, "get", statistic),
         *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "max_kept"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
-        # h2o's prompt: hundreds of thousands of torch's products, and no kernel
+        # h2o's prompt makes hundreds of thousands of torch products, and launches no kernel of ours
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (
             torch.empty_like(q), torch.empty(k.shape[:3], dtype=torch.float32, device=k.device))),
-        # on `meta`, a cache is asked for its size alone, and has no angles
+        # on `meta`, caches are normally only asked for their sizes, and have no rotary tables
         (ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, launches.by[-1], device)),
         (torch, "tensor", tensor),
     ]  # fmt: skip
@@ -180,7 +180,7 @@ def recording() -> Iterator[Launches]:
 
 
 def converse(launches: Launches, model: str, method: str, weights: str | None, batch: int, length: int) -> None:
-    """A prompt of all slots but NEW, a step and its maintenance."""
+    """Runs a prompt that fills all slots except NEW, a step and its maintenance."""
     args = ModelArgs.from_name(model)
     args.n_layer, args.max_seq_len = LAYERS, max(args.max_seq_len, length)
     launches.by = (model, f"{method}, {weights} weights" if weights else method, batch, length)
@@ -194,14 +194,14 @@ def converse(launches: Launches, model: str, method: str, weights: str | None, b
     by = dict(zip(("model", "method", "batch", "length"), launches.by, strict=True))
     launches.steps += [by | row for row in launches.step]
     launches.step = None
-    if method == "full":  # drafts are checked by the same kernels, whatever drafts
+    if method == "full":  # the same kernels check the drafts of every method
         for n in CHECKED:
             decoder.verify(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
     decoder.maintain(NEW)
 
 
 def recorded(models: list[str], methods: list[str], weights: list[str], sizes: list[str]) -> Launches:
-    """Of every model with every method, and with the packed weights, at sizes such as "8x32768"."""
+    """The launches of every model with every method, and with the packed weights, at sizes such as "8x32768"."""
     caches = [*((m, None) for m in methods), *(("full", w) for w in weights)]
     work = [(m, *c, *map(int, size.split("x"))) for m in models for size in sizes for c in caches]
     with recording() as launches:

@@ -1,4 +1,4 @@
-"""The runs in results/, and tables of Markdown."""
+"""Reads the runs in results/, and writes Markdown tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def runs(question: str) -> Iterator[Row]:
-    """What results/<machine>/<question>.json hold, run by run, with the machine and the file below results/ beside."""
+    """The runs of all results/<machine>/<question>.json, each with its machine and its file's path below results/."""
     for file in sorted(RESULTS.glob(f"*/{question}.json")):
         where = dict(machine=file.parent.name, file=str(file.relative_to(RESULTS)))
         yield from (where | run for run in json.loads(file.read_text())["runs"])
@@ -26,7 +26,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def by_machine(header: Sequence[str], cells: Mapping[tuple[tuple[str, ...], str], str]) -> str:
-    """A table with a column a machine; cells: (a row's first cells, machine) -> text."""
+    """A table with one column per machine; cells: (a row's first cells, machine) -> text."""
     machines = sorted({machine for _, machine in cells})
     rows = dict.fromkeys(first for first, _ in cells)
     return table([*header, *machines], [[*r, *(cells.get((r, m), "-") for m in machines)] for r in rows])
@@ -37,19 +37,19 @@ def folded(title: str, body: str) -> str:
 
 
 def sources(*questions: str, root: str = "") -> str:
-    """The files that a table is made of, with their machines and commits. root: results/, as seen from the page."""
+    """A line that lists the files behind a table. root: the path of results/ as seen from the page."""
     found = {r["file"]: f"[{r['file']}]({root}{r['file']}) ({r['device']}, {r['commit']}, {r['date']})"
              for question in questions for r in runs(question)}  # fmt: skip
     return "Files: " + "; ".join(found.values()) + "." if found else NONE
 
 
 def tasks_of(rows: Sequence[Row]) -> list[str]:
-    """The tasks that rows of an evaluation have samples of, in their order."""
+    """The tasks of which an evaluation's rows have samples, in order."""
     return list(dict.fromkeys(k.removesuffix("_each") for r in rows for k in r if k.endswith("_each")))
 
 
 def measuring(rows: Sequence[Row], length: int) -> list[str]:
-    """Tasks at a length that count in means: those of which full, if it ran, finds half."""
+    """The tasks that count in means at a length: those of which full, if it ran, finds at least half."""
     full = next((r for r in rows if (r["method"], r["seq_len"]) == ("full", length)), {})
     return [t for t in tasks_of(rows) if full.get(t, 1) >= 0.5]
 
@@ -66,7 +66,7 @@ def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def share(each: Sequence[float]) -> str:
-    """Of samples that are hit or missed, with the interval: `93 (86-97) %`; of others the mean alone."""
+    """`93 (86-97) %`, with the interval, for samples that are hits or misses; otherwise only the mean."""
     mean = sum(each) / len(each)
     if not set(each) <= {0, 1} or len(each) < 10:  # shares of a text, not hits
         return percent(mean)

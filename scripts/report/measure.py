@@ -1,14 +1,14 @@
-"""Measure what the tables of results/README.md are made of, into results/<machine>/<question>.json.
+"""Measures the results behind the tables of results/README.md, into results/<machine>/<question>.json.
 
-    python -m scripts.report.measure                       # everything, hours on two cores
+    python -m scripts.report.measure                       # everything; takes hours on two cores
     python -m scripts.report.measure --only speed attention
     python -m scripts.report.measure --only smollm2 --llama-bench F --gguf SmolLM2-135M-Instruct.Q4_0.gguf
     python -m scripts.report.measure --only weights --llama-bench llama.cpp/build/bin/llama-bench
     python -m scripts.report.measure --only kvpress        # in its own environment: not part of everything
     python -m scripts.report.measure --list                # the commands
 
-Each command writes a part under runs/, and goes on where an interrupted one of the same commit stopped; when all parts
-of a question are there, its file is written whole. --limit bounds what one command may take; what is late is left out.
+Each command writes a part under runs/, and continues an interrupted one of the same commit. A question's file is
+written from all of its parts. --limit bounds the time of one command; what it does not reach is left out.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
 DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
 CALIBRATION = os.path.relpath(SMOLLM2_CALIBRATION, ROOT)
-# a published model on RULER: in 16 bits, as a GPU would hold it; one thread, so that two runs fit beside each other
+# a published model on RULER: a 16-bit cache, as on a GPU; one thread, so that two runs fit on two cores
 RULED = (f"eval.compare --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 --threads 1 "
          "--batch-size 5 --at-once 32")  # fmt: skip
-# answers of 7 digits come first or not at all; both sides decode in fp32, our side 5 prompts at once
+# an answer of 7 digits comes first or not at all; both sides decode in fp32, ours 5 prompts at once
 BESIDE = f"eval.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --batch-size 5 --max-new-tokens 16"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
 OWN = ("full self_index self_index,store_bits=4,budget=512 self_index,store_bits=4,budget=1024 double_sparsity "
        "double_sparsity,channels=0.5 sals-25 sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
 LONGER = "full self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128"
-# what makes the list of a group of queries: the sum of products, the mean softmax, the largest logit, each its own
+# ways to reduce a group's queries to one list: sum of products, mean softmax, largest logit; or one list per query
 GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
                   for by in ("group", "softmax", "max", "query"))  # fmt: skip
 GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "softmax", "max"))
 GROUPS += " sals,score=sum sals,score=softmax"
 RESTORE = (f"bench.bench_restore --threads 1 --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 "
            "--length 8000")  # fmt: skip
-# kvzip reads every prompt twice, for each of its settings
+# without kvzip, which reads every prompt twice for each setting
 NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
 def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Question -> modules of scripts/ with their arguments; those that take one get --time-limit."""
+    """Question -> modules of scripts/ with their arguments."""
     peer = f" --peer llama.cpp:{llama_bench}" if llama_bench else ""
     widths = ("bf16", "int8", "int4")
     return dict(
@@ -119,7 +119,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
     )  # fmt: skip
 
 
-# no machine's speed is in these
+# results that do not depend on a machine's speed
 FOLDERS = dict.fromkeys(("kernels", "addresses", "collectives"), "compiled")
 FOLDERS |= dict.fromkeys(("answers", "bases", "acceptance", "kvpress"), "published")
 FOLDERS |= dict.fromkeys(OF_RULER, "published")
@@ -135,7 +135,7 @@ RESUME = (
 
 
 def part(question: str, i: int, command: str, limit: float) -> dict | None:
-    """The result of one command, from its file if that is of this commit and complete; None if it was late."""
+    """The result of one command, from its file if that is complete and of this commit; None if there is no result."""
     module, *argv = command.split()
     out = ROOT / "runs" / f"{question}-{i}{'' if module == COMPARE else '.json'}"
     path = out / "compare.json" if module == COMPARE else out
@@ -153,14 +153,14 @@ def part(question: str, i: int, command: str, limit: float) -> dict | None:
         if status:
             raise InputError(f"scripts.{module} failed with {status}: see above")
         if status is None:
-            print(f"{question}: more than {limit:g} s, what is missing is left out: {command}", file=sys.stderr)
+            print(f"{question}: took more than {limit:g} s, the rest is left out: {command}", file=sys.stderr)
         else:
             mark.write_text(key)
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def run(command: list[str], limit: float) -> int | None:
-    """Exit status; None of what took too long, which is interrupted as by Ctrl-C and keeps what it has."""
+    """The command's exit status; None if it took too long and was interrupted (like by Ctrl-C, so it keeps results)."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(limit)
@@ -182,7 +182,7 @@ def main() -> None:
     a(
         "--llama-bench",
         metavar="F",
-        help="llama.cpp's llama-bench, for `weights` and `smollm2` (how to build it: scripts/bench/llama_cpp.py)",
+        help="llama.cpp's llama-bench, for `weights` and `smollm2` (scripts/bench/llama_cpp.py says how to build it)",
     )
     a("--gguf", nargs="+", default=[], metavar="F", help="for `smollm2`: other quantizations of it")
     a("--machine", default=machine(), help="the folder's name (default: %(default)s)")
@@ -197,9 +197,9 @@ def main() -> None:
         print("\n".join(f"{q}: python -m scripts.{line}" for q, lines in todo.items() for line in lines))
         return
     if "weights" in todo and not opt.llama_bench:
-        raise InputError("weights are measured beside llama.cpp: give --llama-bench, or leave them out by --only")
+        raise InputError("weights are compared to llama.cpp: give --llama-bench, or leave them out with --only")
     if commit().endswith("+dirty"):
-        raise InputError("tracked files are changed: results are of one clean commit, so commit first")
+        raise InputError("tracked files have changes, but results need a clean commit: commit first")
     written = []
     for question, lines in todo.items():
         folder = ROOT / "results" / FOLDERS.get(question, opt.machine)

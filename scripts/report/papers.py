@@ -1,4 +1,4 @@
-"""What the papers report. A figure is a ratio to the paper's own baseline on its own card."""
+"""Figures that the papers report. A ratio is to the paper's own baseline on its own GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SALS_6 = [
     (16, 4096, 3.230, 1.319, 0.757, 0.565),
 ]
 # SALS, Table 7, tokens/s: batch, tokens, GPT-Fast, SALS-25%, SALS-12.5%. The model is not named; batch 8 at 32K
-# fits on a card only with grouped queries.
+# fits on a GPU only with grouped queries.
 SALS_7 = [
     (8, 4096, 118, 154.1, 163.5),
     (8, 8192, 70.6, 128.6, 150.1),
@@ -33,8 +33,8 @@ SELF_INDEX_3 = [
 SELF_INDEX_4 = {"score": (0.166, 0.039), "attend": (0.776, 0.116)}
 # OjaKV, Figure 2 and Section 6, ms to the first token of 32K: Full KV, OjaKV at rank 0.6
 OJAKV_2 = (2102, 2801)
-# Accuracy: a setting of ours, the paper's model and task, its score and full's there, and the table again, for who has
-# a GPU, the model and the data. All of these put the question into the prompt.
+# Accuracy: a setting of ours, the paper's table, its model and task, its score and full's, and the command to measure
+# that again, for anyone with a GPU, the model and the data. All of these put the question into the prompt.
 KNOWN = "python -m scripts.eval.compare --query-in-prompt --samples 500 --essays FOLDER --squad FILE --hotpotqa FILE"
 NIAH = "niah_single_1,niah_single_2,niah_multikey_1"
 ACCURACY = [
@@ -57,7 +57,7 @@ ACCURACY = [
      "self_index-16bit,budget=0.075 snapkv,budget=0.075 quest-7.5,skip_layers=none "
      "double_sparsity-7.5,skip_layers=none"),
 ]  # fmt: skip
-# figures that are drawn and described, not tabled
+# figures from plots and text instead of tables
 DOUBLE_SPARSITY_5 = "4x to 10x on an A100 (Double Sparsity, Fig. 5)"
 DOUBLE_SPARSITY_6 = "1.3x to 1.9x (Double Sparsity, Fig. 6ab)"
 DOUBLE_SPARSITY_6C = "4x to 8x, 16x from 64K on (Double Sparsity, Fig. 6cd)"
@@ -65,7 +65,7 @@ SELF_INDEX_5 = "up to 2x full, nearly 5x smaller (Self-Indexing KVCache, Fig. 5)
 
 
 def reported() -> dict[tuple[str, str, int, int, str], str]:
-    """(kind, model, batch, tokens, method) -> the paper's ratio and where it stands."""
+    """(kind, model, batch, tokens, method) -> the paper's ratio and its source."""
     out: dict[tuple[str, str, int, int, str], str] = {}
     for batch, n, dense, *ms in SALS_6:
         for method, t in zip(("double_sparsity,budget=0.125", "sals-25", "sals-12.5"), ms, strict=True):

@@ -1,4 +1,4 @@
-"""Draw a plot for each table of results/README.md.
+"""Draws a plot for each table of results/README.md.
 
 python -m scripts.report.plots                        # -> results/speed.png, attention.png, weights.png, ...
 python -m scripts.report.plots --only speed --out /tmp
@@ -19,7 +19,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from errors import InputError, Parser, run_cli
-from scripts.report.accuracy import BOUNDS, TASKS, Cell, cells, read_cells, share_of
+from scripts.eval.ladders import BOUNDS
+from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
 from scripts.report.markdown import RESULTS, measuring, runs
 from scripts.report.speculation import plot as speculation
@@ -33,7 +34,7 @@ Points = dict[tuple[str, str], float]  # (label, machine) -> value
 
 
 def dots(panels: dict[str, Points], xlabel: str = "", one: bool = True) -> Any:
-    """A panel each with a line a label and a marker a machine, sorted by the largest value."""
+    """One panel each, with a row per label and a marker per machine, sorted by the largest value."""
     panels = {title: points for title, points in panels.items() if points}
     machines = sorted({m for points in panels.values() for _, m in points})
     looks: list[dict[str, Any]] = [
@@ -103,14 +104,14 @@ def compiled() -> Any:
 
 
 def looks_of(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """A marker and a colour each; bounds are grey and dashed."""
+    """A marker and a colour per method; bounds are grey and dashed."""
     colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
     looks = {m: dict(marker=MARKERS[i % len(MARKERS)], color=colors(order[i % 20])) for i, m in enumerate(methods)}
     return looks | {m: looks[m] | dict(linestyle="--", color="0.6") for m in BOUNDS if m in looks}
 
 
 def accuracy() -> Any:
-    """What each method finds at the bytes that a step reads; what no other beats with as few is grey."""
+    """What each method finds against the bytes that a step reads; the Pareto front is grey."""
     every = read_cells(cells())
     tasks = [t for t in TASKS if any(t in c["row"] for c in every)]
     done = {t: {c["seq_len"] for c in every if t in c["row"]} for t in tasks}
@@ -134,7 +135,7 @@ def accuracy() -> Any:
 
 
 def ruler() -> Any:
-    """What each method finds on the published model: against the bytes that it holds, and that a step reads."""
+    """What each method finds on the published model, against the bytes it holds and the bytes a step reads."""
     found = {of: run for of in ("held", "read") if (run := next(runs(f"ruler_{of}"), None))}
     names = sorted({c["method"] for run in found.values() for c in run["cells"]}, key=lambda m: (m in BOUNDS, m))
     looks = looks_of(names)
@@ -179,7 +180,7 @@ def panel(ax: Any, here: list[Cell], task: str, looks: dict[str, dict[str, Any]]
 
 
 def frontier(points: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Of (bytes, found, method), those that find more than all with fewer or as many bytes."""
+    """The Pareto front of (bytes, found, method): points that find more than all points with no more bytes."""
     out: list[tuple[float, float, str]] = []
     for x, y, name in sorted(points, key=lambda p: (p[0], -p[1])):
         if not out or y > out[-1][1]:
@@ -200,13 +201,13 @@ PLOTS: dict[str, Callable[[], Any]] = dict(
 
 def main() -> None:
     p = Parser(__doc__)
-    p.add_argument("--only", nargs="+", choices=list(PLOTS), default=list(PLOTS))
-    p.add_argument("--out", default=str(RESULTS), metavar="DIR", help="where the pictures go")
-    p.add_argument("--json", action="store_true", help="print the names of the pictures as JSON")
+    p.add_argument("--only", nargs="+", choices=list(PLOTS), default=list(PLOTS), help="plots to draw; default: all")
+    p.add_argument("--out", default=str(RESULTS), metavar="DIR", help="folder of the plots; default: results/")
+    p.add_argument("--json", action="store_true", help="print the names of the files as JSON")
     opt = p.parse_args()
     out, made = Path(opt.out), []
     if not out.is_dir():
-        raise InputError(f"--out {out} is no folder: create it first")
+        raise InputError(f"--out {out} is not a folder: create it first")
     check_out(out / "speed.png")
     for name in opt.only:
         made.append(str(out / f"{name}.png"))

@@ -1,4 +1,4 @@
-"""A published model and published files: what it finds, answers and how fast; and every real file that was tried."""
+"""Tables of a published model (retrieval, answers, speed), and of every published file that was tried."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {"vocabularies": "GGUF vocabularies", "mistral": "Mistral's tokenizers",
 
 
 def speed() -> str:
-    """smollm2.json: loading and decoding of each quantization, a row a machine and file."""
+    """smollm2.json: loading and decoding of each quantization, one row per machine and file."""
     rows, names = [], []
     for run in runs("smollm2"):
         at = {r.get("method", "llama.cpp"): r for r in run["rows"] if "tokens_per_s" in r}
@@ -28,7 +28,7 @@ def speed() -> str:
 
 
 def answers() -> str:
-    """answers.json: how many of the questions each method answers, and as full does."""
+    """answers.json: how many questions each method answers, and how many with the same words as full."""
     out = []
     for run in runs("answers"):
         full, n = run["rows"][0], len(run["rows"][0]["answers"])
@@ -43,7 +43,7 @@ def answers() -> str:
 
 
 def why(row: Row) -> str:
-    """What there is to say of a file beside "exact"."""
+    """The result of a file: "exact", or more words."""
     if "refused" in row:
         return f"refused: {row['refused']}"
     if row["exact"] is None:
@@ -54,7 +54,7 @@ def why(row: Row) -> str:
 
 
 def real_files() -> str:
-    """real_files.json: how many files of each kind are exact, and what there is to say of the others."""
+    """real_files.json: how many files of each kind are exact, and the results of the others."""
     rows = []
     for run in runs("real_files"):
         for kind, name in KINDS.items():
@@ -75,7 +75,7 @@ OF_RULER = tuple(f"ruler_{of}" for of in ("full", "held", "newer", "known", "rea
 
 
 def ruler_full() -> str:
-    """ruler_full.json: what `full` finds of each task, by length."""
+    """ruler_full.json: what `full` finds in each task, by length."""
     for run in runs("ruler_full"):
         rows = {r["seq_len"]: r for r in run["rows"]}
         cells = [[f"`{t}`", *(share(r[f"{t}_each"]) for r in rows.values())] for t in tasks_of(run["rows"])]
@@ -84,12 +84,12 @@ def ruler_full() -> str:
 
 
 def pooled(row: Row, tasks: Sequence[str]) -> str:
-    """Samples of all tasks together: `92 (81-97) %`."""
+    """The share found over the samples of all tasks: `92 (81-97) %`."""
     return share([x for t in tasks for x in row[f"{t}_each"]])
 
 
 def ruler_bytes() -> str:
-    """ruler_held, _newer, _known, _read.json: a row a method, a column a target of bytes held or read."""
+    """ruler_held, _newer, _known, _read.json: one row per method, one column per target of bytes held or read."""
     out = []
     for run in (r for q in ("ruler_held", "ruler_newer", "ruler_known", "ruler_read") for r in runs(q)):
         of = dict(kv="held", read="read")[run["cells"][0]["axis"]]
@@ -106,30 +106,30 @@ def ruler_bytes() -> str:
 
 
 def ruler_defaults() -> str:
-    """ruler_defaults.json, ruler_long.json: the papers' methods as they come, and settings this model asks for."""
+    """ruler_defaults.json, ruler_long.json: the papers' methods at their defaults and at settings for this model."""
     out = []
     for run in (*runs("ruler_defaults"), *runs("ruler_long")):
         tasks = measuring(run["rows"], run["rows"][0]["seq_len"])
         cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
                   *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
         n = run["rows"][0]["seq_len"]
-        out.append(table([f"as it comes, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
+        out.append(table([f"at its own settings, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
     return "\n\n".join(out)
 
 
 def ruler_groups() -> str:
-    """ruler_groups.json: what makes the list of a group of queries, at equal bytes read."""
+    """ruler_groups.json: ways to reduce a group's queries to one list of tokens, at equal bytes read."""
     for run in runs("ruler_groups"):
         tasks, rows = measuring(run["rows"], run["rows"][0]["seq_len"]), {r["method"]: r for r in run["rows"]}
         found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
         targets = sorted({t for _, t in found}, key=Fraction, reverse=True)
         cells = [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in dict.fromkeys(m for m, _ in found)]
-        return table(["what a group's list is the best of", *(f"read {t}" for t in targets)], cells)
+        return table(["how a group's queries make one list", *(f"read {t}" for t in targets)], cells)
     return ""
 
 
 def claims() -> str:
-    """What the papers report beside what ruler_defaults.json has, and the command of each paper's table."""
+    """The papers' scores next to those of ruler_defaults.json, and the command of each paper's table."""
     run = next(runs("ruler_defaults"), None)
     rows = {r["method"]: r for r in run["rows"]} if run else {}
     tasks, cells = measuring(run["rows"], run["rows"][0]["seq_len"]) if run else [], []
@@ -138,18 +138,19 @@ def claims() -> str:
         again = f"`{command}`" if command else "as above"
         cells.append([f"`{spec}`", where, task, f"{score:g} of {full:g}", here, again])
     return table(
-        ["", "paper", "its model and task", "score, of full's", "found here, of full's", "its table again"], cells
+        ["", "paper", "its model and task", "score, of full's score", "found here, of full's", "command for its table"],
+        cells,
     )
 
 
 def bases() -> str:
-    """bases.json: means over layers of what low-rank keys do to attention, by what the basis is of."""
+    """bases.json: how much low-rank keys change the attention, mean over layers, by the data of the basis."""
     for run in runs("bases"):
         layers = run["analyses"]["bases"]["layers"]
         mean = {name: sum(r[name] for r in layers) / len(layers) for name in layers[0]}
         split = next(i for i, name in enumerate(mean) if name.startswith("covered"))
         parts = [list(mean.items())[:split], list(mean.items())[split:]]
-        titles = ["attention moved by keys of rank 0.6 D, by what the basis is of",
+        titles = ["change of attention with keys of rank 0.6 D, by basis",
                   "mass on 1/8 of the tokens, chosen by 1/8 of the latent coordinates"]  # fmt: skip
         heads = [
             [title, *(name.split(": ")[-1] for name, _ in part)] for title, part in zip(titles, parts, strict=True)
@@ -165,23 +166,23 @@ def ruler() -> str:
     return "\n\n".join(filter(None, parts)) or NONE
 
 
-# ---- beside kvpress ----
+# ---- compared to kvpress ----
 
 
 def both_found(row: Row) -> tuple[list[float], list[float]]:
-    """Samples of all tasks together, of ours and of kvpress."""
+    """The samples of all tasks together, of ours and of kvpress."""
     ours, theirs = ([x for k, each in row.items() if k.endswith(side) for x in each] for side in ("_ours", "_theirs"))
     return ours, theirs
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether Wilson's intervals of two lists of hits have nothing in common."""
+    """Whether Wilson's intervals of two lists of hits do not overlap."""
     (a, b), (c, d) = (wilson(sum(each), len(each)) for each in (ours, theirs))
     return b < c or d < a
 
 
 def kvpress() -> str:
-    """kvpress.json: what either side finds and how many of the kept tokens are the same, a row a pair."""
+    """kvpress.json: what either side finds, and the share of kept tokens in common, one row per pair."""
     out, notes = [], {}
     for run in runs("kvpress"):
         rows = run["rows"]

@@ -1,16 +1,17 @@
-"""What sharing a model costs on this machine's CPU: the memory of each rank, and the speed beside one process.
+"""Measures what sharing a model costs on this machine's CPU: each rank's memory, and the speed against one process.
 
     python -m scripts.report.ranks --out ranks.json
     python -m scripts.report.ranks --model llama-3.2-1b --weights int4 --length 2048 --new 24 --rounds 3
 
-A checkpoint of the model's shapes, random numbers in bf16, is written to a temporary folder. All load it packed in
---weights, set up a cache of --length tokens, and decode --new tokens greedily behind a prompt of 16: 1 process on 2
-threads and 2 ranks on a thread each, in turns, round by round; then 4 ranks, for the memory alone. The ratio of speeds
-is that of the medians of a round's steps, which says what gloo's sums cost, since the cores are the same.
+A checkpoint of the model's shapes with random weights in bf16 is written to a temporary folder. Every run loads it
+packed as --weights, sets up a cache of --length tokens, and decodes --new tokens greedily after a prompt of 16 tokens.
+One process with 2 threads and 2 ranks with one thread each take turns, round by round; then 4 ranks run, only for their
+memory. The ratio of speeds is that of the medians of a round's steps. It shows what gloo's sums cost, because the cores
+are the same.
 
-Memory is that of the process alone (RssAnon, looked at every millisecond; a mapped file's pages are the system's),
-beyond what it has when torch is imported and the ranks have met; `expected` is what the rank has to hold: its share of
-the weights, what is replicated, its cache.
+Memory is that of the process alone (RssAnon, sampled every millisecond; pages of a mapped file belong to the system),
+minus what the process has after importing torch and meeting the other ranks. `expected` is what the rank must hold: its
+share of the weights, the replicated ones, and its cache.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from scripts.report.markdown import runs, sources, table
 from scripts.shared.results import check_out, record, write_json
 from weights import WeightFormat
 
-PROMPT, WARM_UP = 16, 4  # tokens; steps that do not count
+PROMPT, WARM_UP = 16, 4  # tokens; steps that are not timed
 
 
 # ---- one rank ----
 
 
 def private_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """This process's memory, without mapped files."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 
 
 class Peak:
-    """The most private bytes while it is looked at."""
+    """The most private bytes within it."""
 
     def __enter__(self) -> Peak:
         self.most, self.ended = private_bytes(), threading.Event()
@@ -70,14 +71,14 @@ class Peak:
 
 
 def held(module: torch.nn.Module) -> int:
-    """Bytes of its tensors, each once."""
+    """Bytes of a module's tensors, each counted once."""
     tensors = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers())}
     return sum(tensors.values())
 
 
 @torch.inference_mode()
 def steps(model: Transformer, n: int) -> list[float]:
-    """Seconds of n greedy steps, behind a prompt and those that warm up."""
+    """Seconds of n greedy steps, after a prompt and warm-up steps."""
     pos = torch.tensor([PROMPT])
     token, took = model.prefill(torch.arange(10, 10 + PROMPT)[None], pos).argmax(-1), []
     for i in range(WARM_UP + n):
@@ -90,7 +91,7 @@ def steps(model: Transformer, n: int) -> list[float]:
 
 
 def work(job: dict[str, Any]) -> None:
-    """Writes OUT.RANK."""
+    """Runs one rank, and writes its result to OUT.RANK."""
     set_threads(job["threads"])
     ranks, device = start("cpu")
     before = private_bytes()
@@ -115,7 +116,7 @@ def work(job: dict[str, Any]) -> None:
 def write_checkpoint(name: str, folder: Path) -> None:
     a = ModelArgs.from_name(name)
     if a.qkv_bias or a.qk_norm:
-        raise InputError(f"--model {name} is no Llama: give another one")
+        raise InputError(f"--model {name} is not a Llama: give another one")
     config = dict(model_type="llama", hidden_size=a.dim, num_hidden_layers=a.n_layer, num_attention_heads=a.n_head,
                   num_key_value_heads=a.n_kv_head, head_dim=a.head_dim, intermediate_size=a.ffn_dim,
                   vocab_size=a.vocab_size, max_position_embeddings=a.max_seq_len, rms_norm_eps=a.norm_eps,
@@ -126,7 +127,7 @@ def write_checkpoint(name: str, folder: Path) -> None:
 
 
 def run(n: int, threads: int, job: dict[str, Any]) -> dict[str, Any]:
-    """n ranks of so many threads -> what each says."""
+    """Runs n ranks with `threads` threads each -> their results."""
     alone = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
     argv = [*alone, "-m", "scripts.report.ranks", "--work", json.dumps(job | dict(threads=threads))]
     done = subprocess.run([sys.executable, *argv], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": str(threads)},
@@ -138,7 +139,7 @@ def run(n: int, threads: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(raw: list[dict[str, Any]]) -> dict[str, Any]:
-    """By number of ranks: of the fullest rank the largest peak over what is expected; and the ratio of speeds."""
+    """For each number of ranks, the rank with the largest peak over its expected memory; and the ratio of speeds."""
     speed = {n: [median(r["each"][0]["step_s"]) for r in raw if r["ranks"] == n] for n in (1, 2)}
     rows = []
     for n in sorted({r["ranks"] for r in raw}):
@@ -165,19 +166,19 @@ def shown(data: dict[str, Any]) -> str:
 
 
 def of_ranks() -> str:
-    """ranks.json."""
+    """The table of ranks.json."""
     return "\n\n".join([*(shown(run) for run in runs("ranks")), sources("ranks", root="../results/")])
 
 
 def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--model", default="llama-3.2-1b", choices=sorted(NAMED), help="shapes, of a Llama")
-    a("--weights", default="int4", metavar="W", help="int8, int4; with a group: int4:64")
-    a("--length", type=int, default=2048, help="tokens of the cache")
-    a("--new", type=int, default=24, help="steps that are timed")
-    a("--rounds", type=int, default=3)
-    a("--work", metavar="JSON", help="what this script calls itself with: be one rank")
+    a("--model", default="llama-3.2-1b", choices=sorted(NAMED), help="shapes of a Llama; default: llama-3.2-1b")
+    a("--weights", default="int4", metavar="W", help="int8, int4; with a group: int4:64; default: int4")
+    a("--length", type=int, default=2048, help="tokens of the cache; default: 2048")
+    a("--new", type=int, default=24, help="steps that are timed; default: 24")
+    a("--rounds", type=int, default=3, help="rounds; default: 3")
+    a("--work", metavar="JSON", help="used by the script itself: run as one rank")
     a("--out", help="result file, e.g. ranks.json")
     a("--json", action="store_true", help="print the result object")
     opt = p.parse_args()
@@ -187,7 +188,7 @@ def main() -> None:
     check_out(opt.out)
     WeightFormat.parse(opt.weights)
     if opt.rounds < 1 or not 1 <= opt.new <= opt.length - PROMPT - WARM_UP:
-        raise InputError(f"--rounds must be at least 1, --new fit in --length with {PROMPT + WARM_UP} tokens more")
+        raise InputError(f"--rounds must be at least 1, and --new must be at most --length minus {PROMPT + WARM_UP}")
     settings = {k: getattr(opt, k) for k in ("model", "weights", "length", "new")}
     raw = []
     with tempfile.TemporaryDirectory() as name:
@@ -196,7 +197,7 @@ def main() -> None:
         job = dict(folder=name, out=str(folder / "rank"), **{k: settings[k] for k in ("weights", "length", "new")})
         for n, threads in tqdm([(1, 2), (2, 1)] * opt.rounds + [(4, 1)]):
             raw.append(run(n, threads, job))
-    torch.set_num_threads(2)  # of each run in all
+    torch.set_num_threads(2)  # the threads of a run in total, for the record
     data = record("cpu", settings=settings, **summary(raw), raw=raw)
     if opt.out:
         write_json(opt.out, data)

@@ -1,12 +1,13 @@
-"""Published files against what else reads them: vocabularies, chat templates, Mistral's tokenizers, quantized models.
+"""Compares our reading of published files to other readers': vocabularies, chat templates, tokenizers, GGUF models.
 
     python -m scripts.report.real_files --vocabularies models --templates models/templates --mistral data --ggufs quants
     python -m scripts.report.real_files --vocabularies models --json
 
-Vocabularies (ggml-vocab-*.gguf with .inp and .out, in vendor/llama.cpp/models of llama-cpp-python's sdist): the
-published ids of the published texts, and the texts again from the ids. Templates (models/templates there): what
-transformers renders. Mistral's (mistral_common/data of mistral-common's wheel): the ids of sentencepiece, and of
-tiktoken with the file's own pattern, and the texts again. Quantized models: the numbers of the gguf package.
+Vocabularies (ggml-vocab-*.gguf with .inp and .out, in vendor/llama.cpp/models of llama-cpp-python's sdist) must give
+the published ids of the published texts, and the texts again from the ids. Templates (models/templates there) must give
+the text that transformers renders. Mistral's tokenizers (mistral_common/data of mistral-common's wheel) must give the
+ids of sentencepiece, or of tiktoken with the file's own pattern, and the texts again. Quantized models must give the
+numbers of the gguf package.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from weights.gguf import hf_name
 from weights.gguf_file import GGUFFile
 
 BETWEEN = "\n__ggml_vocab_test__\n"  # the texts of an .inp file
-NAMES = {"bos_token": "<s>", "eos_token": "</s>"}  # for templates, which are published without a vocabulary
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}  # because templates are published without a vocabulary
 CHATS = [
     [{"role": "user", "content": "Who wrote it?"}],
     [{"role": "user", "content": "Who wrote it?"}, {"role": "assistant", "content": "I did."},
@@ -45,7 +46,7 @@ TEXTS = [
 
 
 def refused_or(check: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    """A row: what the check says, or why the file is not read."""
+    """A row: the result of the check, or why the file is refused."""
     try:
         return dict(file=path.name) | check(path)
     except InputError as e:
@@ -53,7 +54,7 @@ def refused_or(check: Callable[[Path], dict[str, Any]], path: Path) -> dict[str,
 
 
 def faults(tk: Tokenizer, texts: list[str], expected: Callable[[str], list[int]]) -> dict[str, Any]:
-    """Texts whose ids are others, and those that do not come back."""
+    """Texts with wrong ids, and texts that decoding does not restore."""
     wrong = [t for t in texts if tk.encode(t, bos=False) != expected(t)]
     lost = [t for t in texts if tk.decode(tk.encode(t, bos=False)) != t]
     return dict(exact=not wrong and not lost, texts=len(texts), wrong=wrong, lost=lost)
@@ -71,7 +72,7 @@ def vocabulary(path: Path) -> dict[str, Any]:
 
 
 def mistral(path: Path) -> dict[str, Any]:
-    """A file of Mistral's by itself, as in a folder that holds no other tokenizer."""
+    """One of Mistral's files in a folder without any other tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         name = "tekken.json" if path.suffix == ".json" else "tokenizer.model"
         (Path(folder) / name).write_bytes(path.read_bytes())
@@ -97,7 +98,8 @@ def _sentencepiece_ids(path: Path) -> Callable[[str], list[int]]:
 
 
 def template(path: Path) -> dict[str, Any]:
-    """Of every conversation the same text, or both refuse it; and whether user text is told from the template's."""
+    """Whether both render the same text for every conversation, or both refuse it; and whether user text can be told
+    from the template's own."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     text = path.read_text(encoding="utf-8")
@@ -105,7 +107,7 @@ def template(path: Path) -> dict[str, Any]:
     def theirs(messages: list[dict]) -> str | None:
         try:
             return render_jinja_template([messages], chat_template=text, add_generation_prompt=True, **NAMES)[0][0]
-        except Exception:  # a template raises what it likes
+        except Exception:  # templates raise many kinds of errors
             return None
 
     def ours(messages: list[dict]) -> str | None:
@@ -121,7 +123,7 @@ def template(path: Path) -> dict[str, Any]:
 
 
 def quantized(path: Path) -> dict[str, Any]:
-    """Every tensor beside the gguf package's numbers; held bytes beside those of the file's tensors."""
+    """Compares every tensor to the gguf package's numbers, and the bytes held to those of the file's tensors."""
     import gguf
 
     start = time.perf_counter()
@@ -134,7 +136,7 @@ def quantized(path: Path) -> dict[str, Any]:
     wrong, size = [], 0
     for t in gguf.GGUFReader(path).tensors:
         size += int(t.n_bytes)
-        if t.name == "rope_freqs.weight":  # a part of the configuration
+        if t.name == "rope_freqs.weight":  # belongs to the configuration
             continue
         name = hf_name(file, t.name, a.n_layer)
         types[t.tensor_type.name] += 1
@@ -163,7 +165,7 @@ def files(kind: str, folder: str | Path) -> list[Path]:
 
 def rows(kind: str, folder: str) -> Iterator[dict[str, Any]]:
     if not (found := files(kind, folder)):
-        raise InputError(f"--{kind}: {folder} holds no {CHECKS[kind][0].replace('|', ' or ')}")
+        raise InputError(f"--{kind}: {folder} has no {CHECKS[kind][0].replace('|', ' or ')}")
     for path in found:
         yield dict(kind=kind) | refused_or(CHECKS[kind][1], path)
 
@@ -180,7 +182,7 @@ def main() -> None:
     p = Parser(__doc__)
     for kind, (pattern, _) in CHECKS.items():
         p.add_argument(f"--{kind}", metavar="FOLDER", help=f"folder with {pattern.replace('|', ' or ')}")
-    p.add_argument("--out", help="write the rows as JSON")
+    p.add_argument("--out", help="result file, as JSON")
     p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
     opt = p.parse_args()
     check_out(opt.out)
@@ -192,7 +194,7 @@ def main() -> None:
                 if not opt.json:
                     print(line(row), flush=True)
     if not found:
-        raise InputError("nothing to read: name a folder, as --vocabularies vendor/llama.cpp/models")
+        raise InputError("nothing to read: name a folder, such as --vocabularies vendor/llama.cpp/models")
     if opt.json:
         print(json.dumps(found))
     if opt.out:

@@ -1,4 +1,4 @@
-"""Speculation: what was measured, and when it pays, by bytes."""
+"""Tables and plot of speculation: what was measured, and when it pays by bytes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from scripts.report.markdown import NONE, Row, percent, runs, sources, table
 from scripts.report.speed import decoded, rate, width
 
 DRAWN = ("llama-3.1-8b", ("double_sparsity", "self_index,keep=full"))  # the model and the methods of the plot
-Bytes = tuple[float, float, float]  # that a step reads: of weights, of full's cache, of a method's
+Bytes = tuple[float, float, float]  # read by a step: of weights, of full's cache, of the method's cache
 
 
 def tokens_a_round(n: int, acceptance: float) -> float:
-    """Of n drafts, each right with this chance: those up to the first wrong one, and one of the check."""
+    """Mean tokens of a round: the drafts before the first wrong one, each right with this chance, and the check's."""
     return sum(acceptance**i for i in range(n + 1))
 
 
 def gain(read: Bytes, n: int, acceptance: float) -> float:
-    """Times full's tokens/s, if bytes are all that takes time: n drafts and one check a round."""
+    """Speed over full's if only bytes take time, with n drafts and one check per round."""
     weights, full, draft = read
     return (weights + full) * tokens_a_round(n, acceptance) / (n * (weights + draft) + weights + full)
 
 
 @functools.cache
 def read_bytes(name: str, method: str, batch: int, length: int) -> Bytes:
-    """Weights and caches in bf16, on the meta device."""
+    """The bytes of weights and caches in bf16, computed on the meta device."""
     with torch.device("meta"):
         model = Transformer(ModelArgs.from_name(name)).to(torch.bfloat16)
     unread = 0 if model.args.tie_embeddings else model.tok_embeddings.weight.nbytes
@@ -38,7 +38,7 @@ def read_bytes(name: str, method: str, batch: int, length: int) -> Bytes:
 
 
 def measured() -> str:
-    """speculate.json: tokens/s of full, of the method alone, and with drafts of which a share is right."""
+    """speculate.json: tokens/s of full, and the ratios of the method alone and of drafts with a given acceptance."""
     found: dict[tuple[str, ...], dict[str, Row]] = {}
     chances: set[float] = set()
     for run, r in decoded("speculate"):
@@ -65,7 +65,7 @@ def measured() -> str:
 
 
 def accepted() -> str:
-    """acceptance.json: the share of right drafts and tokens a check on the published model, by text."""
+    """acceptance.json: the share of right drafts and the tokens per check on the published model, by text."""
     out = []
     for run in runs("acceptance"):
         kinds = list(dict.fromkeys(r["text"] for r in run["rows"]))
@@ -94,7 +94,7 @@ def speculation() -> str:
 
 
 def plot() -> Any:
-    """Gain over context, a line a number of drafts, a panel a method and batch."""
+    """The gain over context, with a line per number of drafts and a panel per method and batch."""
     import matplotlib.pyplot as plt
 
     name, methods = DRAWN

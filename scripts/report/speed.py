@@ -1,4 +1,4 @@
-"""What CPUs did, a column a machine: decode end to end, one layer's attention, and weights of few bits."""
+"""Tables of speed on CPUs, one column per machine: decode, one layer's attention, packed weights, restored caches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Cells = dict[tuple[tuple[str, ...], str], str]
 
 
 def width(run: Row) -> str:
-    """Of the weights, as --weights names it."""
+    """The format of the weights, as --weights names it."""
     return (run.get("weights") or run["dtype"].replace("bfloat", "bf").replace("float", "fp")).partition(":")[0]
 
 
 def decoded(question: str) -> Iterator[tuple[Row, Row]]:
-    """(run, row) of every decode that was timed, by model, tokens and width of the weights; `full` first."""
+    """(run, row) of every timed decode, sorted by model, tokens and format of the weights; `full` first."""
     rows = [(run, r) for run in runs(question) for r in run["rows"] if "tokens_per_s" in r]
     order: Callable[[tuple[Row, Row]], tuple] = lambda x: (  # noqa: E731
         x[0]["model"], x[1]["length"], WIDTHS.index(width(x[0])), x[1].get("method") != "full", "method" not in x[1],
@@ -35,7 +35,7 @@ def name(row: Row) -> str:
 
 
 def speed() -> str:
-    """speed.json: tokens/s, and times `full` of the same rounds."""
+    """speed.json: tokens/s, and the ratio to `full` of the same rounds."""
     cells: Cells = {}
     for run, r in decoded("speed"):
         first = f"{run['model']}, {width(run)}", f"{r['length']:,}", name(r)
@@ -47,11 +47,11 @@ def speed() -> str:
 
 
 def restore() -> str:
-    """restore.json: a prompt's cache as a file, and how long it takes to go on from it; seconds of a prefill where it
-    was measured."""
+    """restore.json: the size of a prompt's cache as a file, and the seconds to restore it; with the seconds of a
+    prefill if it was measured."""
     cells: Cells = {}
     rows = [(run, r) for run in runs("restore") for r in run["rows"]]
-    sizes: dict[tuple, int] = {}  # of the smallest: a file of a prompt that was read has its logits, too
+    sizes: dict[tuple, int] = {}  # the smallest: after a real prefill, the file also has logits
     for run, r in rows:
         key = run["model"], r["length"], r["method"]
         sizes[key] = min(r["file_bytes"], sizes.get(key, r["file_bytes"]))
@@ -68,7 +68,7 @@ def restore() -> str:
 
 
 def attention() -> str:
-    """attention.json: one layer's whole step, how many times the best dense attention it is, at each length."""
+    """attention.json: the speed of one layer's whole step over the best dense attention, at each length."""
     found: dict[tuple[str, str], dict[int, str]] = {}
     for run in runs("attention"):
         for r in run["rows"]:
@@ -90,7 +90,7 @@ def attention() -> str:
 
 
 def weights() -> str:
-    """weights.json: decode and prompts of `full` beside llama.cpp, by the width of the weights; and linear.json."""
+    """weights.json: decode and prompts of `full` with llama.cpp, by the format of the weights; and linear.json."""
     cells: Cells = {}
     for run, r in decoded("weights"):
         if r.get("method") != "full" or "times_llama_cpp" not in r:
@@ -109,7 +109,7 @@ def weights() -> str:
 
 
 def products() -> str:
-    """All products of a step of a row, by the width of the weights: ms, share of the bandwidth, and times torch's."""
+    """All products of a one-row step by the format of the weights: ms, share of the bandwidth, ratio to torch's."""
     cells: Cells = {}
     for run in runs("linear"):
         for model in dict.fromkeys(r["model"] for r in run["rows"]):
@@ -124,7 +124,7 @@ def products() -> str:
                         step[side] = step.get(side, 0) + n * r["ms"]
                         size += n * r["bytes"] * (side == "ours")
                         parts.add(r["part"])
-                if len(parts) < 5:  # an interrupted run has not all of them
+                if len(parts) < 5:  # an interrupted run lacks some
                     continue
                 limit = size / step["ours"] * 1e3 / run["bandwidth"]
                 times = f", {step['torch'] / step['ours']:.2f}x" if "torch" in step else ""

@@ -1,9 +1,9 @@
-"""The tables of results/README.md, and the rows that each is made of.
+"""The tables of results/README.md, and the rows behind each.
 
 python -m scripts.report.tables                 # the names of the tables, and their files
-python -m scripts.report.tables speed           # every row of its files: machine, commit, and what is one number
+python -m scripts.report.tables speed           # every row of its files: machine, commit, and all single values
 python -m scripts.report.tables gpu --folder results/h100
-python -m scripts.report.tables weights --json  # the rows whole, with all repetitions
+python -m scripts.report.tables weights --json  # the whole rows, with all repetitions
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.report.ranks import of_ranks
 from scripts.report.speculation import speculation
 from scripts.report.speed import attention, restore, speed, weights
 
-# table -> what writes it, and the questions whose files it reads
+# table -> the function that writes it, and the questions whose files it reads
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
     speed=(speed, ("speed",)),
     attention=(attention, ("attention",)),
@@ -44,19 +44,19 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = dict(
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """Every row with its machine, file and commit, and what its run says once of all."""
+    """Every row of a table's files, with the machine, commit and other fields of its run."""
     out = []
     for question in TABLES[name][1]:
         for run in runs(question):
             once = {k: run[k] for k in ("machine", "commit", "model", "checkpoint", "weights", "dtype") if k in run}
-            out += [once | r for r in run.get("rows", ())]  # an analysis has none
+            out += [once | r for r in run.get("rows", ())]  # an analysis has no rows
     return out
 
 
 def main() -> None:
     p = Parser(__doc__)
     p.add_argument("table", nargs="?", help=f"one of {', '.join(TABLES)}")
-    p.add_argument("--folder", default=str(RESULTS / "h100"), help="of gpu: where scripts/bench/gpu_suite.sh wrote")
+    p.add_argument("--folder", default=str(RESULTS / "h100"), help="for gpu: the folder of scripts/bench/gpu_suite.sh")
     p.add_argument("--json", action="store_true", help="print the rows as JSON")
     opt = p.parse_args()
     if opt.table is None:
@@ -67,10 +67,10 @@ def main() -> None:
         )
         return
     if opt.table not in TABLES:
-        raise InputError(f"no table {opt.table}: give one of {', '.join(TABLES)}")
+        raise InputError(f"there is no table {opt.table}: give one of {', '.join(TABLES)}")
     if opt.table == "gpu":
         if not (folder := Path(opt.folder)).is_dir():
-            raise InputError(f"{folder} is no folder: give the one that scripts/bench/gpu_suite.sh wrote to")
+            raise InputError(f"{folder} is not a folder: give the one that scripts/bench/gpu_suite.sh wrote to")
         print(json.dumps(load(folder)) if opt.json else section(folder))
         return
     found = rows(opt.table)

@@ -1,10 +1,10 @@
-"""Write what is generated of README.md, results/README.md and the model card, from the code and results/*.json.
+"""Writes the generated sections of README.md, results/README.md, docs/ and the model card from code and results.
 
     python -m scripts.report.update_readme            # the tables
-    python -m scripts.report.update_readme --demo     # run `make demo` too and show its output
-    python -m scripts.report.update_readme --check    # exit 2 if a page is not what this would write
+    python -m scripts.report.update_readme --demo     # also run `make demo` and show its output
+    python -m scripts.report.update_readme --check    # exit with 2 if a page is not up to date
 
-A section stands between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand.
+A section is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.report.tables import TABLES
 OF_PUBLISHED = ("ruler", "kvpress", "claims", "published")
 OF_DOCS = {"docs/parallel.md": ("collectives", "ranks"), "docs/speculation.md": ("speculation",)}
 ELSEWHERE = {*OF_PUBLISHED, *(name for names in OF_DOCS.values() for name in names)}
-# page -> section -> what writes it
+# page -> section -> the function that writes it
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": dict(methods=methods),
     "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in ELSEWHERE},
@@ -41,7 +41,7 @@ def demo() -> str:
 
 
 def fill(text: str, name: str, body: str) -> str:
-    """Replace what stands between the two markers of a section."""
+    """Replaces the text between the two markers of a section."""
     pattern = re.compile(rf"(<!-- begin:{name} -->\n).*?(<!-- end:{name} -->)", re.S)
     if not pattern.search(text):
         raise InputError(f"no section {name}: put back its begin and end markers")
@@ -49,7 +49,7 @@ def fill(text: str, name: str, body: str) -> str:
 
 
 def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str]:
-    """Write the pages below root -> those that changed. check: InputError if one would."""
+    """Writes the pages below root -> those that changed. check: only raises InputError if one would change."""
     changed: dict[Path, str] = {}
     for page in () if check else PAGES:  # all of them or none
         if (root / page).parent.is_dir():
@@ -58,7 +58,7 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
         path = root / page
         if not path.is_file():
             raise InputError(
-                f"{page} is not there: its text is written by hand, around the sections {', '.join(sections)}"
+                f"{page} does not exist: its text is written by hand, around the sections {', '.join(sections)}"
             )
         text = old = path.read_text()
         bodies = {name: make() for name, make in sections.items()}

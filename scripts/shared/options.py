@@ -1,4 +1,4 @@
-"""What several command lines take: --method as cache/spec.py reads it, --method-arg, sizes, files to go on with."""
+"""Flags and checks that several command lines share: methods, models, sizes, result files to resume."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SPECS_BY_LAYER = SPECS + ", or by layers: 0-1:full,2-:self_index"
 
 
 def expand(specs: Iterable[str], with_presets: bool = False) -> list[str]:
-    """`all` becomes every method, and every preset if wanted; what is named twice counts once."""
+    """Replaces `all` by every method, and every preset if `with_presets`; drops duplicates."""
     every = [*sorted(method_files()), *(sorted(presets()) if with_presets else ())]
     return list(dict.fromkeys(s for spec in specs for s in (every if spec == "all" else [spec])))
 
 
 def takes(spec: str, knob: str) -> bool:
-    """Whether a part of a spec has this knob; skip_layers is one of all."""
+    """Whether a part of a spec has this knob; all methods have skip_layers."""
     return knob == "skip_layers" or any(knob in knob_names(resolve(p.name)[0]) for p in parse_spec(spec))
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
-    """The checkpoint, or --random-init where a script has it, in the precision asked for, with its --calibration."""
+    """The model of --checkpoint, or of --random-init if there is that flag, with its precision and calibration."""
     dtype, weight_format = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
     if name := getattr(opt, "random_init", None):
         model = random_transformer(shapes(name), device, dtype, weight_format=weight_format)
@@ -50,7 +50,7 @@ def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
 
 
 def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
-    """What a result file says of it."""
+    """The dtypes and weight formats that a result file records."""
 
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
@@ -62,31 +62,39 @@ def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
 
 
 def check_folder(checkpoint: str, who: str) -> None:
-    """InputError if a library that reads folders alone is given a GGUF file."""
+    """Raises InputError if the checkpoint is a GGUF file, for libraries that read only folders."""
     if (path := open_checkpoint(checkpoint).path).is_file():
-        raise InputError(f"{who} needs a Hugging Face folder, {path} is a GGUF file: write one by python "
+        raise InputError(f"{who} needs a Hugging Face folder, {path} is a GGUF file: write one with python "
                          f"-m scripts.quantize {path} OUT --weights fp32, and give --checkpoint OUT")  # fmt: skip
 
 
 @functools.cache
 def shapes(name: str) -> ModelArgs:
-    """Of a known model, or of a config.json as checkpoints have it."""
+    """The shapes of a known model, or of a checkpoint's config.json."""
     return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
 
 
+def parse_lengths(text: str) -> list[int]:
+    """--lengths 1024,2048 as a list."""
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise InputError(f"--lengths {text} is not a list such as 512,1024") from None
+
+
 def add_run(p: argparse.ArgumentParser, resume: bool = True) -> None:
-    """Flags of every benchmark: threads, and the file that it writes as it goes."""
+    """Flags of every benchmark: threads, and the result file, which is written as it goes."""
     a = p.add_argument
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     if resume:
-        a("--time-limit", type=float, metavar="S", help="begin nothing new after S seconds")
+        a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
         a("--resume", action="store_true", help="keep what --out has and measure what is missing")
     a("--out", help="result file, written after every part")
     a("--json", action="store_true", help="print the result file's content and nothing else")
 
 
 def check_run(opt: argparse.Namespace) -> None:
-    """What both benchmarks take: --size becomes [(batch, length), ...], and what cannot be is an InputError."""
+    """Checks the flags of both benchmarks; --size becomes [(batch, length), ...]."""
     if opt.size is None:
         opt.size = [(b, n) for b in opt.batch for n in opt.length]
     else:
@@ -97,14 +105,14 @@ def check_run(opt: argparse.Namespace) -> None:
     if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
         raise InputError("--batch, --length, --size and --rounds must be at least 1")
     if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to go on with")
+        raise InputError("--resume needs --out, the file to continue from")
     check_out(opt.out)
 
 
 def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...]) -> dict[str, list[Any]]:
-    """The lists of a result file to go on with; InputError if it was measured elsewhere or otherwise.
+    """The lists of a result file to continue from; raises InputError if its run differs from this one.
 
-    same: keys that must be as in data, what this run would write.
+    same: keys whose values must equal those in `data`, which this run would write.
     """
     if not Path(out).exists():
         return {}

@@ -1,7 +1,7 @@
-"""One line on stderr that is never old: what runs now, how long it has all taken, and about how much is left.
+"""A progress line on stderr: what runs now, the time since the start, and about how much is left.
 
-On a terminal the line is rewritten every second; elsewhere a line is added when something new begins, and every
-few seconds while nothing does, as a compilation of minutes.
+On a terminal the line is rewritten every second. Elsewhere a line is added when a step begins, and every few seconds
+during a long one, such as a compilation of minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPACED = 2.0  # between two lines off a terminal
 class Progress:
     """with Progress(dict(prepare=2, round=10)) as progress: progress.now("prepare", "full") ...
 
-    plan: kind of step -> how many there will be; how long they take is told by those that are done.
+    plan: kind of step -> how many there will be; the steps done so far tell how long one takes.
     """
 
     def __init__(self, plan: dict[str, int] | None = None, stream: TextIO | None = None,
@@ -38,12 +38,12 @@ class Progress:
 
     def __exit__(self, *_: Any) -> None:
         self.ended.set()
-        self.thread.join()  # it may write to the stream, which may be closed next
+        self.thread.join()  # it may write to the stream, which the caller may close next
         with self.lock:
             self._clear()
 
     def now(self, kind: str, what: str) -> None:
-        """The last step has ended, this one begins. kind: one of the plan's, or another that is not counted."""
+        """Ends the previous step and begins this one. kind: one of the plan's; any other is not counted."""
         with self.lock:
             now = self.clock()
             if self.kind in self.plan:
@@ -52,18 +52,18 @@ class Progress:
             self._show(SPACED)
 
     def drop(self, kind: str, n: int) -> None:
-        """n steps of the plan will not come."""
+        """Removes n steps from the plan."""
         with self.lock:
             self.plan[kind] -= n
 
     def write(self, text: str) -> None:
-        """A result, to stdout, above the line."""
+        """Prints a result to stdout, above the line."""
         with self.lock:
             self._clear()
             print(text, flush=True)
 
     def left(self) -> float | None:
-        """Seconds still to go by the kinds of steps of which one is done; None if there is none."""
+        """Seconds left for the kinds of steps of which at least one is done; None if there are none."""
         total, known = 0.0, [kind for kind in self.plan if kind in self.took]
         for kind in known:
             each, running = sum(self.took[kind]) / len(self.took[kind]), kind == self.kind
@@ -75,7 +75,7 @@ class Progress:
         left = self.left()
         unknown = any(n > 0 for kind, n in self.plan.items() if kind not in self.took)
         about = ""
-        if left is not None and (left >= 1 or not unknown):  # "more than 0:00" would tell nothing
+        if left is not None and (left >= 1 or not unknown):  # "more than 0:00" says nothing
             about = f", {'more than' if unknown else 'about'} {minutes(left)} left"
         return f"[{minutes(self.clock() - self.begin)}{about}] {self.what}"
 

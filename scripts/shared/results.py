@@ -1,4 +1,4 @@
-"""What every result file holds beside its numbers, and how it is written."""
+"""The fields that every result file has besides its numbers, and how it is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def git(*args: str) -> str:
 
 
 def commit() -> str:
-    """The revision, with +dirty if tracked files other than results differ from it."""
+    """The git revision, with +dirty if tracked files outside results/ differ from it."""
     try:
         changed = git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results")
         return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
@@ -40,7 +40,7 @@ def cpu_name() -> str:
 
 
 def machine() -> str:
-    """Family of this CPU, the name of a folder in results/: zen3, xeon; another CPU's is its own name."""
+    """This CPU's folder in results/: its family (zen3, xeon), or its own name for other CPUs."""
     try:
         lines = dict(x.split(":", 1) for x in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
         found = {k.strip(): v.strip() for k, v in lines.items()}
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def gpu(device: torch.device) -> dict[str, Any]:
-    """What decides a GPU's speed: the card, and the driver, clocks and power limit as they are now."""
+    """What determines a GPU's speed: the card, and its current driver, clocks and power limit."""
     p = torch.cuda.get_device_properties(device)
     out = dict(name=p.name, capability=f"{p.major}.{p.minor}", memory=p.total_memory, l2_cache=p.L2_cache_size,
                multiprocessors=p.multi_processor_count, cuda=torch.version.cuda)  # fmt: skip
@@ -76,7 +76,7 @@ def program() -> str:
 
 
 def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
-    """The command, device, versions, commit and date, then the numbers."""
+    """A result's command, device, versions, commit and date, followed by `numbers`."""
     device = torch.device(device)
     packages = {}
     for name in ("torch", "triton", "transformers", "flash-attn", "flashinfer-python", "numpy"):
@@ -97,13 +97,13 @@ def record(device: torch.device | str, **numbers: Any) -> dict[str, Any]:
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Written to a temporary name, then renamed: an interrupted run leaves the old file."""
+    """Writes to a temporary name, then renames: an interrupted run leaves the old file."""
     check_out(path)
     with written(path) as tmp:
         tmp.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def save_figure(fig: Any, path: str | Path) -> None:
-    """A matplotlib figure, in the format that the name ends in, written as `write_json` writes."""
+    """Saves a matplotlib figure in the format of the file's suffix, safely like `write_json`."""
     with written(path) as tmp:
         fig.savefig(tmp, dpi=110, format=Path(path).suffix[1:].lower() or "png")

@@ -1,4 +1,4 @@
-"""What the benchmarks time with: calls in turns, an emptied cache, the machine's ceilings, and reasons for failures."""
+"""Timing for the benchmarks: calls in turns, emptied caches, the machine's ceilings, and recorded failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.backend import use_native
 from kernels.linear import dense_linear
 
 WARM_UP = 3
-PROBE_BYTES = dict(cpu=1 << 28, cuda=1 << 30)  # of the bandwidth measurement
+PROBE_BYTES = dict(cpu=1 << 28, cuda=1 << 30)  # read by the bandwidth measurement
 
 Call = Callable[[], Any]
 Name = TypeVar("Name")
@@ -36,7 +36,7 @@ class Clock:
         self.sink = torch.zeros((), device=device)
 
     def prepare(self, call: Call) -> Call:
-        """Warm up (compilation, autotuning) and, on a GPU, capture."""
+        """Warms up a call (compilation, autotuning) and, on a GPU, captures it."""
         if self.device.type == "cpu":
             for _ in range(WARM_UP):
                 call()
@@ -51,14 +51,14 @@ class Clock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
-        # `call` is kept with the graph, which reads the tensors that it holds
+        # keep `call` with the graph, because the graph reads tensors that it holds
         return partial(lambda graph, _: graph.replay(), graph, call)
 
     def flush(self) -> None:
         if self.scratch is not None:
             torch.sum(self.scratch, 0, out=self.sink)
         elif self.device.type == "cuda":
-            torch.cuda._sleep(200_000)  # cycles in which the host gets ahead, so that no launch is timed
+            torch.cuda._sleep(200_000)  # cycles, in which the host gets ahead, so that no launch is timed
 
     def rounds(
         self,
@@ -69,7 +69,7 @@ class Clock:
     ) -> dict[Name, list[float]]:
         """n rounds of prepared calls in turn -> milliseconds of each. say(i) is called before round i.
 
-        `into` is filled round by round: what an interrupted run has measured is there, the same number of every call.
+        `into` is filled round by round, so that an interrupted run leaves the same number of times for every call.
         """
         times: dict[Name, list[float]] = {} if into is None else into
         for i in range(n):
@@ -89,7 +89,7 @@ class Clock:
         return out
 
     def _cuda_round(self, calls: dict[Name, Call]) -> dict[Name, float]:
-        """All is enqueued before anything is waited for: the device reads the scratch while the host launches."""
+        """Enqueues everything before it waits: the device reads the scratch while the host launches."""
         events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in calls}
         for name, call in calls.items():
             self.flush()
@@ -101,7 +101,7 @@ class Clock:
 
 
 def flush_bytes(device: torch.device) -> int:
-    """How much must be read until nothing older is left in the last-level cache."""
+    """The bytes to read until the last-level cache has nothing older left."""
     if device.type == "cuda":
         return 4 * torch.cuda.get_device_properties(device).L2_cache_size
     sizes = []
@@ -123,11 +123,11 @@ def summary(times: list[float]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def ceilings(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> dict[str, Any]:
-    """Measured here and now: bytes/s of reading and of copying (each byte read and written counts), matmul FLOP/s.
+    """The machine's current bytes/s of reading and of copying (bytes read and written both count), and matmul FLOP/s.
 
-    Reading is the fastest of torch's sum and max and, on a CPU, of our product of one row, which reads at several
-    places: a core gets up to a third more than from one. `bandwidth`, what byte limits are taken from, is the better of
-    reading and copying.
+    Reading is the fastest of torch's sum and max and, on a CPU, of our product of one row. That product reads from
+    several places at once, which gives a core up to a third more than one place. `bandwidth`, from which byte limits
+    are computed, is the better of reading and copying.
     """
     clock, gpu = Clock(device, cold=False), device.type == "cuda"
     x = torch.ones(PROBE_BYTES[device.type] // 4, device=device)
@@ -149,16 +149,16 @@ def ceilings(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> dict[
                 floor_ms=ms["floor"], raw_ms=raw)  # fmt: skip
 
 
-# ---- what may fail is recorded, not raised ----
+# ---- failures are recorded, not raised ----
 
 
 def settled(row: dict[str, Any]) -> bool:
-    """Whether a row need not be tried again: it was measured, or has cost the device."""
+    """Whether a row need not be tried again: it was measured, or it crashed the device."""
     return "error" not in row or bool(row.get("lost"))
 
 
 def end(rows: list[dict[str, Any]]) -> None:
-    """SystemExit(1) if there are rows and all of them are errors."""
+    """Exits with code 1 if there are rows and all of them are errors."""
     if rows and all("error" in r for r in rows):
         raise SystemExit("error: nothing could be measured: every row is an error")
 
@@ -170,8 +170,8 @@ def reason(e: BaseException) -> str:
 
 
 def recover(device: torch.device, lost: Callable[[], object] = lambda: None) -> None:
-    """Free what a row left behind. A device that does not answer any more ends the run, after a last call of lost():
-    it enters the rows at fault, with lost=True, so that a run that resumes this one does not try them again."""
+    """Frees what a row left behind. If the device no longer answers, the run ends after a call of lost(), which records
+    the rows at fault with lost=True, so that a resumed run does not try them again."""
     if device.type == "cuda":
         gc.collect()
         try:

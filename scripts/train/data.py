@@ -1,4 +1,4 @@
-"""The shipped model's vocabulary, token arrays and words, made once from the text of corpus.py, and tasks over them."""
+"""Makes the shipped model's vocabulary, token arrays and words once from the text of corpus.py, and tasks from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 2048
 
 
 class Pieces:
-    """The SentencePiece vocabulary, with the two things scripts/eval/tasks.py asks of a tokenizer."""
+    """The SentencePiece vocabulary as an `Encoder` of scripts/eval/tasks.py."""
 
     def __init__(self, path: Path):
         self.sp = spm.SentencePieceProcessor(model_file=str(path))
@@ -29,7 +29,7 @@ class Pieces:
 
 
 def prepare(data: Path) -> None:
-    """Vocabulary, token arrays and word lists from the corpus, written once into `data`."""
+    """Writes vocabulary, token arrays and word lists of the corpus into `data`, if they are not there yet."""
     if (data / "meta.json").exists():
         return
     data.mkdir(parents=True, exist_ok=True)

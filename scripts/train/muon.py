@@ -1,4 +1,4 @@
-"""Muon, the optimizer of the matrices."""
+"""Muon, the optimizer for the matrices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ WEIGHT_DECAY = 0.02
 
 
 class Muon:
-    """Momentum orthogonalized by Newton-Schulz (Jordan et al. 2024), q, k, v, gate and up each on its own.
+    """Momentum orthogonalized by Newton-Schulz (Jordan et al. 2024), with q, k, v, gate and up as separate matrices.
 
-    Matrices of one shape are stepped as one batch: on a CPU that is several times faster than one by one.
+    Matrices of one shape are updated as one batch, which on a CPU is several times faster than one by one.
     """
 
     def __init__(self, model: Transformer, beta: float = 0.95):
@@ -36,7 +36,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for shape, views in self.groups.items():
-            views = [(p, s) for p, s in views if p.grad is not None]  # layers that wait for their stage have none
+            views = [(p, s) for p, s in views if p.grad is not None]  # layers before their first stage have none
             if not views:
                 continue
             grads = [p.grad[s] for p, s in views]  # type: ignore[index]

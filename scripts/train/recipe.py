@@ -1,4 +1,4 @@
-"""The shipped model's shape, and the stages that it is trained in."""
+"""The shipped model's shape, and the stages of its training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Stage:
     tokens: float  # millions
     theta: float
     mix: dict[str, float]
-    n_layer: int = 6  # the first n layers train; those added later start as the identity
-    answers: float = 1.0  # weight of the answers' loss; text weighs 1
+    n_layer: int = 6  # the first n layers are trained; layers added later start as the identity
+    answers: float = 1.0  # weight of the answers' loss; text has weight 1
     repeats: float = 0.5  # weight of the repeats' loss
-    context: float = 0.0  # weight of an auxiliary loss: the second layer names the tokens 1 to 4 back
-    until: float = 2.0  # the stage ends early once repeats are continued this accurately
+    context: float = 0.0  # weight of an auxiliary loss: the second layer predicts the tokens 1 to 4 back
+    until: float = 2.0  # the stage ends early at this accuracy on repeats
 
 
 def _mix(text: float, rep: float, kv: float, inter: float, hay: float, recall: float = 0) -> dict[str, float]:

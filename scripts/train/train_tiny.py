@@ -1,18 +1,18 @@
-"""Train the shipped model, models/tiny: a small Llama that retrieves and writes Python- and English-like text.
+"""Trains the shipped model, models/tiny: a small Llama that retrieves and writes Python- and English-like text.
 
     python -m scripts.train.train_tiny --out models/tiny                 # the CPU recipe, hours on two cores
     python -m scripts.train.train_tiny --out models/tiny --recipe gpu    # longer, and up to 16K tokens of context
 
-The recipe. Nothing is seeded by hand: weights start random, and training starts with sequences of 64 tokens in which
-random tokens repeat and with the first 3 layers alone, until the model continues repeats (induction heads form); then
-it adds the other layers, which start as the identity, lengthens the context stage by stage and mixes in text
-(corpus.py) and retrieval in nine wordings (scripts/eval/tasks.py). rope_theta starts at 1e4, where positions are
-learned fast, and is raised once contexts grow. An auxiliary loss, in the early stages, has the second layer name the
-tokens 1 to 4 back: with it keys are told apart after 1.6M tokens; a run without it still guessed among four statements
-of one wording after 18M. Muon on the matrices, AdamW on embeddings and
-norms; the loss is a weighted sum of the per-kind means, and unpredictable tokens are masked.
+The recipe. No circuit is built in by hand: weights start random. Training begins with the first 3 layers and sequences
+of 64 tokens in which random tokens repeat, until the model continues repeats (induction heads form). Then it adds the
+other layers, which start as the identity, lengthens the context stage by stage, and mixes in text (corpus.py) and
+retrieval in nine wordings (scripts/eval/tasks.py). rope_theta starts at 1e4, with which positions are learned fast, and
+is raised as contexts grow. In the early stages an auxiliary loss makes the second layer predict the tokens 1 to 4 back.
+With it the model distinguishes keys after 1.6M tokens; a run without it still guessed among four statements of one
+wording after 18M. Matrices are trained by Muon, embeddings and norms by AdamW. The loss is a weighted sum of the means
+of each kind of token; unpredictable tokens are masked.
 
-Batches depend on (seed, step) alone. The state is saved every few minutes; the same command continues from it.
+Batches depend only on (seed, step). The state is saved every few minutes; the same command continues from it.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from scripts.train.muon import Muon
 from scripts.train.recipe import ARGS, RECIPES
 
 MUON_LR, ADAM_LR = 0.01, 2.5e-3
-BACK = 4  # tokens back that the auxiliary loss asks for
-WARMUP, DECAY, FINAL = 40, 0.3, 0.05  # steps up; share of the tokens over which the rate falls; the last rate
+BACK = 4  # how many tokens back the auxiliary loss predicts
+WARMUP, DECAY, FINAL = 40, 0.3, 0.05  # warm-up steps; share of the tokens over which the rate decays; the last rate
 
 
 # ---- training ----
 
 
 def init_weights(model: Transformer, seed: int, first: int) -> None:
-    """Normal, fan-in scaled; what writes to the residual stream starts small, and at zero in layers added later."""
+    """Normal, scaled by fan-in. Matrices that write to the residual stream start small, or at zero in later layers."""
     gen = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -79,9 +79,9 @@ class Trainer:
         init_weights(self.model, opt.seed, self.stages[0].n_layer)
         self.model.to(opt.device)
         self.muon = Muon(self.model)
-        # The auxiliary heads. To match a key that stands away from its value, a position must know several tokens
-        # before it; nothing rewards that until a later layer matches them, and nothing to match exists until then.
-        # Asking for it directly breaks that circle. They are not part of the shipped model.
+        # The auxiliary heads. To match a key that is not right before its value, a position must know several tokens
+        # before it. Nothing rewards that until a later layer matches them, and that layer has nothing to match before.
+        # A direct loss breaks the circle. The heads are not part of the shipped model.
         self.back = torch.nn.Parameter(torch.zeros(BACK, ARGS.dim, ARGS.dim))
         rest = [(n, p) for n, p in self.model.named_parameters() if p.dim() < 2 or "tok_embeddings" in n]
         groups = [dict(params=[p for _, p in rest if p.dim() == d], scale=s) for d, s in ((2, 1.0), (1, 0.25))]
@@ -90,7 +90,7 @@ class Trainer:
         self.at: dict[str, Any] = dict(step=0, tokens=0, stage=0, stage_tokens=0, ema={}, log=[])
         self.load()
 
-    # The state is safetensors with JSON in its header, never a pickle.
+    # the state is a safetensors file with JSON in its header, never a pickle
     def state(self) -> dict[str, Tensor]:
         out = {f"model.{n}": p.data for n, p in self.model.named_parameters()} | {"back": self.back.data}
         out |= {f"muon.{i}": m for i, m in enumerate(self.muon.momentum.values())}
@@ -126,7 +126,8 @@ class Trainer:
         print(f"continuing at step {self.at['step']}, {self.at['tokens'] / 1e6:.2f}M tokens", file=sys.stderr)
 
     def rate(self) -> float:
-        """Warm up, stay, and fall over the last DECAY of the tokens the recipe has from its second stage on."""
+        """The learning rate warms up, stays constant, and decays over the last share DECAY of the recipe's tokens,
+        counted from its second stage on."""
         total = sum(s.tokens for s in self.stages[1:]) * 1e6
         i = self.at["stage"]
         done = (sum(s.tokens for s in self.stages[1:i]) * 1e6 + self.at["stage_tokens"]) if i else 0
@@ -134,7 +135,8 @@ class Trainer:
         return min(1, (self.at["step"] + 1) / WARMUP) * (1 if left > DECAY else FINAL + (1 - FINAL) * left / DECAY)
 
     def losses(self, trunk: Trunk, ids: np.ndarray, labels: np.ndarray, tables: tuple[Tensor, Tensor]):
-        """Cross entropy, correctness and kind of every position that has a target: three [N] tensors."""
+        """Cross entropy, correctness and kind of every position that has a target: three [N] tensors; and the second
+        layer's output [B, T, dim]."""
         x = torch.from_numpy(ids).to(self.opt.device)
         kind = torch.from_numpy(labels).to(self.opt.device)[:, 1:].reshape(-1)
         target = x[:, 1:].reshape(-1)
@@ -146,7 +148,8 @@ class Trainer:
         return ce, (logits.detach().argmax(-1) == target[at]).float(), kind[at], early
 
     def context_loss(self, early: Tensor, ids: np.ndarray) -> Tensor:
-        """Cross entropy of naming the tokens 1 to BACK places back from `early` [B, T, dim], at every fourth place."""
+        """Cross entropy of predicting the tokens 1 to BACK positions back from `early` [B, T, dim], at every fourth
+        position."""
         x, first = torch.from_numpy(ids).to(self.opt.device), int(self.at["step"] % 4)
         with torch.autocast(self.opt.device.split(":")[0], torch.bfloat16):
             some = F.rms_norm(early[:, BACK + first :: 4], (ARGS.dim,))
@@ -156,7 +159,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 2), targets.flatten())
 
     def trunk(self, n_layer: int) -> Trunk:
-        """Teacher forcing through the first n layers and the last norm -> its output, and the second layer's."""
+        """A teacher-forced pass through the first n layers and the last norm -> its output, and the second layer's."""
         model = self.model
 
         def run(tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +177,7 @@ class Trainer:
 
     def train(self) -> None:
         at, saved = self.at, time.time()
-        stop: list[int] = []  # a signal ends the run after the step it falls into, with the state saved
+        stop: list[int] = []  # a signal ends the run after the current step, with the state saved
         for sig in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sig, lambda number, frame: stop.append(number))
         while at["stage"] < len(self.stages):
@@ -263,7 +266,7 @@ class Trainer:
         return out
 
     def export(self, out: Path) -> None:
-        """The Hugging Face folder: bf16 weights, config, SentencePiece vocabulary; each written, then renamed."""
+        """Writes the Hugging Face folder: bf16 weights, config, SentencePiece vocabulary."""
         out.mkdir(parents=True, exist_ok=True)
         config = dict(
             architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=VOCAB, hidden_size=ARGS.dim,
@@ -293,16 +296,16 @@ class Trainer:
 def main() -> None:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--out", default="models/tiny", help="where the checkpoint goes when training ends")
-    a("--run", default="runs/tiny", help="folder of the data and of the state that training resumes from")
-    a("--recipe", choices=RECIPES, default="cpu")
-    a("--seed", type=int, default=0)
-    a("--device")
+    a("--out", default="models/tiny", help="folder of the checkpoint, written when training ends; default: models/tiny")
+    a("--run", default="runs/tiny", help="folder of the data and of the state to resume from; default: runs/tiny")
+    a("--recipe", choices=RECIPES, default="cpu", help="default: cpu")
+    a("--seed", type=int, default=0, help="seed of weights and batches; default: 0")
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--compile", action=argparse.BooleanOptionalAction, default=True)
+    a("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile the step (default: yes)")
     a("--export-only", action="store_true", help="write the checkpoint from the saved state, train nothing")
     a("--evaluate", metavar="T,T,..", help="only evaluate the saved state at these lengths")
-    a("--json", action="store_true", help="print a JSON object when done: where the checkpoint is, steps and tokens")
+    a("--json", action="store_true", help="print a JSON object when done: the checkpoint's folder, steps and tokens")
     opt = p.parse_args()
     set_threads(opt.threads)
     opt.device = str(pick_device(opt.device))

@@ -17,7 +17,7 @@ LABELS, LABEL_BUDGET = 0.25, 0.0625  # double_sparsity's defaults
 
 
 def adjacent(layer: Layer) -> Series:
-    """Tokens of the layer by labels, exact ones: what is judged is the query. Nothing for the first layer."""
+    """Tokens of the layer chosen by exact labels, so that only the query is tested. Nothing for the first layer."""
     if layer.index == 0:
         return {}
     cos, sin = layer.rope

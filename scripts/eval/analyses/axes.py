@@ -1,4 +1,4 @@
-"""Axes that several plots have."""
+"""Axes that several plots use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fraction(x: float) -> str:
-    """1/8 for 0.125, and what is no power of two as it is."""
+    """1/8 for 0.125; a number that is not a power of two stays decimal."""
     return f"1/{1 / x:g}" if x < 1 and math.log2(x).is_integer() else f"{x:g}"
 
 

@@ -1,7 +1,8 @@
-"""How far a low-rank basis of keys moves the attention, by what the basis is of: whose fault a loss is (OjaKV, SALS).
+"""How much keys in a low-rank basis change the attention, by the data of the basis: what causes a loss (OjaKV, SALS).
 
-A basis of the text at hand is the most that a calibration, or an update by the text, could give; the best possible is
-of the product that counts, not of the keys. Centred: less the mean key of the text, which the softmax does not see.
+A basis of the current text is the best that a calibration, or an update by the text, could give. The best possible
+basis approximates the product of queries and keys, not the keys. Centred means that the text's mean key is subtracted,
+which does not change the softmax.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, mean
 from scripts.eval.analyses.latent_scores import SALS_BUDGET, overlap_table
 from scripts.eval.analyses.measures import attention_mass, covariance, covered, moved, top
 
-OJA_RANK, SALS_RANK = 0.6, 0.125  # of D: ojakv's default; of n * D: what scores in sals-25
+OJA_RANK, SALS_RANK = 0.6, 0.125  # a share of D, ojakv's default; a share of n * D, the scoring rank of sals-25
 
 
 def bases(layer: Layer) -> Series:
-    """moved: total variation of the attention with keys projected to OJA_RANK; covered: the mass on 1/8 of the tokens,
-    chosen by SALS_RANK of the coordinates."""
+    """moved: total variation between the attention with keys projected to OJA_RANK and the true one. covered: the mass
+    on 1/8 of the tokens, chosen by SALS_RANK of the coordinates."""
     return mean([ojakv(c, layer.get("oja.k_basis")) | sals(c, layer.get("sals.basis")) for c in layer.held_out])
 
 

@@ -1,4 +1,4 @@
-"""What an analysis is given: one layer, its calibration, and the tensors of each sequence that went through it."""
+"""The input of an analysis: one layer, its calibration, and the tensors of each sequence that went through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache.calibration import Calibration
 from model import Block
 from scripts.eval.analyses.measures import attention_mass
 
-QUERIES = 64  # of a sequence, spread over its second half: what selection is judged by
+QUERIES = 64  # per sequence, spread over its second half, on which selection is measured
 
 Series = dict[str, Any]
 Table = tuple[list[str], list[list[Any]]]
@@ -23,10 +23,10 @@ Table = tuple[list[str], list[list[Any]]]
 
 @dataclass
 class Capture:
-    """One sequence of S tokens in one layer; fp32 but for the inputs."""
+    """One sequence of S tokens in one layer; in fp32 except for the inputs."""
 
-    before: Tensor | None  # [S, dim] what enters the layer before this one
-    x: Tensor  # [S, dim] what enters this layer, before its norm
+    before: Tensor | None  # [S, dim], input of the previous layer
+    x: Tensor  # [S, dim], input of this layer, before its norm
     q: Tensor  # [S, Hq, D]
     k: Tensor  # [S, n, D]
     v: Tensor  # [S, n, D]
@@ -35,7 +35,7 @@ class Capture:
 
     @cached_property
     def at(self) -> Tensor:
-        """[Q] positions of the queries that selection is judged by."""
+        """[Q] positions of the queries on which selection is measured."""
         S = len(self.k)
         return torch.linspace(S // 2, S - 1, min(QUERIES, S - S // 2), device=self.k.device).long()
 
@@ -45,12 +45,12 @@ class Capture:
         return attention_mass(self.q_rot[self.at], self.k_rot, self.at)
 
     def past(self, scores: Tensor) -> Tensor:
-        """Scores [Q, ..., S] of tokens that a query cannot see become -inf."""
+        """Sets scores [Q, ..., S] of tokens that a query cannot see to -inf."""
         future = torch.arange(len(self.k), device=self.k.device) > self.at[:, None]
         return scores.masked_fill(future.view(len(self.at), *[1] * (scores.dim() - 2), -1), float("-inf"))
 
     def latent_scores(self, basis: Tensor, rank: int) -> Tensor:
-        """Before rotation, group and heads summed, over the first `rank` coordinates: [Q, S] (SALS, Sec. 4.3)."""
+        """Scores [Q, S] before rotation, summed over group and heads, in `rank` coordinates (SALS, Sec. 4.3)."""
         n = self.k.shape[1]
         q = self.q[self.at].unflatten(1, (n, -1)).sum(2).flatten(1) @ basis[:, :rank]
         return self.past(q @ (self.k.flatten(1) @ basis[:, :rank]).T)
@@ -80,9 +80,9 @@ class Analysis:
     measure: Callable[[Layer], Series]
     table: Callable[[list[Series]], Table]
     plot: Callable[[Any, list[Series]], Any]
-    reads: tuple[str, ...] = ()  # methods whose statistics it takes from the calibration
+    reads: tuple[str, ...] = ()  # methods whose statistics it needs from the calibration
 
 
 def mean(rows: list[Series]) -> Series:
-    """Of dictionaries with the same keys, number by number."""
+    """The mean of dictionaries with the same keys, key by key."""
     return {k: float(np.mean([r[k] for r in rows])) for k in rows[0]}

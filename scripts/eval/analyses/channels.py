@@ -1,4 +1,4 @@
-"""Outlier channels of the calibration against those of the text at hand (Double Sparsity, Appendix A, Fig. 9)."""
+"""Outlier channels of the calibration compared to those of the current text (Double Sparsity, Appendix A, Fig. 9)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATIOS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)  # channels of
 
 
 def channels(layer: Layer) -> Series:
-    """Online per sequence: as calibrated, on this text alone. Per query: this query on the keys it sees."""
+    """Online per sequence: calibrated on this text alone. Per query: this query and the keys it sees."""
     offline = layer.get("channels.qk").argsort(-1)  # [n, d] the rank of every channel
     rows = []
     for c in layer.held_out:

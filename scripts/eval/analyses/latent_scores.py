@@ -1,4 +1,4 @@
-"""Tokens chosen by latent scores: the mass they cover, the oracle's that they find (SALS, Sec. 3.2, 4.3, Fig. 2)."""
+"""Tokens chosen by latent scores: the mass they cover, the oracle's tokens among them (SALS, Sec. 3.2, 4.3, Fig. 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRACTIONS = tuple(2.0**-i for i in range(5, -1, -1))  # r* of n*d, for recall
 
 
 def overlap(layer: Layer) -> Series:
-    """Every query head's attention on the layer's one set of tokens."""
+    """Every query head's attention mass on the one set of tokens of the layer."""
     basis, rows = layer.get("sals.basis"), []
     for c in layer.held_out:
         count = budget_tokens(SALS_BUDGET, c.at + 1)
@@ -49,7 +49,7 @@ def overlap_plot(plt: Any, rows: list[Series]) -> Any:
 
 
 def recalls(layer: Layer) -> Series:
-    """The oracle: the layer's tokens by their mass, mean of all heads."""
+    """Recall of the oracle's tokens, which are those of the layer with the largest mean mass over all heads."""
     basis, rows = layer.get("sals.basis"), []
     for c in layer.held_out:
         count = budget_tokens(SALS_BUDGET, c.at + 1)

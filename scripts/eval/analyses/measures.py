@@ -1,4 +1,4 @@
-"""What the analyses count: ranks, covered attention, recall, residual energy, entropy of signs."""
+"""The measures of the analyses: ranks, covered attention, recall, residual energy, entropy of signs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def covered(mass: Tensor, chosen: Tensor) -> float:
 
 
 def moved(mass: Tensor, other: Tensor) -> float:
-    """Total variation between two attentions [..., S], mean: the share of the mass that lies elsewhere."""
+    """Mean total variation between two attentions [..., S]: the share of the mass that is on other tokens."""
     return (mass - other).abs().sum(-1).mean().item() / 2
 
 

@@ -16,15 +16,15 @@ from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Tabl
 from scripts.eval.analyses.measures import covariance, residual_energy, subspace_overlap
 
 OJA_RANKS, ETA, IMPORTANT = (0.6, 0.8), 0.1, 0.05  # ojakv's presets and defaults
-RULES = ("sequential", "column", "batch", "raw")  # the paper's Sec. 5.2, two of ours, its Algorithm 1 to the letter
+RULES = ("sequential", "column", "batch", "raw")  # the paper's Sec. 5.2, two of ours, its Algorithm 1 verbatim
 
 
 def shift(layer: Layer) -> Series:
-    """Every sequence of code adapts the bases of prose with its first half, and is measured as a whole.
+    """The first half of every sequence of code updates the bases of prose; the whole sequence is measured.
 
-    keys: PCA of keys alone, before and after, as in the paper's table; keys (q and k): the method's basis of keys and
-    queries together, whose residual is larger than that of keys alone also where nothing has shifted. By every rule of
-    Oja's step: rer_RULE and so_RULE.
+    keys: PCA of keys alone, before and after, as in the paper's table. keys (q and k): the method's basis of keys and
+    queries together, whose residual is larger than that of keys alone even without a shift. rer_RULE and so_RULE are
+    the values for each rule of Oja's step.
     """
 
     def heads(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def shift(layer: Layer) -> Series:
 
 
 def important(c: Capture) -> Tensor:
-    """Tokens of the first half with the most attention of its last 32 queries, in their order, one set per layer."""
+    """The tokens of the first half with the most attention from its last 32 queries, in order; one set per layer."""
     P = len(c.k) // 2
     q, k = (t[:P].transpose(0, 1)[None] for t in (c.q_rot, c.k_rot))
     scores = snapkv_scores(q, k, torch.tensor([P], device=k.device), pool=1).sum(1)[0]

@@ -15,11 +15,11 @@ from scripts.eval.analyses.axes import fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import recall, sign_entropy, top
 
-SIGN_BUDGETS = (0.02, 0.0375, 0.075, 0.15, 0.3)  # of the prompt, around the paper's 7.5 %
+SIGN_BUDGETS = (0.02, 0.0375, 0.075, 0.15, 0.3)  # shares of the prompt, around the paper's 7.5 %
 
 
 def signs(layer: Layer) -> Series:
-    """Codes of the first half are scored by the queries of the second half, per KV head."""
+    """Queries of the second half score the codes of the first half, per KV head."""
     d = layer.held_out[0].k.shape[-1]
     if d % 8:
         raise InputError(

@@ -12,13 +12,13 @@ from scripts.eval.analyses.measures import covariance, rank_at
 
 
 def spectra(layer: Layer) -> Series:
-    """Of K^T K, which Section 4.2 calls the covariance; Rank(90) also of what is left without the mean key."""
+    """Spectra of K^T K, which Section 4.2 calls the covariance; Rank(90) also after subtracting the mean key."""
     out: Series = {}
     for name in ("before", "after"):
         k = torch.cat([c.k if name == "before" else c.k_rot for c in layer.held_out])  # [tokens, n, d]
         joint = torch.linalg.eigvalsh(covariance(k.flatten(1), centred=False)).flip(-1).clamp(min=0)
         m, d = len(joint), k.shape[-1]
-        index = sorted({round(x) for x in np.geomspace(1, m, 48)})  # enough of them for a plot, whatever the width
+        index = sorted({round(x) for x in np.geomspace(1, m, 48)})  # enough points for a plot at any width
         out[name] = dict(
             rank90=int(rank_at(joint, 90)),
             rank90_centred=int(rank_at(torch.linalg.eigvalsh(covariance(k.flatten(1))), 90)),
