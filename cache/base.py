@@ -348,6 +348,11 @@ class KVMethod(Storage):
         """Tokens from pos [B] up to end [B] are no longer part of the text. Their slots may stay as they are: what is
         appended next replaces them. For methods that sum up what was appended."""
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether `rewind` does something."""
+        return type(self).rewind is not KVMethod.rewind
+
     def prefetch(self, q_hat: Tensor, pos: Tensor) -> None:
         """Called before the previous layer's decode, if `predicts`, with the query that this layer is likely to see.
 

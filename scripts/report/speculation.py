@@ -10,14 +10,10 @@ import torch
 from model import ModelArgs, Transformer
 from scripts.report.markdown import NONE, Row, percent, runs, sources, table
 from scripts.report.speed import decoded, rate, width
+from speculation import tokens_a_round
 
 DRAWN = ("llama-3.1-8b", ("double_sparsity", "self_index,keep=full"))  # the model and the methods of the plot
 Bytes = tuple[float, float, float]  # that a step reads: of weights, of full's cache, of a method's
-
-
-def tokens_a_round(n: int, acceptance: float) -> float:
-    """Of n drafts, each right with this chance: those up to the first wrong one, and one of the check."""
-    return sum(acceptance**i for i in range(n + 1))
 
 
 def gain(read: Bytes, n: int, acceptance: float) -> float:
