@@ -91,25 +91,23 @@ class LatentStore(Storage):
 class Ring(Storage):
     """Slot = position modulo the slots, of which there are more where tokens may be taken back."""
 
-    slots: int
-
     def layout(self, tokens):
-        names = [name for name, _ in self.named_buffers(recurse=False)]
-        return dict.fromkeys(names, self.slots) if tokens > self.slots else {}
+        slots = {name: b.shape[1] for name, b in self.named_buffers(recurse=False)}
+        return {name: n for name, n in slots.items() if n < tokens}
 
     def carry(self, name, saved, layout, pos):
-        """Places of tokens that the smaller ring no longer has are of none that will be read."""
-        slot = held(pos, self.slots).clamp(min=0) % (layout or saved.shape[1])
+        """From a ring of `layout` slots, or a larger one; tokens that it does not have any more are never read."""
+        slot = held(pos, self.get_buffer(name).shape[1]).clamp(min=0) % (layout or saved.shape[1])
         return saved[torch.arange(len(saved), device=saved.device)[:, None], slot]
 
 
 class RingVectors(Ring, PackedVectors):
-    @property
-    def slots(self):
-        return self.data.shape[1]
+    """Values of a ring."""
 
 
 class LatentRing(Ring, LatentStore):
+    """The newest tokens."""
+
     vectors = RingVectors
 
 
