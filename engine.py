@@ -29,7 +29,7 @@ from model import ModelArgs, Transformer
 from parallel import ONE, Ranks
 from runtime import TINY, check_out, pick_device, pick_dtype, synchronize
 from snapshot import CacheFile, Snapshot, State, identity, save
-from speculation import Speculator, Tally
+from speculation import Speculator, Tally, behind
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
 from tokenizer.turns import ChatParts, parts_of
@@ -125,7 +125,9 @@ def mix_bits(x: Tensor) -> Tensor:
 def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
     """Exp(1) noise fp32 [B, n], a function of keys [B], pos [B] and the column, without a generator."""
     low = mix_bits((keys & WORD) ^ mix_bits(pos))
-    high = mix_bits((keys >> 32) ^ low)
+    high = keys >> 32
+    # a column whose number is the high word would get no noise: lowbias32 of 0 is 0
+    high = mix_bits((high + (high < n) * 2**31) ^ low)
     bits = mix_bits(mix_bits(torch.arange(n, device=keys.device) ^ low[:, None]) ^ high[:, None])
     # fp32 rounds the largest value up to 1, which would give infinity
     return -torch.log1p(-((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
@@ -202,8 +204,9 @@ class Session:
             self.step(tokens, pos, *given)
         if self.speculator is not None:
             for n in self.speculator.sizes():
+                block = tokens[:, None].repeat(1, n + 1)
                 for _ in range(3):
-                    self.speculator.check(tokens[:, None].repeat(1, n + 1), pos, *given)
+                    self.speculator.check(block, pos, *behind(given, block))
         synchronize(self.device)
         self.model.reset_cache()
         return time.perf_counter() - start
@@ -474,11 +477,25 @@ def generate(
     synchronize(session.device)
     start = time.perf_counter()
     session.prefill(prompts, keys)
+    result.prefill_s = time.perf_counter() - start
+    answer(session, question, result, max_new_tokens, stop_ids, on_token)
+    return result
+
+
+def answer(
+    session: Session,
+    question: Sequence[int],
+    result: Result,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    on_token: Callable[[int, int], Any] | None,
+) -> None:
+    """`generate`, from a session that has read the prompts; the time of the question counts as prefill."""
+    start = time.perf_counter()
     session.feed(question)
     synchronize(session.device)
-    result.prefill_s = time.perf_counter() - start
+    result.prefill_s += time.perf_counter() - start
     continue_rows(session, result, max_new_tokens, stop_ids, on_token)
-    return result
 
 
 def continue_rows(
@@ -789,47 +806,53 @@ class LLM:
         step = batch_size or len(rows)
         for first in range(0, len(rows), step):
             batch = rows[first : first + step]
-            session = self.session(len(batch), *size, sampling)
-            texts = [Text(self.tokenizer.stream(), stop) for _ in batch]
-
-            def show(row: int, token: int, first: int = first, texts: list[Text] = texts) -> bool:
-                piece = texts[row].put(token)
-                if on_text:
-                    on_text(first + row, piece)
-                return texts[row].stopped
-
-            result, error = empty_result(batch, asked), None
-            try:
-                generate(session, batch, max_new_tokens, self.stop_ids, show, result, asked, keys[first : first + step])
-            except InputError as e:
-                if not out and not any(result.tokens):
-                    raise
-                error = e
-            except KeyboardInterrupt:  # during prefill
-                if not out:
-                    raise
-                result.interrupted = True
+            session, result = self.session(len(batch), *size, sampling), empty_result(batch, asked)
             result.compile_s = session.compile_s
-            out += self._completions(result, texts, first, on_text)
-            if error:
-                raise Ended(str(error), out)
-            if result.interrupted:
+            go = functools.partial(generate, session, batch, result=result, question=asked,
+                                   keys=keys[first : first + step])  # fmt: skip
+            if not self._run(go, result, out, max_new_tokens, stop, on_text):
                 break
         return out
 
-    def _completions(
-        self, result: Result, texts: list[Text], first: int, on_text: Callable[[int, str], None] | None
-    ) -> list[Completion]:
-        """The completions of a batch that has ended, with the cache's bytes; `first` is the index of its first row."""
-        result.kv_bytes = self.model.kv_bytes()
-        result.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
-        out = []
-        for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
-            piece = text.flush()
+    def _run(
+        self,
+        go: Callable[..., Any],
+        result: Result,
+        out: list[Completion],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        on_text: Callable[[int, str], None] | None,
+    ) -> bool:
+        """Run a batch by `go`, a `generate` or an `answer` into `result`, and add its completions to those before it.
+        False after Ctrl-C. `Ended` if a step fails; with nothing to show, what was raised."""
+        texts, first, error = [Text(self.tokenizer.stream(), stop) for _ in result.tokens], len(out), None
+
+        def show(row: int, piece: str) -> None:
             if on_text:
                 on_text(first + row, piece)
+
+        def put(row: int, token: int) -> bool:
+            show(row, texts[row].put(token))
+            return texts[row].stopped
+
+        try:
+            go(max_new_tokens=max_new_tokens, stop_ids=self.stop_ids, on_token=put)
+        except InputError as e:
+            if not out and not any(result.tokens):
+                raise
+            error = e
+        except KeyboardInterrupt:  # in a prompt or a question
+            if not out:
+                raise
+            result.interrupted = True
+        result.kv_bytes = self.model.kv_bytes()
+        result.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
+        for row, (ids, text) in enumerate(zip(result.tokens, texts, strict=True)):
+            show(row, text.flush())
             out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
-        return out
+        if error:
+            raise Ended(str(error), out)
+        return not result.interrupted
 
     # ---- prompts that are read once and used several times ----
 
@@ -939,30 +962,11 @@ class LLM:
             if i and cache is not None:
                 cache.restore()
                 session.resume(state)
-            result, error = empty_result(session.prompts, question), None
-            result.compile_s = session.compile_s if i == 0 else 0.0
-            texts = [Text(self.tokenizer.stream(), stop) for _ in session.prompts]
-
-            def show(row: int, token: int, first: int = len(out), texts: list[Text] = texts) -> bool:
-                piece = texts[row].put(token)
-                if on_text:
-                    on_text(first + row, piece)
-                return texts[row].stopped
-
-            start = time.perf_counter()
-            try:
-                session.feed(question)
-                synchronize(session.device)
-                result.prefill_s = time.perf_counter() - start + (read_s if i == 0 else 0.0)
-                continue_rows(session, result, max_new_tokens, self.stop_ids, show)
-            except InputError as e:
-                if not out and not any(result.tokens):
-                    raise
-                error = e
-            out += self._completions(result, texts, len(out), on_text)
-            if error:
-                raise Ended(str(error), out)
-            if result.interrupted:
+            result = empty_result(session.prompts, question)
+            if i == 0:
+                result.compile_s, result.prefill_s = session.compile_s, read_s
+            go = functools.partial(answer, session, question, result)
+            if not self._run(go, result, out, max_new_tokens, stop, on_text):
                 break
         return out
 
@@ -1081,22 +1085,22 @@ class Conversation:
             session.prefill([ids], self.keys)
         synchronize(session.device)
         result.prefill_s = time.perf_counter() - start
-        answer = Text(tk.stream(), self.stop)
+        said = Text(tk.stream(), self.stop)
 
         def show(row: int, token: int) -> bool:
-            piece = answer.put(token)
+            piece = said.put(token)
             if on_text is not None:
                 on_text(piece)
-            return answer.stopped
+            return said.stopped
 
         continue_rows(session, result, min(max_new_tokens, self.size - len(ids)), llm.stop_ids, show)
-        piece = answer.flush()
+        piece = said.flush()
         if on_text is not None:
             on_text(piece)
         self.tokens = ids + result.tokens[0]
         session.rewind(len(self.tokens))
         # feeds the last token, which was drawn but not fed if max_new_tokens ended the turn
         session.feed(self.tokens[int(session.pos[0]) :])
-        self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]
+        self.stale, self.messages = False, [*messages, {"role": "assistant", "content": said.text}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)
-        return Completion(answer.text, result.tokens[0], result.prompt_tokens[0], result)
+        return Completion(said.text, result.tokens[0], result.prompt_tokens[0], result)

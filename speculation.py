@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cache.base import KVMethod
 from compiled import Step, compile_verify
 from model import Transformer
 
@@ -42,6 +41,12 @@ class Tally:
         return (self.kept + self.checks) / self.checks if self.checks else 0.0
 
 
+def tokens_a_round(n: int, acceptance: float) -> float:
+    """The mean number of tokens of a round: of n drafts, each right with this chance, those before the first wrong one,
+    and one of the check."""
+    return sum(acceptance**i for i in range(n + 1))
+
+
 class Speculator:
     """Drafts up to `most` tokens before each check. adaptive (ours): halve the number after a check that accepted fewer
     than half, and double it after one that accepted all."""
@@ -53,7 +58,7 @@ class Speculator:
         self.checks: dict[int, Step] = {}  # by number of tokens
         methods = model.cache or ()
         self.in_step = any(m.in_step for m in methods)
-        self.rewinds = any(type(m).rewind is not KVMethod.rewind for m in methods)
+        self.takes_back = any(m.takes_back for m in methods)
 
     def sizes(self) -> list[int]:
         """The possible numbers of drafts."""
@@ -61,12 +66,11 @@ class Speculator:
         return halves if self.adaptive else [self.most]
 
     def check(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        """The tokens that exact attention draws after each of tokens [B, n], the first ones at pos [B] -> [B, n]."""
+        """The tokens that exact attention draws after each of tokens [B, n], the first ones at pos [B] -> [B, n];
+        given: the result of `behind`."""
         n = tokens.shape[1]
         if n not in self.checks:
             self.checks[n] = compile_verify(self.model, self._choose) if self.compile else self._eager
-        if len(given) > 1:
-            given = (given[0], seen_behind(given[1], tokens))
         return self.checks[n](tokens, pos, *given).clone()  # under CUDA graphs the next replay reuses the memory
 
     def _eager(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
@@ -92,26 +96,27 @@ class Speculator:
                 seen = [seen[0].scatter(1, drafts[-1].clamp(min=0)[:, None], True)]
             drafts.append(step(drafts[-1], pos + i, given[0], *seen).clone())
         block = torch.stack(drafts, 1)
-        if self.rewinds:
+        after = behind(given, block)
+        if self.takes_back:
             self.model.rewind(pos, pos + self.n)
-        chosen = self.check(block, pos, *given)
+        chosen = self.check(block, pos, *after)
         agreed = (chosen[:, :-1] == block[:, 1:]).long().cumprod(1).sum(1)
         count = (agreed + 1).minimum(left)
         if self.in_step:
             count = count.amin().expand(B)
-        if self.rewinds:
+        if self.takes_back:
             self.model.rewind(pos + count, pos + self.n + 1)
-        if len(given) > 1:  # tokens now in the text, except the last, which is not fed yet
-            behind = seen_behind(given[1], block)[torch.arange(B, device=pos.device), (count - 1).clamp(min=0)]
-            given[1].copy_(torch.where((count > 0)[:, None], behind, given[1]))
+        for before, every in zip(given[1:], after[1:], strict=True):  # tokens now in the text; the last is not fed yet
+            last = every[torch.arange(B, device=pos.device), (count - 1).clamp(min=0)]
+            before.copy_(torch.where((count > 0)[:, None], last, before))
         return chosen, count, agreed
 
     def feed(self, tokens: list[int], pos: Tensor, given: list[Tensor]) -> Tensor:
         """Feed the same tokens, up to `most` + 1, to every row by exact attention -> the next tokens [B]."""
         n, rows = len(tokens), torch.tensor(tokens + tokens[-1:] * (self.most + 1 - len(tokens)), device=pos.device)
         block = rows.expand(len(pos), -1).contiguous()
-        chosen = self.check(block, pos, *given)
-        if self.rewinds:
+        chosen = self.check(block, pos, *behind(given, block))
+        if self.takes_back:
             self.model.rewind(pos + n, pos + self.most + 1)
         if len(given) > 1:
             given[1].scatter_(1, block, True)
@@ -122,6 +127,11 @@ class Speculator:
             sizes = self.sizes()
             at = sizes.index(self.n) + (1 if 2 * kept < drafted else -1 if kept == drafted else 0)
             self.n = sizes[min(max(at, 0), len(sizes) - 1)]
+
+
+def behind(given: list[Tensor], tokens: Tensor) -> list[Tensor]:
+    """The arguments of a draw, keys [B] and seen [B, V] if there is a penalty -> those behind each of tokens [B, n]."""
+    return [given[0], *(seen_behind(seen, tokens) for seen in given[1:])]
 
 
 def seen_behind(seen: Tensor, tokens: Tensor) -> Tensor:

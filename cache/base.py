@@ -351,6 +351,11 @@ class KVMethod(Storage):
         """Take back the tokens from pos [B] up to end [B]. Their slots may stay as they are, since the next tokens
         replace them. For methods that accumulate over appended tokens."""
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether `rewind` does something."""
+        return type(self).rewind is not KVMethod.rewind
+
     def prefetch(self, q_hat: Tensor, pos: Tensor) -> None:
         """Called before the previous layer's decode, if `predicts`, with the query this layer is likely to get.
 

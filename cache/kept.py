@@ -71,6 +71,10 @@ class Kept(KVMethod):
     def rewind(self, pos, end):
         self.inner.rewind(pos, end)
 
+    @property
+    def takes_back(self):
+        return self.inner.takes_back
+
     def prefetch(self, q_hat, pos):
         self.inner.prefetch(q_hat, pos)
 

@@ -8,7 +8,8 @@ For a prompt, one kernel multiplies the keys with the basis and writes each tile
 would read the keys twice. Its 2 n*D r operations per token are what prefill pays: at Llama-2-7B's shapes (n*D = 4096,
 r = 1024) 8.4 MFLOP beside 405 MFLOP of a layer's weights and, at 32K, 268 of its attention: 1.2 %.
 
-In decode, one kernel moves the token that leaves the ring, at the target ratio, and puts the new one in its place.
+In decode, one kernel copies the token that is no longer among the newest to the store, at the target ratio, and puts
+the new one into the ring. Where tokens may be taken back, the ring has more slots than tokens are read from it.
 """
 
 from __future__ import annotations
@@ -104,14 +105,18 @@ def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, length
     write_tokens(ring, row, newest % R, k @ basis.T, v)
 
 
-def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor) -> None:
+def append_token(
+    ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor, recent: int
+) -> None:
     """Put a token a row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
 
-    The token at pos - R leaves it for the store, at the target ratio. Where there is none yet, what its slot holds goes
-    to one of the store's last slots: their tokens can never leave the ring.
+    The token at pos - recent goes from the ring to the store, at the target ratio. Where there is none yet, what its
+    slot holds goes to one of the store's last slots, which are of tokens that stay recent. With R = recent the new
+    token takes its slot; with more slots it is still there after R - recent further tokens, so that those can be taken
+    back: the same positions again then leave what they alone would.
     """
     lead, rest = store.latents
-    _latent_append(latents, values, pos, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), store.bits)
+    _latent_append(latents, values, pos, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), store.bits, recent)
 
 
 @operation(
@@ -119,20 +124,20 @@ def append_token(ring: LatentTokens, store: LatentTokens, latents: Tensor, value
     cpp=lambda latents, values, *_: use_native(values, values.shape[1]),
     when=lambda latents, values, *_: values.shape[1] % GROUP == 0,
     mutates=("ring_k", "ring_v", "ring_params", "lead", "rest", "v", "params"),
-    reads=lambda latents, values, pos, ring_k, ring_v, ring_params, *_: {  # the token that leaves
+    reads=lambda latents, values, pos, ring_k, ring_v, ring_params, *_: {  # the token that goes to the store
         name: slots(len(pos), x, 1) for name, x in dict(ring_k=ring_k, ring_v=ring_v, ring_params=ring_params).items()
     },
 )
 def _latent_append(
     latents: Tensor, values: Tensor, pos: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
-    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int,
+    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int, recent: int,
 ) -> None:  # fmt: skip
     ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
     R, T = ring_k.shape[1], lead.shape[1]
-    row, slot = torch.arange(len(pos), device=pos.device), pos % R
-    old_latents, old_values = read_tokens(ring, slot[:, None])
-    write_tokens(store, row, (pos - R) % T, old_latents[:, 0], old_values[:, 0])
-    write_tokens(ring, row, slot, latents, values)
+    row, old = torch.arange(len(pos), device=pos.device), pos - recent
+    old_latents, old_values = read_tokens(ring, (old % R)[:, None])
+    write_tokens(store, row, old % T, old_latents[:, 0], old_values[:, 0])
+    write_tokens(ring, row, pos % R, latents, values)
 
 
 # ---- a prompt's keys into the latent space ----
@@ -200,10 +205,10 @@ APPEND_WARPS = 4
 
 
 @triton.jit
-def _move(new, ring, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
-    """Numbers i [PART] of a slot of `ring`: what leaves goes to lead and then rest, and makes room for what comes."""
+def _move(new, ring, old, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
+    """Numbers i [PART]: those at `old` go to lead and then rest, the new ones to `ring`, which may be the same slot."""
     come = tl.load(new + i, mask=i < RING, other=0.0)
-    leave = tl.load(ring + i, mask=i < LEAD + REST, other=0.0)
+    leave = tl.load(old + i, mask=i < LEAD + REST, other=0.0)
     tl.debug_barrier()  # all is read before any is written
     tl.store(lead + i, leave, mask=i < LEAD)
     tl.store(rest + i - LEAD, leave, mask=(i >= LEAD) & (i < LEAD + REST))
@@ -211,13 +216,16 @@ def _move(new, ring, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST
 
 
 @triton.jit
-def _move_coded(new, ring, ring_pairs, v, pairs, first, GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr):
+def _move_coded(
+    new, ring, ring_pairs, old, old_pairs, v, pairs, first,
+    GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The same of groups of 32 channels, from `first` on: 8 words of 8-bit codes in the ring, BITS words in v."""
     g, w, bits, c = first + tl.arange(0, PART), tl.arange(0, 8), tl.arange(0, BITS), tl.arange(0, 32)
     real = g[:, None] < GROUPS
     come = tl.load(new + g[:, None] * 32 + c, mask=real, other=0.0).to(tl.float32)
-    words = tl.load(ring + g[:, None] * 8 + w, mask=real, other=0)
-    scale, zero = scale_zero(tl.load(ring_pairs + g, mask=g < GROUPS, other=0))
+    words = tl.load(old + g[:, None] * 8 + w, mask=real, other=0)
+    scale, zero = scale_zero(tl.load(old_pairs + g, mask=g < GROUPS, other=0))
     tl.debug_barrier()
     codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
     # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one
@@ -231,34 +239,35 @@ def _move_coded(new, ring, ring_pairs, v, pairs, first, GROUPS: tl.constexpr, BI
 
 @triton.jit
 def _append(
-    latents, values, pos, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, value_row, R, T,
+    latents, values, pos, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, value_row, R, T, recent,
     RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): PART coordinates, or PART channels of the values."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(pos + b)
-    slot, left = b * R + at % R, b * T + (at - R + T) % T
+    slot, old = b * R + at % R, b * R + (at - recent + R) % R  # recent <= R <= T
+    left = b * T + (at - recent + T) % T
     LATENT_PARTS: tl.constexpr = (RING_RANK + PART - 1) // PART
     GROUPS: tl.constexpr = WIDTH // 32
     values += b * value_row
     if part < LATENT_PARTS:
-        to = ring_k + slot * RING_RANK
-        _move(latents + b * RING_RANK, to, lead + left * LEAD, rest + left * REST, part * PART + tl.arange(0, PART),
-              RING_RANK, LEAD, REST)  # fmt: skip
+        _move(latents + b * RING_RANK, ring_k + slot * RING_RANK, ring_k + old * RING_RANK, lead + left * LEAD,
+              rest + left * REST, part * PART + tl.arange(0, PART), RING_RANK, LEAD, REST)  # fmt: skip
     elif BITS == 16:
         to, i = v + left * WIDTH, (part - LATENT_PARTS) * PART + tl.arange(0, PART)
-        _move(values, ring_v + slot * WIDTH, to, to, i, WIDTH, WIDTH, 0)
+        _move(values, ring_v + slot * WIDTH, ring_v + old * WIDTH, to, to, i, WIDTH, WIDTH, 0)
     else:
         first = (part - LATENT_PARTS) * (PART // 32)
-        _move_coded(values, ring_v + slot * GROUPS * 8, ring_pairs + slot * GROUPS, v + left * GROUPS * BITS,
-                    pairs + left * GROUPS, first, GROUPS, BITS, PART // 32)  # fmt: skip
+        _move_coded(values, ring_v + slot * GROUPS * 8, ring_pairs + slot * GROUPS, ring_v + old * GROUPS * 8,
+                    ring_pairs + old * GROUPS, v + left * GROUPS * BITS, pairs + left * GROUPS, first,
+                    GROUPS, BITS, PART // 32)  # fmt: skip
 
 
 def _append_launch(
     latents: Tensor, values: Tensor, pos: Tensor,
     ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
-    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int,
+    lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None, bits: int, recent: int,
     part: int = PART,
 ) -> None:  # fmt: skip
     """The Triton version of `append_token`; tests give the size of a part (a power of two >= 32)."""
@@ -269,7 +278,7 @@ def _append_launch(
         ring_v, ring_params, v, params = (x.view(torch.int32) for x in (ring_v, ring_params, v, params))
     _append[(len(pos), triton.cdiv(rank, part) + triton.cdiv(width, part))](
         latents.contiguous(), values, pos.contiguous(), ring_k, ring_v, ring_params, lead, rest, v, params,
-        values.stride(0), ring_k.shape[1], lead.shape[1],
+        values.stride(0), ring_k.shape[1], lead.shape[1], recent,
         RING_RANK=rank, LEAD=lead.shape[2], REST=rest.shape[2], WIDTH=width, BITS=bits, PART=part,
         num_warps=APPEND_WARPS,
     )  # fmt: skip

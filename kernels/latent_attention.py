@@ -53,18 +53,20 @@ def latent_attention(
     count: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    recent: int,
 ) -> Tensor:
-    """Softmax attention over the tokens in the ring and the first `count` slots idx of the store. Scale 1/sqrt(D).
+    """Softmax attention over the newest tokens and the first `count` slots idx of the store. Scale 1/sqrt(D).
 
     q [B, Hq, D] rotated; basis [>= r, n*D] with the basis vectors in rows, of which latents of r coordinates use the
-    first r; pos [B] of the newest token: the ring of R slots holds it and those before it, slot = position mod R, and
-    the store all older ones, slot = position. idx [B, K] int64 and count [B], entries past the count point anywhere;
-    None: all that the store holds. cos and sin, [1 or >= B, T, D/2] fp32, tables by position -> [B, Hq, D].
+    first r; pos [B] of the newest token: it and those before it, `recent` in all, are in the ring of R >= recent slots,
+    slot = position mod R, and all older ones in the store, slot = position. idx [B, K] int64 and count [B], entries
+    past the count point anywhere; None: all older ones. cos and sin, [1 or >= B, T, D/2] fp32, tables by position ->
+    [B, Hq, D].
     """
     lead, rest = store.latents
     return _latent_attention(
         q, basis, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), pos, idx, count, cos, sin,
-        ring.bits, store.bits,
+        ring.bits, store.bits, recent,
     )  # fmt: skip
 
 
@@ -81,10 +83,10 @@ def _reads(q: Tensor, *args: Any) -> dict[str, int]:
 def _latent_attention(
     q: Tensor, basis: Tensor, ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None, lead: Tensor, rest: Tensor,
     v: Tensor, params: Tensor | None, pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
-    ring_bits: int, bits: int,
+    ring_bits: int, bits: int, recent: int,
 ) -> Tensor:  # fmt: skip
     ring, store = latent_tokens((ring_k,), ring_v, ring_params), latent_tokens((lead, rest), v, params)
-    k, values, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, q.shape[2])
+    k, values, _, mask = expand_tokens(basis, ring, store, pos, idx, count, cos, sin, recent, q.shape[2])
     return masked_attention(q, k, values, mask[:, None])
 
 
@@ -97,16 +99,17 @@ def expand_tokens(
     count: Tensor | None,
     cos: Tensor,
     sin: Tensor,
+    recent: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The tokens of `latent_attention`, expanded: rotated keys and values [B, n, N, D], their positions [B, N], and
     which of them exist, bool [B, N]."""
     B = len(pos)
     R, row = ring.latents[0].shape[1], torch.arange(B, device=pos.device)[:, None]
-    newest = pos[:, None] - torch.arange(R, device=pos.device)
-    if idx is None or count is None:  # the last R slots of a store never hold anything
-        idx = torch.arange(store.latents[0].shape[1] - R, device=pos.device).expand(B, -1)
-        count = pos + 1 - R
+    newest = pos[:, None] - torch.arange(recent, device=pos.device)
+    if idx is None or count is None:  # the last slots of a store, `recent` of them, never hold anything
+        idx = torch.arange(store.latents[0].shape[1] - recent, device=pos.device).expand(B, -1)
+        count = pos + 1 - recent
     keys, values = [], []
     for tokens, slot in ((ring, newest % R), (store, idx)):
         latents, v = read_tokens(tokens, slot)
@@ -195,7 +198,7 @@ def _attend(
 @triton.jit
 def _latent_attention_kernel(
     q, basis, ring_k, ring_v, ring_pairs, lead, rest, v, pairs, pos, idx, count, cos, sin, part, lse,
-    q_strides, idx_row, table_row, R, T, K, S, ring_rank, lead_rank, rest_rank,
+    q_strides, idx_row, table_row, R, recent, T, K, S, ring_rank, lead_rank, rest_rank,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, RING_RANK: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr,
     RING_BITS: tl.constexpr, BITS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -210,8 +213,8 @@ def _latent_attention_kernel(
     # of the store, counts as so many more.
     WEIGHT: tl.constexpr = (RING_RANK + LEAD + REST - 1) // (LEAD + REST)
     newest = tl.load(pos + b).to(tl.int32)
-    in_ring = tl.minimum(newest + 1, R)
-    in_store = tl.maximum(newest + 1 - R, 0)
+    in_ring = tl.minimum(newest + 1, recent)
+    in_store = tl.maximum(newest + 1 - recent, 0)
     if count is not None:
         in_store = tl.maximum(tl.minimum(tl.load(count + b), K), 0).to(tl.int32)
     ring_blocks, store_blocks = tl.cdiv(in_ring, BLOCK_N), tl.cdiv(in_store, BLOCK_N)
@@ -281,17 +284,18 @@ def _launch(
     q: Tensor, basis: Tensor,
     ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,
     lead: Tensor, rest: Tensor, v: Tensor, params: Tensor | None,
-    pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor, ring_bits: int, bits: int,
+    pos: Tensor, idx: Tensor | None, count: Tensor | None, cos: Tensor, sin: Tensor,
+    ring_bits: int, bits: int, recent: int,
     block: int | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The Triton version of `latent_attention`; tests give block (a power of two >= 16) and splits."""
     (B, Hq, D), (T, R) = q.shape, (lead.shape[1], ring_k.shape[1])
-    H, K = basis.shape[1] // D, T - R if idx is None else idx.shape[1]
+    H, K = basis.shape[1] // D, T - recent if idx is None else idx.shape[1]
     tensors = (basis, ring_k, ring_v, ring_params, lead, rest, v, params)
     assert all(x is None or x.is_contiguous() for x in tensors) and q.stride(2) == 1
     assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"
     ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
-    n = K + R * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
+    n = K + recent * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
     splits = splits or split_count(B * H, n, block, q.device)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
@@ -303,7 +307,7 @@ def _launch(
     part, lse = parts_of(q, splits)
     _latent_attention_kernel[(B * H, splits)](
         q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos.contiguous(), idx, count, cos, sin, part, lse,
-        q.stride(), 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0), R, T, K, splits,
-        *ranks.values(),         H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
+        q.stride(), 0 if idx is None else idx.stride(0), 0 if len(cos) == 1 else cos.stride(0),
+        R, recent, T, K, splits, *ranks.values(), H=H, **ranks, RING_BITS=ring_bits, BITS=bits, **constants, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.backend import tl, triton, use_native
 from kernels.op import operation
+from kernels.ring import ring_positions
 from kernels.splits import empty_scores
 from kernels.tiles import dot, filled
 
@@ -30,17 +31,17 @@ def latent_score(q: Tensor, latents: Tensor, pos: Tensor | None = None) -> Tenso
     return head_scores(q[:, None], latents[:, None], pos)[:, 0]
 
 
-def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: float) -> Tensor:
+def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, recent: int, scale: float) -> Tensor:
     """Softmax weights of C queries over all tokens, summed over the queries: q [B, C, r] -> fp32 [B, 1, T].
 
-    The ring [>= B, R, r] holds the newest R tokens, slot = position modulo R, up to pos [B], the store [>= B, T, r] all
-    older ones, slot = position; the weights are those of the store's.
+    The ring [>= B, R, r], slot = position modulo R, holds the newest tokens, `recent` up to pos [B], the store
+    [>= B, T, r] all older ones, slot = position; the weights are those of the store's.
     """
-    T, R = store.shape[1], ring.shape[1]
-    t, stored = torch.arange(T + R, device=q.device), pos[:, None] - R
-    products = torch.cat((latent_score(q, store, pos - R), latent_score(q, ring)), -1)
-    held = torch.where(t < T, t <= stored, t - T <= pos[:, None])[:, None]
-    logits = torch.where(held, products * scale, float("-inf"))
+    T, place = store.shape[1], ring_positions(pos, ring.shape[1])
+    products = torch.cat((latent_score(q, store, pos - recent), latent_score(q, ring)), -1)
+    stored = torch.arange(T, device=q.device) <= pos[:, None] - recent
+    there = torch.cat((stored, (place >= 0) & (place > pos[:, None] - recent)), 1)[:, None]
+    logits = torch.where(there, products * scale, float("-inf"))
     return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
 
 

@@ -10,7 +10,7 @@ The newest tokens are in a ring at half compression. At D = 128: 144 of 512 byte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kernels.latent import LatentTokens, append_token, store_newest, store_promp
 from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
 from kernels.linear import dense_linear
+from kernels.ring import ring_positions
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 
@@ -64,6 +65,8 @@ class LatentStore(Storage):
     `ranks`: the number of coordinates in each buffer, so that a pass over the first ones reads nothing else.
     """
 
+    vectors: ClassVar[type[PackedVectors]] = PackedVectors
+
     def __init__(self, shape: CacheShape, slots: int, ranks: tuple[int, ...], bits: int):
         super().__init__(shape)
         where = (shape.max_batch, slots)
@@ -71,7 +74,7 @@ class LatentStore(Storage):
         self.parts = [f"k{i}" for i in range(len(ranks))]
         for part, r in zip(self.parts, ranks, strict=True):
             self.buffer(part, (*where, r))
-        self.values = PackedVectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
+        self.values = self.vectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
         self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # of all KV heads
 
     @property
@@ -85,12 +88,36 @@ class LatentStore(Storage):
         return LatentTokens(tuple(self.get_buffer(x) for x in self.parts), self.values.parts(), self.values.bits)
 
 
+class Ring(Storage):
+    """Slot = position modulo the slots, of which there are more where tokens may be taken back."""
+
+    def layout(self, tokens):
+        slots = {name: b.shape[1] for name, b in self.named_buffers(recurse=False)}
+        return {name: n for name, n in slots.items() if n < tokens}
+
+    def carry(self, name, saved, layout, pos):
+        """From a ring of `layout` slots, or a larger one; tokens that it does not have any more are never read."""
+        slot = ring_positions(pos, self.get_buffer(name).shape[1]).clamp(min=0) % (layout or saved.shape[1])
+        return saved[torch.arange(len(saved), device=saved.device)[:, None], slot]
+
+
+class RingVectors(Ring, PackedVectors):
+    """Values of a ring."""
+
+
+class LatentRing(Ring, LatentStore):
+    """The newest tokens."""
+
+    vectors = RingVectors
+
+
 class Sals(KVMethod):
     paper = "Mu et al. 2025, SALS: Sparse Attention in Latent Space for KV cache Compression"
     lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
     reads_queries = False
+    rewinds = True
     joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks, which each rank stores whole
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
@@ -135,11 +162,13 @@ class Sals(KVMethod):
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
         self.k_static = self.selection.of(T)
         self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
-        # tokens that have left the ring, slot = position: the last `recent` slots are never of use to a token
+        # what is no longer recent, slot = position: the last `recent` slots are never of use to a token
+        self.recent = min(args.recent, T)
         self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
-        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%"
-        ring_rank = round(max(args.rank, 0.5) * width)
-        self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
+        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%". What a check
+        # appends, drafts and the token before them, may all come again: it takes no slot that is then read once more
+        ring_rank, spare = round(max(args.rank, 0.5) * width), shape.drafts + 1 if shape.drafts else 0
+        self.ring = LatentRing(shape, min(self.recent + spare, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
         U = calib.get(layer, "sals.basis")[:, :ring_rank] if calib else None
         own = shape.own_heads  # each rank has the columns of its own heads
@@ -166,17 +195,17 @@ class Sals(KVMethod):
 
     def append(self, k, v, pos):
         latents = self._latents(k.flatten(1))  # lines 2-3
-        append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos)
+        append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos, self.recent)
 
     def select(self, q, pos):
-        """Positions in the store, beside which all of the ring is attended to; None: all. One set for all heads."""
+        """Positions in the store, beside which all recent tokens are attended to; None: all. One set for all heads."""
         if self.dense:
             return None, None
-        n, scores, wanted = self.ring.slots, self._scores(q, pos), self.selection.at(pos + 1)
+        n, scores, wanted = self.recent, self._scores(q, pos), self.selection.at(pos + 1)
         if self.p is not None:  # scores are attention: what the ring gets, all of which is attended, stands at pos
             ring = 1 - scores.sum(-1, keepdim=True)
-            held = scores.scatter(2, pos[:, None, None], ring)
-            wanted = top_p_count(held, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
+            mass = scores.scatter(2, pos[:, None, None], ring)
+            wanted = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
         wanted = (wanted - n).clamp(min=0)
         return budget_select(scores, pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
@@ -187,9 +216,9 @@ class Sals(KVMethod):
         if self.p is None and self.args.score == "sum":
             # the sum over query heads of q . (k of its group) = the sum over KV heads of (sum of its group's q) . k
             latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis)) / self.copies
-            return latent_score(latent_q[:, None], self.store.lead, pos - self.ring.slots)
+            return latent_score(latent_q[:, None], self.store.lead, pos - self.recent)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
-        mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, D**-0.5)
+        mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, self.recent, D**-0.5)
         return self.sum_over_ranks(mass) / (q.shape[1] * self.shape.ranks.size)
 
     def attend(self, q, idx, count, pos):
@@ -204,7 +233,8 @@ class Sals(KVMethod):
         if idx is not None:
             idx, count = idx[:, 0], count[:, 0]
         stored = dict(basis=self.basis, ring=self.ring.tokens, store=self.store.tokens)
-        return dict(**stored, pos=pos, idx=idx, count=count, cos=self.rope.cos, sin=self.rope.sin)
+        angles = dict(cos=self.rope.cos, sin=self.rope.sin)
+        return dict(**stored, pos=pos, idx=idx, count=count, **angles, recent=self.recent)
 
     # ---- accounting ----
 
@@ -221,11 +251,11 @@ class Sals(KVMethod):
 
         A budget of p sets no number of tokens: `cap` of them are counted, the most there can be.
         """
-        s, recent = self.shape, min(pos + 1, self.ring.slots)
+        s, recent = self.shape, min(pos + 1, self.recent)
         by_sum = self.p is None and self.args.score == "sum"
         scored = 0 if self.dense else pos + 1 - (recent if by_sum else 0)
         row = scored * self.score_rank * s.dtype.itemsize
         row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
-        row += min(pos + 1, self.ring.slots + 1) * self.ring.token_bytes  # one leaves it
+        row += min(pos + 1, self.recent + 1) * self.ring.token_bytes  # one goes to the store
         scoring = 0 if self.dense else self.score_rank
         return s.max_batch * row + self._basis_bytes() * (2 * self.ring.rank + scoring) // self.ring.rank

@@ -453,7 +453,8 @@ def rotated_at(x, angles):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", (2, 4, 8, 16))
-def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
+@pytest.mark.parametrize("recent", (3, 5))
+def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype, recent):
     """As the torch version, to the bit but for codes on a rounding border: products are fused with sums here."""
     gen, B, R, T, ranks, W, ring_bits = generator(bits), 2, 5, 20, (9, 8), 96, max(8, bits)
 
@@ -472,9 +473,9 @@ def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype):
             token[1][:, :32] = 2.5  # a constant group
         if step == 9:
             token[1][0, 5] = 3e5  # more than fp16 holds
-        append_token(*ours, *token, start + step)
+        append_token(*ours, *token, start + step, recent)
         with torch_versions():
-            append_token(*theirs, *token, start + step)
+            append_token(*theirs, *token, start + step, recent)
     for got, want in zip(ours, theirs, strict=True):
         for x, y in zip((*got.latents, *got.values[1:]), (*want.latents, *want.values[1:]), strict=True):
             assert torch.allclose(x.float(), y.float(), rtol=1e-3, atol=0)
@@ -557,9 +558,12 @@ def test_labels_are_those_of_torch(bits, r, start, S, dtype):
     assert all(map(torch.equal, ours, theirs)) and not torch.equal(ours[0], empty()[0])
 
 
-def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits, ring, listed, tables, H=2, D=32):
-    """C slots of a store beside a ring of `ring`; `listed`: a share of them is chosen, 0 of them too; None: all."""
-    gen, W, T = generator(seed), H * D, C + ring
+def latent_attention_is_float64(
+    seed, B, g, r, dtype, C, places, bits, ring_bits, recent, listed, tables, spare=0, H=2, D=32
+):
+    """C slots of a store beside `recent` tokens, in a ring of `spare` slots more; `listed`: a share of C is
+    chosen, 0 of them too; None: all."""
+    gen, W, T, ring = generator(seed), H * D, C + recent, recent + spare
     pos = torch.tensor([round(x * (T - 1)) for x in places[:B]])
     many, rank = min(W, r + 5), min(r, W)  # of the ring, whose rank is higher
     split = rank // 2
@@ -579,7 +583,7 @@ def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits
     latents, v, params, values = tokens(T, rank, bits)
     angles = torch.rand(tables if tables == 1 else B, T, D // 2, generator=gen) * 6
     q = rand(gen, B, H * g, D, dtype=dtype)
-    gone = (pos + 1 - ring).clamp(min=0)  # tokens in the store
+    gone = (pos + 1 - recent).clamp(min=0)  # tokens in the store
     idx = count = None
     if listed is not None:
         idx = torch.stack([torch.randperm(T, generator=gen) for _ in range(B)])
@@ -588,12 +592,13 @@ def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits
         count = (gone * listed).long()
     for b in range(B):  # nothing has been written where no token is
         latents[b, gone[b] :] = NAN
-        ring_k[b, pos[b] + 1 :] = NAN
+        held = {t % ring for t in range(max(0, int(pos[b]) + 1 - recent), int(pos[b]) + 1)}
+        ring_k[b, [i for i in range(ring) if i not in held]] = NAN
     lead, rest = latents[..., :split].contiguous(), latents[..., split:].contiguous()
     args = (q, basis, ring_k, ring_v, ring_params, lead, rest, v, params, pos, idx, count, angles.cos(), angles.sin())
-    y = latent_attention._latent_attention.cpp(*args, ring_bits, bits)
+    y = latent_attention._latent_attention.cpp(*args, ring_bits, bits, recent)
     for b in range(B):
-        at = [(pos[b].item() - i, "ring") for i in range(min(ring, pos[b].item() + 1))]
+        at = [(pos[b].item() - i, "ring") for i in range(min(recent, pos[b].item() + 1))]
         chosen = range(gone[b]) if idx is None else idx[b, : count[b]].tolist()
         at += [(t, "store") for t in chosen]
         keys, vals = [], []
@@ -613,10 +618,12 @@ def latent_attention_is_float64(seed, B, g, r, dtype, C, places, bits, ring_bits
 
 @quick
 @given(latent_cases((1, 2, 31, 32, 33, 65, 100)), st.sampled_from((2, 4, 8, 16)), st.sampled_from((8, 16)),
-       st.sampled_from((1, 3, 32, 40)), st.sampled_from((None, 0.0, 0.3, 1.0)), st.integers(1, 2))  # fmt: skip
-def test_latent_attention(case, bits, ring_bits, ring, listed, tables):
-    case.pop("H")
-    latent_attention_is_float64(**case, bits=bits, ring_bits=ring_bits, ring=ring, listed=listed, tables=tables)
+       st.sampled_from((1, 3, 32, 40)), st.sampled_from((None, 0.0, 0.3, 1.0)), st.integers(1, 2),
+       st.sampled_from((0, 4)))  # fmt: skip
+def test_latent_attention(case, bits, ring_bits, recent, listed, tables, spare):
+    del case["H"]
+    given = dict(recent=recent, listed=listed, tables=tables, spare=spare)
+    latent_attention_is_float64(**case, bits=bits, ring_bits=ring_bits, **given)
 
 
 def test_latent_attention_in_parts():

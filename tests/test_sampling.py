@@ -72,6 +72,14 @@ def test_noise_is_exponential_and_independent_in_every_direction():
     assert by_row.min() > 0 and by_row.max() < 17
 
 
+def test_every_key_gives_every_column_noise():
+    """Also one whose high word is the number of a column."""
+    pos = torch.arange(2000)
+    for word, column in ((0, 0), (7, 7), (99, 99)):
+        noise = E.exponential_noise(torch.full_like(pos, (word << 32) + 5), pos, 100)
+        assert noise[:, column].mean() == pytest.approx(1, abs=0.1) and noise.argmin(1).unique().numel() == 100
+
+
 def test_sampled_frequencies_follow_the_cut_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
     p = logits[0].softmax(-1)

@@ -133,6 +133,26 @@ def test_restored_is_never_saved(tmp_path, spec, sizes, step):
     assert got.isfinite().all() and torch.equal(got, go_on(model, pos, step + AFTER, THEN))
 
 
+@pytest.mark.parametrize("before, after", [(0, 4), (4, 0)])
+@pytest.mark.parametrize("spec", sampled(["sals stress", "sals"], ["sals stress"]))
+def test_restored_with_other_drafts(tmp_path, spec, before, after):
+    """A ring of more slots, for tokens that may be taken back, has its tokens elsewhere."""
+    name, knobs = knobs_of(spec)
+    model, want = tiny(head_dim=64), None
+    for drafts in (before, after):
+        model.setup(name, 2, 260, 100, knobs | dict(keep="full"), drafts)
+        poison(model)
+        model.reset_cache()
+        if want is None:
+            pos = read(model)
+            go_on(model, pos, 0, BEFORE)
+            write(tmp_path / "a", model, spec, LENGTHS, BEFORE)
+            want = go_on(model, pos, BEFORE, AFTER)
+    load(tmp_path / "a", model, LENGTHS)
+    got = go_on(model, pos, BEFORE, AFTER)
+    assert got.isfinite().all() and torch.equal(got, want)
+
+
 # All that a larger cache has elsewhere, or has and a smaller one has not: found by the test above at shorter prompts.
 ELSEWHERE = {
     "ojakv": ((30,), 50, None, "OjaKV lays out k differently in 200: save with --max-seq-len 200"),  # 64 exempt tokens

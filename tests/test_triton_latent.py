@@ -57,17 +57,21 @@ def poison(tokens, keep):
             part[~keep] = float("nan")
 
 
-def attention_problem(seed, lengths, T, R, g, heads, D, ranks, ring_rank, bits, dtype, listed, spare=1, per_row=False):
-    """Arguments of `latent_attention`, and per row the tokens that it is to attend to."""
+def attention_problem(
+    seed, lengths, T, R, g, heads, D, ranks, ring_rank, bits, dtype, listed, spare=1, per_row=False, back=0
+):
+    """Arguments of `latent_attention`, and per row the tokens that it is to attend to. back: slots of the ring beside
+    those of the R newest tokens."""
     gen, B, width = torch.Generator().manual_seed(seed), len(lengths), heads * D
     q = rand(gen, B, heads * g, D, dtype=dtype)
     basis = rand(gen, max(ring_rank, sum(ranks)), width, dtype=dtype) * sum(ranks) ** -0.5
-    ring = fill(gen, B + spare, R, (ring_rank,), width, max(8, bits), dtype)
+    ring = fill(gen, B + spare, R + back, (ring_rank,), width, max(8, bits), dtype)
     store = fill(gen, B + spare, T, ranks, width, bits, dtype)
     pos = torch.tensor(lengths, device=DEVICE) - 1
     t = torch.arange(T, device=DEVICE)
-    kept_ring, kept = (torch.zeros(B + spare, n, dtype=torch.bool, device=DEVICE) for n in (R, T))
-    kept_ring[:B] = torch.arange(R, device=DEVICE) <= pos[:, None]
+    kept_ring, kept = (torch.zeros(B + spare, n, dtype=torch.bool, device=DEVICE) for n in (R + back, T))
+    for b, n in enumerate(lengths):
+        kept_ring[b, [t % (R + back) for t in range(max(0, n - R), n)]] = True
     kept[:B] = t <= pos[:, None] - R
     idx = count = None
     attended = [list(range(n)) for n in lengths]
@@ -85,18 +89,18 @@ def attention_problem(seed, lengths, T, R, g, heads, D, ranks, ring_rank, bits, 
     poison(ring, kept_ring)
     poison(store, kept)
     angle = rand(gen, B if per_row else 1, T, D // 2) * 3
-    return (q, basis, ring, store, pos, idx, count, angle.cos(), angle.sin()), attended
+    return (q, basis, ring, store, pos, idx, count, angle.cos(), angle.sin(), R), attended
 
 
 def attention_oracle(args, attended):
-    q, basis, ring, store, pos, _, _, cos, sin = args
+    q, basis, ring, store, pos, _, _, cos, sin, recent = args
     B, Hq, D = q.shape
     R, out = ring.latents[0].shape[1], torch.zeros(q.shape, dtype=torch.float64)
     g = Hq * D // basis.shape[1]
     for b in range(B):
         keys, values = [], []
         for t in attended[b]:
-            x, v = whole(ring, b, t % R) if t > pos[b] - R else whole(store, b, t)
+            x, v = whole(ring, b, t % R) if t > pos[b] - recent else whole(store, b, t)
             key = (x @ basis[: len(x)].double().cpu()).view(-1, D)
             a, s = (c[b if len(c) > 1 else 0, t].double().cpu() for c in (cos, sin))
             k1, k2 = key.chunk(2, -1)
@@ -109,9 +113,9 @@ def attention_oracle(args, attended):
 
 
 def launch(args, block=None, splits=None):
-    q, basis, ring, store, *rest = args
+    q, basis, ring, store, *rest, recent = args
     return attention_launch(
-        q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), *rest, ring.bits, store.bits,
+        q, basis, ring.latents[0], *ring.coded(), *store.latents, *store.coded(), *rest, ring.bits, store.bits, recent,
         block=block, splits=splits,
     )  # fmt: skip
 
@@ -133,7 +137,7 @@ def attention_cases(draw):
         g=draw(st.sampled_from((1, 3, 4, 5, 8, 17))), heads=heads, D=D, ranks=(lead, rank - lead),
         ring_rank=draw(st.integers(rank, heads * D)), bits=bits, dtype=draw(st.sampled_from(tuple(TOLERANCE))),
         listed=draw(st.sampled_from((None, 0.0, 0.3, 1.0))), spare=draw(st.integers(0, 1)),
-        per_row=draw(st.booleans()),
+        per_row=draw(st.booleans()), back=draw(st.sampled_from((0, 3))),
     )  # fmt: skip
 
 
@@ -179,7 +183,7 @@ def test_block_size():
 # ---- one token ----
 
 
-def append_is_exact(seed, R, T, heads, ranks, ring_rank, bits, dtype, at, part):
+def append_is_exact(seed, recent, R, T, heads, ranks, ring_rank, bits, dtype, at, part):
     """Latents move as they are, values to the bytes that torch gives; nothing else changes."""
     gen, B, width = torch.Generator().manual_seed(seed), len(at), heads * 32
     ring = fill(gen, B + 1, R, (ring_rank,), width, max(8, bits), dtype)
@@ -188,8 +192,8 @@ def append_is_exact(seed, R, T, heads, ranks, ring_rank, bits, dtype, at, part):
     want_ring, want_store = (t._replace(latents=tuple(x.clone() for x in t.latents),
                                         values=tuple(x.clone() for x in t.values)) for t in (ring, store))  # fmt: skip
     for b, p in enumerate(at):
-        old_x, old_v = want_ring.latents[0][b, p % R].clone(), [y[b, p % R].clone() for y in want_ring.values]
-        left = (p - R) % T
+        old, left = (p - recent) % R, (p - recent) % T
+        old_x, old_v = want_ring.latents[0][b, old].clone(), [y[b, old].clone() for y in want_ring.values]
         for part_, new in zip(want_store.latents, old_x[: sum(ranks)].split(ranks), strict=True):
             part_[b, left] = new
         if bits == 16:
@@ -201,7 +205,16 @@ def append_is_exact(seed, R, T, heads, ranks, ring_rank, bits, dtype, at, part):
                 y[b, p % R] = new
         want_ring.latents[0][b, p % R] = x[b]
     latent._append_launch(
-        x, v, pos.to(DEVICE), ring.latents[0], *ring.coded(), *store.latents, *store.coded(), bits, part=part
+        x,
+        v,
+        pos.to(DEVICE),
+        ring.latents[0],
+        *ring.coded(),
+        *store.latents,
+        *store.coded(),
+        bits,
+        recent,
+        part=part,
     )
     for got, want in ((ring, want_ring), (store, want_store)):
         for a, b in zip((*got.latents, *got.values), (*want.latents, *want.values), strict=True):
@@ -211,11 +224,11 @@ def append_is_exact(seed, R, T, heads, ranks, ring_rank, bits, dtype, at, part):
 @st.composite
 def append_cases(draw):
     R = draw(st.integers(1, 5))
-    T, heads = draw(st.integers(R, 12)), draw(st.integers(1, 5))
+    T, heads, recent = draw(st.integers(R, 12)), draw(st.integers(1, 5)), draw(st.integers(1, R))
     rank = draw(st.integers(1, heads * 32))
     lead = draw(st.integers(1, rank))
     return dict(
-        seed=draw(st.integers(0, 2**31)), R=R, T=T, heads=heads, ranks=(lead, rank - lead),
+        seed=draw(st.integers(0, 2**31)), recent=recent, R=R, T=T, heads=heads, ranks=(lead, rank - lead),
         ring_rank=draw(st.integers(rank, heads * 32)), bits=draw(st.sampled_from((2, 4, 8, 16))),
         dtype=draw(st.sampled_from(tuple(TOLERANCE))), part=draw(st.sampled_from((32, 64, 1024))),
         at=draw(st.lists(st.integers(0, T - 1), min_size=1, max_size=3)),
@@ -249,7 +262,7 @@ def test_requantized_as_torch_does(bits):
     want = quantize(dequantize(values[0][0, 0], values[1][0, 0], 8), bits)
     new = torch.randn(1, 64 * 32, generator=gen).to(DEVICE)
     latent._append_launch(torch.ones(1, 1, device=DEVICE), new, torch.tensor([1], device=DEVICE), ring.latents[0],
-                          *ring.coded(), *store.latents, *store.coded(), bits)  # fmt: skip
+                          *ring.coded(), *store.latents, *store.coded(), bits, 1)  # fmt: skip
     for got, expected in zip(store.values, want, strict=True):
         assert torch.equal(got[0, 0], expected)
     for got, expected in zip(ring.values, quantize(new[0], 8), strict=True):
@@ -263,7 +276,7 @@ def test_append_dispatches(monkeypatch):
         monkeypatch.setenv("KV_FAST_BACKEND", backend)
         gen = torch.Generator().manual_seed(0)
         ring, store = fill(gen, 2, 3, (40,), 64, 8, torch.float32), fill(gen, 2, 9, (20, 12), 64, 4, torch.float32)
-        append_token(ring, store, rand(gen, 2, 40), rand(gen, 2, 64), torch.tensor([1, 8], device=DEVICE))
+        append_token(ring, store, rand(gen, 2, 40), rand(gen, 2, 64), torch.tensor([1, 8], device=DEVICE), 2)
         out.append([*ring.latents, *ring.values, *store.latents, *store.values])
     assert all(torch.equal(a, b) for a, b in zip(*out, strict=True))
 
@@ -345,15 +358,16 @@ def test_sals_equals_its_oracle(triton_backend, knobs, lengths):
 
 def test_registered(triton_backend):
     args, _ = attention_problem(**CASE)
-    q, basis, ring, store, *rest = args
+    q, basis, ring, store, *rest, recent = args
     checks = ("test_schema", "test_faketensor")
     flat = (ring.latents[0], *ring.coded(), *store.latents, *store.coded())
     # schemas are compared by value: NaN would differ from itself
     q, basis, *flat = (torch.nan_to_num(x) if x.is_floating_point() else x for x in (q, basis, *flat))
-    torch.library.opcheck(torch.ops.kv_fast.latent_attention.default, (q, basis, *flat, *rest, 8, 4), test_utils=checks)
+    attention, append = torch.ops.kv_fast.latent_attention.default, torch.ops.kv_fast.latent_append.default
+    torch.library.opcheck(attention, (q, basis, *flat, *rest, 8, 4, recent), test_utils=checks)
     B, width = len(q), basis.shape[1]
     new = torch.ones(B, basis.shape[0], device=DEVICE), torch.ones(B, width, device=DEVICE)
-    torch.library.opcheck(torch.ops.kv_fast.latent_append.default, (*new, rest[0], *flat, 4), test_utils=checks)
+    torch.library.opcheck(append, (*new, rest[0], *flat, 4, recent), test_utils=checks)
     x, lengths = torch.ones(B, 5, width, device=DEVICE), torch.tensor([5, 3], device=DEVICE)
     torch.library.opcheck(torch.ops.kv_fast.project.default, (x, basis, lengths, *flat[3:5]), test_utils=checks)
 

@@ -99,11 +99,11 @@ template <class T> struct Coded {
     }
 };
 
-// What is attended to besides the ring, whose newest token is at pos [B]: the first count[b] of slots idx [B, K] of the
-// store, or, without a list, of all slots
+// What is attended to: the newest tokens, the last at pos [B], `recent` of them in the ring, and the first count[b] of
+// slots idx [B, K] of the store, or, without a list, of all slots
 struct Tokens {
     const int64_t *pos, *idx, *count;
-    int64_t K;
+    int64_t K, recent;
 };
 
 // Keys of the ring have `rank` coordinates in the basis [rank, H * D]; keys of the store have the first of these
@@ -125,7 +125,7 @@ template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, c
         const Next<T> nothing{};
         auto none = [](float*, int64_t) {};
         // the ring's slots have their places, a list its slots: the first token of the item, and the last
-        int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, tokens.pos[b] + 1 - ring.slots);
+        int64_t begin = part ? (part - 1) * span : std::max<int64_t>(0, tokens.pos[b] + 1 - tokens.recent);
         int64_t end = part ? std::min(tokens.count[b], part * span) : tokens.pos[b] + 1;
         int64_t slot[BLOCK];
         for (int64_t first = begin; first < end; first += BLOCK) {

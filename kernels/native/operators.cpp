@@ -532,7 +532,7 @@ void store_labels(Tensor k, Tensor channels, Maybe start, Tensor labels, Tensor 
 }
 
 void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Tensor ring_v, Maybe ring_params,
-                   Tensor lead, Tensor rest, Tensor v, Maybe params, int64_t bits) {
+                   Tensor lead, Tensor rest, Tensor v, Maybe params, int64_t bits, int64_t recent) {
     for (auto x : {&ring_k, &ring_v, &lead, &rest, &v}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(ring_params) && lies_whole(params), "a cache must be contiguous");
     make_whole(latents, values, pos);
@@ -553,14 +553,15 @@ void latent_append(Tensor latents, Tensor values, Tensor pos, Tensor ring_k, Ten
                                       .leading = lead.size(2),
                                       .others = rest.size(2)},
                             .bits = bits,
-                            .width = values.size(1)};
+                            .width = values.size(1),
+                            .recent = recent};
         append_token(to, data<const T>(latents), data<const T>(values), ints(pos, "pos"), pos.size(0));
     });
 }
 
 Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Maybe ring_params, Tensor lead,
                         Tensor rest, Tensor v, Maybe params, Tensor pos, Maybe idx, Maybe count, Tensor cos, Tensor sin,
-                        int64_t ring_bits, int64_t bits) {
+                        int64_t ring_bits, int64_t bits, int64_t recent) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), R = ring_k.size(1), slots = lead.size(1),
             H = basis.size(1) / D;
     for (auto x : {&basis, &ring_k, &ring_v, &lead, &rest, &v, &cos, &sin})
@@ -573,9 +574,10 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     make_whole(idx, count, pos);
     const int64_t *at = ints(pos, "pos"), *many = ints(count, "count");
     STD_TORCH_CHECK(idx.has_value() == count.has_value(), "a list has a count");
-    std::vector<int64_t> stored(B);  // without a list: all but the last R slots, which never hold anything
-    int64_t K = idx ? idx->size(1) : slots - R;
-    for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - R));
+    std::vector<int64_t> stored(
+        B);  // without a list: all but the last slots, `recent` of them, which never hold anything
+    int64_t K = idx ? idx->size(1) : slots - recent;
+    for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - recent));
     Tensor out = like(q, {B, Hq, D});
     by_type({&q, &basis, &ring_k, &lead, &rest}, [&](auto zero) {
         typedef decltype(zero) T;
@@ -597,7 +599,7 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
                   .bits = bits,
                   .W = H * D,
                   .slots = slots};
-        const Tokens tokens{.pos = at, .idx = ints(idx, "idx"), .count = stored.data(), .K = K};
+        const Tokens tokens{.pos = at, .idx = ints(idx, "idx"), .count = stored.data(), .K = K, .recent = recent};
         if (B) attend_latents(heads_of<T>(q, H, out), data<const T>(basis), ring, store, tokens, angles_of(cos, sin));
     });
     return out;

@@ -17,7 +17,7 @@ from model import Transformer
 from runtime import synchronize
 from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Run, Work
-from speculation import Speculator
+from speculation import Speculator, tokens_a_round
 
 MODES = ("eager", "compiled", "captured", "blocks")
 
@@ -174,8 +174,7 @@ class Speculating(Ours):
             self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
         full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
-        # tokens of a round: the drafts before the first wrong one, and one of the check
-        tokens = sum(self.chance**i for i in range(n + 1))
+        tokens = tokens_a_round(n, self.chance)
         self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, w.length + w.new),
                          drafts=n, chance=self.chance, passes=(n + 1) / tokens,
                          traffic=(n * sum(m.traffic(at) for m in self.cache) + full) / tokens)  # fmt: skip

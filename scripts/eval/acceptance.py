@@ -30,7 +30,7 @@ from scripts.eval.evaluation import held_out
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_lengths
 from scripts.shared.results import record, write_json
 
-METHODS = ["double_sparsity", "double_sparsity,channels=0.5", "self_index,keep=full"]
+METHODS = ["double_sparsity", "double_sparsity,channels=0.5", "self_index,keep=full", "sals-12.5,keep=full"]
 
 
 def parse_args() -> argparse.Namespace:

@@ -10,14 +10,10 @@ import torch
 from model import ModelArgs, Transformer
 from scripts.report.markdown import NONE, Row, percent, runs, sources, table
 from scripts.report.speed import decoded, rate, width
+from speculation import tokens_a_round
 
 DRAWN = ("llama-3.1-8b", ("double_sparsity", "self_index,keep=full"))  # the model and the methods of the plot
 Bytes = tuple[float, float, float]  # read by a step: of weights, of full's cache, of the method's cache
-
-
-def tokens_a_round(n: int, acceptance: float) -> float:
-    """Mean tokens of a round: the drafts before the first wrong one, each right with this chance, and the check's."""
-    return sum(acceptance**i for i in range(n + 1))
 
 
 def gain(read: Bytes, n: int, acceptance: float) -> float:
