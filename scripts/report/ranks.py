@@ -9,8 +9,8 @@ threads and 2 ranks on a thread each, in turns, round by round; then 4 ranks, fo
 is that of the medians of a round's steps, which says what gloo's sums cost, since the cores are the same.
 
 Memory is that of the process alone (RssAnon, looked at every millisecond; a mapped file's pages are the system's),
-beyond what it has when torch is imported and the ranks have met; `expected` is what the rank has to hold: its share of
-the weights, what is replicated, its cache.
+beyond what it has when torch and what a model takes of it are imported and the ranks have met; `expected` is what the
+rank has to hold: its share of the weights, what is replicated, its cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
-from model import NAMED, ModelArgs, Transformer
+from model import NAMED, ModelArgs, Transformer, empty_transformer
 from parallel import start
 from runtime import ROOT, set_threads
 from scripts.report.markdown import runs, sources, table
@@ -93,6 +93,7 @@ def work(job: dict[str, Any]) -> None:
     """Writes OUT.RANK."""
     set_threads(job["threads"])
     ranks, device = start("cpu")
+    empty_transformer(ModelArgs(n_layer=1), "meta", torch.float32)  # imports 33 MiB of modules, which are no model's
     before = private_bytes()
     with Peak() as loading:
         model = load_checkpoint(
