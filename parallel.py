@@ -26,6 +26,8 @@ from torch import Tensor
 
 from errors import InputError
 
+CONNECTING = timedelta(seconds=10)  # torchrun's store is there before any rank
+MEETING = timedelta(seconds=60)  # ranks have the same to import; one that dies first, on another machine, is not seen
 TIMEOUT = timedelta(seconds=600)  # a rank may load for minutes; one that died ends the others at once
 PATIENCE = timedelta(hours=12)  # the same where each has work of its own between two collectives
 # what collectives say when another rank has ended: gloo, then NCCL
@@ -140,6 +142,21 @@ def _report_errors(ranks: Ranks, stderr: Any) -> None:
     sys.excepthook = report
 
 
+def _meet(rank: int, size: int) -> Any:
+    """The store of this run, when all ranks have come. RuntimeError says which have not."""
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=CONNECTING))
+    store.set(f"met.{rank}", "")
+    try:
+        store.wait([f"met.{other}" for other in range(size)], MEETING)
+    except RuntimeError:
+        missing = [other for other in range(size) if not store.check([f"met.{other}"])]
+        raise RuntimeError(f"rank {', '.join(map(str, missing))} did not come within {MEETING.seconds} s, see what "
+                           "torchrun says on its machine and start all again") from None  # fmt: skip
+    return store
+
+
 def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Ranks, str | None]:
     """Join the ranks of this run -> who this is, and its device: of several GPUs the one that torchrun gave it.
 
@@ -167,7 +184,10 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         try:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            store = _meet(rank, size)
+            store.set_timeout(timeout)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
         except (RuntimeError, ValueError) as e:
             raise InputError(f"rank {rank} of {size} does not reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
