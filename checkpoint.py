@@ -276,8 +276,7 @@ def load_checkpoint(
 def _check_finite(model: Transformer) -> None:
     """Raises InputError that names a tensor with NaN or infinity. `aminmax` finds both in one fast pass over memory."""
     params = (p.data if p.is_contiguous() else p.data.t() for p in model.parameters())  # as they lie in memory
-    # floats of one at a time: those of all scales would be an eighth of int4 weights
-    scales = (t.float() for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers())
+    scales = (t for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers())
     if torch.stack([x for p in chain(params, scales) for x in torch.aminmax(p)]).isfinite().all():
         return
     name, t = next((n, t) for n, target in tensors_of(model).items() if not (t := target.read()).isfinite().all())

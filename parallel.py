@@ -26,6 +26,8 @@ from torch import Tensor
 
 from errors import InputError
 
+CONNECTING = timedelta(seconds=10)  # torchrun's store runs before any rank does
+MEETING = timedelta(seconds=60)  # all ranks import the same; one that dies first, on another machine, is not noticed
 TIMEOUT = timedelta(seconds=600)  # a rank may take minutes to load; if one dies, the others end at once
 PATIENCE = timedelta(hours=12)  # the timeout if ranks do long work between two collectives
 # error texts of collectives after another rank has ended: gloo's, then NCCL's
@@ -140,6 +142,21 @@ def _report_errors(ranks: Ranks, stderr: Any) -> None:
     sys.excepthook = report
 
 
+def _meet(rank: int, size: int) -> Any:
+    """The store of this run, once all ranks have joined. Raises RuntimeError with the missing ones."""
+    from torch.distributed import rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=CONNECTING))
+    store.set(f"met.{rank}", "")
+    try:
+        store.wait([f"met.{other}" for other in range(size)], MEETING)
+    except RuntimeError:
+        missing = [other for other in range(size) if not store.check([f"met.{other}"])]
+        raise RuntimeError(f"rank {', '.join(map(str, missing))} did not join within {MEETING.seconds} s, see what "
+                           "torchrun prints on its machine and start all again") from None  # fmt: skip
+    return store
+
+
 def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Ranks, str | None]:
     """Join the ranks of this run -> this process's Ranks and its device, with several GPUs the one of its local rank.
 
@@ -167,7 +184,10 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         torch.cuda.set_device(local)
     if not dist.is_initialized():
         try:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            store = _meet(rank, size)
+            store.set_timeout(timeout)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
         except (RuntimeError, ValueError) as e:
             raise InputError(f"rank {rank} of {size} cannot reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does

@@ -1,11 +1,13 @@
-"""Inductor's code of a rank's decode step for an H100, made without a GPU: argv METHOD. No kernel is compiled.
+"""Inductor's code of a rank's decode step for an H100, made without a GPU: argv RANKS METHOD... No kernel is compiled.
 
-Tensors are fake ones on `cuda`; the other rank is torch's fake process group; what is asked of a card is answered for
-an H100. A build of torch for CPUs has no guard of CUDA's devices: GUARD, compiled here, is one that does nothing.
+Tensors are fake ones on `cuda`, but for those that decide about sizes; the other ranks are torch's fake process group;
+what is asked of a card is answered for an H100. A build of torch for CPUs has no guard of CUDA's devices: GUARD,
+compiled here, is one that does nothing. A line of JSON for each method: its graphs, and the sums and gathers in them.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -41,6 +43,9 @@ H100 = dict(multi_processor_count=132, major=9, regs_per_multiprocessor=65536, m
             warp_size=32)  # fmt: skip
 
 
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
 class Done(Exception):
     """The code is there: it cannot run."""
 
@@ -55,9 +60,30 @@ def load_guard():
         ctypes.CDLL(str(library))
 
 
-def code_of(method, n_layer=2):
-    model = empty_transformer(replace(ModelArgs.from_name("llama-3.1-8b"), n_layer=n_layer, ranks=Ranks(0, 2)), "meta",
-                              torch.bfloat16).eval()  # fmt: skip
+def on_cuda(model, method, batch, length):
+    """Set a cache up on `meta`, where what decides about sizes is real; then all tensors are fake ones on `cuda`."""
+    rotary = ModelArgs.rotary  # on `meta` a cache is asked for its size alone, and has no angles
+    with mock.patch.object(ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, length, device)):
+        model.setup(method, batch, length, None, {})
+    fakes = {}
+
+    def fake(t):
+        if id(t) not in fakes:
+            with FAKE:
+                like = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+            fakes[id(t)] = t, nn.Parameter(like, False) if isinstance(t, nn.Parameter) else like
+        return fakes[id(t)][1]
+
+    for whole in (model, *(method.rope for method in model.cache)):
+        for module in whole.modules():
+            for tensors in (module._parameters, module._buffers, module.__dict__):
+                tensors |= {name: fake(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+
+
+def code_of(method, ranks, n_layer=2):
+    """Inductor's code, a graph each."""
+    args = replace(ModelArgs.from_name("llama-3.1-8b"), n_layer=n_layer, ranks=Ranks(0, ranks))
+    model = empty_transformer(args, "meta", torch.bfloat16).eval()
     card, found = SimpleNamespace(name="H100", minor=0, total_memory=80 << 30, gcnArchName="", **H100), []
 
     def keep(graph):
@@ -66,7 +92,7 @@ def code_of(method, n_layer=2):
 
     yes = lambda *args, **kwargs: True  # noqa: E731
     patches = [
-        (runtime, "available_memory", lambda device: 2**60), (torch.cuda, "get_device_properties", lambda d=None: card),
+        (torch.cuda, "get_device_properties", lambda d=None: card),
         (torch.cuda, "get_device_capability", lambda d=None: (9, 0)), (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "_lazy_init", lambda: None), (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "is_bf16_supported", yes), (CudaInterface, "is_bf16_supported", yes),
@@ -76,32 +102,40 @@ def code_of(method, n_layer=2):
         (CudaInterface, "get_compute_capability", lambda *a, **k: 90), (CudaInterface, "is_triton_capable", yes),
         (CudaInterface, "raise_if_triton_unavailable", yes),
     ]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(runtime, "available_memory", lambda device: 2**60))
+        on_cuda(model, method, 8, 4096)
+        stack.enter_context(FAKE)
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        tokens = torch.zeros(8, dtype=torch.int64, device="cuda")
+        stack.enter_context(torch.inference_mode())
+        # inductor folds constants by making them on the card
+        options = compiler_options(torch.device("cuda"), graphs=False) | dict(joint_graph_constant_folding=False)
+        step = torch.compile(model.decode, fullgraph=True, dynamic=False, options=options)
+        try:
+            step(tokens, tokens.clone())
+        except torch._inductor.exc.InductorError as e:
+            if not isinstance(e.inner_exception, Done):
+                raise
+    return found
+
+
+def main(ranks, methods):
+    load_guard()
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda d=0: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0), map_python_to_cpp_type=str))  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.object(*patches[0]))
-        stack.enter_context(mock.patch.object(*patches[1]))
-        for m in model.modules():
-            for name, p in list(m.named_parameters(recurse=False)):
-                m.register_parameter(name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda"), False))
-        model.setup(method, 8, 4096, None, {})
-        for owner, name, value in patches[2:]:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        tokens = torch.zeros(8, dtype=torch.int64, device="cuda")
-        stack.enter_context(torch.inference_mode())
-        options = compiler_options(torch.device("cuda"), graphs=False)
-        step = torch.compile(model.decode, fullgraph=True, dynamic=False, options=options)
-        with contextlib.suppress(torch._inductor.exc.InductorError):  # Done, in its words
-            step(tokens, tokens.clone())
-    return found
+    if ranks > 1:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    for method in methods:
+        torch._dynamo.reset()
+        codes = code_of(method, ranks)
+        sums, gathers = (sum(code.count(f"_c10d_functional.{name}.default(") for code in codes)
+                         for name in ("all_reduce_", "all_gather_into_tensor"))  # fmt: skip
+        print(json.dumps(dict(method=method, graphs=len(codes), sums=sums, gathers=gathers)), flush=True)
 
 
 if __name__ == "__main__":
-    load_guard()
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    codes = code_of(sys.argv[1])
-    assert len(codes) == 1, "one graph"
-    print(codes[0])
+    main(int(sys.argv[1]), sys.argv[2:])

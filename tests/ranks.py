@@ -1,7 +1,7 @@
 """Run by torchrun, or alone: greedy tokens and logits of a ragged batch under some methods. argv: a JSON object.
 
-dict(out, specs, steps, compile; checkpoint, calibration and prompts (texts), or random: sizes; weights). Each rank
-writes OUT.RANK: spec -> (tokens, logits), or the line of an InputError.
+dict(out, specs, steps, compile: a backend of torch.compile; checkpoint, calibration and prompts (texts), or random:
+sizes; weights). Each rank writes OUT.RANK: spec -> (tokens, logits), or the line of an InputError.
 """
 
 import json
@@ -24,7 +24,11 @@ RAGGED = (50, 23, 71)
 def decoded(model, spec, tokens, lengths, steps, compile):
     model.setup(spec, len(lengths), tokens.shape[1] + steps, steps, {})
     logits, pos, said = [model.prefill(tokens.clone(), lengths)], lengths.clone(), []
-    step = torch.compile(model.decode, fullgraph=True, dynamic=False) if compile else model.decode
+    step = model.decode
+    if compile:
+        torch._dynamo.reset()  # what was compiled for another method is no recompilation
+        torch._dynamo.config.error_on_recompile = True
+        step = torch.compile(step, fullgraph=True, dynamic=False, backend=compile)
     for i in range(steps):
         said.append(logits[-1].argmax(-1).tolist())
         logits.append(step(logits[-1].argmax(-1), pos))

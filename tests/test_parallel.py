@@ -23,7 +23,7 @@ BINDING = [
     "sals,score=softmax,budget=40,sinks=2,recent=8", "sals,budget=p0.9,recent=8", "tova,budget=24",
     "h2o,heavy=12,recent=12", "ojakv,n_start=4,n_recent=4,update_every=4", "double_sparsity,budget=12,heads=query",
     "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16", "razor,window=16,induction=0.3", "palu,group=1",
-    "snapkv,budget=40", "keydiff,budget=24", "expected_attention,budget=24,adaptive=False",
+    "keydiff,budget=24", "expected_attention,budget=24,adaptive=False",
     "kvzip,budget=24,adaptive=False,chunk=32", "snapkv,budget=40,value_aware=True",
     "snapkv,budget=40", "rkv,budget=24,recent=4,buffer=4", "rocket,budget=40", "turboquant,bits=2", "fp8",
     "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
@@ -73,15 +73,22 @@ def test_two_processes_say_what_one_says(tmp_path):
                           "self_index,budget=24,sinks=4,tail=4,flush=2", "razor,window=16"], random=SIZES)  # fmt: skip
 
 
+def across_ranks(names):
+    """Methods and presets, with the knobs that several processes need: heads of other ranks share no slots, and groups
+    of heads never reach across ranks."""
+    knobs = dict(palu="group=1", expected_attention="adaptive=False", kvzip="adaptive=False")
+    return [f"{s},{knobs[m]}" if (m := presets().get(s, (s, {}))[0]) in knobs else s for s in names]
+
+
+METHODS, PRESETS = across_ranks(sorted(method_files())), across_ranks(sorted(presets()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads, n", [(4, 2), (4, 4), (2, 4), (8, 4)])
 def test_every_method(tmp_path, kv_heads, n):
     """With more processes than KV heads some hold the same one."""
-    group = "palu,group=1"  # groups never reach across ranks
-    alike = {s: f"{s},adaptive=False" for s in ("expected_attention", "kvzip")}  # heads of other ranks share no slots
-    specs = [group if s == "palu" else alike.get(s, s) for s in sorted(method_files())]
-    specs += [s for s in sorted(presets()) if presets()[s][0] != "palu"]
-    compare(tmp_path, n, list(dict.fromkeys([*specs, *BINDING])), random=SIZES | dict(n_kv_head=kv_heads))
+    specs = list(dict.fromkeys([*METHODS, *PRESETS, *BINDING]))
+    compare(tmp_path, n, specs, random=SIZES | dict(n_kv_head=kv_heads))
 
 
 @pytest.mark.slow
@@ -102,20 +109,32 @@ def test_kinds_of_models(tmp_path, more):
 
 
 @pytest.mark.slow
-def test_a_compiled_step(tmp_path):
-    """fullgraph: the sums are in the graph."""
-    compare(tmp_path, 2, ["full", "sals", "self_index,budget=24,sinks=4"], random=SIZES, compile=True)
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_compiled_step(tmp_path, n):
+    """fullgraph, and none is compiled again: the sums are in the graph, which inductor does not write here."""
+    compare(tmp_path, n, list(dict.fromkeys([*METHODS, *BINDING])), random=SIZES, compile="aot_eager")
 
 
 @pytest.mark.slow
-def test_the_sums_are_in_one_graph_of_a_gpu():
-    """As inductor writes it for an H100: two sums in each of two layers, and the logits gathered."""
+def test_inductor_compiles_a_step(tmp_path):
+    compare(tmp_path, 2, ["full", "sals", "self_index,budget=24,sinks=4", "tova,budget=24"], random=SIZES,
+            compile="inductor")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_one_graph_of_a_gpu(ranks):
+    """As inductor writes it for an H100. Of ranks, two sums in each of two layers and the logits gathered are in it,
+    and what methods join."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
-    done = subprocess.run([sys.executable, "tests/cuda_step.py", "full"], cwd=ROOT, env=env, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run([sys.executable, "tests/cuda_step.py", str(ranks), *METHODS], cwd=ROOT, env=env,
+                          capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("_c10d_functional.all_reduce_.default(") == 4
-    assert done.stdout.count(" = torch.ops._c10d_functional.all_gather_into_tensor.default(") == 1
+    more = dict(tova=(6, 1), sals=(8, 1), hshare=(4, 5))
+    for row in map(json.loads, done.stdout.splitlines()):
+        sums, gathers = more.get(row["method"], (4, 1)) if ranks > 1 else (0, 0)
+        assert row == dict(method=row["method"], graphs=1, sums=sums, gathers=gathers)
+    assert done.stdout.count("graphs") == len(METHODS)
 
 
 @pytest.mark.slow
@@ -186,14 +205,16 @@ def test_only_the_first_process_prints():
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others():
+@pytest.mark.parametrize("seconds", [0, 2, 5, 15])
+def test_a_process_that_dies_ends_the_others(seconds):
+    """While it imports, meets the others, loads, decodes."""
     process = torchrun(2, "generate.py", "--prompt", "import os\n", "--max-new-tokens", "3000", "--json")
     children, begin = [], time.monotonic()
     while len(children) < 2 and time.monotonic() - begin < 60:
-        time.sleep(1)
+        time.sleep(0.1)
         listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
         children = [int(pid) for pid in listed.stdout.split()]
-    time.sleep(10)  # into the steps
+    time.sleep(seconds)
     os.kill(children[1], signal.SIGKILL)
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
@@ -202,6 +223,36 @@ def test_a_process_that_dies_ends_the_others():
     assert len(said) <= 1 and all("another rank has ended" in line for line in said), err[-1500:]
     assert "[rank0]" not in err and "local_rank: 1" in err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+
+EARLY = """
+import os, signal, sys
+from datetime import timedelta
+import parallel
+from errors import run_cli
+
+def main():
+    parallel.MEETING = timedelta(seconds=5)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    parallel.start("cpu")
+
+run_cli(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_of_another_machine_that_dies_early_is_not_waited_for(tmp_path):
+    """Before it has met the others, nothing but its absence tells them."""
+    (tmp_path / "early.py").write_text(EARLY)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr",
+             "localhost", "--master-port", str(29500 + os.getpid() % 2000)]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen([*start, "--node-rank", str(i), str(tmp_path / "early.py")], env=env, text=True,
+                                stderr=subprocess.PIPE) for i in range(2)]  # fmt: skip
+    ends = [process.communicate(timeout=120)[1] for process in running]
+    said = [line for err in ends for line in err.splitlines() if line.startswith("error:")]
+    assert len(said) == 1 and "rank 1 did not come within 5 s" in said[0], ends
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from kernels.native import in_huge_pages
 from weights.codes import Codes, Layout
 from weights.quantization import quantize
 
-PART = 256  # rows that are quantized at a time, a multiple of 16: the copies that it takes stay small
+PART = 1 << 18  # numbers that are quantized at a time, in whole blocks of rows: the copies that it takes stay small
 RANDOM_BLOCK = 1 << 24  # the most random numbers that are drawn for a weight
 
 
@@ -111,9 +111,10 @@ class PackedLinear(nn.Module):
         """Rows of the weight from `first` on, [rows, in]: quantized here, unless they are codes in our layout."""
         if isinstance(value, Codes) and not self.takes(value):
             value = value.dequantize()
-        if isinstance(value, Tensor) and len(value) > PART:  # some rows at a time: quantizing takes several copies
-            for i, part in enumerate(value.split(PART)):
-                self.put(first + i * PART, part)
+        rows = max(1, PART // (ROWS * self.in_features)) * ROWS
+        if isinstance(value, Tensor) and len(value) > rows:  # some rows at a time: quantizing takes several copies
+            for i, part in enumerate(value.split(rows)):
+                self.put(first + i * rows, part)
             return
         if self.bits == 16:
             assert isinstance(value, Tensor)

@@ -10,8 +10,8 @@ memory. The ratio of speeds is that of the medians of a round's steps. It shows 
 are the same.
 
 Memory is that of the process alone (RssAnon, sampled every millisecond; pages of a mapped file belong to the system),
-minus what the process has after importing torch and meeting the other ranks. `expected` is what the rank must hold: its
-share of the weights, the replicated ones, and its cache.
+minus what the process has after importing torch and the modules that a model needs, and meeting the other ranks.
+`expected` is what the rank must hold: its share of the weights, the replicated ones, and its cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
 from errors import InputError, Parser, run_cli
-from model import NAMED, ModelArgs, Transformer
+from model import NAMED, ModelArgs, Transformer, empty_transformer
 from parallel import start
 from runtime import ROOT, set_threads
 from scripts.report.markdown import runs, sources, table
@@ -94,6 +94,7 @@ def work(job: dict[str, Any]) -> None:
     """Runs one rank, and writes its result to OUT.RANK."""
     set_threads(job["threads"])
     ranks, device = start("cpu")
+    empty_transformer(ModelArgs(n_layer=1), "meta", torch.float32)  # imports 33 MiB of modules, which are no model's
     before = private_bytes()
     with Peak() as loading:
         model = load_checkpoint(
