@@ -252,7 +252,7 @@ def test_a_process_of_another_machine_that_dies_early_is_not_waited_for(tmp_path
                                 stderr=subprocess.PIPE) for i in range(2)]  # fmt: skip
     ends = [process.communicate(timeout=120)[1] for process in running]
     said = [line for err in ends for line in err.splitlines() if line.startswith("error:")]
-    assert len(said) == 1 and "rank 1 did not come within 5 s" in said[0], ends
+    assert len(said) == 1 and "rank 1 did not join within 5 s" in said[0], ends
 
 
 @pytest.mark.slow
