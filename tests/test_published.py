@@ -31,7 +31,7 @@ QUESTION = "What is the capital of France?"
 SPECS = {m: f"{m},budget=64" for m in ("double_sparsity", "double_sparsity_offload", "loki")}
 SPECS["palu"] = "palu,rank=0.97"
 # What these keep is rounded by a number that all the prompt's keys have a part in, so that rounding of the products
-# themselves, which a batch may change, can move it by a step: docs/design.md, "Rows of a batch".
+# themselves, which a batch may change, can move it by a step.
 ROUNDED = {"fp8", "hadamard", "kivi", "palu", "self_index", "sals", "turboquant", "ojakv"}
 
 
