@@ -46,7 +46,7 @@ class KeyComponentsBefore(KeyComponents):
     """Of keys before rotation; Loki turns rotated keys by them all the same."""
 
     rotated = False
-    name = "pca_before"
+    name, knobs = "pca_before", "calibrated=before"
 
 
 class Loki(Selecting):
