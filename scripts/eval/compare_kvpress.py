@@ -97,6 +97,23 @@ def steeper(kept: int, window: int) -> float:
     return 1 / (1 - (1 - 1 / BETA) * kept / (kept - window))
 
 
+def beside_window(kept: int, part: float) -> float:
+    """That part of what is kept, the window counted in it, as a part of what is kept beside the window."""
+    return (max(0, int(kept * part) - WINDOW) + 0.5) / (kept - WINDOW)
+
+
+def plain_request(ratio: float) -> Any:
+    """KVzipPress with a budget for each layer, whose request has nothing of a chat template around it."""
+    import kvpress
+
+    class Plain(kvpress.KVzipPress):
+        def prepare(self, *args, **kwargs):
+            self.prefix_length, self._suffix_ids = 0, self._suffix_ids[:, :0]
+            return super().prepare(*args, **kwargs)
+
+    return Plain(ratio + 2e-9, layerwise=True)  # what it drops is rounded down
+
+
 def pairs() -> list[Pair]:
     import kvpress as k
 
@@ -135,17 +152,33 @@ def pairs() -> list[Pair]:
              lambda r: k.PyramidKVPress(r, window_size=8, beta=BETA),
              lambda n: f"pyramidkv,budget={n},recent=8,kernel={KERNEL},pool=avg,beta={steeper(n, 8)}",
              "their window as ours; they count it in the sequence of sizes, a larger beta of ours makes up for it"),
-        Pair("keydiff", "default", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
-             "theirs has no recent tokens"),
+        Pair("keydiff", "alike", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
+             "both as they come; ours evicts at every step"),
         Pair("expected_attention", "default", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
-             lambda n: f"expected_attention,budget={n}", "both as they come"),
+             lambda n: f"expected_attention,budget={n}", "theirs: heads hold equally many, no epsilon"),
+        Pair("expected_attention", "alike", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
+             lambda n: f"expected_attention,budget={n},adaptive=False,epsilon=0.0", "ours set so, too"),
+        Pair("expected_attention", "alike", "AdaKVPress(ExpectedAttentionPress(epsilon=0.01))",
+             lambda r: k.AdaKVPress(k.ExpectedAttentionPress(r, epsilon=0.01)),
+             lambda n: f"expected_attention,budget={n}", "as their evaluation has it, and ours comes", marks=True),
         Pair("kvzip", "default", "KVzipPress", lambda r: k.KVzipPress(r), lambda n: f"kvzip,budget={n}",
-             "both as they come", marks=True),
+             "theirs: one budget for all layers, the chat template around the request and not repeated", marks=True),
+        Pair("kvzip", "alike", "KVzipPress(layerwise=True), no template", plain_request,
+             lambda n: f"kvzip,budget={n}", "a budget for each layer, and the request alone", marks=True),
+        Pair("snapkv adaptive", "default", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+             lambda n: f"snapkv,budget={n},{like},adaptive=True",
+             "theirs counts the window in what each head has by itself", marks=True),
         Pair("snapkv adaptive", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
-             lambda n: f"snapkv,budget={n},{like},adaptive=True", "our window and pooling as theirs", marks=True),
-        Pair("snapkv value-aware", "alike", "CriticalKVPress(SnapKVPress)",
+             lambda n: f"snapkv,budget={n},{like},adaptive=True,safeguard={beside_window(n, 0.2)}",
+             "our safeguard as theirs", marks=True),
+        Pair("snapkv value-aware", "default", "CriticalKVPress(SnapKVPress)",
              lambda r: k.CriticalKVPress(k.SnapKVPress(r)),
-             lambda n: f"snapkv,budget={n},{like},value_aware=True", "our window and pooling as theirs"),
+             lambda n: f"snapkv,budget={n},{like},value_aware=True",
+             "theirs counts the window in its first stage, and adds 1e-4 to the scores"),
+        Pair("snapkv value-aware", "alike", "CriticalKVPress(SnapKVPress, epsilon=0)",
+             lambda r: k.CriticalKVPress(k.SnapKVPress(r), epsilon=0.0),
+             lambda n: f"snapkv,budget={n},{like},value_aware=True,first_stage={beside_window(n, 0.5)}",
+             "our first stage as theirs, and nothing added"),
     ]  # fmt: skip
 
 

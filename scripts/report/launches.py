@@ -39,6 +39,7 @@ METHODS = (
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
     "razor-none", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv", "kivi-2", "kivi-4",
     "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30", "palu-50", "hshare",
+    "keydiff", "expected_attention", "kvzip", "snapkv,adaptive=True", "snapkv,value_aware=True",
     "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
 # with `full`, as what is cached makes no difference to them
