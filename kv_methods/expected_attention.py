@@ -37,7 +37,10 @@ class Queries(Statistic):
 
 
 class ExpectedAttention(PromptEvicting):
-    paper = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries"
+    paper = (
+        "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
+        "Distribution"
+    )
     stress = dict(budget=12, sinks=2)
     lookback = 0
     scores_pre_rope = True
@@ -47,7 +50,7 @@ class ExpectedAttention(PromptEvicting):
 
     @dataclass
     class Args(PromptEvicting.Args):
-        budget: int | float = knob(0.5, "tokens kept of a prompt, or their share (Expected Attention: 0.1 to 0.9)")
+        budget: int | float = knob(0.5, "tokens kept of a prompt, or their share (half, as in kvpress's README)")
         recent: int = knob(0, "last tokens of a prompt that are kept in any case (ours; published: none)", low=0)
         queries: Literal["prompt", "calibration"] = knob(
             "prompt", "whose mean and covariance: the prompt's, or a calibration's (published code: either)"
