@@ -12,8 +12,8 @@ rounding among nearly equal scores. What no setting of ours does is done on thei
 pair whose method, or knob, is not here is left out.
 
 kvpress compresses the context once, ours by h2o and tova also evicts while the question and the answer are decoded.
-Its presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does here; those
-that mark tokens instead of dropping them get one of their own.
+Its presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does here, and one
+more those that mark tokens instead of dropping them; KVzipPress reads every prompt twice.
 
 kvpress wants an older transformers than our other tests: give it an environment of its own (pip install kvpress).
 """
@@ -69,7 +69,8 @@ class Pair:
     ours: Callable[[int], str]  # tokens kept -> spec
     note: str
     keeps: bool = True  # ours keeps some tokens; False: all, or chooses anew at every step
-    marks: bool = False  # theirs marks what is dropped, head by head, which needs SDPA and a prefill of its own
+    marks: bool = False  # theirs marks what is dropped, head by head, which needs SDPA
+    again: bool = False  # theirs reads the prompt a second time, whatever the ratio
 
 
 def heavy_and_recent(ratio: float) -> Any:
@@ -162,20 +163,21 @@ def pairs() -> list[Pair]:
              lambda r: k.AdaKVPress(k.ExpectedAttentionPress(r, epsilon=0.01)),
              lambda n: f"expected_attention,budget={n}", "as their evaluation has it, and ours comes", marks=True),
         Pair("kvzip", "default", "KVzipPress", lambda r: k.KVzipPress(r), lambda n: f"kvzip,budget={n}",
-             "theirs: one budget for all layers, the chat template around the request and not repeated", marks=True),
+             "theirs: one budget for all layers, the chat template around the request and not repeated",
+             marks=True, again=True),
         Pair("kvzip", "alike", "KVzipPress(layerwise=True), no template", plain_request,
-             lambda n: f"kvzip,budget={n}", "a budget for each layer, and the request alone", marks=True),
-        Pair("snapkv adaptive", "default", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+             lambda n: f"kvzip,budget={n}", "a budget for each layer, and the request alone", marks=True, again=True),
+        Pair("adakv", "default", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
              lambda n: f"snapkv,budget={n},{like},adaptive=True",
              "theirs counts the window in what each head has by itself", marks=True),
-        Pair("snapkv adaptive", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+        Pair("adakv", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
              lambda n: f"snapkv,budget={n},{like},adaptive=True,safeguard={beside_window(n, 0.2)}",
              "our safeguard as theirs", marks=True),
-        Pair("snapkv value-aware", "default", "CriticalKVPress(SnapKVPress)",
+        Pair("criticalkv", "default", "CriticalKVPress(SnapKVPress)",
              lambda r: k.CriticalKVPress(k.SnapKVPress(r)),
              lambda n: f"snapkv,budget={n},{like},value_aware=True",
              "theirs counts the window in its first stage, and adds 1e-4 to the scores"),
-        Pair("snapkv value-aware", "alike", "CriticalKVPress(SnapKVPress, epsilon=0)",
+        Pair("criticalkv", "alike", "CriticalKVPress(SnapKVPress, epsilon=0)",
              lambda r: k.CriticalKVPress(k.SnapKVPress(r), epsilon=0.0),
              lambda n: f"snapkv,budget={n},{like},value_aware=True,first_stage={beside_window(n, 0.5)}",
              "our first stage as theirs, and nothing added"),
@@ -245,13 +247,14 @@ class Theirs:
         self.attention = [layer.self_attn for layer in model.model.layers]
         for attention in self.attention:
             attention.rotary_emb = model.model.rotary_emb  # as a press does when it is applied
+            attention.masked_key_indices = None
 
-    def prefill(self, ids: list[int], presses: dict[str, Any]) -> tuple[dict[str, Held], Tensor]:
-        """What each press leaves of one prompt, and the last token's logits [V]."""
+    def prefill(self, ids: list[int], presses: dict[str, Any], how: str = "eager") -> tuple[dict[str, Held], Tensor]:
+        """What each press leaves of one prompt, and the last token's logits [V]. Eager attention tells its weights,
+        which ObservedAttentionPress needs; those that mark refuse it."""
         from transformers import DynamicCache
 
-        # eager attention tells its weights, which ObservedAttentionPress needs
-        self.model.set_attn_implementation("eager")
+        self.model.set_attn_implementation(how)
         left: dict[str, Held] = {name: Held([], []) for name in presses}
 
         def compress(module, inputs, kwargs, output):
@@ -261,7 +264,8 @@ class Theirs:
                 if press is not None:
                     kv = press.compress(module, kwargs["hidden_states"], *kv, output[1], kwargs)
                 left[name].layers.append(kv)
-                left[name].dropped.append(None)
+                left[name].dropped.append(module.masked_key_indices)
+                module.masked_key_indices = None
 
         for press in presses.values():
             if press is not None:
@@ -274,16 +278,25 @@ class Theirs:
                 hook.remove()
         return left, self.model.lm_head(hidden[0, -1])
 
-    def marked(self, ids: list[int], press: Any) -> Held:
-        """What is left of a prompt by a press that marks."""
+    def read_again(self, ids: list[int], presses: dict[str, Any]) -> dict[str, Held]:
+        """What presses that read a prompt a second time leave of it, and differ in their ratios alone."""
         from transformers import DynamicCache
 
         self.model.set_attn_implementation("sdpa")
-        cache = DynamicCache()
-        with press(self.model):
+        cache, one, dropped = DynamicCache(), next(iter(presses.values())), dict[str, list[Any]]()
+        drop = one.compress_post
+
+        def drop_each(model):
+            for name, press in presses.items():
+                one.compression_ratio = press.compression_ratio
+                drop(model)
+                dropped[name] = [attention.masked_key_indices for attention in self.attention]
+
+        one.compress_post = drop_each
+        with one(self.model):
             self._run(ids, cache)
-        dropped = [attention.masked_key_indices for attention in self.attention]
-        return Held([(layer.keys, layer.values) for layer in cache.layers], dropped)
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        return {name: Held(layers, marks) for name, marks in dropped.items()}
 
     def _run(self, ids: list[int], cache: Any) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
@@ -422,9 +435,14 @@ def compare(
     for i, c in enumerate(batch):
         row, length = c.rows[0], len(c.prompt)
         torch.manual_seed(row["index"])  # of RandomPress
-        presses = {case.theirs: case.press(length) for case in cases if not case.pair.marks} | {WHOLE: None}
-        left, logits = theirs.prefill(c.prompt, presses)
-        left |= {case.theirs: theirs.marked(c.prompt, case.press(length)) for case in cases if case.pair.marks}
+        by: dict[str, dict[str, Any]] = {"eager": {WHOLE: None}}  # how a prompt is read -> presses
+        for case in cases:
+            p = case.pair
+            how = p.theirs if p.again else "sdpa" if p.marks else "eager"
+            by.setdefault(how, {})[case.theirs] = case.press(length)
+        left, logits = theirs.prefill(c.prompt, by.pop("eager"))
+        for how, presses in by.items():
+            left |= theirs.prefill(c.prompt, presses, how)[0] if how == "sdpa" else theirs.read_again(c.prompt, presses)
         answers: dict[str, list[int]] = {}
         for sizes in {x.lengths() for x in left.values()}:
             alike = {name: x for name, x in left.items() if x.lengths() == sizes}
