@@ -17,7 +17,7 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.evicting import Evicting
 from errors import InputError
-from kernels.prompt_scores import best_tokens
+from kernels.prompt_scores import best_tokens, newest_first
 from kernels.ragged_attention import ragged_attention
 
 
@@ -65,7 +65,7 @@ class PromptEvicting(Evicting):
         count = count + recent[:, None]
         self.first[:B, 1:] = (count - held[:, None] + self.k.shape[2]).cumsum(1)  # all have as many slots to grow into
         newest = ~before & (t < lengths[:, None])[:, None]
-        order = best_tokens(scores.masked_fill(newest, float("inf")), S)
+        order = best_tokens(newest_first(scores, newest), S)
         # every slot takes a token of the head that it lies in; what lies behind a head's last one is never read
         slot = torch.arange(H * self.k.shape[2], device=k.device).repeat(B, 1)  # of a row
         head = torch.searchsorted(self.first[:B, 1:].contiguous(), slot, right=True)

@@ -79,6 +79,14 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
         (5, 1, 32),
         (40,),
     ),
+    # sinks and the newest tokens do not all fit: the newest stay
+    "expected_attention-full": ("expected_attention", dict(budget=0.3, recent=4), (1, 2, 32), (7, 40)),
+    "expected_attention-full-alike": (
+        "expected_attention",
+        EXPECTED | dict(budget=5, recent=4, adaptive=False),
+        (2, 2, 32),
+        (7, 40),
+    ),
     "expected_attention-value-aware": ("expected_attention", EXPECTED | dict(value_aware=True), (8, 2, 96), (40,)),
     "keydiff-default": ("keydiff", {}, (2, 2, 32), (31, 60)),
     "keydiff-number": ("keydiff", dict(budget=16), (3, 2, 32), (1, 15, 16, 17, 60)),
