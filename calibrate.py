@@ -165,10 +165,10 @@ def digest(ids: np.ndarray) -> str:
 
 
 class Signals:
-    """Within it Ctrl-C and SIGTERM raise KeyboardInterrupt at once, but inside `whole`: there at its end."""
+    """Within it Ctrl-C and SIGTERM raise KeyboardInterrupt at once, but inside `deferred`: there at its end."""
 
     def __enter__(self) -> Signals:
-        self.held = self.late = False
+        self.deferring = self.late = False
         self.before = {s: signal.signal(s, self._raise) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -177,15 +177,15 @@ class Signals:
             signal.signal(s, handler)
 
     def _raise(self, *_: Any) -> None:
-        if not self.held:
+        if not self.deferring:
             raise KeyboardInterrupt
         self.late = True
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        self.held = True
+    def deferred(self) -> Iterator[None]:
+        self.deferring = True
         yield
-        self.held = False
+        self.deferring = False
         if self.late:
             self.late = False
             raise KeyboardInterrupt
@@ -258,7 +258,7 @@ class Pass:
                     tokens = self.sequences[self.done][None]
                     for t in layer_tokens(model, self.layer, self.x)(tokens):
                         measured = self.sums.measure(t)
-                        with signals.whole():
+                        with signals.deferred():
                             self.sums.put(measured)
                             self.layer, self.x = t.layer + 1, t.after
                             if self.layer == n:
@@ -266,13 +266,13 @@ class Pass:
                                 self.sums.tokens += tokens.numel()
                         bar.update()
                         if time.time() - saved > SAVE_EVERY:
-                            with signals.whole():
+                            with signals.deferred():
                                 self.save()
                             saved = time.time()
-                with signals.whole():
+                with signals.deferred():
                     self.save()
             except KeyboardInterrupt:
-                signals.held = True  # for good: the file is written, then it ends
+                signals.deferring = True  # for good: the file is written, then it ends
                 if self.done or self.layer:
                     self.save()
                 bar.close()
@@ -317,7 +317,7 @@ def parse_args() -> Any:
 def main() -> None:
     opt = parse_args()
     ranks, given = start(opt.device, PATIENCE)
-    kind, device = WeightFormat.parse(opt.weights, opt.head), pick_device(given)
+    weight_format, device = WeightFormat.parse(opt.weights, opt.head), pick_device(given)
     reader = open_checkpoint(opt.checkpoint)
     source, args = reader.path, args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
@@ -345,28 +345,28 @@ def main() -> None:
     check_place(out, source)
 
     tokenizer = load_tokenizer(reader.tokenizer)
-    numbers = dict(dtype=opt.dtype) | ({} if kind is None else dict(weights=opt.weights, head=opt.head))
+    numbers = dict(dtype=opt.dtype) | ({} if weight_format is None else dict(weights=opt.weights, head=opt.head))
     same = dict(version=VERSION, fingerprint=fingerprint(source), **numbers)
-    passes, how = list[Pass](), dict[str, dict]()
+    passes, settings = list[Pass](), dict[str, dict]()
     if of_text := [s for s in statistics if not isinstance(s, RepeatedTokens)]:
         size = (samples, seq_len, opt.seed)
         windows = windows_of(tokenizer, opt.data, *size) if opt.data else default_text(tokenizer, *size)
         text = dict(data=digest(windows), files=[Path(f).name for f in opt.data] if opt.data else "default",
                     samples=samples, seq_len=seq_len, seed=opt.seed)  # fmt: skip
         passes.append(Pass("text", torch.from_numpy(windows), of_text, partial(out, "text"), same | text))
-        how |= {s.name: dict(tokens=windows.size, **text, **numbers) for s in of_text}
+        settings |= {s.name: dict(tokens=windows.size, **text, **numbers) for s in of_text}
     if of_random := [s for s in statistics if isinstance(s, RepeatedTokens)]:
         repeated = repeated_tokens(args, n_random, tokenizer.text_ids)[None]
         said = same | dict(data=digest(repeated.numpy()))
         passes.append(Pass("random tokens", repeated, of_random, partial(out, "random"), said))
-        how |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
+        settings |= {s.name: dict(random_tokens=n_random, **numbers) for s in of_random}
     for p in passes:
         args.check_ids(p.sequences.flatten().tolist())
     try:
         with ranks.agreed():
             for p in passes:
                 p.load(device)
-            model = load_checkpoint(reader, device, DTYPES[opt.dtype], kind)
+            model = load_checkpoint(reader, device, DTYPES[opt.dtype], weight_format)
         tensors: dict[str, Tensor] = {}
         for p in passes:
             sums = p.run(model, ranks)
@@ -374,7 +374,7 @@ def main() -> None:
                 tensors |= sums.finish(args.n_layer)
         if ranks.rank:
             return
-        save(out, source, args, tensors, how, opt.bases, opt.json)
+        save(out, source, args, tensors, settings, opt.bases, opt.json)
     except KeyboardInterrupt:
         kept = "; ".join(p.kept() for p in passes)
         raise KeyboardInterrupt(f"{kept}; the same command goes on from there") from None
@@ -407,14 +407,14 @@ def check_place(out: Path, source: Path) -> None:
 
 
 def save(
-    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict], bases: str,
+    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], settings: dict[str, dict], bases: str,
     json_only: bool,
 ) -> None:  # fmt: skip
     """The file with what is new in it, all its bases in this dtype, and a line about it."""
-    calibration = merged(out, source, args, tensors, how)
+    calibration = merged(out, source, args, tensors, settings)
     calibration.save(out, DTYPES[bases])
     print(json.dumps(calibration.meta) if json_only else
-          f"{out}: {out.stat().st_size / 2**20:.1f} MiB, new: {', '.join(how)}")  # fmt: skip
+          f"{out}: {out.stat().st_size / 2**20:.1f} MiB, new: {', '.join(settings)}")  # fmt: skip
 
 
 def imported(file: Path, args: ModelArgs) -> tuple[dict[str, Tensor], dict[str, dict]]:
@@ -434,8 +434,10 @@ def sources(statistics: Iterable[Statistic]) -> dict[str, str]:
     return {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in files.items()}
 
 
-def merged(out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], how: dict[str, dict]) -> Calibration:
-    """What was measured, and what the file holds of other statistics and these weights; `how`: the settings of each."""
+def merged(
+    out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor], settings: dict[str, dict]
+) -> Calibration:
+    """The new tensors with the file's other statistics of the same weights; settings: those of each new statistic."""
     meta = dict(version=VERSION, model=of_model(args), fingerprint=fingerprint(source))
     old = Calibration({}, args.n_layer)
     if out.exists():
@@ -446,9 +448,9 @@ def merged(out: Path, source: Path, args: ModelArgs, tensors: dict[str, Tensor],
         except InputError as e:
             print(f"nothing is kept of the file that is there: {e}", file=sys.stderr)
             old = Calibration({}, args.n_layer)
-    again = tuple(f"layers.{i}.{name}." for i in range(args.n_layer) for name in how)
+    again = tuple(f"layers.{i}.{name}." for i in range(args.n_layer) for name in settings)
     kept = {key: t for key, t in old.tensors.items() if not key.startswith(again)}
-    meta["statistics"] = dict(sorted((old.meta.get("statistics", {}) | how).items()))
+    meta["statistics"] = dict(sorted((old.meta.get("statistics", {}) | settings).items()))
     return Calibration(kept | tensors, args.n_layer, meta, args)
 
 

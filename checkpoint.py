@@ -1,6 +1,6 @@
 """Hugging Face checkpoint folders: config.json -> ModelArgs, *.safetensors -> the parameters of a Transformer.
 
-No conversion step: weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way.
+There is no conversion step: weights are memory-mapped and copied once into place, which fuses q/k/v and gate/up.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from weights import (
 from weights.quantization import quantize
 from weights.shards import MERGE
 
-# model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that says so
+# model_type -> (q/k/v bias, o bias, q/k norm): True, False, or the config key that decides
 FAMILIES: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
     "qwen2": (True, False, False),
     "qwen3": ("attention_bias", "attention_bias", True),
 }
-# Keys of other architectures or of quantized checkpoints that change the numbers, with the values that do not.
+# Keys of other architectures or of quantized checkpoints that change the output, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, 1),
@@ -72,7 +72,7 @@ ROPE_KEYS = {
 
 
 def args_from_hf(c: dict[str, Any]) -> ModelArgs:
-    """From a config.json as a dict. InputError names any key that would change the numbers and is not supported."""
+    """Read a config.json, given as a dict. Raises InputError for an unsupported key that would change the output."""
     family = c.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"unsupported architecture {family!r} in config.json: supported are {', '.join(FAMILIES)}")
@@ -123,16 +123,16 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
 
 
 def read_args(checkpoint: str | Path) -> ModelArgs:
-    """Of a folder or a GGUF file, whose weights are not read."""
+    """ModelArgs of a folder or a GGUF file, without reading its weights."""
     return args_from_hf(open_checkpoint(checkpoint).config)
 
 
 def _number(
     c: dict[str, Any], key: str, default: float | None = None, integer: bool = True, most: float | None = None
 ) -> Any:
-    """A positive number of the config, not above what any model has; InputError names the key if it is anything else.
+    """A positive number of the config, at most `most`. Raises InputError that names the key if it is anything else.
 
-    most: by default what an int32 holds, or 1e15 if it need not be whole.
+    most: by default the largest int32, or 1e15 for a number that need not be an integer.
     """
     value: Any = default if c.get(key) is None else c[key]
     types = int if integer else (int, float)
@@ -145,7 +145,7 @@ def _number(
 
 
 def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int | None, ...]:
-    """Mistral slides in every layer, Qwen from max_window_layers on (or as layer_types says) if use_sliding_window."""
+    """Mistral slides in every layer; Qwen, if use_sliding_window, from max_window_layers on or as layer_types says."""
     if family == "llama" or (family != "mistral" and not c.get("use_sliding_window", False)):
         return ()
     if c.get("sliding_window", 4096) is None:
@@ -169,7 +169,7 @@ def _windows_from_hf(c: dict[str, Any], family: str, n_layer: int) -> tuple[int 
 
 
 def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
-    """Both layouts: rope_theta + rope_scaling, and the newer rope_parameters (transformers v5)."""
+    """Reads both layouts: rope_theta with rope_scaling, and the newer rope_parameters (transformers v5)."""
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if not isinstance(p, dict):
         raise InputError(f"config.json: rope_scaling or rope_parameters must be an object, found {p!r}")
@@ -186,7 +186,7 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
     if p.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
     if rope_type == "yarn":
-        p.pop("finetuned", None)  # how the model was trained: nothing is computed from it
+        p.pop("finetuned", None)  # a note on training, which changes no computation
     known = {k: v for k, v in p.items() if k in ROPE_KEYS[rope_type] and v is not None}
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[rope_type]
     if rope_type != "default" and extra - {"original_max_position_embeddings"}:
@@ -214,13 +214,13 @@ def load_checkpoint(
     weight_format: WeightFormat | None = None,
     ranks: Ranks = ONE,
 ) -> Transformer:
-    """Read a Hugging Face folder as it is, one of GPTQ, AWQ or compressed-tensors, too, or a GGUF file (weights/).
+    """Load a Hugging Face folder, also one of GPTQ, AWQ or compressed-tensors, or a GGUF file (weights/).
 
-    Weights are memory-mapped and copied once into place, q/k/v and gate/up fused on the way; `dtype` None keeps the
-    checkpoint's. weight_format: packed in few bits, a tensor at a time, so that no more than one is there unpacked;
-    None: each as the file has it. Of several ranks each takes its share. A line on stderr says what is held in more
-    bits, or rounded again. InputError if a file is missing or truncated, or a tensor is missing, unexpected or of a
-    wrong shape.
+    Weights are memory-mapped and copied once into place, which fuses q/k/v and gate/up. dtype: None keeps the
+    checkpoint's. weight_format: quantize to it, one tensor at a time, so that at most one is unpacked in memory; None:
+    keep the file's formats. With several ranks each loads its share. A line on stderr says which weights take more bits
+    than in the file, or are rounded again. Raises InputError if a file is missing or truncated, or a tensor is missing,
+    unexpected or has the wrong shape.
     """
     reader = source if isinstance(source, Reader) else open_checkpoint(source)
     path, args = reader.path, replace(args_from_hf(reader.config), ranks=ranks)
@@ -274,7 +274,7 @@ def load_checkpoint(
 
 
 def _check_finite(model: Transformer) -> None:
-    """InputError names a tensor with NaN or infinity. Minimum and maximum are one fast reading; NaN is both of them."""
+    """Raises InputError that names a tensor with NaN or infinity. `aminmax` finds both in one fast pass over memory."""
     params = (p.data if p.is_contiguous() else p.data.t() for p in model.parameters())  # as they lie in memory
     # floats of one at a time: those of all scales would be an eighth of int4 weights
     scales = (t.float() for m in model.modules() if isinstance(m, PackedLinear) for t in m.numbers())
@@ -287,21 +287,21 @@ def _check_finite(model: Transformer) -> None:
 
 @dataclass
 class Target:
-    """Where a tensor of a checkpoint goes: a parameter, some rows of one, or of a packed weight."""
+    """The destination of a checkpoint's tensor: a parameter, or rows of a parameter or of a packed weight."""
 
     shape: tuple[int, ...]
     put: Callable[[Any], Any]
     read: Callable[[], Tensor]
     takes: Callable[[Codes], bool] = lambda codes: False  # whether codes stay as they are
-    row_bits: int = 0  # quantized to so many, with a scale a row
+    row_bits: int = 0  # bits, if it is quantized with one scale per row
 
 
 # ---- a rank's share of a tensor ----
 
 
 def cut_of(name: str, a: ModelArgs) -> tuple[int, slice, int] | None:
-    """Of a tensor by Hugging Face's name: the dimension that ranks share, this one's part of it, and the whole; None:
-    every rank has all of it."""
+    """How ranks share the tensor of a Hugging Face name: the dimension, this rank's slice of it, and its full size.
+    None: every rank holds the full tensor."""
     r, D, (module, _, parameter) = a.ranks, a.head_dim, name.rpartition(".")
     own, g = r.heads(a.n_kv_head), a.n_head // a.n_kv_head
     match module.rpartition(".")[2], parameter:
@@ -321,15 +321,15 @@ def cut_of(name: str, a: ModelArgs) -> tuple[int, slice, int] | None:
 
 
 def shared(name: str, target: Target, a: ModelArgs) -> Target:
-    """A target that is given a whole tensor and takes this rank's part: of a mapped file, its pages alone."""
-    if name.endswith((".o_proj.bias", ".down_proj.bias")):  # what ranks add up has it once
+    """A target that gets the full tensor and takes this rank's part; of a mapped file only that part is read."""
+    if name.endswith((".o_proj.bias", ".down_proj.bias")):  # ranks sum their outputs, so only one adds the bias
         return replace(target, put=lambda value: target.put(value if a.ranks.rank == 0 else torch.zeros_like(value)))
     if (found := cut_of(name, a)) is None:
         return target
     dim, part, whole = found
 
     def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and target.row_bits and dim:  # the scale of a row is of all that ranks share of it
+        if isinstance(value, Tensor) and target.row_bits and dim:  # a row's scale covers all ranks' parts of the row
             value = quantize(value, target.row_bits, whole)
         if isinstance(value, Codes):
             return value.cut(dim, part, name)
@@ -341,7 +341,7 @@ def shared(name: str, target: Target, a: ModelArgs) -> Target:
 
 
 def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """A module's name in the model, and Hugging Face's names of the modules whose rows it holds, with their rows."""
+    """Yields each module's name in the model, with the Hugging Face modules it joins and their numbers of rows."""
     yield "tok_embeddings", [("model.embed_tokens", a.vocab_size)]
     for i in range(a.n_layer):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
@@ -359,7 +359,7 @@ def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
 
 
 def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
-    """Of one module that holds the rows of several tensors."""
+    """The targets of one module that joins the rows of several tensors."""
     out: dict[str, Target] = {}
     if isinstance(module, Joined):
         for one in module.parts:
@@ -386,15 +386,15 @@ def _targets(parts: list[tuple[str, int]], module: Any) -> dict[str, Target]:
 
 
 def tensors_of(model: Transformer) -> dict[str, Target]:
-    """Hugging Face's tensor names -> where they are in the model; fused ones are slices. What a rank has a part of is
-    put whole, and read in part."""
+    """Hugging Face's tensor names -> targets in the model; fused tensors are slices. With several ranks `put` takes the
+    full tensor, and `read` returns this rank's part."""
     out: dict[str, Target] = {}
     a, several = model.args, model.args.ranks.size > 1
     for name, parts in sources(replace(a.local, vocab_size=a.vocab_size) if several else a):
         module: Any = model.get_submodule(name)
         if isinstance(module, PackedEmbedding):
             module = module.matrix
-        if several and name == "output":  # also where the head is the embedding, of which a rank has rows beside it
+        if several and name == "output":  # even with a tied head: a rank holds rows of it beside the embedding
             parts = [("lm_head", a.local.vocab_size)]
         out |= {n: shared(n, t, a) if several else t for n, t in _targets(parts, module).items()}
     if several and a.tie_embeddings:
@@ -416,8 +416,8 @@ def random_transformer(
     seed: int = 0,
     weight_format: WeightFormat | None = None,
 ) -> Transformer:
-    """Random weights made on the device, std 0.02: for throughput runs that need no checkpoint. The same ones however
-    many ranks share them."""
+    """A model with random weights of std 0.02, made on the device, for throughput runs without a checkpoint. Any number
+    of ranks gets the same weights."""
     choose = weight_format.choose if weight_format and weight_format.bits != DENSE else None
     model = empty_transformer(args, device, dtype, choose)
     gen = torch.Generator(device).manual_seed(seed)
@@ -439,14 +439,14 @@ def random_transformer(
 
 
 def _fill_shares(model: Transformer, gen: torch.Generator, choose: Choose | None) -> None:
-    """As one process draws them, layer by layer: whole weights, of which each rank puts its part."""
+    """Draw the full weights as one process does, layer by layer; each rank stores its part."""
     args, targets = replace(model.args, ranks=ONE), tensors_of(model)
     with torch.device("meta"):
         whole = Transformer(args).to(model.dtype)
     if choose:
         pack(whole, choose, torch.device("meta"))
     names = dict(sources(args))
-    for packed in (False, True):  # dense ones are drawn first
+    for packed in (False, True):  # dense weights are drawn first
         for name, parts in names.items():
             module: Any = whole.get_submodule(name)
             if name == "output" and args.tie_embeddings:
@@ -461,7 +461,7 @@ def _fill_shares(model: Transformer, gen: torch.Generator, choose: Choose | None
 
 def _fill_module(module: Any, parts: list[tuple[str, int]], ends: list[int], targets: dict[str, Target],
                  gen: torch.Generator, device: torch.device) -> None:  # fmt: skip
-    """Draw a module of a whole model on the meta device, and put it."""
+    """Draw the weights of a module, given from the full model on the meta device, and store them."""
     packed = isinstance(module, PackedLinear)
     if packed:
         drawn = PackedLinear(module.in_features, module.out_features, False, module.layout, device)
@@ -482,5 +482,5 @@ def _fill_module(module: Any, parts: list[tuple[str, int]], ends: list[int], tar
 
 
 def save_checkpoint_tensors(model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's weights under Hugging Face's names, unfused, contiguous: what safetensors' save_file takes."""
+    """The model's weights under Hugging Face's names, unfused and contiguous, for safetensors' save_file."""
     return {name: t.read().to(dtype).contiguous().clone() for name, t in tensors_of(model).items()}

@@ -1,8 +1,8 @@
 """A decode step compiled by torch.compile and inductor.
 
-On CUDA the whole step is one graph. On a CPU one graph serves all layers of a kind: what takes the time, tracing and
-inductor, is done for one of SmolLM2's 30 layers, and for the embedding and the choice of a token. C++ calls the graphs
-of a step (kernels/native/graphs.cpp).
+On CUDA the whole step is one graph. On a CPU one graph serves all layers of a kind, so that the slow parts, tracing and
+inductor, run for one of SmolLM2's 30 layers, for the embedding and for the choice of a token. C++ calls the graphs of a
+step (kernels/native/graphs.cpp).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from tqdm import tqdm
 from kernels import native, op
 from model import Transformer, decode_layer, verify_layer
 
-# A graph costs the C++ compiler 4 s of a core, most of it for headers. So where there are more kinds of layers than
-# this, as where each has a budget of its own, GROUP further layers share a graph.
+# A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
+# each has its own budget, GROUP of the further layers share a graph.
 KINDS = 5
 GROUP = 4
-Step = Callable[..., Tensor]  # tokens and pos [B], then what Sampling.draw takes besides -> the next tokens [B]
+Step = Callable[..., Tensor]  # tokens and pos [B], then Sampling.draw's other arguments -> the next tokens [B]
 
 
 def eager_step(model: Transformer, choose: Step) -> Step:
-    """`Transformer.decode`, and the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]."""
+    """`Transformer.decode` followed by the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]."""
 
     def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        # a token that stands for an error may be negative, and is fed before it is read
+        # NO_TOKEN, which marks an error, is negative and is fed before the host reads it
         return choose(model.decode(tokens.clamp(min=0), pos), pos, *given)
 
     return step
 
 
 def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> Step:
-    """`eager_step`, compiled on the cache that is set up.
+    """`eager_step`, compiled for the current cache.
 
-    like: a compiled step on the same cache that chooses otherwise: its layers serve this one, too.
+    like: a compiled step on the same cache with another `choose`; its layer graphs are reused.
     """
     if model.device.type == "cuda":
         return torch_compile(eager_step(model, choose), model.device, guard_filter_fn=arguments_alone)
@@ -54,8 +54,8 @@ def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> 
 
 
 def compile_verify(model: Transformer, choose: Step) -> Step:
-    """Of n tokens a row, by exact attention: tokens [B, n] at pos [B] on, then what `choose` takes besides ->
-    choose(logits [B, n, V], pos, *given), [B, n]. On a CPU compiled by kinds of layers, as a step is."""
+    """`Transformer.verify`, compiled: tokens [B, n] from pos [B] on, then the other arguments of `choose` ->
+    choose(logits [B, n, V], pos, *given), [B, n]. On a CPU it is compiled by kinds of layers, like a step."""
 
     def whole(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         return choose(model.verify(tokens.clamp(min=0), pos), pos, *given)
@@ -69,21 +69,22 @@ def compile_verify(model: Transformer, choose: Step) -> Step:
 
 
 def torch_compile(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
-    """torch.compile with fullgraph, so that a graph break is an error and not a slowdown."""
-    # code of its own: what is compiled for one cache is never tried for another
+    """torch.compile with fullgraph, so that a graph break is an error instead of a slowdown."""
+    # a code object of its own, so that graphs compiled for one cache are never tried for another
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    # a cache of another size, as the last batch of a run may have, is another static graph, not one of any size
+    # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
     return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device) | options)
 
 
 def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any]:
     """Inductor's options for a decode step. graphs: on CUDA, whether inductor captures CUDA graphs.
 
-    On CUDA, products of one row are inductor's own, tuned: they reach the bandwidth of memory, a library's do not. On a
-    CPU a graph calls its operators from C++, compiled apart with little optimization: from Python, a step of the
-    shipped model took 0.5 ms longer, and 0.13 ms longer where sizes, which are part of what was compiled, are asserted
-    at every step. Headers are not precompiled: that takes 10 s and saves 1 s a file, and 0.3 s go at every start.
+    On CUDA, inductor's own tuned kernels compute products of one row: they reach the memory bandwidth, and a library's
+    do not. On a CPU a graph calls its operators from C++, compiled separately with little optimization: from Python, a
+    step of the shipped model took 0.5 ms longer. Sizes are not asserted, because they are fixed by compilation and each
+    step took 0.13 ms longer. Headers are not precompiled: that takes 10 s, and 0.3 s at every start, and saves 1 s per
+    file.
     """
     if device.type != "cuda":
         options: dict[str, Any] = {
@@ -99,35 +100,35 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
 
 
 def arguments_alone(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch.compile's guards a whole step checks: those of its arguments' shapes and of torch's settings.
+    """Which of torch.compile's guards a whole step checks: those on its arguments' shapes and on torch's settings.
 
-    The rest, over 1000, took 0.4 ms a step. They ask whether model and cache are what was compiled: they are, since
-    every step is compiled for its own, and the contract of a method is that one graph serves all steps.
+    The others, over 1000, took 0.4 ms per step. They check that model and cache are those that were compiled. That
+    holds, because each step is compiled for its own cache, and by contract one graph serves all steps of a method.
     """
     return [g.name in ("", "tokens", "pos") or g.name.startswith("given") for g in guards]
 
 
 def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
-    """tokens [B] -> the first layer's input; one that stands for an error may be negative."""
+    """tokens [B] -> the first layer's input. NO_TOKEN, which marks an error, is negative."""
     return model.embed(tokens.clamp(min=0))
 
 
 def decode_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """`decode_layer` of each of these parts of `Transformer.decode_parts`."""
+    """Apply `decode_layer` to each of these parts of `Transformer.decode_parts`."""
     for block, method, ahead in layers:
         x = decode_layer(block, method, ahead, x, pos)
     return x
 
 
 def verify_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """`verify_layer` of each."""
+    """Apply `verify_layer` to each of these parts."""
     for block, method, _ in layers:
         x = verify_layer(block, method, x, pos)
     return x
 
 
 class Layers:
-    """Compiled calls up to the last layer, for all steps on one cache. key: what they were looked up for last."""
+    """Compiled calls up to the last layer, shared by all steps on one cache. key: that of their last lookup."""
 
     def __init__(self, model: Transformer, group: Callable[..., Tensor]):
         self.hidden, self.parts = (model.args.dim, model.dtype), model.decode_parts()
@@ -136,7 +137,7 @@ class Layers:
         self.key: Any = None
 
     def compile(self, tokens: Tensor, pos: Tensor, progress: Any) -> Tensor:
-        """Those that are missing; they are not run. The result is like what the last layer gives."""
+        """Compile the missing calls without running them. Returns a tensor like the last layer's output."""
         dim, dtype = self.hidden
         x = torch.empty(*tokens.shape, dim, dtype=dtype)
         self.calls[0].compile(tokens, pos)
@@ -153,9 +154,9 @@ class Layers:
 
 
 class CompiledStep:
-    """A decode step on a CPU, of compiled graphs: the embedding, one for each kind of layer, the choice of a token.
+    """A decode step on a CPU as compiled graphs: the embedding, one per kind of layer, and the choice of a token.
 
-    The embedding alone takes 0.2 ms in eager mode, whose code is no longer in the processor's cache after a step.
+    In eager mode the embedding alone takes 0.2 ms, because a step evicts eager code from the processor's cache.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class CompiledStep:
     ):
         self.head = CompiledCall(head)
         self.layers: Layers = like.layers if like else Layers(model, group)
-        self.key: Any = None  # what the graphs were looked up for
+        self.key: Any = None  # that of the last lookup of graphs
         self.graphs: Step | None = None
 
     def __call__(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ class CompiledStep:
         return self.head(x, pos, *given)
 
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        """A step through torch.compile. It compiles what is missing: first it traces all of it, meanwhile g++ runs."""
+        """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced."""
         layers, bar = (
             self.layers,
             tqdm(desc="tracing", total=len(self.layers.parts), unit="layer", disable=None, leave=False),
@@ -199,35 +200,35 @@ class CompiledStep:
             out = self.head.look_up(x, pos, *given)
         if key != layers.key:
             layers.key = key
-        self.key = layers.key  # the same object, until they are looked up for another key
+        self.key = layers.key  # the same object, until a lookup for another key
         self.graphs = in_native_code([*layers.calls, self.head])
         return out
 
 
 def in_native_code(calls: list[CompiledCall]) -> Step | None:
-    """These calls, one after another, without Python; None if one of them needs it."""
+    """The calls in sequence, run without Python; None if one of them needs Python."""
     links = [link for call in calls if (link := call.link())]
     if not native.available() or len(links) < len(calls):
         return None
     try:
         return native.Graphs(links)
-    except AttributeError:  # another release of torch may call them otherwise
+    except AttributeError:  # another release of torch may name them differently
         return None
 
 
 class CompiledCall:
-    """A compiled function and its first arguments, called as inductor made it with the tensors that belong to them.
+    """A compiled function with fixed first arguments, whose inductor graph is called directly with its tensors.
 
-    torch.compile looks at its arguments again at every call: at their types and numbers, to choose a graph, and for all
-    weights and buffers by their names. Between the steps of one cache nothing of that changes, so it is asked once, and
-    what it passed on to the graph is kept. A function that changes what Python remembers is asked for at each call.
+    At every call torch.compile checks types and numbers of its arguments to choose a graph, and looks up all weights
+    and buffers by name. None of that changes between the steps on one cache, so it is done once and the tensors passed
+    to the graph are kept. A function that assigns Python attributes goes through torch.compile at each call.
     """
 
     def __init__(self, function: Step, *fixed: Any):
         self.function, self.fixed = function, fixed
         self.graph: Callable[[list[Tensor]], Any] | None = None
-        self.tensors: list[Tensor] = []  # that the graph gets
-        self.places: list[int | None] = []  # of the arguments among them; None: the graph does not read it
+        self.tensors: list[Tensor] = []  # inputs of the graph
+        self.places: list[int | None] = []  # index of each argument among them; None: the graph does not read it
 
     def __call__(self, *args: Tensor) -> Tensor:
         if self.graph is None:
@@ -239,7 +240,7 @@ class CompiledCall:
         return self.graph(tensors)[0]
 
     def compile(self, *args: Tensor) -> Any:
-        """The graph for such arguments, which is compiled if there is none, and not run."""
+        """The graph for these arguments, compiled if there is none, and not run."""
         try:
             with graph_calls(run=False):
                 self.function(*self.fixed, *args)
@@ -247,23 +248,23 @@ class CompiledCall:
             return e.graph
 
     def look_up(self, *args: Tensor) -> Tensor:
-        """Through torch.compile, which compiles a graph if none fits."""
+        """Call through torch.compile, which compiles a graph if none fits."""
         self.graph = None
         with graph_calls() as calls:
             out = self.function(*self.fixed, *args)
         if len(calls) != 1 or len(set(map(id, args))) != len(args):
             return out
         (graph, self.tensors, outputs), at = calls[0], {id(x): i for i, x in enumerate(calls[0][1])}
-        if len(outputs) == 1 and outputs[0] is out:  # else torch.compile assigns the rest to attributes
+        if len(outputs) == 1 and outputs[0] is out:  # other outputs are assigned to attributes by torch.compile
             self.graph, self.places = graph.current_callable, [at.get(id(x)) for x in args]
         return out
 
     def link(self) -> tuple[str, list[Tensor | int]] | None:
-        """The library of the graph, and the tensors that it gets, or the number of the argument; None if Python has to
-        do more than to call it."""
+        """The graph's library and its inputs: tensors, or the index of an argument. None if Python has to do more than
+        call it."""
         parts = getattr(self.graph, "__closure__", None) or ()
         entry = next((part.cell_contents for part in parts if isinstance(part.cell_contents, Entry)), None)
-        if entry is None or entry.n_given != len(self.tensors):  # it gets constants, too
+        if entry is None or entry.n_given != len(self.tensors):  # it also gets constants
             return None
         given: list[Tensor | int] = list(self.tensors)
         for number, place in enumerate(self.places):
@@ -273,7 +274,7 @@ class CompiledCall:
 
 
 class NotRun(Exception):
-    """A graph was called that was not to be run."""
+    """Raised in place of running a graph."""
 
     def __init__(self, graph: Any):
         self.graph = graph
@@ -281,8 +282,8 @@ class NotRun(Exception):
 
 @contextmanager
 def graph_calls(run: bool = True) -> Iterator[list[tuple[Any, list[Tensor], Sequence[Any]]]]:
-    """Inductor's graphs that are called inside, each with the tensors it got and those it gave. run=False: NotRun at
-    the first one."""
+    """Records inductor's graphs called within, each with its inputs and outputs. run=False: the first call raises
+    NotRun."""
     from torch import _dynamo
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -291,23 +292,23 @@ def graph_calls(run: bool = True) -> Iterator[list[tuple[Any, list[Tensor], Sequ
     def call(graph: Any, inputs: Sequence[Any]) -> Any:
         if not run:
             raise NotRun(graph)
-        tensors = list(inputs)  # the graph clears its own
+        tensors = list(inputs)  # a copy, as the graph clears its list
         outputs = original(graph, inputs)
         calls.append((graph, tensors, outputs))
         return outputs
 
-    # layers may be of as many kinds as there are
+    # there may be as many kinds of layers as layers
     limits = _dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100_000)
     with limits, mock.patch.object(CompiledFxGraph, "__call__", call):
         yield calls
 
 
 class Entry:
-    """A graph of inductor as its C++ code is called; the first call waits for the compiler."""
+    """The C++ entry of an inductor graph; the first call waits for the compiler."""
 
     def __init__(self, load: Callable[[], Any]):
         self.load = load
-        self.n_given = 0  # tensors of the last call
+        self.n_given = 0  # number of tensors of the last call
 
     def __call__(self, handles: list[Any]) -> Any:
         self.n_given = len(handles)
@@ -315,13 +316,13 @@ class Entry:
 
     @property
     def file(self) -> str:
-        return self.load().__self__.__file__  # the module that it is a function of
+        return self.load().__self__.__file__  # the extension module of the function
 
 
 @contextmanager
 def compiling() -> Iterator[Callable[[], None]]:
-    """Inside, what needs no lock of Python runs beside the tracing: the C++ compiler, which is waited for where a graph
-    is called, and half a second's work that inductor asks for first. What is yielded waits for all compilers."""
+    """Within, work that needs no Python lock runs in parallel to tracing: the C++ compiler, which a call of the graph
+    waits for, and half a second of set-up in inductor. Yields a function that waits for all compilers."""
     from torch._dynamo import symbolic_convert
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401, imported before threads do
 
@@ -333,7 +334,7 @@ def compiling() -> Iterator[Callable[[], None]]:
         return entries[-1]
 
     def submit(job: Any) -> Future[None]:
-        """What inductor compiles one after another for a graph, beside each other; then the job, which links it."""
+        """Compile a graph's parts in parallel, which inductor does one by one; then run the job, which links them."""
         lock, parts = job.args
         objects = [pool.submit(job.func, f"{lock}.{i}", (part,)) for i, part in enumerate(parts[:-1])]
 
@@ -351,19 +352,19 @@ def compiling() -> Iterator[Callable[[], None]]:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool, ThreadPoolExecutor() as linkers:
         sets = pool.submit(instruction_sets, cpu_vec_isa.valid_vec_isa_list)
         with contextlib.ExitStack() as stack:
-            # what another release of torch may not have is created, and not asked for
+            # create=True: names that another release of torch lacks are created and never called
             replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
             replace(cpu_vec_isa, "valid_vec_isa_list", sets.result)
             replace(wrappers, "load_pybinding", load)
             replace(symbolic_convert, "get_funcname", lambda *line: None)  # for a log: it reads all sources, 0.2 s
             if not torch.cuda.is_available():
-                replace(codecache, "triton_key", lambda: None)  # a hash of 0.3 s, for kernels that there are not
+                replace(codecache, "triton_key", lambda: None)  # a hash of 0.3 s for absent kernels
             yield finish
 
 
 def instruction_sets(ask: Callable[[], list[Any]]) -> list[Any]:
-    """What inductor may use of this processor: without trials of those that our library was compiled with, which take
-    7 s. A trial changes flags that others read."""
+    """The instruction sets that inductor may use. It skips trials, which take 7 s and change flags that others read, if
+    our library is available, since that was compiled with them."""
     from torch._inductor import config
 
     with config.patch({"cpp.vec_isa_ok": native.available() or None}):

@@ -1,5 +1,5 @@
-"""English and Python text that is on every machine this project runs on: what the shipped model is trained on,
-what calibration uses by default, and what perplexity is measured on.
+"""English and Python text that exists on every machine with this project: the training data of the shipped model, the
+default data of calibration, and the text for perplexity.
 
 Sources: the standard library's modules (code), `pydoc_data.topics` (the language reference), and the docstrings of
 the standard library and of the packages that kv-fast itself installs (prose). A document belongs to the held-out
@@ -55,12 +55,12 @@ def _docstrings(text: str) -> list[str]:
 
 
 def _looks_like_data(text: str) -> bool:
-    """Tables of numbers and generated lines teach nothing about the language."""
+    """Whether a text is a table of numbers or generated lines, which teach nothing about the language."""
     return sum(c.isdigit() for c in text) > 0.12 * len(text) or len(text) > 120 * (text.count("\n") + 1)
 
 
 def _files(root: Path, skip: set[str]) -> list[tuple[str, Path]]:
-    """Python files below a folder by their names there, without folders of these names."""
+    """Python files below a folder, with their relative names, outside folders named in `skip`."""
     found = ((p.relative_to(root), p) for p in sorted(root.rglob("*.py")))
     return [(str(name), p) for name, p in found if not skip & set(name.parts)]
 
@@ -85,7 +85,7 @@ def _topics() -> dict[str, str]:
 
 
 def _of_library(name: str, path: Path) -> list[Document]:
-    """A module's code, and its docstrings."""
+    """The documents of a module of the standard library: its code and its docstrings."""
     text, out = _read(path), _held_out(name, 3)
     if not text or len(text) < 300 or _looks_like_data(text):
         return []
@@ -93,7 +93,7 @@ def _of_library(name: str, path: Path) -> list[Document]:
 
 
 def _of_package(name: str, path: Path, seen: set[str]) -> list[Document]:
-    """A module's docstrings that are not in `seen`, and now are."""
+    """A package module's docstrings that are not in `seen`; adds them to `seen`."""
     new = [d for d in dict.fromkeys(_docstrings(_read(path) or "")) if d not in seen and not _looks_like_data(d)]
     seen.update(new)
     return [Document(name, "prose", _held_out(name, 6), d) for d in new]
@@ -106,9 +106,9 @@ def _of_topic(name: str) -> list[Document]:
 def collect(
     packages: tuple[str, ...] = DOCSTRING_PACKAGES, progress: bool = False, only_held_out: bool = False
 ) -> list[Document]:
-    """Every document, in a fixed order. Code: 3 % held out by file; prose: 6 % by topic or by file.
+    """Every document, in a fixed order. Held out are 3 % of the library's files, and 6 % of topics and packages' files.
 
-    only_held_out reads those files alone, in seconds.
+    only_held_out: read only the held-out files, which takes seconds.
     """
     docs: list[Document] = []
     for name, path in tqdm(_library(), desc="standard library", disable=not progress):
@@ -126,7 +126,7 @@ def collect(
 
 
 def shuffled(kind: str, seed: int) -> Iterator[Document]:
-    """Documents of a kind that are not held out, file by file in a random order: only what is asked for is read."""
+    """Yields documents of a kind that are not held out, file by file in random order, reading files on demand."""
     seen: set[str] = set()
     files: list[Callable[[], list[Document]]] = [partial(_of_library, *file) for file in _library()]
     if kind == "prose":

@@ -1,4 +1,4 @@
-"""Generation: sampling, the decode loop over a batch and its cache, and `LLM`, which puts them together.
+"""Generation: sampling, the decode loop over a batch and its cache, and the class `LLM`, which joins them.
 
 from engine import LLM
 print(LLM("models/tiny", method="self_index").generate("import os", max_new_tokens=32)[0].text)
@@ -35,11 +35,11 @@ from tokenizer.random import RandomVocabulary
 from tokenizer.turns import ChatParts, parts_of
 from weights import WeightFormat, open_checkpoint
 
-LAG = 2  # decode steps in flight before a token is read on the host: the device never waits for the stop check
-NO_TOKEN = -1  # drawn from logits that are not finite: seen when the token is read, so that no step waits for a check
-CONVERSATION = 8192  # slots allocated for a conversation, if the model's context has as many
-LEAST = 256  # slots for prompts in a cache that may be saved: in smaller ones, methods lay out sinks otherwise
-STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampling; the one not used for longest goes
+LAG = 2  # decode steps in flight before the host reads a token, so that the device never waits for the stop check
+NO_TOKEN = -1  # drawn if logits are not finite; found when the token is read, so that no step waits for a check
+CONVERSATION = 8192  # slots allocated for a conversation, at most the model's context
+LEAST = 256  # least slots for prompts in a cache that may be saved: in smaller ones, methods lay out sinks differently
+STEPS = 4  # compiled steps kept for one cache, one per kind of sampling; the least recently used is dropped
 
 
 # ---- sampling ----
@@ -47,10 +47,10 @@ STEPS = 4  # compiled steps that are kept for one cache, each for a way of sampl
 
 @dataclass
 class Sampling:
-    """How a token is drawn, as by Hugging Face's generate: the penalty first, the rest in the order of the fields.
+    """How a token is drawn, as in Hugging Face's generate: the penalty comes first, then the fields in their order.
 
-    temperature: 0 is greedy. top_k, top_p, min_p: draw from the k likeliest; from the fewest that have probability p
-    together; from those at least p times as likely as the likeliest. seed: makes a run repeatable.
+    temperature: 0 is greedy. top_k: draw from the k most likely tokens. top_p: from the fewest that together reach
+    probability p. min_p: from those at least p times as likely as the most likely one. seed: makes a run repeatable.
     repetition_penalty: positive logits of tokens in prompt or text are divided by it, negative ones multiplied.
     """
 
@@ -62,7 +62,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0:  # logits over less than the least would be infinite
+        if self.temperature != 0:  # dividing logits by less than the limit gives infinity
             check_range("--temperature", self.temperature, 1e-4, 1e4, "use 0 for greedy decoding, or 0.1 to 2")
         if self.top_k is not None:
             check_count("--top-k", self.top_k, 1, 2**31 - 1, "leave it out to keep every token")
@@ -74,8 +74,8 @@ class Sampling:
         check_count("--seed", self.seed, 0, 2**63 - 1)
 
     def draw(self, logits: Tensor, pos: Tensor, keys: Tensor, seen: Tensor | None = None) -> Tensor:
-        """logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys`, seen [B, V] bool -> tokens [B]; no
-        synchronization. seen: what is in prompt and text, None without a penalty."""
+        """Draw without synchronization: logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B].
+        seen [B, V] bool: tokens in prompt and text, None without a penalty."""
         if seen is not None:
             logits, penalty = logits.float(), self.repetition_penalty
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
@@ -85,14 +85,14 @@ class Sampling:
         return (self.probs(logits) / exponential_noise(keys, pos, logits.shape[-1])).argmax(-1)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> the distribution that is drawn from, fp32 [B, V], not normalized."""
+        """logits [B, V] -> the distribution to draw from, fp32 [B, V], not normalized."""
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
         probs = logits.softmax(-1)
         if self.top_p is not None and self.top_p < 1:
             sorted_probs, order = probs.sort(-1, descending=True)
-            # the token that crosses top_p is kept; far below 1e-30, fp32 has only 0, and would keep none
+            # the token that crosses top_p is kept; a top_p that fp32 rounds to 0 would keep none
             kept = sorted_probs.cumsum(-1) - sorted_probs < max(self.top_p, 1e-30)
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, sorted_probs, 0))
         if self.min_p is not None:
@@ -101,8 +101,8 @@ class Sampling:
 
 
 def noise_keys(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Of each row, by the seed, its prompt, and how many equal prompts come before it: equal prompts get different
-    texts, and each prompt what it gets alone, whatever stands beside it and however many rows run at a time."""
+    """A key for each row, from the seed, its prompt and the number of equal prompts before it. Equal prompts get
+    different texts, and a prompt gets the text it gets alone, whatever its batch."""
     before: Counter[tuple[int, ...]] = Counter()
     keys = []
     for prompt in map(tuple, prompts):
@@ -116,18 +116,18 @@ WORD = 2**32 - 1
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """A hash of 32 bits in int64 (lowbias32, Wellons 2018). The second factor is less by 2^32: no product overflows."""
+    """A 32-bit hash in int64 (lowbias32, Wellons 2018). The second factor has 2^32 subtracted, so nothing overflows."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & WORD
     x = (x ^ (x >> 15)) * (0x846CA68B - 2**32) & WORD
     return x ^ (x >> 16)
 
 
 def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
-    """Exp(1) fp32 [B, n], a function of keys [B], pos [B] and the column: it needs no generator."""
+    """Exp(1) noise fp32 [B, n], a function of keys [B], pos [B] and the column, without a generator."""
     low = mix_bits((keys & WORD) ^ mix_bits(pos))
     high = mix_bits((keys >> 32) ^ low)
     bits = mix_bits(mix_bits(torch.arange(n, device=keys.device) ^ low[:, None]) ^ high[:, None])
-    # fp32 rounds the largest up to 1, whose exponential would be infinite
+    # fp32 rounds the largest value up to 1, which would give infinity
     return -torch.log1p(-((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
 
 
@@ -135,7 +135,7 @@ def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
 
 
 class Ended(InputError):
-    """What ended a run in the middle of its text; `completions` holds what there is."""
+    """An error that ended a run in the middle of its text; `completions` holds the text so far."""
 
     def __init__(self, message: str, completions: list[Completion]):
         super().__init__(message)
@@ -143,12 +143,12 @@ class Ended(InputError):
 
 
 def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-    """`Sampling.draw`, but NO_TOKEN where one of a row's logits is NaN or infinite, which the sum then is, too."""
+    """`Sampling.draw`, but NO_TOKEN for a row with a NaN or infinite logit, which makes the row's sum non-finite."""
     return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, *given), NO_TOKEN)
 
 
 def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step | None = None) -> Step:
-    """One decode step and the draw. like: a compiled one on the same cache, whose layers serve this one, too."""
+    """A decode step that draws the next token. like: a compiled step on the same cache; its layer graphs are reused."""
 
     def choose(logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         return draw_finite(sampling, logits, pos, *given)
@@ -157,7 +157,7 @@ def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step 
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded tokens [B, S] int64 and lengths [B], what `Transformer.prefill` takes."""
+    """Right-padded tokens [B, S] int64 and lengths [B], for `Transformer.prefill`."""
     lengths = torch.tensor([len(p) for p in prompts])
     tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
     for row, p in enumerate(prompts):
@@ -168,23 +168,23 @@ def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
 class Session:
     """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow.
 
-    A cache has one owner: the session that has prefilled it last. InputError if another one asks for a step. With a
-    speculator the method drafts, and every token is what exact attention draws.
+    A cache has one owner, the session that prefilled it last; a step of another session raises InputError. With a
+    speculator the method drafts, and every token is drawn by exact attention.
     """
 
     def __init__(self, model: Transformer, step: Step, sampling: Sampling, speculator: Speculator | None = None):
         self.model, self.step, self.sampling, self.speculator = model, step, sampling, speculator
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
-        self.done: list[bool] = []  # by row, in `rows`
-        self.decoded = 0  # steps since the prompt, what `maintain` counts
+        self.done: list[bool] = []  # which rows have ended, in `rows`
+        self.decoded = 0  # decode steps since the prompt, as `maintain` counts them
         self.compile_s = 0.0
         self.tally = Tally()
         self.pos = self.next = torch.empty(0, dtype=torch.int64)
-        self.given: list[Tensor] = []  # what Sampling.draw takes beside logits and pos
+        self.given: list[Tensor] = []  # arguments of Sampling.draw after logits and pos
         self.prompts: list[list[int]] = []
-        self.fed: list[Tensor] = []  # tokens [B] of each step since
-        self.uneven = False  # rows that speculate have got different numbers of them
+        self.fed: list[Tensor] = []  # tokens [B] of each step since the prompt
+        self.uneven = False  # whether rows have different numbers of tokens, after speculation
         self.logits: Tensor | None = None  # [B, V] right after a prompt
 
     @property
@@ -193,9 +193,9 @@ class Session:
 
     @torch.inference_mode()
     def warm_up(self, batch: int) -> float:
-        """Compile the step (and capture its graph) on an empty cache; returns the seconds it took."""
+        """Compile the step (and capture its graph) on an empty cache; returns the seconds this took."""
         start = time.perf_counter()
-        # each its own tensor: the code for one that is two would be compiled again at the first real step
+        # separate tensors: with one tensor as two arguments, the first real step would compile again
         tokens, pos, keys = (torch.zeros(batch, dtype=torch.int64, device=self.device) for _ in range(3))
         given = self._given(keys, [[]] * batch)
         for _ in range(3):
@@ -210,11 +210,11 @@ class Session:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], keys: list[int] | None = None) -> None:
-        """Right-pad the prompts, run them, and draw the first new token of each row; keys: by default of these rows."""
+        """Right-pad the prompts, run them, draw each row's first new token. keys: by default `noise_keys` of them."""
         for prompt in prompts:
             self.model.args.check_ids(prompt)
         tokens, lengths = pad(prompts, self.device)
-        self.model.cache.owner = None  # also if what follows fails
+        self.model.cache.owner = None  # even if the next lines fail
         given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
         logits = self.model.prefill(tokens, lengths)
         self.begin(draw_finite(self.sampling, logits, lengths - 1, *given), lengths, *given)
@@ -229,13 +229,13 @@ class Session:
         return [keys, seen.to(self.device)]
 
     def begin(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> None:
-        """From a cache that holds pos [B] tokens a row: `tokens` [B] are the next ones. The cache is this session's."""
+        """Take over a cache that holds pos [B] tokens per row; `tokens` [B] come next."""
         self.next, self.pos, self.given = tokens, pos, list(given) or [torch.zeros_like(pos)]
         self.prompts, self.fed, self.logits, self.uneven = [], [], None, False
         self.decoded, self.model.cache.owner = 0, self
 
     def state(self) -> State:
-        """Where it stands: with what the cache holds, all that `resume` needs. InputError if it has no cache."""
+        """The session's state: all that `resume` needs beside the cache itself. Raises InputError without a cache."""
         if not self.owns_cache:
             raise InputError("there is nothing in the cache to save: read a prompt first")
         if self.uneven:
@@ -247,8 +247,8 @@ class Session:
 
     @torch.inference_mode()
     def resume(self, state: State) -> None:
-        """Go on from there, in a cache that holds what it held. By another Sampling than then, what comes next is
-        drawn again where a prompt's logits are known."""
+        """Continue from a state, in a cache with the contents of that time. If a prompt's logits are known, the next
+        token is drawn again, since the Sampling may differ."""
         lengths = torch.tensor([len(p) for p in state.prompts], device=self.device)
         fed, tokens, pos = state.fed.to(self.device), state.next.to(self.device), lengths + state.decoded
         texts = [p + row for p, row in zip(state.prompts, fed.tolist(), strict=True)]
@@ -268,7 +268,7 @@ class Session:
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor) -> None:
-        """One decode step with these tokens; `next` is what follows them."""
+        """One decode step with these tokens; sets `next` to those drawn after them."""
         self._own_cache()
         self.fed.append(tokens)
         self.logits = None
@@ -282,7 +282,7 @@ class Session:
 
     @torch.inference_mode()
     def feed(self, tokens: Sequence[int]) -> None:
-        """The same further tokens for every row: they go through decode, what was compressed stays as it is."""
+        """Feed the same tokens to every row, through decode: what was compressed stays as it is."""
         self.model.args.check_ids(tokens)
         if self.speculator is None:
             for t in tokens:
@@ -300,7 +300,7 @@ class Session:
 
     @torch.inference_mode()
     def rewind(self, length: int) -> None:
-        """A text of `length` tokens a row, of which this session has fed more: only a speculating one does."""
+        """Shorten each row's text to `length` tokens; only a speculating session may have fed more."""
         over = int((self.pos - length).amax())
         if over > 0:
             end, self.pos = self.pos, self.pos.clamp(max=length)
@@ -309,10 +309,10 @@ class Session:
             self.fed = self.fed[:-over]
 
     def rows(self, n: int, stop_ids: frozenset[int] = frozenset()) -> Iterator[list[int | None]]:
-        """Yield the next token of every row, up to n for each; None for a row that is done: it met a stop id, or
-        whoever reads this set `done`. Ends when all are. InputError if a row's logits are not finite.
+        """Yield the next token of every row, up to n each, until all rows are done. A row is done, and gets None, after
+        a stop id or if the caller sets `done`. Raises InputError if a row's logits are not finite.
 
-        Rows that speculate get tokens at times of their own: None is then also of a row that has none this time."""
+        With speculation, None may also mean that the row has no token in this round yet."""
         self.done = [False] * len(self.next)
         source: Iterator[Any] = self.tokens(n) if self.speculator is None else self.checked_tokens(n)
         for step, drawn in enumerate(source):
@@ -334,9 +334,8 @@ class Session:
         return "the method's knobs are exceeded, or the weights are damaged; try --method full"
 
     def checked_tokens(self, n: int) -> Iterator[list[int | None]]:
-        """The next n tokens of every row, drafted by the method and checked by exact attention, a round at a time. A
-        round's tokens are fed when the first of them is yielded: `rewind` takes back those that the caller does not
-        want."""
+        """The next n tokens of every row, drafted by the method and verified by exact attention in rounds. A round's
+        tokens are all fed when its first is yielded; `rewind` takes back those that the caller does not use."""
         assert self.speculator is not None
         yield self.next.tolist()
         left, begun = torch.full_like(self.pos, n - 1), self.decoded
@@ -358,7 +357,7 @@ class Session:
 
     @torch.inference_mode()
     def check(self, left: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
-        """A round (`Speculator.round`), read on the host."""
+        """One round (`Speculator.round`), with its results read on the host."""
         assert self.speculator is not None
         self._own_cache()
         tokens, count, kept = self.speculator.round(self.step, self.next, self.pos, left, self.given)
@@ -367,7 +366,7 @@ class Session:
         return tokens.tolist(), count.tolist(), kept.tolist()
 
     def _count(self, left: list[int], kept: list[int]) -> None:
-        """Of the rows that go on."""
+        """Count a round's drafted and accepted tokens, of rows that are not done, and adapt the number of drafts."""
         assert self.speculator is not None
         n, before = self.speculator.n, (self.tally.kept, self.tally.drafted)
         for most, agreed, done in zip(left, kept, self.done, strict=True):
@@ -380,10 +379,10 @@ class Session:
     def tokens(self, n: int) -> Iterator[list[int]]:
         """Yield n times the next token of every row.
 
-        With `lag` steps in flight a token is read on the host after the steps that follow it were launched: the device
-        never waits for us, and has run up to `lag` steps too many when the caller stops. With lag 0 a token is yielded
-        before it is fed, so that stopping leaves the cache at the text's end. What a step raises is raised when the
-        tokens before it are read.
+        With `lag` steps in flight, the host reads a token after launching the next steps: the device never waits for
+        the host, and has run up to `lag` steps too many when the caller stops. With lag 0 a token is yielded before it
+        is fed, so that stopping leaves the cache at the end of the text. An error of a step is raised after the tokens
+        before it are yielded.
         """
         flying: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         error: InputError | None = None
@@ -410,7 +409,7 @@ class Session:
 
 @dataclass
 class Result:
-    """A batch: the tokens of each row (a stop token not included), and what it took."""
+    """The result of a batch: the tokens of each row (without the stop token), times and bytes."""
 
     tokens: list[list[int]]
     prompt_tokens: list[int]
@@ -418,10 +417,10 @@ class Result:
     decode_s: float = 0.0
     steps: int = 0
     compile_s: float = 0.0
-    kv_bytes: int = 0  # of all buffers of the cache, as allocated
-    kv_bytes_full: int = 0  # of a dense K and V of the same capacity
-    interrupted: bool = False  # by Ctrl-C
-    drafts: Tally = field(default_factory=Tally)  # what speculation drafted and kept
+    kv_bytes: int = 0  # bytes of all buffers of the cache, as allocated
+    kv_bytes_full: int = 0  # bytes of dense keys and values of the same capacity
+    interrupted: bool = False  # whether Ctrl-C ended it
+    drafts: Tally = field(default_factory=Tally)  # counts of drafted and accepted tokens
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -430,7 +429,7 @@ class Result:
 
 @dataclass
 class Completion:
-    """What one prompt got; `batch` holds times and bytes of the rows that ran with it."""
+    """The completion of one prompt; `batch` holds times and bytes of the rows that ran with it."""
 
     text: str
     tokens: list[int]
@@ -439,7 +438,7 @@ class Completion:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of the whole batch."""
+        """Tokens per second of the whole batch."""
         return self.batch.decode_tokens_per_s
 
     @property
@@ -465,11 +464,11 @@ def generate(
     question: Sequence[int] = (),
     keys: list[int] | None = None,
 ) -> Result:
-    """Prefill `prompts`, feed each row the `question`, decode until every row has met a stop id or has max_new_tokens.
+    """Prefill `prompts`, feed the `question` to each row, then decode until every row has a stop id or max_new_tokens.
 
-    on_token(row, id) is called for every token kept, and ends the row if it returns True. Ctrl-C ends early and keeps
-    what there is. InputError if logits are not finite, or a method cannot go on; `result`, an `empty_result`, then
-    holds what came before.
+    on_token(row, id) is called for every token of a text and ends the row if it returns True. Ctrl-C ends the run early
+    and keeps the text so far. Raises InputError if logits are not finite or a method cannot continue; `result`, an
+    `empty_result`, then holds the tokens before it.
     """
     result = result or empty_result(prompts)
     synchronize(session.device)
@@ -489,7 +488,7 @@ def continue_rows(
     stop_ids: frozenset[int],
     on_token: Callable[[int, int], Any] | None,
 ) -> None:
-    """The decode loop: from `session.next` on, until all rows stop."""
+    """The decode loop, from `session.next` until all rows stop."""
     before, start = session.decoded, time.perf_counter()
     session.tally = result.drafts
     try:
@@ -507,16 +506,16 @@ def continue_rows(
 
 
 def round_up(n: int) -> int:
-    """Tokens that are allocated for n in a compiled step: multiples of 256, from 1024 on two sizes an octave."""
+    """The capacity allocated for n tokens in a compiled step: a multiple of 256, two sizes per octave from 1024."""
     unit = max(256, 2 ** ((n - 1).bit_length() - 2))
     return -(-n // unit) * unit
 
 
-# ---- for a user ----
+# ---- the user's interface ----
 
 
 class Text:
-    """The text of a row as its tokens come, up to the first stop string: what may be the beginning of one waits."""
+    """The text of a row as its tokens come, up to the first stop string. A possible beginning of one is held back."""
 
     def __init__(self, stream: Any, stop: Sequence[str]):
         self.stream, self.stop = stream, stop
@@ -524,7 +523,7 @@ class Text:
         self.stopped = False
 
     def put(self, token: int) -> str:
-        """The text that this token makes certain; `stopped` if there is no more."""
+        """The text that can be shown after this token; sets `stopped` at a stop string."""
         return self._show(self.stream.put(token))
 
     def flush(self) -> str:
@@ -534,7 +533,7 @@ class Text:
         if self.stopped:
             return ""
         self.waiting += piece
-        # by its end: the same however the text is cut into pieces
+        # the stop string that ends first, however the text comes in pieces
         found = [(i + len(s), i) for s in self.stop if (i := self.waiting.find(s)) >= 0]
         self.stopped = bool(found)
         begun = [n for s in self.stop for n in range(1, len(s)) if self.waiting.endswith(s[:n])]
@@ -545,7 +544,7 @@ class Text:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """InputError unless this is a text or several."""
+    """The stop strings. Raises InputError unless `stop` is a non-empty text or a list of them."""
     given = (stop,) if isinstance(stop, str) else stop
     if not isinstance(given, list | tuple) or not all(isinstance(s, str) and s for s in given):
         raise InputError(f"--stop is {short(stop)}: give a text, or a list of texts, that are not empty")
@@ -553,7 +552,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def locked(call: Callable[..., Any]) -> Any:
-    """A method of an LLM or of what has one, which other threads wait for."""
+    """Decorates a method of an LLM, or of an object with one, to hold the LLM's lock."""
 
     @functools.wraps(call)
     def wait(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -572,23 +571,23 @@ class LLM:
         for piece in llm.stream("import os"):
             print(piece, end="")
 
-    method is a spec (cache/spec.py), further arguments are knobs of it. random_init names a model of model.NAMED that
-    gets random weights. weights, head: as --weights and --head of generate.py; dtype is what is computed in, kv_dtype
-    what the cache holds. calibration: a file of calibrate.py, by default the one beside the weights. compile:
-    torch.compile the decode step, by default on a GPU; the cache's capacity is then rounded up, so that other lengths
-    need no other step. max_seq_len: the capacity, in tokens of prompt and answer, of every call.
-    prefill_chunk: a prompt is read so many tokens at a time, in less memory; by default all at once. ranks: of
-    `parallel.start()`, the processes that share the model: all make the same calls, and get the same tokens.
-    speculate: the method drafts so many tokens, exact attention checks them: the text is that of method="full".
-    adaptive: fewer and more again, up to `speculate`, by how many are right.
+    method is a spec (cache/spec.py); further arguments are its knobs. random_init names a model of model.NAMED to make
+    with random weights. weights, head: as --weights and --head of generate.py. dtype: the compute dtype; kv_dtype: that
+    of the cache. calibration: a file of calibrate.py, by default the one beside the weights. compile: torch.compile the
+    decode step, by default on a GPU; the cache's capacity is then rounded up, so that one step serves many lengths.
+    max_seq_len: the capacity of every call, in tokens of prompt and answer. prefill_chunk: the number of prompt tokens
+    read at a time, to save memory; by default all. ranks: those of `parallel.start()`, the processes that share the
+    model; all must make the same calls, and get the same tokens. speculate: the method drafts this many tokens and
+    exact attention verifies them, so that the text is that of method="full". adaptive: lower and raise the number of
+    drafts, up to `speculate`, by how many are accepted.
 
-    All calls share one cache. Threads wait for each other; a stream that another call interrupts ends with an
-    InputError; a conversation prefills again what it has said.
+    All calls share one cache. Threads wait for each other. A stream that another call interrupts ends with an
+    InputError; an interrupted conversation prefills its text again.
     """
 
     def __init__(
         self,
-        /,  # a knob may be called self
+        /,  # positional-only, because a knob may be called self
         checkpoint: str | Path = TINY,
         method: str = "full",
         *,
@@ -641,13 +640,13 @@ class LLM:
 
     @locked
     def use(self, method: str, /, **knobs: Any) -> LLM:
-        """Another method from here on. InputError if it or a knob is unknown or out of range."""
+        """Switch to another method. Raises InputError if it or a knob is unknown or out of range."""
         layer_methods(method, self.model.args.n_layer, knobs)
         self.method, self.knobs = method, knobs
-        # on the cache that is set up: sampling, but for the seed -> step, and what speculates
+        # for the current cache: sampling without its seed -> step and speculator
         self._steps: dict[Any, tuple[Step, Speculator | None]] = {}
-        self._ready: tuple[Any, Any] = (None, None)  # that cache, and its size
-        self.model.cache = None  # whoever owned it loses it
+        self._ready: tuple[Any, Any] = (None, None)  # the current cache and its size
+        self.model.cache = None  # its owner loses it
         return self
 
     @property
@@ -655,7 +654,7 @@ class LLM:
         return self.tokenizer.eos_ids | frozenset(self.model.args.eos_ids)
 
     def session(self, batch: int, max_seq_len: int, max_new_tokens: int | None, sampling: Sampling) -> Session:
-        """An empty cache for so many rows and tokens, and the step on it: those of the last call if they fit."""
+        """A session with an empty cache of this size and its step; reuses those of the last call if they fit."""
         size = (batch, max_seq_len, max_new_tokens)
         if self.model.cache is not None and self._ready == (self.model.cache, size):
             self.model.reset_cache()
@@ -669,13 +668,13 @@ class LLM:
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         step, speculator = made or (make_step(self.model, sampling, self.compile, like), self._speculator(sampling))
         session = Session(self.model, step, sampling, speculator)
-        self._steps[key] = step, speculator  # as the newest
+        self._steps[key] = step, speculator  # the most recently used is last
         if len(self._steps) > STEPS:
             del self._steps[next(iter(self._steps))]
         if made is None and self.compile:
             print(f"compiling the decode step: {self.method}, {batch} rows of {max_seq_len} tokens", file=sys.stderr)
             session.warm_up(batch)
-            session.compile_s = time.perf_counter() - start  # with the import of the compiler
+            session.compile_s = time.perf_counter() - start  # includes the import of the compiler
         return session
 
     def _speculator(self, sampling: Sampling) -> Speculator | None:
@@ -685,7 +684,7 @@ class LLM:
         return Speculator(self.model, draw, self.speculate, self.compile, self.adaptive)
 
     def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
-        """max_seq_len and max_new_tokens of a cache for so many tokens. InputError if there is no room for them."""
+        """max_seq_len and max_new_tokens of a cache for these tokens. Raises InputError if they exceed the context."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         longest, most = prompt + question, self.max_seq_len or self.model.args.context
         limit = ("--max-seq-len" if self.max_seq_len else "the model's context") + f" of {most}"
@@ -707,10 +706,10 @@ class LLM:
         system: str | None = None,
         chat_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a prompt: text, or tokens as they are. InputError if there are none.
+        """Token ids of a prompt, given as text or as ids. Raises InputError if it has none.
 
-        chat: by the chat template, in which the prompt is a user's text and names no special tokens; system: a message
-        before it; chat_args: variables of the template, as enable_thinking=False.
+        chat: apply the chat template to the prompt as a user's message, in which special tokens are plain text.
+        system: a message before it. chat_args: variables of the template, such as enable_thinking=False.
         """
         messages = self.open_chat(chat, system, chat_args)
         if isinstance(prompt, str):
@@ -724,7 +723,7 @@ class LLM:
         return ids
 
     def _check_ids(self, ids: Any) -> list[int]:
-        """InputError unless these are ids of this model's tokens."""
+        """The ids as a list. Raises InputError unless they are ids of this model's tokens."""
         if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
             what = f"{type(ids).__name__} of {type(ids[0]).__name__}" if isinstance(ids, list) else type(ids).__name__
             raise InputError(f"a prompt is a {what}: give text or a list of token ids, of a tensor its tolist()")
@@ -732,7 +731,7 @@ class LLM:
         return list(ids)
 
     def open_chat(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> list[dict[str, str]]:
-        """The messages before the first of a user. InputError if there is something for a chat template, and none."""
+        """The messages before the user's first. Raises InputError for a system message or chat_args without `chat`."""
         if not chat and (system is not None or chat_args):
             raise InputError(
                 "a system message and template variables are for the chat template: add --chat (chat=True)"
@@ -740,8 +739,8 @@ class LLM:
         return [] if system is None else [{"role": "system", "content": system}]
 
     def _encode_question(self, question: str | list[int] | None, chat: bool) -> list[int]:
-        """Tokens of what follows every prompt through decode. InputError with a chat template, which closes a prompt's
-        turn behind it."""
+        """Token ids of the question fed after every prompt. Raises InputError with a chat template, because that has
+        already closed the prompt's turn."""
         if not question:
             return []
         if chat:
@@ -764,13 +763,14 @@ class LLM:
         stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """One completion a prompt, in order; prompts of any lengths run side by side, `batch_size` at a time.
+        """One completion per prompt, in order. Prompts of any lengths run together, `batch_size` at a time.
 
         chat, system, chat_args: as in `encode`.
-        question: more text behind every prompt, which comes through decode: the method compresses without knowing it.
-        stop: strings that end a text, which does not show them; their tokens are in `tokens`.
-        on_text(row, piece) is called as text comes. Ctrl-C ends early and keeps what there is. InputError if prompt and
-        new tokens exceed the model's context or the free memory; `Ended`, with the text so far, if a step fails.
+        question: text that follows every prompt, through decode, so that the method compresses without knowing it.
+        stop: strings that end a text. The text does not include them, but `tokens` include theirs.
+        on_text(row, piece) is called as text comes. Ctrl-C ends the run early and keeps the text so far. Raises
+        InputError if prompt and new tokens exceed the model's context or the free memory, and `Ended`, with the text so
+        far, if a step fails.
         """
         asked = self._encode_question(question, chat)
         if isinstance(prompts, str):
@@ -805,7 +805,7 @@ class LLM:
                 if not out and not any(result.tokens):
                     raise
                 error = e
-            except KeyboardInterrupt:  # in the prompt
+            except KeyboardInterrupt:  # during prefill
                 if not out:
                     raise
                 result.interrupted = True
@@ -820,7 +820,7 @@ class LLM:
     def _completions(
         self, result: Result, texts: list[Text], first: int, on_text: Callable[[int, str], None] | None
     ) -> list[Completion]:
-        """Of a batch that has ended, with what the cache takes; `first` is the number of its first row."""
+        """The completions of a batch that has ended, with the cache's bytes; `first` is the index of its first row."""
         result.kv_bytes = self.model.kv_bytes()
         result.kv_bytes_full = self.model.kv_bytes_full(len(texts), self.model.cache[0].shape.max_seq_len)
         out = []
@@ -831,7 +831,7 @@ class LLM:
             out.append(Completion(text.text, ids, result.prompt_tokens[row], result))
         return out
 
-    # ---- a prompt that is read once ----
+    # ---- prompts that are read once and used several times ----
 
     def _identity(self) -> dict[str, Any]:
         return identity(self.model, self.method, self.knobs, self.source, self.weight_format)
@@ -844,8 +844,8 @@ class LLM:
         sampling: Sampling | None = None,
         further: int = 0,
     ) -> Session:
-        """Prompts, read side by side: what follows is up to the session, `feed` and `rows`, until another call takes
-        the cache. further: tokens beside the new ones that may be fed. InputError as `generate`."""
+        """Prefill prompts together and return their session, for `feed` and `rows`, until another call takes the cache.
+        further: the number of tokens that may be fed beside the new ones. Raises InputError as `generate`."""
         given = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(given, list | tuple) or not given:
             raise InputError("no prompt was given: give a text, or a list of them")
@@ -855,15 +855,15 @@ class LLM:
         return session
 
     def _roomy(self, prompts: list[list[int]], max_new_tokens: int, further: int) -> tuple[int, int | None]:
-        """`capacity`, where there is room with LEAST slots for prompts."""
+        """`capacity` with at least LEAST slots for prompts, if the context allows."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         room = (self.max_seq_len or self.model.args.context) - further - max_new_tokens
         return self.capacity(max(*map(len, prompts), min(LEAST, room)), max_new_tokens, further)
 
     @locked
     def save(self, file: str | Path, **more: Any) -> None:
-        """Write what the cache holds, the prompt of the last call and what was decoded since, to a file for `restore`.
-        more: what is to be found in the file, in JSON."""
+        """Write the cache, with the prompt of the last call and the tokens decoded since, to a file for `restore`.
+        more: further metadata of the file, as JSON."""
         check_out(file, "--save-cache")
         session = getattr(self.model.cache, "owner", None)
         if session is None or not session.prompts:
@@ -878,8 +878,9 @@ class LLM:
         sampling: Sampling | None = None,
         further: int = 0,
     ) -> Session:
-        """Go on from a file of `save`, as if the prompt had been read here; the arguments are those of `read`.
-        InputError if the file is damaged, of another model, method, knob, dtype or calibration, or does not fit."""
+        """Continue from a file of `save`, as if the prompt had been read here; other arguments are those of `read`.
+        Raises InputError if the file is damaged, does not fit, or has another model, method, knob, dtype or
+        calibration."""
         saved = file if isinstance(file, CacheFile) else CacheFile(file)
         saved.check(self._identity())
         state = saved.state
@@ -906,12 +907,12 @@ class LLM:
         save: str | Path | None = None,
         load: str | Path | CacheFile | None = None,
     ) -> list[Completion]:
-        """Every question about the same prompts, which are read once: all prompts' answers to the first question, then
-        to the next. What one was answered, the next does not see: each starts from the state after the prompts.
+        """Answer several questions about the same prompts, which are read once. Returns all prompts' answers to the
+        first question, then to the next. Each question starts from the state after the prompts, without other answers.
 
-        questions: none asks for what follows the prompts. chat: prompt and question are one turn of the chat template.
-        save: write the prompts' cache to this file; load: take it from there, with no prompts. The other arguments, and
-        what is raised, are those of `generate`.
+        questions: without any, the prompts are continued. chat: prompt and question are one turn of the chat template.
+        save: write the prompts' cache to this file. load: read it from a file, instead of prompts. The other arguments
+        and errors are those of `generate`.
         """
         stop, parts = stop_strings(stop), self._chat_parts(chat, system, chat_args)
         asked = [self._ids_of(q, parts) for q in ([questions] if isinstance(questions, str) else questions or [""])]
@@ -966,7 +967,7 @@ class LLM:
         return out
 
     def _chat_parts(self, chat: bool, system: str | None, chat_args: dict[str, Any] | None) -> ChatParts:
-        """What stands around a prompt and a question. InputError as `open_chat` and `parts_of`."""
+        """The chat template's text around a prompt and a question. Raises InputError as `open_chat` and `parts_of`."""
         before = self.open_chat(chat, system, chat_args)
         if not chat or isinstance(self.tokenizer, RandomVocabulary):
             return ChatParts("", "", "")
@@ -987,7 +988,7 @@ class LLM:
         chat_args: dict[str, Any] | None = None,
         stop: str | Sequence[str] = (),
     ) -> Iterator[str]:
-        """The completion of one prompt, piece by piece."""
+        """Yields the completion of one prompt piece by piece."""
         ids, sampling = self.encode(prompt, chat, system, chat_args), sampling or Sampling()
         size, text = self.capacity(len(ids), max_new_tokens), Text(self.tokenizer.stream(), stop_strings(stop))
         with self.lock:
@@ -1010,12 +1011,13 @@ class LLM:
         chat_args: dict[str, Any] | None = None,
         stop: str | Sequence[str] = (),
     ) -> Conversation:
-        """Turns that continue one cache; chat, system, chat_args: as in `encode`, stop: as in `generate`."""
+        """A conversation whose turns continue one cache. chat, system, chat_args: as in `encode`; stop: as in
+        `generate`."""
         return Conversation(self, sampling or Sampling(), chat, system, chat_args, stop)
 
 
 class Conversation:
-    """Turns of one row: the first is prefilled, later ones go through decode into the same cache."""
+    """A conversation of one row. The first turn is prefilled; later turns go through decode into the same cache."""
 
     def __init__(
         self,
@@ -1036,7 +1038,7 @@ class Conversation:
 
     @locked
     def _open(self) -> Session:
-        """An empty cache, which is this conversation's until another call takes it."""
+        """Get an empty cache, which belongs to this conversation until another call takes it."""
         self.session = self.llm.session(1, self.size, None, self.sampling)
         self.session.lag = 0  # the next turn continues exactly where this one stopped
         self.compile_s += self.session.compile_s
@@ -1046,12 +1048,12 @@ class Conversation:
         """Start over."""
         self.messages: list[dict[str, str]] = self.opening
         self.tokens: list[int] = []  # tokens in the cache
-        self.keys: list[int] = []  # of the noise, by the first turn
-        self.stale = False  # or not there any more: a turn that failed has overwritten them
+        self.keys: list[int] = []  # noise keys, from the first turn
+        self.stale = False  # whether a failed turn has overwritten `tokens` in the cache
 
     @locked
     def say(self, text: str, max_new_tokens: int, on_text: Callable[[str], None] | None = None) -> Completion:
-        """One turn. InputError, and the conversation is as before, if the context has no room or a step fails."""
+        """One turn. If it exceeds the context or a step fails, raises InputError; the conversation stays unchanged."""
         llm, tk, session = self.llm, self.llm.tokenizer, self.session
         if not isinstance(text, str):
             raise InputError(f"a turn is a {type(text).__name__}: give text")
@@ -1061,7 +1063,7 @@ class Conversation:
             ids = tk.encode_chat(messages, **self.chat_args)
         else:
             ids = cached + tk.encode(text if not cached else "\n" + text, bos=not cached)
-        # another call has the cache, or the template rewrote an earlier turn: start over from the whole
+        # if another call has the cache, or the template rewrote an earlier turn, read the whole text again
         if self.stale or not session.owns_cache or ids[: len(cached)] != cached:
             cached = []
         if len(ids) + 1 > self.size:
@@ -1093,7 +1095,7 @@ class Conversation:
             on_text(piece)
         self.tokens = ids + result.tokens[0]
         session.rewind(len(self.tokens))
-        # the last token, drawn but not fed if max_new_tokens ended the turn
+        # feeds the last token, which was drawn but not fed if max_new_tokens ended the turn
         session.feed(self.tokens[int(session.pos[0]) :])
         self.stale, self.messages = False, [*messages, {"role": "assistant", "content": answer.text}]
         result.kv_bytes, result.kv_bytes_full = llm.model.kv_bytes(), llm.model.kv_bytes_full(1, self.size)

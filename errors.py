@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this", and the wrapper that turns it into one line and exit code 2."""
+"""InputError, the exception for errors that the user can fix, and `run_cli`, which prints it in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Bad input: the message says what was found, what was expected and what to do, in one line, whatever it quotes."""
+    """Bad input. The message says in one line what was found, what was expected and what to do."""
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
@@ -35,13 +35,13 @@ def run_cli(main: Callable[[], int | None]) -> None:
 
 
 def short(value: Any) -> str:
-    """A value as a message shows it: what was pasted by mistake may be long."""
+    """A value for a message, cut to 80 characters, as it may be a long text pasted by mistake."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:
-    """InputError unless low <= value <= high; NaN is nowhere."""
+    """Raises InputError unless low <= value <= high; NaN is out of every range."""
     if not isinstance(value, int | float):
         raise InputError(f"{what} is a {type(value).__name__}: give a number from {low} to {high}")
     if not low <= value <= high:
@@ -50,7 +50,7 @@ def check_range(what: str, value: float, low: float, high: float, advice: str = 
 
 
 def check_count(what: str, value: Any, low: int, high: int, advice: str = "") -> None:
-    """`check_range` of a whole number; InputError if it is none."""
+    """`check_range` for an integer. Raises InputError if `value` is no int."""
     if type(value) is not int:
         raise InputError(f"{what} is {short(value)}, a {type(value).__name__}: give a whole number, {low} or more")
     check_range(what, value, low, high, advice)
@@ -62,19 +62,17 @@ def _beside(value: float, low: float, high: float) -> str:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """A line on stderr, the first time that this is said."""
+    """Print a warning on stderr, once per text."""
     print(f"warning: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose help is the script's docstring, and whose errors are one line like all others."""
+    """A command line whose help is the script's docstring, and whose errors are one line like any InputError."""
 
     def __init__(self, doc: str | None):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str):  # type: ignore[override]
-        if (
-            os.environ.get("LOCAL_RANK", "0") != "0"
-        ):  # of torchrun's processes, all of which read this, the first says it
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks parse the arguments, and the first reports errors
             sys.exit(2)
         raise InputError(f"{message}; see {self.prog} --help")

@@ -38,7 +38,7 @@ MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_
 
 @dataclass
 class ModelArgs:
-    """Shape and numerics of a decoder. checkpoint.py reads them from a config.json, `from_name` knows those of NAMED."""
+    """Shape and numerics of a decoder: checkpoint.py reads them from a config.json, `from_name` from NAMED."""
 
     dim: int = 4096
     n_layer: int = 32
@@ -58,12 +58,12 @@ class ModelArgs:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: attend to everything
     dtype: str = "bfloat16"
     eos_ids: tuple[int, ...] = ()
-    ranks: Ranks = ONE  # the processes that share the model; all sizes here are of the whole
+    ranks: Ranks = ONE  # the processes that share the model; all sizes here are those of the full model
 
     @property
     def local(self) -> ModelArgs:
-        """KV heads of this rank with all their queries, its MLP and vocabulary; the embedding is whole on each.
-        InputError if they do not divide."""
+        """The sizes of this rank: its KV heads with all their queries, its part of the MLP and of the vocabulary. Every
+        rank holds the full embedding. Raises InputError if the ranks do not divide the sizes."""
         n = self.ranks.size
         if n == 1:
             return self
@@ -81,7 +81,7 @@ class ModelArgs:
 
     @property
     def context(self) -> int:
-        """Tokens the model can hold: max_seq_len, which dynamic NTK stretches by its factor."""
+        """The longest context in tokens: max_seq_len, which dynamic NTK stretches by its factor."""
         return int(self.max_seq_len * (self.rope.factor if self.rope.type == "dynamic" else 1))
 
     @classmethod
@@ -92,14 +92,14 @@ class ModelArgs:
         return cls(rope=RopeArgs(**d.pop("rope")), **d)
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """InputError if the model embeds no such token: a tokenizer may have more than its vocab_size."""
+        """Raises InputError for an id that the model has no embedding for: a tokenizer may exceed vocab_size."""
         for id in (min(ids), max(ids)) if ids else ():
             if not 0 <= id < self.vocab_size:
                 raise InputError(f"the text has token {id}, the model embeds {self.vocab_size} (vocab_size in "
-                                 "config.json): leave that token out, or take the model's own tokenizer")  # fmt: skip
+                                 "config.json): leave that token out, or use the model's own tokenizer")  # fmt: skip
 
     def rotary(self, max_batch: int, max_seq_len: int, device: Any = None) -> Rope:
-        """The tables of positions 0 to max_seq_len - 1."""
+        """The rotary tables of positions 0 to max_seq_len - 1."""
         return Rope(self.rope, self.head_dim, self.max_seq_len, max_batch, max_seq_len, device)
 
     def cache_shape(
@@ -112,7 +112,7 @@ class ModelArgs:
         max_new_tokens: int | None = None,
         drafts: int = 0,
     ) -> CacheShape:
-        """What a method of that layer is given to allocate by."""
+        """The shape by which a method allocates the cache of that layer, on this rank."""
         window, own = self.window(layer), self.local
         window = None if window is None or window >= max_seq_len else window
         return CacheShape(max_batch, max_seq_len, own.n_head, own.n_kv_head, self.head_dim, dtype,
@@ -161,8 +161,8 @@ class Attention(nn.Module):
         super().__init__()
         whole, args = args, args.local
         self.ranks, g = args.ranks, whole.n_head // whole.n_kv_head
-        # With more ranks than KV heads, several hold one and the attention of all its queries, which is what methods
-        # choose by; each goes on with its share of them.
+        # With more ranks than KV heads, several ranks hold the same KV head and attend with all its queries, because
+        # methods choose tokens by all of them. After that, each rank goes on with its share of the query heads.
         first = self.ranks.heads(whole.n_kv_head).start * g
         mine = self.ranks.part(whole.n_head)
         self.mine = slice(mine.start - first, mine.stop - first)
@@ -181,24 +181,24 @@ class Attention(nn.Module):
         return self.q_norm(q), self.k_norm(k), v
 
     def query(self, x: Tensor) -> Tensor:
-        """The q of `qkv` alone: x [..., dim] -> [..., Hq, D]."""
+        """Only the q of `qkv`: x [..., dim] -> [..., Hq, D]."""
         q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
         return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
 
     def output_weights(self, like: Tensor) -> Tensor:
-        """W_O of the query heads whose share is here, whatever its format: [Hq, D, dim], in dtype and device of `like`."""
+        """W_O of this rank's query heads, dequantized if need be: [Hq, D, dim], with dtype and device of `like`."""
         each = torch.eye(self.wo.in_features, dtype=like.dtype, device=like.device)
         return (self.wo(each) - self.wo(torch.zeros_like(each[:1]))).unflatten(0, (-1, self.head_dim))
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """x [..., dim] -> [..., dim]; `attend` is the attention over what it is given and what a cache holds."""
+        """x [..., dim] -> [..., dim]; `attend` computes attention over its arguments and the cache, if there is one."""
         y = attend(*self.qkv(x))
         if y.shape[-2] != self.mine.stop - self.mine.start:
             y = y[..., self.mine, :]
         return self.ranks.sum(self.wo(y.flatten(-2)))
 
     def uncached(self, cos: Tensor, sin: Tensor) -> Attend:
-        """Causal attention of a whole text to itself: teacher forcing. cos and sin [1, S, 1, D/2]."""
+        """Causal attention within a text, for teacher forcing. cos and sin [1, S, 1, D/2]."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v))
@@ -228,44 +228,44 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """The residual path, the same for teacher forcing, prompts and steps. x [..., dim] -> [..., dim]."""
+        """x [..., dim] -> [..., dim]. Teacher forcing, prompts and decode steps share this residual path."""
         x = x + self.attention(self.attention_norm(x), attend)
         if x.dim() == 2 or x[..., 0].numel() <= MLP_CHUNK or torch.is_grad_enabled():
             return x + self.feed_forward(self.ffn_norm(x))
-        for part in x.view(-1, x.shape[-1]).split(MLP_CHUNK):  # in place: a chunk of MLP activations at a time
+        for part in x.view(-1, x.shape[-1]).split(MLP_CHUNK):  # in place, one chunk of MLP activations at a time
             part += self.feed_forward(self.ffn_norm(part))
         return x
 
     def predicted_query(self, x: Tensor) -> Tensor:
-        """The query this layer would have if the layer before it changed nothing: x [B, dim] -> [B, Hq, D]."""
+        """The query of this layer if the layer before it were the identity: x [B, dim] -> [B, Hq, D]."""
         return self.attention.query(self.attention_norm(x))
 
 
 class Transformer(nn.Module):
-    """A decoder: `forward` needs no KV cache; after `setup_cache`, `prefill` and `decode` use one."""
+    """A decoder. `forward` needs no KV cache; `prefill` and `decode` use the one made by `setup_cache`."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
         size = args.vocab_size, args.dim
-        # not initialized: on the meta device that would import a compiler, for more than a second
+        # not initialized: on the meta device, initialization imports a compiler, which takes over a second
         self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.local.vocab_size, bias=False)
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
-        self.kv_dtype: torch.dtype | None = None  # of keys and values in the cache; None: the compute dtype
+        self.kv_dtype: torch.dtype | None = None  # dtype of keys and values in the cache; None: the compute dtype
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
-        self.prefill_chunk: int | None = None  # tokens of a prompt at a time; None: all
-        self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, where there is one
+        self.prefill_chunk: int | None = None  # prompt tokens per prefill chunk; None: the whole prompt
+        self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, if there is one
         self._rope: Rope | None = None  # the tables of `forward`
-        self.folder: Path | None = None  # of the checkpoint, or its GGUF file, if there is one
+        self.folder: Path | None = None  # the checkpoint's folder or GGUF file, if there is one
         self.calibration: Calibration | None = None  # by default the one in `folder`, read when it is needed
 
     @property
     def tied(self) -> bool:
-        """Whether the embedding is the output head, too. Of several ranks each has rows of the head beside it."""
+        """Whether the output head is the embedding. Never with several ranks: each holds rows of the head separately."""
         return self.args.tie_embeddings and self.args.ranks.size == 1
 
     @property
@@ -274,7 +274,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the model computes; weights and cache may have others."""
+        """The dtype the model computes in; weights and cache may use others."""
         return self.norm.weight.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -319,9 +319,9 @@ class Transformer(nn.Module):
     ) -> None:
         """Allocate every buffer of the KV cache. `method` is a name, a preset or a spec by layers (cache/spec.py).
 
-        max_seq_len: prompt and new tokens together; max_new_tokens, if it is known, lets methods leave out what the
-        prompt or the new tokens alone cannot fill. InputError if the method or an argument is unknown or out of range,
-        or if the buffers do not fit in memory.
+        max_seq_len counts prompt and new tokens together. If max_new_tokens is known, methods do not allocate slots
+        that neither the prompt nor the new tokens can fill. Raises InputError if the method or an argument is unknown
+        or out of range, or if the buffers do not fit in memory.
         """
         self.setup(method, max_batch, max_seq_len, max_new_tokens, method_args)
 
@@ -334,15 +334,16 @@ class Transformer(nn.Module):
         knobs: dict[str, Any],
         drafts: int = 0,
     ) -> None:
-        """`setup_cache`, with the knobs as a dictionary: of a user, who may call them anything. drafts: how many tokens
-        at a time the method drafts for `verify`, for which there are as many slots more; InputError if it cannot."""
+        """`setup_cache` with the knobs as a dictionary, since a user may give them any names. drafts: the number of
+        tokens drafted at a time for `verify`; the cache gets as many extra slots. Raises InputError if the method cannot
+        draft."""
         if max_batch < 1 or max_seq_len < 1:
             raise InputError(f"the cache needs a batch and a length of at least 1, got {max_batch} and {max_seq_len}")
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
-            raise InputError(f"max_new_tokens {max_new_tokens} leaves no prompt of {max_seq_len} tokens in all")
+            raise InputError(f"max_new_tokens {max_new_tokens} leaves no tokens for a prompt in {max_seq_len}")
         args, w = self.args, self.norm.weight
-        use_native(w)  # if the CPU kernels are still to be compiled: not in the middle of a step
-        self.cache = None  # the old buffers are free before the new ones are asked for
+        use_native(w)  # compiles the CPU kernels now, if need be, and not in the middle of a step
+        self.cache = None  # frees the old buffers before the new ones are allocated
 
         def make_rope(device: torch.device) -> Rope:
             return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
@@ -350,22 +351,22 @@ class Transformer(nn.Module):
         if drafts and (cannot := [c for c, _ in layer_methods(method, args.n_layer, knobs) if not c.verifies]):
             raise InputError(
                 f"method {method} cannot draft: {cannot[0].__name__} does not hold all keys and values. Add keep=full, "
-                "which holds them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
+                "which stores them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
             )
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
         self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
         for block, layer in zip(self.layers, self.cache, strict=True):
-            for part in layer.modules():  # a method may hold others
+            for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
 
     def find_calibration(self) -> Calibration:
-        """The one set on the model, or the file in its checkpoint's folder or beside its GGUF file. InputError if there
-        is none.
+        """The calibration set on the model, or else the file in the checkpoint's folder or beside its GGUF file. Raises
+        InputError if there is none.
 
-        Random weights have no keys worth a calibration: they get random bases, which cost the same time.
+        A model of random weights cannot be calibrated: it gets random bases, which take the same time to apply.
         """
         if self.calibration is None:
             if self.folder is None:
@@ -374,7 +375,7 @@ class Transformer(nn.Module):
         return self.calibration
 
     def use_calibration(self, file: str | Path | None) -> None:
-        """Take the one in a file, named by the user; None: by default, again. InputError if it is of another model."""
+        """Use the calibration in a file; None: the default again. Raises InputError if it is another model's."""
         self.calibration = None
         if file is not None:
             if self.folder is None:
@@ -385,8 +386,8 @@ class Transformer(nn.Module):
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:
         """Right-padded prompts: tokens [B, S] int64, lengths [B] -> logits of each row's last token [B, V].
 
-        chunk: so many tokens at a time, by default `prefill_chunk`. A layer reads all chunks before the next layer
-        starts: beside a chunk's activations there are a layer's input and one layer's queries, keys and values.
+        chunk: the number of tokens per chunk, by default `prefill_chunk`. A layer reads all chunks before the next
+        layer starts, so memory holds one chunk's activations, one layer's input and its queries, keys and values.
         """
         assert self.cache is not None, "call setup_cache first"
         S, chunk = tokens.shape[1], chunk or self.prefill_chunk or tokens.shape[1]
@@ -418,7 +419,7 @@ class Transformer(nn.Module):
         if rows > shape.max_batch or length > shape.max_prompt:
             raise InputError(
                 f"prompts of {rows} x {length} tokens do not fit in a cache of {shape.max_batch} x {shape.max_prompt}: "
-                "set it up for more"
+                "set up a larger cache"
             )
         require_memory(
             rows
@@ -434,7 +435,7 @@ class Transformer(nn.Module):
 
     def decode(self, tokens: Tensor, pos: Tensor) -> Tensor:
         """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; compiled.py compiles it."""
-        # no autograd history, whoever calls; inference mode cannot be entered in a graph
+        # no autograd history, whoever calls; a compiled graph cannot enter inference mode
         with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
             return self.logits(self.decode_hidden(tokens, pos))
 
@@ -446,8 +447,8 @@ class Transformer(nn.Module):
         return x
 
     def verify(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """n tokens a row at once, by exact attention: tokens [B, n], the first ones at pos [B] -> logits [B, n, V]. A
-        static graph; what was drafted at these positions is replaced."""
+        """Process n tokens of each row at once by exact attention: tokens [B, n], the first ones at pos [B] -> logits
+        [B, n, V]. A static graph. Their keys and values replace those drafted at these positions."""
         with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
             x = self.embed(tokens)
             for block, method, _ in self.decode_parts():
@@ -456,12 +457,12 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def rewind(self, pos: Tensor, end: Tensor) -> None:
-        """Tokens from pos [B] to end [B] are no longer part of the text."""
+        """Take back the tokens from pos [B] up to end [B]: they are no longer part of the text."""
         for method in self.cache or ():
             method.rewind(pos, end)
 
     def decode_parts(self) -> list[Any]:
-        """Of each layer: its block, its method, and those of the next layer, if that one predicts what to fetch."""
+        """For each layer its block and method, and those of the next layer if that method prefetches, else None."""
         assert self.cache is not None, "call setup_cache first"
         layers = list(zip(self.layers, self.cache, strict=True))
         ahead = [after if after[1].predicts else None for after in layers[1:]]
@@ -469,9 +470,9 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def maintain(self, step: int) -> None:
-        """After decode step `step` (from 1 on, since the prompt), outside the compiled graph.
+        """Called after decode step `step` since the prompt, counted from 1; runs outside the compiled graph.
 
-        InputError where the cache was set up for fewer new tokens: what comes next would overwrite others.
+        Raises InputError if the cache was set up for fewer new tokens: the next token would overwrite another.
         """
         most = self.cache[0].shape.max_new_tokens if self.cache else None
         if most is not None and step > most:
@@ -481,7 +482,7 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def reset_cache(self) -> None:
-        """Same buffers, empty."""
+        """Empty the cache and keep its buffers."""
         for method in self.cache or ():
             method.reset()
 
@@ -494,14 +495,14 @@ class Transformer(nn.Module):
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
-        """Bytes of a dense K and V of that capacity, in the cache's dtype."""
+        """Bytes of dense keys and values of that capacity, in the cache's dtype."""
         a, dtype = self.args, self.kv_dtype or self.dtype
         return 2 * a.n_layer * batch * a.local.n_kv_head * max_seq_len * a.head_dim * dtype.itemsize
 
 
 def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None) -> Attend:
-    """A method's attention of right-padded prompts, or of a chunk of them, of q [B, S, Hq, D] and so on, which it
-    stores on the way."""
+    """A method's attention within right-padded prompts, or one chunk of them; it stores their keys and values too.
+    q is [B, S, Hq, D], k and v [B, S, Hkv, D]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
@@ -511,7 +512,7 @@ def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None
 
 
 def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles) -> Attend:
-    """A method's attention of a text of its second pass, of q [B, n, Hq, D] and so on, behind prompts of lengths [B]."""
+    """A method's attention for a text of its second pass, read behind prompts of lengths [B]. q is [B, n, Hq, D]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = method.shape.dtype
@@ -523,7 +524,7 @@ def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles
 
 
 def step_attention(method: KVMethod, pos: Tensor) -> Attend:
-    """A method's attention of one token a row, of q [B, Hq, D] and so on, in the dtype of its cache."""
+    """A method's attention for one token per row, in the dtype of its cache. q is [B, Hq, D]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = method.shape.dtype
@@ -535,7 +536,7 @@ def step_attention(method: KVMethod, pos: Tensor) -> Attend:
 def decode_layer(
     block: Block, method: KVMethod, ahead: tuple[Block, KVMethod] | None, x: Tensor, pos: Tensor
 ) -> Tensor:
-    """One step of a layer: x [B, dim] at positions pos [B] -> [B, dim]. ahead: the next layer, which prefetches."""
+    """One decode step of a layer: x [B, dim] at pos [B] -> [B, dim]. ahead: the next layer, if it prefetches."""
     if ahead is not None:
         after, fetching = ahead
         fetching.prefetch(after.predicted_query(x).to(method.shape.dtype), pos)
@@ -543,7 +544,7 @@ def decode_layer(
 
 
 def verify_layer(block: Block, method: KVMethod, x: Tensor, pos: Tensor) -> Tensor:
-    """Exact attention of drafted tokens: x [B, n, dim], the first ones at pos [B] -> [B, n, dim]."""
+    """One layer over drafted tokens, by exact attention: x [B, n, dim], the first ones at pos [B] -> [B, n, dim]."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
@@ -558,13 +559,14 @@ def verify_layer(block: Block, method: KVMethod, x: Tensor, pos: Tensor) -> Tens
 def empty_transformer(
     args: ModelArgs, device: str | torch.device, dtype: torch.dtype, choose: Choose | None = None
 ) -> Transformer:
-    """Weights allocated on the device, not filled; choose: how each is held. InputError if they do not fit."""
+    """A model with its weights allocated on the device but not filled. choose: the format of each matrix. Raises
+    InputError if they do not fit in memory."""
     device, meta = torch.device(device), torch.device("meta")
     with meta:
         model = Transformer(args).to(dtype)
     if choose:
         pack(model, choose, meta)
-        # ranks that have rows of a tied head hold the embedding as one process does
+        # with several ranks the head is not tied, but the embedding keeps the format it has in one process
         rows = choose("output" if args.tie_embeddings else "tok_embeddings", 0, args.dim)
         if model.tied:
             if isinstance(model.output, PackedLinear):
@@ -574,11 +576,11 @@ def empty_transformer(
         elif rows:
             matrix = PackedLinear(args.dim, args.vocab_size, False, rows, meta)
             model.tok_embeddings = PackedEmbedding(matrix, dtype, tied=False)
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a tied embedding once
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # counts a tied embedding once
     need = sum(t.numel() * t.element_size() for t in tensors.values())
     require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
                    "more memory")  # fmt: skip
-    if device.type == "cpu":  # what every step reads, in the order in which it does
+    if device.type == "cpu":  # weights that every step reads, laid out in the order of reading
         layers = [t for block in model.layers for t in (*block.parameters(), *block.buffers())]
         model.layers._apply(OnePiece(t.nbytes for t in layers).take)
     for name, part in model.named_children():

@@ -1,10 +1,10 @@
-"""Ranks: the processes that share one model, started by torchrun, and the few collectives that everything else uses.
+"""Ranks: the processes that share one model, started by torchrun, and the collectives that all other code uses.
 
     torchrun --nproc-per-node 2 generate.py --checkpoint CKPT --prompt "..."
 
-Each rank holds some heads of every layer, some columns of its MLP and some rows of the output head; two sums a layer
-make activations whole again. With one process nothing of torch.distributed is imported and no collective is called.
-Sums are functional collectives, of gloo on CPUs and of NCCL on GPUs: a decode step stays one compiled graph.
+Each rank holds some heads of every layer, some columns of its MLP and some rows of the output head; two all-reduces per
+layer complete the activations. With one process torch.distributed is not imported and no collective is called. Sums are
+functional collectives, by gloo on CPUs and NCCL on GPUs, so that a decode step stays one compiled graph.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from errors import InputError
 
-TIMEOUT = timedelta(seconds=600)  # a rank may load for minutes; one that died ends the others at once
-PATIENCE = timedelta(hours=12)  # the same where each has work of its own between two collectives
-# what collectives say when another rank has ended: gloo, then NCCL
+TIMEOUT = timedelta(seconds=600)  # a rank may take minutes to load; if one dies, the others end at once
+PATIENCE = timedelta(hours=12)  # the timeout if ranks do long work between two collectives
+# error texts of collectives after another rank has ended: gloo's, then NCCL's
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 PARENT_DIED = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -38,33 +38,33 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a model."""
+    """This process's rank among the processes that share a model."""
 
     rank: int = 0
     size: int = 1
 
     def part(self, n: int) -> slice:
-        """This rank's share of n rows or columns, which the number of ranks divides."""
+        """This rank's share of n rows or columns; the number of ranks must divide n."""
         return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def heads(self, n: int) -> range:
-        """This rank's of n KV heads: its share, or where there are fewer than ranks, one that others hold, too."""
+        """This rank's part of n KV heads: its share or, if n is below the number of ranks, one that others share."""
         part = self.part(n)
         return range(part.start, max(part.stop, part.start + 1))
 
     def copies(self, n: int) -> int:
-        """On how many ranks each of n KV heads is."""
+        """The number of ranks that hold each of n KV heads."""
         return max(1, self.size // n)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x of all ranks, added: the same bits on every rank."""
+        """The sum of x over all ranks, with the same bits on every rank."""
         if self.size == 1:
             return x
         functional: Any = torch.ops._c10d_functional
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", _group()))
 
     def gather(self, x: Tensor) -> Tensor:
-        """x [..., n] of all ranks side by side: [..., size * n]."""
+        """The concatenation of x [..., n] over all ranks -> [..., size * n]."""
         if self.size == 1:
             return x
         functional: Any = torch.ops._c10d_functional
@@ -72,7 +72,7 @@ class Ranks:
         return torch.cat(functional.wait_tensor(parts).unbind(0), -1)
 
     def all(self, thing: Any) -> list[Any]:
-        """What each rank has, by rank: anything that can be pickled, tensors on the CPU."""
+        """The objects of all ranks, in order: anything that can be pickled, with tensors on the CPU."""
         if self.size == 1:
             return [thing]
         import torch.distributed as dist
@@ -83,7 +83,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """Where a rank fails inside, every rank ends, with one line that rank 0 says: which one failed, and why."""
+        """If a rank fails within, every rank ends, and rank 0 prints one line that says which rank failed and why."""
         error: Exception | None = None
         try:
             yield
@@ -101,7 +101,7 @@ class Ranks:
             raise InputError(text if alike else f"rank {rank} of {self.size}: {text}") from error
 
     def in_turns(self, units: Sequence[Unit], work: Callable[[Unit], Found]) -> Iterator[Found]:
-        """work(unit) of all units, in their order, on every rank; each rank does every so-many-th of them."""
+        """Yields work(unit) for all units in order, on every rank; each rank computes every size-th of them."""
         for first in range(0, len(units), self.size):
             here, found = units[first : first + self.size], None
             with self.agreed():
@@ -129,22 +129,22 @@ def _lost(e: BaseException) -> bool:
 
 
 def _report_errors(ranks: Ranks, stderr: Any) -> None:
-    """What no rank expected is told by the one that it happened to. That a rank ended is told once, by another."""
+    """An unexpected error is printed by the rank it happened on. That a rank has ended is printed once, by rank 0."""
 
     def report(kind: type[BaseException], e: BaseException, trace: Any) -> None:
         if not _lost(e):
             print(f"rank {ranks.rank} of {ranks.size}:", *traceback.format_exception(e), sep="\n", file=stderr)
         elif ranks.rank == 0:
-            print("error: another rank has ended, and this run with it: which one, torchrun says", file=stderr)
+            print("error: another rank has ended, so this run ends too: torchrun says which one", file=stderr)
 
     sys.excepthook = report
 
 
 def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Ranks, str | None]:
-    """Join the ranks of this run -> who this is, and its device: of several GPUs the one that torchrun gave it.
+    """Join the ranks of this run -> this process's Ranks and its device, with several GPUs the one of its local rank.
 
-    One process: `ONE`, and the device as it is. All ranks but the first are silent from here on. InputError where a
-    rank cannot be reached.
+    With one process it returns `ONE` and the given device. All ranks but the first print nothing from here on. Raises
+    InputError if another rank cannot be reached.
     """
     if not started_by_torchrun():
         return ONE, device
@@ -154,7 +154,7 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     ranks, stderr = Ranks(rank, size), sys.stderr
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGTERM)  # a rank does not outlive its torchrun, however that ends
+        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGTERM)  # a rank ends with its torchrun, however that ends
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for as long as the process lives
     if on_gpu:
@@ -169,7 +169,7 @@ def start(device: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[Rank
         try:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
         except (RuntimeError, ValueError) as e:
-            raise InputError(f"rank {rank} of {size} does not reach the others: {e}") from None
+            raise InputError(f"rank {rank} of {size} cannot reach the others: {e}") from None
         atexit.register(dist.destroy_process_group)  # gloo's threads must end before the process does
     _report_errors(ranks, stderr)
     return ranks, device

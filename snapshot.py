@@ -1,9 +1,9 @@
-"""What a KV cache holds, to go back to: in memory, or in a file from which another process goes on.
+"""Copies of a KV cache: snapshots in memory to return to, and files from which another process continues.
 
-A file is a safetensors file with every buffer that prompts write, cut to what is filled. No method says what that is: a
-cache of the same methods that has room for these tokens and no more, on the meta device, has buffers of that size, and
-the first slots of a larger cache hold the same (`Storage.layout` says where they do not). What a method counts beside
-its buffers is every number that is not as in an empty cache. Constants follow from the calibration: none is stored.
+A file is a safetensors file with every buffer that prompts write, cut to its filled part. Methods do not declare that
+part: a cache of the same methods with capacity for just these tokens, made on the meta device, has buffers of its size,
+and the first slots of a larger cache hold the same (`Storage.layout` names the exceptions). A file also holds every
+number attribute that differs from an empty cache's. Constants follow from the calibration and are not stored.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from model import Transformer
 from runtime import DTYPES, check_fetched, require_memory
 from weights import WeightFormat
 
-VERSION = 1  # of the file
-TEXT = "text."  # of tensors that are no method's
+VERSION = 1  # version of the file
+TEXT = "text."  # prefix of tensors that belong to no method
 PARTS = {"weights", "source", "dtype", "kv_dtype", "layers", "method", "calibration", "lengths", "step", "numbers",
          "layouts", "max_seq_len", "more", "text.prompts", "text.fed", "text.next"}  # fmt: skip
 
 
 @dataclass
 class State:
-    """Where a session stands, beside its cache: the text of B rows that is in it, and what comes next."""
+    """The state of a session beside its cache: the text of B rows in the cache, and the next token."""
 
     prompts: list[list[int]]
-    fed: Tensor  # [B, n] int64, decoded since
-    next: Tensor  # [B] int64, drawn and not fed
-    logits: Tensor | None  # [B, V] that `next` was drawn from, right after a prompt
+    fed: Tensor  # [B, n] int64, tokens decoded since the prompts
+    next: Tensor  # [B] int64, drawn and not fed yet
+    logits: Tensor | None  # [B, V] that `next` was drawn from; only right after a prompt
 
     @property
     def decoded(self) -> int:
@@ -49,23 +49,23 @@ class State:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row in the cache."""
+        """The length of the longest row in the cache, in tokens."""
         return max(map(len, self.prompts)) + self.decoded
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its own buffers that prompts write: all but its constants."""
+    """A module's own buffers that prompts write, which are all but its constants."""
     constants = getattr(module, "constants", ())
     return {name: b for name, b in module.named_buffers(recurse=False) if name not in constants}
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers and flags, those that a method counts among them."""
+    """A module's attributes that are numbers or flags, including a method's counters."""
     return {name: x for name, x in vars(module).items() if type(x) in (int, bool, float) and name != "training"}
 
 
 class Snapshot:
-    """What a cache holds, to go back to as often as wanted: its buffers, and the numbers that methods keep beside."""
+    """A copy of a cache that can be restored any number of times: its buffers and its methods' number attributes."""
 
     def __init__(self, cache: nn.Module):
         every = [(m, buffers_of(m)) for m in cache.modules()]
@@ -85,7 +85,7 @@ class Snapshot:
             vars(m).update(numbers)
 
 
-# ---- what is filled ----
+# ---- the filled parts of buffers ----
 
 
 def first_of(cache: nn.Module) -> Any:
@@ -94,7 +94,7 @@ def first_of(cache: nn.Module) -> Any:
 
 
 def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
-    """The methods of a cache in one for so many tokens, at most `decoded` of them decoded: sizes alone, no memory."""
+    """A cache of the same methods for this many tokens, at most `decoded` of them decoded, on the meta device."""
 
     def small(m: Any) -> Any:
         window = m.shape.window if (m.shape.window or tokens) < tokens else None
@@ -105,8 +105,8 @@ def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
 
 
 def filled(cache: nn.Module, tokens: int, decoded: int) -> dict[str, Tensor]:
-    """The buffers of a cache with so many tokens in its longest row, cut: views of what is filled, by name."""
-    # one token more, which is about to come: who has moved tokens to make room for it has slots for those
+    """Views of the filled parts of a cache's buffers, by name; its longest row has this many tokens."""
+    # one token more, the next: methods that moved tokens to make room for it need slots for the moved ones
     small, out = dict(sized(cache, tokens + 1, decoded + 1).named_modules()), {}
     for name, m in cache.named_modules():
         twin = small.get(name)
@@ -120,7 +120,7 @@ def filled(cache: nn.Module, tokens: int, decoded: int) -> dict[str, Tensor]:
 
 
 def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
-    """By module the numbers that are not those of an empty cache."""
+    """For each module, the number attributes that differ from those of an empty cache."""
     shape, out = first_of(cache).shape, {}
     fresh = dict(sized(cache, shape.max_seq_len, shape.max_new_tokens).named_modules())
     for name, m in cache.named_modules():
@@ -130,12 +130,12 @@ def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
     return out
 
 
-# ---- what a file must be of ----
+# ---- the identity of a cache ----
 
 
 def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, form: WeightFormat | None) -> dict:
-    """What a cache's contents follow from beside its tokens. source: the
-    checkpoint and form of its weights, as the user knows them."""
+    """Everything but the tokens that determines a cache's contents. source: the checkpoint and the format of its
+    weights, in the user's words."""
     if model.args.ranks.size > 1:
         raise InputError(f"a cache of {model.args.ranks.size} processes cannot be saved or loaded: use one process")
     layers = layer_methods(spec, model.args.n_layer, knobs)
@@ -167,7 +167,7 @@ def calibration_id(calib: Calibration) -> str:
 
 
 def digest(text: str, tensors: dict[str, Tensor]) -> str:
-    """Of a text, and of the names, dtypes, shapes and bytes of tensors."""
+    """A hash of a text and of the names, dtypes, shapes and bytes of tensors."""
     h = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
@@ -177,7 +177,7 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
-    """What is not alike in [method, knobs] of the layers."""
+    """Yields the differences between two lists of [method, knobs] by layer, as text."""
     for layer, ((name, knobs), (our_name, our_knobs)) in enumerate(zip(saved, ours, strict=True)):
         if name != our_name:
             yield f"layer {layer} is {name} there and {our_name} here"
@@ -190,8 +190,8 @@ def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
 
 
 def save(path: Path, cache: nn.Module, state: State, of: dict[str, Any], **more: Any) -> None:
-    """Write a cache and where its session stands, under another name and then renamed. of: its `identity`; more: what
-    the caller wants to read again. InputError if it cannot be written."""
+    """Write a cache and the state of its session, under another name that is then renamed. of: its `identity`; more:
+    metadata for the caller. Raises InputError if it cannot be written."""
     tensors = filled(cache, state.longest, state.decoded)
     S = max(map(len, state.prompts))
     tokens = [p + [0] * (S - len(p)) for p in state.prompts]
@@ -211,7 +211,7 @@ def save(path: Path, cache: nn.Module, state: State, of: dict[str, Any], **more:
 
 
 class CacheFile:
-    """A file that `save` wrote, read and found whole. InputError says what is wrong with it, and what to do."""
+    """A file that `save` wrote, read and verified. An InputError says what is wrong with it and what to do."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -237,7 +237,7 @@ class CacheFile:
             raise InputError(f"{path} has no {min(missing)}: save it again")
 
     def check(self, of: dict[str, Any]) -> None:
-        """InputError unless it is a cache of this `identity`."""
+        """Raises InputError unless the file's cache has this `identity`."""
         path, meta = self.path, self.meta
         if meta["weights"] != of["weights"]:
             raise InputError(f"{path} was saved with the weights of {meta['source']}, not of {of['source']}: give the "
@@ -260,7 +260,7 @@ class CacheFile:
         return State(prompts, text["fed"].long(), text["next"], text.get("logits"))
 
     def fill(self, cache: nn.Module) -> None:
-        """Put what was saved into an empty cache, which may be larger. InputError if it does not fit there."""
+        """Fill an empty cache, which may be larger, from the file. Raises InputError if it does not fit."""
         tokens, room = max(self.meta["lengths"]) + self.meta["step"], first_of(cache).shape.max_seq_len
         named = dict(cache.named_modules())
         found = [(f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
@@ -268,7 +268,7 @@ class CacheFile:
         if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
             raise InputError(f"{self.path} counts what its methods do not: save it again")
         saved, pos = dict(self.tensors), torch.tensor(self.meta["lengths"]) + self.meta["step"] - 1
-        for key, m, buffer in found:  # all of it before any
+        for key, m, buffer in found:  # check everything before writing anything
             b, was = m.get_buffer(buffer), self.meta["layouts"].get(key)
             rule = m.layout(tokens).get(buffer) if isinstance(m, Storage) else None
             if key in saved and rule != was and isinstance(m, Storage):

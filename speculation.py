@@ -1,11 +1,11 @@
-"""Self-speculation: a method drafts, exact attention checks, from one set of weights and one store of keys and values.
+"""Self-speculation: a method drafts and exact attention verifies, with the same weights, keys and values.
 
-Each token is drawn by noise that its row and its position fix (`exponential_noise`, engine.py). A draft is drawn from
-the method's distribution p by the noise of its place, and exact attention draws from its own, q, by the same noise: the
-draft is kept if both drew the same. So the text is, token by token, what `full` writes with the same seed, greedy or
-not (Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft
-is kept with a chance of at least (1 - d) / (1 + d), d the total variation of p and q, where the rule of Leviathan et
-al. 2023 keeps 1 - d, promises q's distribution alone, and needs p of every draft.
+Each token is drawn with noise that is fixed by its row and position (`exponential_noise`, engine.py). The method draws
+a draft from its distribution p, exact attention draws from its own, q, with the same noise, and the draft is accepted
+if both drew the same token. So the text is, token by token, what `full` writes with the same seed, greedy or not
+(Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft is
+accepted with probability at least (1 - d) / (1 + d), with d the total variation of p and q. The rule of Leviathan et
+al. 2023 accepts with 1 - d, but preserves only q's distribution and needs p of every draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Draw = Callable[..., Tensor]  # logits [R, V], pos [R], keys [R], then seen [R, 
 
 @dataclass
 class Tally:
-    """Drafts that were checked and kept, of rows that went on, and how often they were checked."""
+    """Counts of drafts that were checked and accepted, and of checks, over rows that were not done."""
 
     drafted: int = 0
     kept: int = 0
@@ -33,35 +33,35 @@ class Tally:
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafts, of those that stood behind none that was refused."""
+        """The share of drafts that were accepted, not counting drafts after a rejected one."""
         return self.kept / self.drafted if self.drafted else 0.0
 
     @property
     def tokens_per_check(self) -> float:
-        """The drafts that were kept, and one that every check gives."""
+        """The mean number of tokens per check: the accepted drafts and one more."""
         return (self.kept + self.checks) / self.checks if self.checks else 0.0
 
 
 class Speculator:
-    """Up to `most` drafts before each check. adaptive (ours): half as many after a check that kept fewer than half,
-    twice as many after one that kept all."""
+    """Drafts up to `most` tokens before each check. adaptive (ours): halve the number after a check that accepted fewer
+    than half, and double it after one that accepted all."""
 
     def __init__(self, model: Transformer, draw: Draw, most: int, compile: bool, adaptive: bool = False):
         self.model, self.draw, self.most, self.adaptive = model, draw, most, adaptive
         self.compile = compile
         self.n = most  # drafts before the next check
-        self.checks: dict[int, Step] = {}  # by tokens
+        self.checks: dict[int, Step] = {}  # by number of tokens
         methods = model.cache or ()
         self.in_step = any(m.in_step for m in methods)
         self.rewinds = any(type(m).rewind is not KVMethod.rewind for m in methods)
 
     def sizes(self) -> list[int]:
-        """The numbers of drafts that may come."""
+        """The possible numbers of drafts."""
         halves = [self.most >> i for i in range(self.most.bit_length())]
         return halves if self.adaptive else [self.most]
 
     def check(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        """What exact attention draws behind each of tokens [B, n], the first ones at pos [B] -> [B, n]."""
+        """The tokens that exact attention draws after each of tokens [B, n], the first ones at pos [B] -> [B, n]."""
         n = tokens.shape[1]
         if n not in self.checks:
             self.checks[n] = compile_verify(self.model, self._choose) if self.compile else self._eager
@@ -81,9 +81,10 @@ class Speculator:
     def round(
         self, step: Step, first: Tensor, pos: Tensor, left: Tensor, given: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft behind the tokens `first` [B] at pos [B], and check. left [B]: how many more tokens a row may have.
+        """Draft after the tokens `first` [B] at pos [B], then check. left [B]: how many more tokens a row may have.
 
-        -> tokens [B, n + 1], of which the first count [B] are the text's, and agreed [B], how many drafts were right.
+        Returns tokens [B, n + 1], of which the first count [B] belong to the text, count, and agreed [B], the numbers
+        of accepted drafts.
         """
         B, drafts, seen = len(pos), [first], given[1:]
         for i in range(self.n):
@@ -100,13 +101,13 @@ class Speculator:
             count = count.amin().expand(B)
         if self.rewinds:
             self.model.rewind(pos + count, pos + self.n + 1)
-        if len(given) > 1:  # what is in the text now, the last of it not fed yet
+        if len(given) > 1:  # tokens now in the text, except the last, which is not fed yet
             behind = seen_behind(given[1], block)[torch.arange(B, device=pos.device), (count - 1).clamp(min=0)]
             given[1].copy_(torch.where((count > 0)[:, None], behind, given[1]))
         return chosen, count, agreed
 
     def feed(self, tokens: list[int], pos: Tensor, given: list[Tensor]) -> Tensor:
-        """The same next tokens for every row, up to `most` + 1, by exact attention -> what comes behind them [B]."""
+        """Feed the same tokens, up to `most` + 1, to every row by exact attention -> the next tokens [B]."""
         n, rows = len(tokens), torch.tensor(tokens + tokens[-1:] * (self.most + 1 - len(tokens)), device=pos.device)
         block = rows.expand(len(pos), -1).contiguous()
         chosen = self.check(block, pos, *given)
@@ -124,7 +125,7 @@ class Speculator:
 
 
 def seen_behind(seen: Tensor, tokens: Tensor) -> Tensor:
-    """seen [B, V] bool, and with the tokens [B, n] so far: [B, n, V]."""
+    """seen [B, V] bool, updated with the first 1 to n of tokens [B, n] -> [B, n, V]."""
     n = tokens.shape[1]
     out = seen[:, None].repeat(1, n, 1)
     for i, token in enumerate(tokens.clamp(min=0).unbind(1)):

@@ -1,1 +1,1 @@
-"""What all KV-cache methods share: contract, archetypes, names and knobs, calibration, tests of the contract."""
+"""What KV-cache methods share: the contract, archetypes, stores of tokens, names and knobs, and calibration."""

@@ -1,4 +1,4 @@
-"""Budgets: how many tokens a method keeps or attends, a number or a share of a length that grows."""
+"""Budgets: how many tokens a method keeps or attends to, as a number or as a share of the current length."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from errors import InputError
 
 
 def check_budget(budget: int | float) -> None:
-    """A budget is a number of tokens (int >= 1) or a fraction of the current length (float in (0, 1])."""
+    """Raises InputError unless a budget is a number of tokens (int >= 1) or a share of the length (float in (0, 1])."""
     if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
         raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
 
 
 @dataclass(frozen=True)
 class TopP:
-    """A budget that follows the text: the fewest tokens whose estimated softmax weights reach p (Twilight).
+    """A budget that adapts to the text: the fewest tokens whose estimated softmax weights reach p (Twilight).
 
-    Written p0.95. How a step finds them is in cache/selecting.py.
+    It is written p0.95. cache/selecting.py finds the tokens.
     """
 
     p: float
-    form: ClassVar[str] = "p and a share, as p0.95"  # what a knob is told to be
+    form: ClassVar[str] = "p and a share, as p0.95"  # for the message about a wrong knob
 
     def __post_init__(self) -> None:
         if not 0 < self.p <= 1:
@@ -39,7 +39,7 @@ class TopP:
 
     @classmethod
     def parse(cls, text: str) -> TopP | None:
-        """From text; None where it is not of this form."""
+        """The budget that a text like p0.95 states; None if the text has another form."""
         try:
             return cls(float(text[1:])) if text[:1] == "p" else None
         except ValueError:
@@ -47,24 +47,24 @@ class TopP:
 
 
 def check_part(name: str, value: int | float) -> None:
-    """InputError unless a knob is a number from 1 on, or a share in (0, 1]: of channels or coordinates."""
+    """Raises InputError unless a knob is a number >= 1 or a share in (0, 1], of channels or coordinates."""
     if not (0 < value <= 1 if isinstance(value, float) else value >= 1):
         raise InputError(f"{name} {value} is out of range: give a number >= 1, or a share in (0, 1]")
 
 
 def part_of(value: int | float, n: int) -> int:
-    """What such a knob stands for of n, at least 1; as a number it may be more than n."""
+    """The number that such a knob stands for, of n and at least 1; a knob that is a number may exceed n."""
     return max(1, round(value * n)) if isinstance(value, float) else value
 
 
 def budget_cap(budget: int | float, length: int) -> int:
-    """The budget at a length, at most the length; at max_seq_len: the static number of slots it can ever need."""
+    """The budget at a length, at most the length. At max_seq_len it is the static number of slots needed."""
     return min(length, math.ceil(budget * length - 1e-6) if isinstance(budget, float) else budget)
 
 
 def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
     """The budget at the current lengths [B] -> [B] int64, at most the length."""
-    # in fp64 and less a hair: in fp32, 0.075 of 200 tokens is a little more than 15, and would be 16
+    # in fp64, minus 1e-6: in fp32, 0.075 of 200 tokens is slightly more than 15 and would round up to 16
     wanted = (
         (length.double() * budget - 1e-6).ceil().long()
         if isinstance(budget, float)
@@ -75,9 +75,9 @@ def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """How many tokens a step attends, of which the first `sinks` and the newest `recent` are always attended."""
+    """How many tokens a step attends to, always including the first `sinks` and the newest `recent`."""
 
-    budget: int | float  # all that is attended or, with `beside`, what comes on top of sinks and recent tokens
+    budget: int | float  # all tokens attended to or, with `beside`, those on top of sinks and recent ones
     sinks: int
     recent: int
     beside: bool = False
@@ -96,7 +96,7 @@ class Selection:
         return self.sinks + self.recent
 
     def of(self, length: int) -> int:
-        """How many of `length` tokens are attended; at max_seq_len: the static slots of a selection."""
+        """How many of `length` tokens are attended to. At max_seq_len it is the static size of a selection."""
         forced = min(length, self.forced)
         if self.beside:
             return forced + budget_cap(self.budget, length - forced)
@@ -110,5 +110,5 @@ class Selection:
         return forced + budget_tokens(self.budget, length - forced)
 
     def is_all(self, max_seq_len: int) -> bool:
-        """Whether every token is attended, however long the text."""
+        """Whether every token is attended to, however long the text."""
         return self.budget == 1.0 if isinstance(self.budget, float) else self.of(max_seq_len) == max_seq_len

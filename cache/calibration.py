@@ -1,9 +1,8 @@
-"""calibration.safetensors: what the methods' statistics have measured of a model, and the pass that measures it.
+"""calibration.safetensors: the methods' statistics of a model, and the pass that measures them.
 
-It lies in a checkpoint's folder, or beside a GGUF file: m.gguf has m.calibration.safetensors. The file holds
-`layers.{i}.{name}.{part}` for every layer, statistic and tensor of it: fp32, or integers where a tensor ranks channels;
-bases, most of its bytes, may be fp16.
-Sums are kept in fp64: memory is O(width^2), not O(tokens).
+The file lies in a checkpoint's folder, or beside a GGUF file: m.gguf has m.calibration.safetensors. It holds a tensor
+`layers.{i}.{name}.{part}` for every layer and part of a statistic: fp32, or integers if it ranks channels; bases, which
+are most of its bytes, may be fp16. Sums are kept in fp64 and take O(width^2) memory, not O(tokens).
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from errors import InputError
 from runtime import check_fetched, written
 
 FILE, VERSION = "calibration.safetensors", 3
-# of a model's sizes and numerics: what keys do not depend on, or a GGUF file does not tell
+# fields of ModelArgs that keys do not depend on, or that a GGUF file lacks
 NOT_OF_KEYS = ("vocab_size", "max_seq_len", "tie_embeddings", "windows", "dtype", "eos_ids", "ranks")
-KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes of a file, as safetensors names them
+KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes that a file may have, by safetensors' names
 
 
 # ---- one pass ----
 
 
 class Sums:
-    """Float64 sums of what statistics measure, `layers.{i}.{name}.{part}` each, and over how many tokens."""
+    """Float64 sums of what statistics measure, named `layers.{i}.{name}.{part}`, and the number of tokens in them."""
 
     def __init__(self, statistics: Iterable[Statistic]):
         self.statistics, self.sums, self.tokens = list(statistics), dict[str, Tensor](), 0
 
     @torch.inference_mode()
     def measure(self, t: Tokens) -> dict[str, Tensor]:
-        """What one sequence adds in one layer."""
+        """The terms that one sequence adds in one layer."""
         return {f"layers.{t.layer}.{s.name}.{part}": value.double()
                 for s in self.statistics for part, value in s._step("measure", t, t.layer).items()}  # fmt: skip
 
@@ -58,7 +57,7 @@ class Sums:
                 self.sums[key] = value.clone()
 
     def add(self, layers: Iterable[Tokens]) -> None:
-        """One sequence, its layers one after the other."""
+        """Add one sequence, layer after layer."""
         S = 0
         for t in layers:
             S = len(t.x)
@@ -70,7 +69,7 @@ class Sums:
         out: dict[str, Tensor] = {}
         for s in self.statistics:
             if not self.tokens:
-                raise InputError(f"{s} is measured on text, and there is none")
+                raise InputError(f"{s} is measured on text, but none was given")
             count = self.tokens // REPEATS if isinstance(s, RepeatedTokens) else self.tokens  # queries, or tokens
             for i in range(n_layer):
                 pre = f"layers.{i}.{s.name}."
@@ -84,7 +83,7 @@ LayerTokens = Callable[[Tensor], Iterator[Tokens]]  # teacher forcing of tokens 
 
 
 def repeated_tokens(args: Sizes, n_random: int, vocabulary: Sequence[int] | None = None) -> Tensor:
-    """[REPEATS * n_random] tokens for RepeatedTokens, drawn once; vocabulary: the ids to draw from, None: all."""
+    """[REPEATS * n_random] tokens for RepeatedTokens: random ids, repeated. vocabulary: ids to draw from, None: all."""
     ids = torch.tensor([i for i in vocabulary or range(args.vocab_size) if i < args.vocab_size])
     drawn = torch.randint(len(ids), (n_random,), generator=torch.Generator().manual_seed(0))
     return ids[drawn].repeat(REPEATS)
@@ -99,7 +98,7 @@ def collect(
     progress: bool = False,
     vocabulary: Sequence[int] | None = None,
 ) -> Calibration:
-    """Measure in memory: sequences of tokens [S] for statistics of text, n_random tokens for those of repetition."""
+    """Measure in memory: on sequences of tokens [S], and on n_random repeated tokens for RepeatedTokens."""
     statistics = unique(statistics)
     sums = Sums(s for s in statistics if not isinstance(s, RepeatedTokens))
     for tokens in tqdm(sequences if sums.statistics else (), desc="calibration", disable=not progress):
@@ -117,9 +116,9 @@ def collect(
 class Calibration:
     """The tensors of a calibration file, in fp32 (rankings int64) on the CPU, with its metadata."""
 
-    path: Path | None = None  # of the file, if it was read from one
-    checkpoint: Path | None = None  # for which it was read
-    args: Any  # of the model, or None: shapes cannot be checked
+    path: Path | None = None  # the file it was read from, if any
+    checkpoint: Path | None = None  # the checkpoint it was read for
+    args: Any  # the model's ModelArgs; None: shapes cannot be checked
 
     def __init__(
         self,
@@ -131,17 +130,18 @@ class Calibration:
         self.tensors, self.n_layer, self.meta, self.args = tensors, n_layer, meta or {}, args
 
     def get(self, layer: int, name: str) -> Tensor:
-        """One tensor of one layer, e.g. get(3, "sals.basis"). InputError if there is none."""
+        """One tensor of one layer, e.g. get(3, "sals.basis"). Raises InputError if there is none."""
         if f"layers.{layer}.{name}" not in self.tensors:
             raise InputError(f"{self._where()} has no {name} of layer {layer}; {self._again()}")
         return self.tensors[f"layers.{layer}.{name}"]
 
     def stack(self, name: str) -> Tensor:
-        """The same tensor of all layers -> [n_layer, ...]."""
+        """One tensor of all layers, stacked -> [n_layer, ...]."""
         return torch.stack([self.get(i, name) for i in range(self.n_layer)])
 
     def require(self, statistics: Iterable[Statistic]) -> Calibration:
-        """Itself, if it holds these whole and in the model's shapes. InputError says what is wrong and what to run."""
+        """Returns itself if it holds these statistics completely and in the model's shapes. Otherwise raises InputError
+        that says what is wrong and what to run."""
         for s in unique(statistics):
             again = self._again(s.spec)
             if not self.parts(0, s.name):
@@ -153,19 +153,19 @@ class Calibration:
                         found = "missing" if t is None else f"of shape {[*t.shape]}, expected {[*want.shape]}"
                         raise InputError(f"{self._where()}: {key} is {found}; {again}")
                     if t.is_floating_point() != want.is_floating_point():
-                        kind = "is a ranking" if want.is_floating_point() else "is no ranking of the channels"
+                        kind = "is a ranking" if want.is_floating_point() else "is not a ranking of the channels"
                         raise InputError(f"{self._where()}: {key} {kind}; {again}")
         return self
 
     def parts(self, layer: int, statistic: str) -> dict[str, Tensor]:
-        """What it holds of a statistic."""
+        """The tensors of one statistic in one layer, by part."""
         pre = f"layers.{layer}.{statistic}."
         return {key.removeprefix(pre): t for key, t in self.tensors.items() if key.startswith(pre)}
 
     def heads(self, layer: int, kv_heads: list[int], n_kv_head: int, statistics: Iterable[Statistic]) -> Calibration:
-        """What statistics of a layer of n_kv_head would be with these KV heads alone: for a method that stores some.
+        """The calibration of a method that stores only some of a layer's n_kv_head KV heads: statistics of these heads.
 
-        Of this layer it holds nothing else: what was not asked for would be of other heads.
+        It holds no other statistics of this layer, because those would be of other heads.
         """
         out = {k: t for k, t in self.tensors.items() if not k.startswith(f"layers.{layer}.")}
         for s in statistics:
@@ -174,10 +174,10 @@ class Calibration:
         return Calibration(out, self.n_layer, self.meta)
 
     def save(self, path: Path, bases: torch.dtype = torch.float32) -> None:
-        """Written under a temporary name, then renamed: a reader finds the old file or the new one.
+        """Write the file under a temporary name, then rename it, so that readers find the old file or the new one.
 
-        bases: the dtype of parts whose name ends in `basis`: of entries up to 1, so that fp16 neither overflows nor is
-        coarser than 2^-12.
+        bases: the dtype of parts whose name ends in `basis`. Their entries are at most 1, so fp16 neither overflows nor
+        is coarser than 2^-12.
         """
         dtypes = {k: bases if k.endswith("basis") else torch.float32 for k in self.tensors}
         kept = {k: t.to(dtypes[k] if t.is_floating_point() else ranking_dtype(t)) for k, t in self.tensors.items()}
@@ -185,12 +185,12 @@ class Calibration:
 
     @classmethod
     def load(cls, checkpoint: Path, args: Sizes, file: Path | None = None) -> Calibration:
-        """Read a calibration for a checkpoint, a folder or a GGUF file. InputError says what is wrong and what to run.
+        """Read the calibration of a checkpoint (folder or GGUF file). An InputError says what is wrong and what to run.
 
-        file: one that the user has named; None: the checkpoint's own. It must be of the same model, in any bits: where
-        the weights are others, a warning says so, unless the file was named. Of every tensor, also of statistics that
-        nobody declares, it is checked that it is finite or ranks channels; their shapes, and that they are there, by
-        `require`, which those who need them ask.
+        file: one that the user named; None: the checkpoint's own. It must be of the same model, in any bits; if the
+        weights differ, a warning says so unless the user named the file. Every tensor is checked to be finite or a
+        ranking of channels, even if no method declares it; `require` checks that the needed ones exist and have the
+        right shapes.
         """
         path, again = file or beside(checkpoint), f"run: {command(checkpoint, file)}"
         if not path.is_file():
@@ -216,16 +216,16 @@ class Calibration:
         whole = isinstance(meta, dict) and isinstance(meta.get("statistics", {}), dict)
         version = meta.get("version") if whole else None
         if file is not None and not meta:
-            raise InputError(f"--calibration {file} is no calibration: name one, or run: {command(checkpoint)}")
+            raise InputError(f"--calibration {file} is not a calibration: name one, or run: {command(checkpoint)}")
         if version != VERSION:
-            raise InputError(f"{path} is of version {version}, expected {VERSION}; {again}")
+            raise InputError(f"{path} has version {version}, expected {VERSION}; {again}")
         for key, t in tensors.items():
             if not t.float().isfinite().all():
                 raise InputError(f"{path}: {key} holds NaN or infinity; {again}")
             if not is_ranking(t):
-                raise InputError(f"{path}: {key} is no ranking of the channels; {again}")
+                raise InputError(f"{path}: {key} is not a ranking of the channels; {again}")
         if meta.get("model", of_model(args)) != of_model(args):
-            raise InputError(f"{path} was made from another model than {checkpoint}; {again}")
+            raise InputError(f"{path} was made for another model than {checkpoint}; {again}")
         if file is None and meta.get("fingerprint") != fingerprint(checkpoint):
             print(f"warning: {path} was measured on other weights than those of {checkpoint}: right if they are this "
                   f"model in other bits (--calibration {path} says so), else {again}", file=sys.stderr)  # fmt: skip
@@ -243,7 +243,7 @@ class Calibration:
 
 
 class RandomCalibration(Calibration):
-    """Random tensors of the right shapes, made when asked for: for throughput with random weights alone."""
+    """Random tensors of the right shapes, made on demand, to measure throughput with random weights."""
 
     def __init__(self, args: Any, statistics: Iterable[Statistic] = (), seed: int = 0):
         super().__init__({}, args.n_layer, dict(random=True), args)
@@ -274,11 +274,11 @@ class RandomCalibration(Calibration):
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file, under another name and then renamed. InputError if it cannot be written."""
+    """Write a safetensors file under another name, then rename it. Raises InputError if it cannot be written."""
     try:
         with written(path) as tmp:
             save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, tmp, metadata=metadata)
-            tmp.chmod(0o644)  # safetensors writes files for their owner alone
+            tmp.chmod(0o644)  # safetensors writes files that only their owner can read
     except (SafetensorError, OSError) as e:
         raise InputError(f"cannot write {path}: {e}") from None
 
@@ -288,25 +288,25 @@ def ranking_dtype(t: Tensor) -> torch.dtype:
 
 
 def beside(checkpoint: Path) -> Path:
-    """Where the calibration of a folder or a GGUF file lies if nothing else is said."""
+    """The default path of the calibration of a folder or a GGUF file."""
     return checkpoint / FILE if checkpoint.is_dir() else checkpoint.with_suffix(f".{FILE}")
 
 
 def command(checkpoint: Path, file: Path | None = None) -> str:
-    """What makes a calibration."""
+    """The command that makes a calibration."""
     return f"python calibrate.py --checkpoint {checkpoint}" + (f" --calibration {file}" if file else "")
 
 
 def of_model(args: Any) -> str:
-    """What a calibration has in common with every checkpoint that it fits: the sizes and numerics of the model."""
+    """A hash of the model's sizes and numerics, the same for every checkpoint that a calibration fits."""
     sizes = {k: v for k, v in asdict(args).items() if k not in NOT_OF_KEYS}
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Of a checkpoint: its config and, of every weight file, the size, the header and 64 KiB at 16 places.
+    """A hash of a checkpoint: its config and, for every weight file, the size, the header and 64 KiB at 16 places.
 
-    Sampled, because hashing the whole of a large checkpoint takes longer than loading it. A GGUF file is one file.
+    It samples, because hashing all of a large checkpoint takes longer than loading it. A GGUF file is one file.
     """
     if checkpoint.is_dir():
         h = hashlib.sha256((checkpoint / "config.json").read_bytes())

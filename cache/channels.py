@@ -1,8 +1,8 @@
-"""Double Sparsity's published channel files (JSON) -> the tensors that our calibration holds of them.
+"""Reads Double Sparsity's published channel files (JSON) as tensors of our calibration.
 
 Such a file (github.com/andy-yang-1/DoubleSparse, config/) ranks channels: "model.layers.0.self_attn.qk_proj" and
-"q_proj" a list for every query head, "k_proj" one for every KV head. They are not what we measure: q and k were taken
-before rotation, and the means of |q k| run over heads, because [1, H, S, D] became [S, H, D] without a transpose.
+"q_proj" hold a list for every query head, "k_proj" one for every KV head. They differ from what we measure: q and k are
+taken before rotation, and the means of |q k| mix heads, because [1, H, S, D] became [S, H, D] without a transpose.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KINDS = ("qk", "q", "k")
 
 
 def read_channels(path: str | Path, args: Sizes) -> dict[str, Tensor]:
-    """`layers.{i}.channels.{kind}` int64 [Hkv, D] of every layer. InputError says what does not fit the model.
+    """`layers.{i}.channels.{kind}` int64 [Hkv, D] for every layer. Raises InputError if it does not fit the model.
 
-    A group of query heads has one ranking here: channels by their mean place in the lists of its heads (ours).
+    A group of query heads gets one ranking: channels by their mean rank in the lists of its heads (ours).
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -39,13 +39,13 @@ def read_channels(path: str | Path, args: Sizes) -> dict[str, Tensor]:
         for kind in KINDS:
             name = f"model.layers.{i}.self_attn.{kind}_proj"
             if name not in data:
-                raise InputError(f"{path} has no {name}: it is of another model, or no file of channel lists")
+                raise InputError(f"{path} has no {name}: it is of another model, or holds no channel lists")
             heads = args.n_kv_head if kind == "k" else args.n_head
             lists = _lists(data[name], heads, args.head_dim, f"{path}: {name}")
             place = lists.argsort(-1).view(args.n_kv_head, -1, args.head_dim).double().mean(1)
             out[f"layers.{i}.channels.{kind}"] = place.sort(dim=-1, stable=True).indices
     if f"model.layers.{args.n_layer}.self_attn.k_proj" in data:
-        raise InputError(f"{path} has more than the {args.n_layer} layers of this model: it is of another one")
+        raise InputError(f"{path} has more than the {args.n_layer} layers of this model: it belongs to another")
     return out
 
 
@@ -65,7 +65,7 @@ def _lists(value: Any, heads: int, channels: int, name: str) -> Tensor:
 
 
 def shared(tensors: dict[str, Tensor], kind: str) -> float | None:
-    """Of the best quarter of the channels, the mean share that two heads of a layer have in common; None: one head."""
+    """The mean share of the best quarter of channels that two heads of a layer have in common; None with one head."""
     shares = []
     for name, t in tensors.items():
         if name.endswith(f".channels.{kind}"):

@@ -1,11 +1,11 @@
-"""Eviction while decoding, at intervals: decoded tokens fill free slots, and every so many steps the lowest scores go.
+"""Eviction at intervals while decoding: decoded tokens fill free slots, and every `every` steps the lowest scores go.
 
     class Mine(Compacting):
-        def later_scores(self, q, at, k, v, place, filled):   # the newest queries, and what is held, as it stands in
-            ...                                                # the text -> [B, Hkv, N]
+        def later_scores(self, q, q_pos, k, v, place, filled):   # newest queries; kept tokens in the order of the text
+            ...                                                  # -> [B, Hkv, N]
 
-With every = 0 nothing that is decoded goes. Scores are made between steps, outside the graph, of what the graph stored:
-the slots themselves, and the newest `lookback` queries.
+With every = 0 no decoded token is evicted. Scores are computed between steps, outside the graph, from what the graph
+stored: the slots and the newest `lookback` queries.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from torch import Tensor
 from cache.evicting import Evicting
 from kernels.gather_attention import gather_rows
 from kernels.prompt_scores import best_tokens, newest_first
-from kernels.ring import held
+from kernels.ring import ring_positions
 
 
 class Compacting(Evicting):
     evicts = False
     lookback: int
-    every: int = 0  # steps between two evictions; 0: there are none
+    every: int = 0  # steps between two evictions; 0: no evictions
 
-    queries: Tensor  # [B, Hq, lookback, D] rotated, that of position p in slot p % lookback
+    queries: Tensor  # [B, Hq, lookback, D] rotated; the query at position p is in slot p % lookback
     prompt_len: Tensor  # int64 [B]
 
-    # ---- what a subclass says ----
+    # ---- what a subclass defines ----
 
-    def later_scores(self, q: Tensor, at: Tensor, k: Tensor, v: Tensor, place: Tensor, filled: Tensor) -> Tensor:
-        """How much each held token is worth -> scores [B, Hkv, N]; what is never evicted may get infinity.
+    def later_scores(self, q: Tensor, q_pos: Tensor, k: Tensor, v: Tensor, place: Tensor, filled: Tensor) -> Tensor:
+        """How much each kept token is worth -> scores [B, Hkv, N]; a token that is never evicted may get infinity.
 
-        q [B, Hq, W, D] of positions at [B, W], negative where there is none; k and v [B, Hkv, N, D] of positions place
-        [B, Hkv, N], in the order of the text, of which the first filled [B] are there, zeros behind them. By default as
-        of a prompt, by the attention of these queries.
+        q [B, Hq, W, D] are the newest queries, at positions q_pos [B, W], negative if there is none. k and v [B, Hkv,
+        N, D] are in the order of the text, at positions place [B, Hkv, N]; the first filled [B] of them are tokens, the
+        rest zeros. By default scores are those of a prompt: the attention of these queries.
         """
         H, there = k.shape[1], torch.arange(k.shape[2], device=k.device) < filled[:, None]
-        seen = there[:, None, None] & (place[:, :, None] <= at[:, None, :, None])  # [B, Hkv, W, N]
+        seen = there[:, None, None] & (place[:, :, None] <= q_pos[:, None, :, None])  # [B, Hkv, W, N]
         logits = q.unflatten(1, (H, -1)).float() @ k.float().mT[:, :, None] * q.shape[3] ** -0.5
         p = logits.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
-        each = p.masked_fill((at < 0)[:, None, None, :, None], 0).sum(3)  # [B, Hkv, g, N]
+        each = p.masked_fill((q_pos < 0)[:, None, None, :, None], 0).sum(3)  # [B, Hkv, g, N]
         mass = each.sum(2) if self.group == "sum" else each.amax(2)
         return self.prompt_scores(q, k, v, mass.masked_fill(~there[:, None], 0), filled)
 
     def stay(self, place: Tensor, read: Tensor) -> Tensor:
-        """How many tokens stay of those held, place [B, Hkv, N] (-1: none), when read [B] have come -> [B]."""
-        return self.held(read)
+        """How many of the stored tokens stay, after read [B] tokens -> [B]. place [B, Hkv, N] are their positions, -1
+        for empty slots."""
+        return self.num_kept(read)
 
     # ---- storage ----
 
@@ -61,9 +62,9 @@ class Compacting(Evicting):
         self.note_queries(q_rot, lengths)
 
     def note_queries(self, q: Tensor, lengths: Tensor) -> None:
-        """The newest of prompts, q [B, Hq, S, D] rotated, lengths [B]."""
+        """Store the newest queries of prompts, from q [B, Hq, S, D] rotated, lengths [B]."""
         if self.every:
-            newest = held(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
+            newest = ring_positions(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
             self.queries[: len(q)] = gather_rows(q, newest.expand(-1, q.shape[1], -1))
             self.prompt_len[: len(q)] = lengths
 
@@ -79,7 +80,7 @@ class Compacting(Evicting):
             self.compact()
 
     def compact(self) -> None:
-        """Evict: what stays moves to the first slots."""
+        """Evict, and move the tokens that stay to the first slots."""
         N, slot = self.k.shape[2], torch.arange(self.k.shape[2], device=self.k.device)
         there = (slot < self.filled[:, None])[:, None]
         last = torch.iinfo(torch.int32).max
@@ -87,9 +88,9 @@ class Compacting(Evicting):
         place = torch.where(there, self.place.gather(2, order).long(), -1)
         k, v = (gather_rows(x, order).masked_fill(~there[..., None], 0) for x in (self.k, self.v))
         read = place.amax((1, 2)) + 1
-        at = held(read - 1, self.lookback)
-        q = self.queries.masked_fill((at < 0)[:, None, :, None], 0)
-        scores = self.later_scores(q, at, k, v, place, self.filled)
+        q_pos = ring_positions(read - 1, self.lookback)
+        q = self.queries.masked_fill((q_pos < 0)[:, None, :, None], 0)
+        scores = self.later_scores(q, q_pos, k, v, place, self.filled)
         newest = place >= (read - self.recent(read))[:, None, None]
         rank = newest_first(scores, newest).masked_fill(~there, float("-inf"))
         chosen = best_tokens(rank, N)

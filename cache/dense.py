@@ -1,4 +1,4 @@
-"""Every key and value in the model's dtype, slot = position: what `full` and the selecting methods stand on."""
+"""Keeps every key and value in the cache's dtype, slot = position: the base of `full` and the selecting methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Dense(KVMethod):
         self.k[:B, :, :S], self.v[:B, :, :S] = k, v
 
     def rotate_append(self, q, k, v, pos):
-        if self.pre_rope or type(self).append is not Dense.append:  # a subclass wants the rotated key, too
+        if self.pre_rope or type(self).append is not Dense.append:  # a subclass needs the rotated key, too
             return super().rotate_append(q, k, v, pos)
         return rotate_append(self.rope, q, k, v, pos, self.k, self.v)
 
@@ -34,11 +34,11 @@ class Dense(KVMethod):
         self.k[row, :, pos], self.v[row, :, pos] = k, v
 
     def first(self, pos: Tensor) -> Tensor | None:
-        """The first position that the token at pos [B] sees; None: the first of all."""
+        """The first position that the token at pos [B] attends to; None: position 0."""
         return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
 
     def stored_query(self, q: Tensor) -> Tensor:
-        """q [B, Hq, D] rotated -> as it meets the keys that are stored."""
+        """Transform rotated q [B, Hq, D] to the basis of the stored keys."""
         return q
 
     def verify(self, q, k, v, pos):
@@ -47,5 +47,5 @@ class Dense(KVMethod):
         return verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
 
     def token_bytes(self) -> int:
-        """Of K and V of one token and KV head."""
+        """Bytes of K and V of one token and KV head."""
         return 2 * self.shape.head_dim * self.shape.dtype.itemsize

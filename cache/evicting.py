@@ -1,15 +1,15 @@
-"""A cache of fixed slots: a subclass scores the prompt's tokens, and the lowest score makes room for a new token.
+"""A cache of fixed slots: a subclass scores the prompt's tokens, and each new token evicts the one of the lowest score.
 
     class Mine(Evicting):
-        def prompt_scores(self, q, k, v, mass, lengths):    # mass [B, Hkv, S]: what the prompt's last queries look at
+        def prompt_scores(self, q, k, v, mass, lengths):    # mass [B, Hkv, S]: attention of the prompt's last queries
             return mass
 
-        def observe(self, weights):                # [B, Hkv, N], what this step looked at; leave it out to freeze
+        def observe(self, weights):                # [B, Hkv, N], attention of this step; leave it out to freeze scores
             self.score[: len(weights)] += weights
 
-The weights are those of the attention itself: neither a prompt nor a step computes them twice; lookback = 0 asks for
-none of a prompt. With evicts = False what is decoded stays: only the prompt is compressed, once. With
-evicts_while_reading = True a prompt that comes in chunks is evicted from after each of them.
+Neither a prompt nor a step computes the attention weights twice; lookback = 0 needs none of the prompt. With evicts =
+False decoded tokens stay and only the prompt is compressed, once. With evicts_while_reading = True a prompt in chunks
+is evicted from after each chunk.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kernels.prompt_scores import best_tokens, newest_first
 class Evicting(KVMethod):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, recent=8)
-    lookback: int | None = 32  # the prompt's last queries whose attention is its score; None: of all of them; 0: none
-    group: Literal["sum", "max"] = "sum"  # of the attention of a group's query heads
+    lookback: int | None = 32  # how many of the prompt's last queries give `mass`; None: all; 0: none
+    group: Literal["sum", "max"] = "sum"  # how `mass` reduces over a group's query heads
     scores_pre_rope: ClassVar[bool] = False  # True: `prompt_scores` gets q and k before rotation
-    evicts: ClassVar[bool] = True  # False: a prompt loses tokens, a decoded token takes one of the slots of `room`
-    evicts_while_reading: ClassVar[bool] = False  # True: a chunk of a prompt attends to what is kept of those before it
+    evicts: ClassVar[bool] = True  # False: only prompts lose tokens; decoded tokens fill the `decode_slots`
+    evicts_while_reading: ClassVar[bool] = False  # True: a prompt's chunk attends to the kept tokens of earlier chunks
 
     k: Tensor  # [B, Hkv, N, D] rotated, in any order
     v: Tensor
-    score: Tensor  # fp32 [B, Hkv, N]: the lowest is evicted; not there if none is
+    score: Tensor  # fp32 [B, Hkv, N]: the lowest is evicted; only if `evicts`
     place: Tensor  # int32 [B, Hkv, N]: positions in the text
     filled: Tensor  # int64 [B]: slots in use, the first ones
 
@@ -54,37 +54,37 @@ class Evicting(KVMethod):
             if isinstance(self.budget, int) and self.budget < self.recent:
                 raise InputError(f"the budget of {self.budget} tokens is smaller than its {self.recent} recent ones")
 
-    # ---- what a subclass says ----
+    # ---- what a subclass defines ----
 
     def prompt_scores(self, q: Tensor, k: Tensor, v: Tensor, mass: Tensor, lengths: Tensor) -> Tensor:
-        """How much each token of the prompts, lengths [B], is worth -> scores [B, Hkv or 1, S].
+        """How much each token of the prompts, of lengths [B], is worth -> scores [B, Hkv or 1, S].
 
-        q [B, Hq, n, D] of the last n of S tokens, k and v [B, Hkv, S, D]. mass fp32 [B, Hkv, S], the attention of the
-        last `lookback` queries, by `group` of its heads, to each token; without a lookback there is none, and it is
-        empty. While reading, S are the tokens kept so far, in any order, and behind them those of a chunk.
+        q [B, Hq, n, D] of the last n of S tokens, k and v [B, Hkv, S, D]. mass fp32 [B, Hkv, S] is the attention that
+        the last `lookback` queries pay to each token, reduced over heads by `group`; it is empty if lookback is 0.
+        While reading in chunks, the S tokens are those kept so far, in any order, followed by those of the chunk.
         """
         return mass
 
-    # (weights fp32 [B, Hkv, N] of a step, summed over the group): updates self.score in place
+    # optional method (self, weights): weights fp32 [B, Hkv, N] of a step, summed over the group; updates self.score
     observe: ClassVar[Any] = None
 
     def recent(self, length: Tensor) -> Tensor:
-        """How many of the newest tokens are never evicted, at lengths [B] -> [B] int64."""
+        """The number of newest tokens that are never evicted, at lengths [B] -> [B] int64."""
         return budget_tokens(self.args.recent, length)
 
-    def held(self, length: Tensor) -> Tensor:
-        """How many tokens a row holds at most, `room` aside, at lengths [B] -> [B] int64, at most the length.
+    def num_kept(self, length: Tensor) -> Tensor:
+        """The most tokens a row keeps, not counting `decode_slots`: lengths [B] -> [B] int64, at most the length.
 
-        A layer may have a budget of its own: self.layer is one of self.shape.n_layer.
+        A layer may have a budget of its own, by self.layer of self.shape.n_layer.
         """
         return budget_tokens(self.args.budget, length).maximum(self.recent(length))
 
-    def most_held(self, n: int) -> int:
-        """The largest `held` of all lengths up to n."""
-        return int(self.held(torch.arange(1, n + 1)).max())
+    def max_kept(self, n: int) -> int:
+        """The largest `num_kept` of all lengths up to n."""
+        return int(self.num_kept(torch.arange(1, n + 1)).max())
 
-    def room(self) -> int:
-        """Slots beyond the budget, for decoded tokens: none are evicted before they are full."""
+    def decode_slots(self) -> int:
+        """Extra slots for decoded tokens beside the budget; nothing is evicted before they are full."""
         return 0
 
     # ---- storage ----
@@ -92,7 +92,7 @@ class Evicting(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        N = min(T, self.most_held(T) + self.room())
+        N = min(T, self.max_kept(T) + self.decode_slots())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
         if self.evicts:
             self.buffer("score", (B, H, N), torch.float32)
@@ -124,9 +124,10 @@ class Evicting(KVMethod):
         self.store_prompt(q, k, q, k, v, lengths)
 
     def keep(self, k, v, scores, lengths, place=None, read=None):
-        """Store the newest tokens, and of the others those of the highest scores [B, Hkv or 1, S]; k and v [B, Hkv, S,
-        D], k rotated, of which the first lengths [B] are there. place [B, Hkv, S]: where they stand in the text of
-        which read [B] tokens have come; by default they are its first ones, all of it."""
+        """Store the newest tokens and, of the others, those of the highest scores [B, Hkv or 1, S].
+
+        k (rotated) and v [B, Hkv, S, D] hold lengths [B] tokens. place [B, Hkv, S] are their positions in a text of
+        which read [B] tokens have come; by default they are the whole text."""
         (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
         read = lengths if read is None else read
         newest = (t if place is None else place) >= (read - self.recent(read)).view(B, 1, 1)
@@ -138,20 +139,23 @@ class Evicting(KVMethod):
         self.place[:B, :, :n] = (chosen if place is None else place.gather(2, chosen)).int()
         if self.evicts:
             self.score[:B, :, :n] = scores.expand(B, H, S).gather(2, chosen)
-        self.filled[:B] = self.held(read).minimum(lengths)
+        self.filled[:B] = self.num_kept(read).minimum(lengths)
 
-    # ---- a prompt in chunks, of which no more is held than is kept ----
+    # ---- a prompt in chunks, of which only the kept tokens are stored ----
 
     def begin_prompt(self, total):
         if not self.evicts_while_reading:
             return super().begin_prompt(total)
         if self.scores_pre_rope:
-            raise InputError(f"{type(self).__name__} keeps rotated keys: it cannot score them while it reads")
+            raise InputError(
+                f"{type(self).__name__} keeps rotated keys and cannot score them while reading: leave out "
+                "--prefill-chunk"
+            )
         self.filled.zero_()
 
     def _read(self, q, k, v, lengths, start):
-        """A chunk, q [B, Hq, n, D] and so on rotated: it attends to what is kept and to itself, then the lowest scores
-        of both go."""
+        """Read a chunk, q [B, Hq, n, D], k and v [B, Hkv, n, D], rotated: it attends to the kept tokens and to itself;
+        then the tokens of the lowest scores among both are evicted."""
         (B, H, n, D), N, device = k.shape, self.k.shape[2], k.device
         new = (lengths - start).clamp(0, n)
         slot, t = torch.arange(N, device=device), torch.arange(n, device=device)
@@ -162,7 +166,7 @@ class Evicting(KVMethod):
         seen = there[:, None] & causal  # [B, n, N + n]
         y = attend_where(q, keys, values, seen)
         at = torch.cat((self.place[:B].long(), (start + t).expand(B, H, n)), 2)
-        # what is there in front, the chunk behind what was kept
+        # valid tokens first: the kept ones, then those of the chunk
         order = (~there).int().sort(dim=1, stable=True).indices[:, None].expand(B, H, -1)
         keys, values, at = gather_rows(keys, order), gather_rows(values, order), at.gather(2, order)
         mass = k.new_empty(0)
@@ -173,21 +177,21 @@ class Evicting(KVMethod):
             seen = seen.gather(2, order[:, :1].expand(B, n, -1))[:, None, None]
             weights = logits.masked_fill(~seen, float("-inf")).softmax(-1) * counts[:, None, None, :, None]
             mass = weights.sum(3).sum(2) if self.group == "sum" else weights.sum(3).amax(2)
-        held, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
+        stored, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
         before = [(b, b[ended]) for b in self.buffers() if len(b) == self.shape.max_batch]
-        self.keep(keys, values, self.prompt_scores(q, keys, values, mass, held), held, at, read)
-        for buffer, rows in before:  # a prompt that has ended stays as it is
+        self.keep(keys, values, self.prompt_scores(q, keys, values, mass, stored), stored, at, read)
+        for buffer, rows in before:  # prompts that ended before this chunk stay as they are
             buffer[ended] = rows
         return y
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
-        """Into the next free slot, or, where the row holds what it may, in place of the lowest score."""
+        """Store the token in the next free slot or, if the row is full, in place of the token of the lowest score."""
         (B, H), filled = k.shape[:2], self.filled[: len(k)]
         slots = self.k.shape[2]
-        # nothing decoded is lost: what a longer prompt would keep, which may be less, does not matter
-        most = (self.held(pos + 1) + self.room()).clamp(max=slots) if self.evicts else slots
+        # if nothing is evicted, all slots may fill, even where a longer prompt would keep fewer tokens
+        most = (self.num_kept(pos + 1) + self.decode_slots()).clamp(max=slots) if self.evicts else slots
         grows = filled < most
         slot = filled[:, None].clamp(max=slots - 1)
         if self.evicts:
@@ -200,14 +204,14 @@ class Evicting(KVMethod):
         self.filled[:B] = filled + grows
 
     def _lowest(self, pos):
-        """[B, Hkv], the slot of the lowest score among those of tokens that are not recent; the first of equals."""
+        """The slot of the lowest score among tokens that are not recent, [B, Hkv]; of equal scores the first."""
         B, slot = len(pos), torch.arange(self.k.shape[2], device=pos.device)
         recent = self.place[:B] > (pos - self.recent(pos + 1))[:, None, None]
         fixed = recent | (slot >= self.filled[:B, None])[:, None]
         return self.score[:B].masked_fill(fixed, float("inf")).argmin(-1)
 
     def attend(self, q, idx, count, pos):
-        """Over all slots, or over those that a subclass's `select` gives."""
+        """Attend to all slots, or to those that a subclass's `select` returns."""
         filled = self.filled[: len(q)]
         if idx is not None:
             return gather_attention(q, self.k, self.v, idx, count)
@@ -228,17 +232,17 @@ class Evicting(KVMethod):
         return Attended(torch.where(there, self.place[:B].long(), -2), q, self.k[:B], self.v[:B])
 
     def maintain(self, step):
-        if not self.evicts and self.room() < step and self.k.shape[2] < self.shape.max_seq_len:
+        if not self.evicts and self.decode_slots() < step and self.k.shape[2] < self.shape.max_seq_len:
             raise InputError(
-                f"{type(self).__name__}: after {step} decoded tokens their {self.room()} slots are full: set the cache "
-                "up with max_new_tokens, or give more room"
+                f"{type(self).__name__}: after {step} decoded tokens their {self.decode_slots()} slots are full: set "
+                "the cache up with max_new_tokens, or give more decode_slots"
             )
 
     def reset(self):
         self.filled.zero_()
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt, where decoded tokens come on top: see `room`."""
-        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        """Counts all of `pos` as prompt; tokens in `decode_slots` come on top."""
+        s, tokens = self.shape, int(self.num_kept(torch.tensor([pos + 1])))
         ranks = 8 if self.evicts else 0  # score and place
         return s.max_batch * (s.n_kv_head * tokens * (2 * s.head_dim * s.dtype.itemsize + ranks) + 8)

@@ -1,7 +1,7 @@
-"""`keep=full`: all keys and values beside a method that does not hold them, so that what it drafts can be checked.
+"""`keep=full`: stores all keys and values beside a method that does not, so that its drafts can be verified.
 
-The method decodes as it does by itself. Its memory and the full store's come together; a step reads what the method
-reads, and `verify` (base.py) reads the full store once for several tokens.
+The method decodes as it does alone. Memory is the sum of the method's and the full store's. A step reads only what the
+method reads, and `verify` (base.py) reads the full store once for several tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from errors import InputError
 
 
 class Kept(KVMethod):
-    """A method and a dense store of the same tokens. `kept` makes a class of it for each class of methods."""
+    """A method and a dense store of the same tokens. `kept` makes a subclass for each method class."""
 
     inner_class: ClassVar[type[KVMethod]]
     verifies = True
@@ -24,11 +24,11 @@ class Kept(KVMethod):
         self.inner = self.inner_class(args, shape, layer, rope, calib)
         self.full = Dense(args, shape, layer, rope)
         if not self.inner.exact_prefill:
-            raise InputError(f"{self.inner_class.__name__} attends to a prompt in its own way: it cannot keep=full")
+            raise InputError(f"{self.inner_class.__name__} approximates attention within a prompt: it cannot keep=full")
         self.takes_chunks, self.predicts = self.inner.takes_chunks, self.inner.predicts
 
     def connect(self, layers):
-        if layers[0] is self:  # the methods inside meet each other, once
+        if layers[0] is self:  # connect the inner methods with each other, once
             for method in (inner := [m.inner if isinstance(m, Kept) else m for m in layers]):
                 if any(isinstance(m, Kept) and m.inner is method for m in layers):
                     method.connect(inner)
@@ -42,7 +42,7 @@ class Kept(KVMethod):
         return self.inner.prefill(q, k, v, lengths, start)
 
     def compress(self, q, k, v, lengths):
-        """Of prompts that nobody attends to."""
+        """Store prompts whose attention is not needed."""
         self.full.compress(q, k, v, lengths)
         self.inner.compress(q, k, v, lengths)
 
@@ -94,9 +94,9 @@ _CLASSES: dict[type[KVMethod], type[KVMethod]] = {}
 
 
 def kept(cls: type[KVMethod]) -> type[KVMethod]:
-    """`cls` with keep=full. InputError if what it appended cannot be taken back."""
+    """`cls` with keep=full. Raises InputError if its appended tokens cannot be taken back."""
     if not cls.rewinds:
-        raise InputError(f"{cls.__module__.rpartition('.')[2]} cannot keep=full: what it appends cannot be taken back")
+        raise InputError(f"{cls.__module__.rpartition('.')[2]} cannot keep=full: appended tokens cannot be taken back")
     same = ("Args", "paper", "statistics", "whole_calibration", "joins_heads", "reads_queries", "supports_window",
             "__module__")  # fmt: skip
     members: dict[str, Any] = {name: getattr(cls, name) for name in same}

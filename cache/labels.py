@@ -1,4 +1,4 @@
-"""The label cache: a few channels of every key, contiguous and in few bits, that score all tokens (Double Sparsity)."""
+"""The label cache of Double Sparsity: a few channels of every key, contiguous and quantized, which score all tokens."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ class LabelCache(Storage):
         else:
             self.buffer("labels", (B, H, T, self.r * self.bits // 8), torch.uint8)
             self.buffer("params", (B, H, T, 2), torch.float16)
-            self.token_bytes = self.r * self.bits // 8 + 2 * 2  # of one token and KV head
+            self.token_bytes = self.r * self.bits // 8 + 2 * 2  # bytes of one token and KV head
         self.constant_bytes = 8 * H * self.r
 
     def put_prompt(self, k: Tensor) -> None:
-        """k [B, Hkv, S, D] rotated."""
+        """Store prompts: k [B, Hkv, S, D] rotated."""
         store_labels(k, self.channels, None, self.labels, self.params, self.bits)
 
     def put(self, k: Tensor, pos: Tensor) -> None:
-        """k [B, Hkv, D] rotated, one token per row, at pos [B]."""
+        """Store one token per row at pos [B]: k [B, Hkv, D] rotated."""
         store_labels(k[:, :, None], self.channels, pos, self.labels, self.params, self.bits)
 
     def scores(self, q: Tensor, pos: Tensor, heads: str = "group") -> Tensor:
-        """q [B, Hq, D] rotated -> fp32 [B, Hkv, T] of the tokens up to pos [B]; others score anything.
+        """q [B, Hq, D] rotated -> fp32 [B, Hkv, T], scores of the tokens up to pos [B]; later ones score anything.
 
-        The group's sum: sum over its q of q . k = (sum of q) . k; by heads="query" of every query head: [B, Hq, T].
+        heads="group": the sum over a group's q of q . k, which is (sum of q) . k. heads="query": for every query head,
+        [B, Hq, T].
         """
         B, H = len(q), len(self.channels)
         groups, at = q.view(B, H, -1, q.shape[2]).float(), self.channels.expand(B, -1, -1)
@@ -58,7 +59,7 @@ class LabelCache(Storage):
         return torch.stack(each, 2).flatten(1, 2)
 
     def scores_by_head(self, q: Tensor, last: Tensor) -> Tensor:
-        """The group's sum, each head's tokens up to last [B, Hkv] of its own, -1: none -> fp32 [B * Hkv, 1, T]."""
+        """The group's sum, for each head's tokens up to its own last [B, Hkv], -1: none -> fp32 [B * Hkv, 1, T]."""
         B, H = last.shape
         groups = q.view(B, H, -1, q.shape[2]).float().sum(2).gather(2, self.channels.expand(B, -1, -1))
         labels = self.labels[:B].flatten(0, 1)[:, None]
@@ -67,13 +68,13 @@ class LabelCache(Storage):
 
 
 def label_channels(channels: int | float, bits: int, head_dim: int) -> int:
-    """r: a number of channels as it is given, a share of head_dim rounded up to what fills whole bytes."""
+    """r: a number of channels as given; a share of head_dim is rounded up to whole bytes."""
     per = max(1, 8 // bits)
     r = max(1, -(-round(channels * head_dim) // per)) * per if isinstance(channels, float) else channels
     if r > head_dim:
         raise InputError(f"double sparsity: {r} label channels do not fit in a head_dim of {head_dim}: lower channels")
     if r % per:
         raise InputError(
-            f"double sparsity: {r} label channels of {bits} bits fill no whole bytes: use a multiple of {per}"
+            f"double sparsity: {r} label channels of {bits} bits do not fill whole bytes: use a multiple of {per}"
         )
     return r

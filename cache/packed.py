@@ -1,6 +1,6 @@
-"""Slots of vectors in 16 to 2 bits, a scale and a zero for every group of channels: what quantizing methods store in.
+"""Slots for vectors in 2 to 16 bits with a scale and a zero per group of channels, for the quantizing methods.
 
-kernels/quantize.py says how they are packed; attention kernels read the parts as they lie.
+kernels/quantize.py defines the packing; attention kernels read the parts as stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.quantize import GROUP, groups_of, quantize
 
 
 class PackedVectors(Storage):
-    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, groups, 2]; at 16 bits vectors alone."""
+    """uint8 data [*slots, width * bits / 8] and fp16 params [*slots, groups, 2]; at 16 bits only the vectors."""
 
     data: Tensor  # at 16 bits [*slots, width] in the dtype of keys and values
     params: Tensor | None
@@ -35,23 +35,23 @@ class PackedVectors(Storage):
             self.vector_bytes = width * bits // 8 + groups_of(width, group) * 2 * 2
 
     def put(
-        self, at: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+        self, slots: Any, x: Tensor, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
     ) -> None:
         """Store vectors x [..., width] at an index of the slots; mean, alpha and magnitude are those of `quantize`.
 
-        At 16 bits there is nothing to divide by or to take a sign from: only the mean is taken off.
+        At 16 bits only the mean is subtracted: alpha and magnitude do not apply.
         """
         if self.params is not None:
-            self.data[at], self.params[at] = quantize(x, self.bits, mean, alpha, magnitude, self.group, self.clip)
+            self.data[slots], self.params[slots] = quantize(x, self.bits, mean, alpha, magnitude, self.group, self.clip)
         else:
-            self.data[at] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
+            self.data[slots] = x if mean is None else (x.float() - mean[:, :, None]).to(x.dtype)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """data and params; at 16 bits the vectors alone."""
+        """data and params; at 16 bits only data."""
         return (self.data,) if self.params is None else (self.data, self.params)
 
 
 def check_groups(what: str, head_dim: int, instead: str = "") -> None:
-    """InputError where the codes of a head's channels are not whole bytes; instead: what to do."""
+    """Raises InputError if the codes of a head's channels do not fill whole bytes; instead: what to do then."""
     if head_dim % 8:
         raise InputError(f"{what} needs a head_dim divisible by 8, this model has {head_dim}{instead}")

@@ -1,4 +1,4 @@
-"""A prompt that is read in pieces: what a layer holds of it until it is whole, and what is read behind it."""
+"""A prompt that comes in chunks: what a layer keeps until the last chunk, and texts read after the prompt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kernels.rope import Rope, apply_rope
 
 
 class Prompt:
-    """What one layer has read of prompts that come in chunks: q, k and v as they came and k_rot, [B, H, total, D]."""
+    """The chunks that one layer has read of prompts: q, k and v before rotation, and k_rot, [B, H, total, D] each."""
 
     def __init__(self, total: int):
-        self.total, self.end = total, 0  # tokens of the padded prompts, and how many have come
+        self.total, self.end = total, 0  # the length of the padded prompts, and how many tokens have come
         self._parts: dict[str, Tensor] = {}
 
     def put(self, start: int, **parts: Tensor) -> None:
@@ -34,15 +34,15 @@ class Prompt:
 
 @dataclass
 class Text:
-    """A text of a second pass: tokens [B, n] right-padded, lengths [B], 0 where a row has none. It stands behind the
-    prompt: its first token has the position that the first decoded one will have."""
+    """A text of a second pass: tokens [B, n] right-padded, lengths [B], 0 for a row without one. It follows the prompt,
+    so its first token has the position that the first decoded token will have."""
 
     tokens: Tensor
     lengths: Tensor
 
 
 class Angles:
-    """The rotation of texts behind prompts of lengths [B], whose positions may be beyond those of a cache."""
+    """Rotates texts that follow prompts of lengths [B], whose positions may exceed those of the cache."""
 
     def __init__(self, rope: Rope, lengths: Tensor, most: int):
         self.first, self.of, self.most = lengths, rope.of, most
@@ -54,6 +54,6 @@ class Angles:
         return rope
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [B, H, n, D], the tokens of a text."""
+        """Rotate the tokens of a text, x [B, H, n, D]."""
         at = self.first[:, None] + torch.arange(x.shape[2], device=x.device)
         return apply_rope(x, *(t[:, None] for t in self.rope.at(at)))

@@ -1,7 +1,7 @@
-"""Evicting from a prompt alone, once it is read; what is decoded stays. With two knobs for every way of scoring:
+"""Evicts from the prompt only, once it is read; decoded tokens stay. Two knobs apply to every way of scoring:
 
-adaptive (AdaKV, Feng et al. 2024): a layer's budget goes to the best tokens of all its KV heads together, so that heads
-hold different numbers of them, one head's slots behind another's: all together what they would hold alike.
+adaptive (AdaKV, Feng et al. 2024): a layer's budget goes to the best tokens of all its KV heads together. Heads then
+hold different numbers of tokens, one head's slots after another's; the total is that of equal shares.
 value_aware (CriticalKV, Feng et al. 2025): a part of a head's tokens is chosen by score, the rest by the score times
 the size of what the token's value adds to the layer's output, |W_O v|_1.
 """
@@ -23,25 +23,25 @@ from kernels.ragged_attention import ragged_attention
 
 class PromptEvicting(Evicting):
     evicts = False
-    first: Tensor  # int64 [B, Hkv + 1]: adaptive, each head's first slot among the Hkv * N of its row; the last's end
+    first: Tensor  # int64 [B, Hkv + 1], adaptive only: each head's first slot of the row's Hkv * N, then the end
 
     @dataclass
     class Args(Evicting.Args):
-        room: int = knob(512, "where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+        decode_slots: int = knob(512, "slots for decoded tokens if max_new_tokens is not known (ours)", 0)
         adaptive: bool = knob(False, "share a layer's budget over its KV heads by score (AdaKV)")
-        safeguard: float = knob(0.2, "with adaptive: the part of its budget that each head has by itself (AdaKV)", 0, 1)
-        value_aware: bool = knob(False, "choose by score times |W_O v|_1, the best by score aside (CriticalKV)")
-        first_stage: float = knob(0.5, "with value_aware: the part that is chosen by score alone (CriticalKV)", 0, 1)
+        safeguard: float = knob(0.2, "with adaptive: the part of the budget guaranteed to each head (AdaKV)", 0, 1)
+        value_aware: bool = knob(False, "after the best by score, choose by score times |W_O v|_1 (CriticalKV)")
+        first_stage: float = knob(0.5, "with value_aware: the part chosen by score alone (CriticalKV)", 0, 1)
 
-    def room(self):
-        return self.args.room if self.shape.max_new_tokens is None else self.shape.max_decoded
+    def decode_slots(self):
+        return self.args.decode_slots if self.shape.max_new_tokens is None else self.shape.max_decoded
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         if args.adaptive:
             if shape.ranks.size > 1:
-                raise InputError(f"{type(self).__name__}: adaptive gives slots of a layer to any of its heads, and of "
-                                 f"{shape.ranks.size} processes each has its own: use adaptive=False")  # fmt: skip
+                raise InputError(f"{type(self).__name__}: adaptive shares a layer's slots among all its heads, which "
+                                 f"{shape.ranks.size} processes hold separately: use adaptive=False")  # fmt: skip
             self.joins_heads = True
             self.buffer("first", (shape.max_batch, shape.n_kv_head + 1), torch.int64)
             self.reset()
@@ -50,12 +50,12 @@ class PromptEvicting(Evicting):
 
     def keep(self, k, v, scores, lengths, place=None, read=None):
         (B, H, S, _), t = k.shape, torch.arange(k.shape[2], device=k.device)
-        recent, held = self.recent(lengths), self.held(lengths)
+        recent, kept = self.recent(lengths), self.num_kept(lengths)
         before = (t < (lengths - recent)[:, None])[:, None]
         scores = scores.expand(B, H, S).masked_fill(~before, float("-inf"))
-        count = (held - recent)[:, None].expand(B, H)  # of each head, its recent tokens aside
+        count = (kept - recent)[:, None].expand(B, H)  # tokens of each head beside its recent ones
         if self.args.adaptive:
-            count = shared_budget(scores, held - recent, self.args.safeguard)
+            count = shared_budget(scores, kept - recent, self.args.safeguard)
         if self.args.value_aware:
             first = ranks(scores) < (count * self.args.first_stage).long()[..., None]
             scores = (scores * self.value_sizes(v)).masked_fill(first, float("inf"))
@@ -63,7 +63,7 @@ class PromptEvicting(Evicting):
         if not self.args.adaptive:
             return super().keep(k, v, scores, lengths, place, read)
         count = count + recent[:, None]
-        self.first[:B, 1:] = (count - held[:, None] + self.k.shape[2]).cumsum(1)  # all have as many slots to grow into
+        self.first[:B, 1:] = (count - kept[:, None] + self.k.shape[2]).cumsum(1)  # heads get equally many free slots
         newest = ~before & (t < lengths[:, None])[:, None]
         order = best_tokens(newest_first(scores, newest), S)
         # every slot takes a token of the head that it lies in; what lies behind a head's last one is never read
@@ -75,10 +75,10 @@ class PromptEvicting(Evicting):
         for store, x in ((self.k, k), (self.v, v)):
             store.flatten(1, 2)[:B] = x.flatten(1, 2)[row, head * S + token]
         self.place.flatten(1, 2)[:B] = token.int()
-        self.filled[:B] = held
+        self.filled[:B] = kept
 
     def value_sizes(self, v: Tensor) -> Tensor:
-        """|W_O v|_1 of v [B, Hkv, S, D], mean over a group's query heads -> fp32 [B, Hkv, S]."""
+        """|W_O v|_1 for v [B, Hkv, S, D], averaged over a group's query heads -> fp32 [B, Hkv, S]."""
         if self.output_weights is None:
             raise InputError(f"{type(self).__name__}: value_aware needs the model's W_O: set `output_weights`")
         w, g = self.output_weights().float(), self.shape.n_head // self.shape.n_kv_head
@@ -95,7 +95,7 @@ class PromptEvicting(Evicting):
     # ---- heads of different lengths ----
 
     def spans(self, B: int) -> tuple[Tensor, Tensor]:
-        """Where the slots of each head begin, and where those that are filled end: [B, Hkv], within a row's."""
+        """Each head's first slot and the end of its filled slots, both [B, Hkv], within its row."""
         start, end = self.first[:B, :-1], self.first[:B, 1:]
         return start, end - self.k.shape[2] + self.filled[:B, None]
 
@@ -104,7 +104,7 @@ class PromptEvicting(Evicting):
             return super().append(k, v, pos)
         B, (H, N) = len(k), self.k.shape[1:3]
         row, (_, slot) = torch.arange(B, device=k.device)[:, None], self.spans(B)
-        slot = slot.clamp(max=H * N - 1)  # where no room is left the run ends, in `maintain`
+        slot = slot.clamp(max=H * N - 1)  # without free slots the run ends in `maintain`
         for store, x in ((self.k, k), (self.v, v), (self.place, pos[:, None].int().expand(B, H))):
             store.flatten(1, 2)[row, slot] = x
         self.filled[:B] += 1
@@ -137,13 +137,13 @@ class PromptEvicting(Evicting):
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """The place of each token among its head's, from 0 for the best, of equal ones the first: [..., S] -> int64."""
+    """Each token's rank by score, 0 for the best; of equal scores the first comes first: [..., S] -> int64 [..., S]."""
     return best_tokens(scores, scores.shape[-1]).argsort(-1)
 
 
 def shared_budget(scores: Tensor, n: Tensor, safeguard: float) -> Tensor:
-    """How many tokens each head keeps of scores [B, H, S], where those that are none have -inf: the best H * n of all
-    heads together, n [B], of which each head has its best safeguard * n -> int64 [B, H]."""
+    """How many tokens each head keeps of scores [B, H, S], -inf for padding: the best H * n of all heads together, n
+    [B], among which each head's best safeguard * n always are -> int64 [B, H]."""
     B, H, S = scores.shape
     safe = ranks(scores) < (n.double() * safeguard).long()[:, None, None]
     order = best_tokens(scores.masked_fill(safe, float("inf")).flatten(1), H * S)

@@ -1,7 +1,7 @@
-"""Every token kept and attended to, in few bits but for the newest and, where asked for, the first ones.
+"""Keeps and attends to every token, quantized except for the newest and, if asked for, the first tokens.
 
-A subclass says how keys and values are quantized (`Quantized.store`) and in which basis (`turn`). The rest is done: a
-ring of the newest tokens in the cache's dtype, what leaves it packed, one pass of attention over both.
+A subclass allocates the stores `keys` and `values` and may choose a basis (`turn`). The rest is done here: a ring of
+the newest tokens in the cache's dtype, packing of the tokens that leave it, and one pass of attention over both.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from kernels.quantized_attention import (
 
 
 class QuantizedStore(Storage):
-    """Keys, or values: slot = position where packed; `sinks` first tokens and a ring of `ring` newest ones whole."""
+    """Keys, or values. Packed tokens have slot = position; the first `sinks` tokens and a ring of the `ring` newest are
+    in full precision."""
 
-    whole: Tensor  # [B, Hkv, sinks + ring, D]
+    full_precision: Tensor  # [B, Hkv, sinks + ring, D]
 
     def __init__(
         self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
         block: int = 0, codebook: bool = False,
     ):  # fmt: skip
-        """block: so many tokens leave the ring together, and GROUP of them share a scale and a zero for each channel,
-        instead of `group` channels of a token; the ring holds them, and may hold one more. codebook: codes stand for
-        numbers, of 8 bits those of e4m3, else those of a random unit vector, and a token, or GROUP of them, has a scale
-        for all channels."""
+        """block: the number of tokens that leave the ring together, 0: one at a time. GROUP of them then share a scale
+        and a zero per channel, instead of `group` channels of one token; the ring may hold one token more than a block.
+        codebook: codes are indices of numbers, with 8 bits those of e4m3, else Lloyd-Max levels of a random unit
+        vector; one token, or GROUP of them, has one scale for all channels."""
         super().__init__(shape)
         B, H, T, D = shape.kv
         self.bits, self.clip, self.sinks, self.block = bits, clip, sinks, block if bits < 16 else 0
@@ -55,30 +56,30 @@ class QuantizedStore(Storage):
             if codebook:
                 numbers = e4m3() if bits == 8 else lloyd_max(D, bits)
                 self.book = self.packed.constant("book", (2**bits,), numbers, torch.float32)
-        self.buffer("whole", (B, H, sinks + ring, D))
+        self.buffer("full_precision", (B, H, sinks + ring, D))
 
     @property
     def tokens(self) -> QuantizedTokens:
-        """As the kernels take them."""
+        """The store as the kernels take it."""
         data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
         book = None if self.book is None else self.packed.get_buffer("book")
-        return QuantizedTokens(data, params, self.whole, self.bits, self.sinks, self.block, self.clip, book)
+        return QuantizedTokens(data, params, self.full_precision, self.bits, self.sinks, self.block, self.clip, book)
 
     @property
     def fixed_bytes(self) -> int:
-        """Of the codebook."""
+        """Bytes of the codebook."""
         return 0 if self.book is None else self.book.nbytes
 
 
 class Quantized(KVMethod):
-    """A subclass allocates `keys` and `values`, of the same sinks and ring."""
+    """Base of the quantizing methods. A subclass allocates `keys` and `values` with the same sinks and ring."""
 
     reads_queries = False
     keys: QuantizedStore
     values: QuantizedStore
 
     def turn(self, x: Tensor) -> Tensor:
-        """Into the basis in which keys, values and queries are stored and meet, [..., D]; orthonormal."""
+        """Transform x [..., D] to the orthonormal basis in which keys and values are stored."""
         return x
 
     def turn_back(self, y: Tensor) -> Tensor:
@@ -108,20 +109,20 @@ class Quantized(KVMethod):
         size = self.shape.dtype.itemsize
         total = 0
         for store in (self.keys, self.values):
-            slots, whole = store.packed.get_buffer("data").shape[2], store.whole.shape[2]
-            total += B * H * (round(slots * store.vector_bytes) + whole * D * size) + store.fixed_bytes
+            slots, n_full = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
+            total += B * H * (round(slots * store.vector_bytes) + n_full * D * size) + store.fixed_bytes
         return total
 
     def traffic(self, pos):
-        """Bytes of packed tokens and of whole ones; rings that empty at once are counted as full, the most they are."""
+        """Bytes of packed and of full-precision tokens. Rings that empty by blocks count as full."""
         (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
-        whole = min(n, self.keys.whole.shape[2])
-        packed = math.ceil((n - whole) * (self.keys.vector_bytes + self.values.vector_bytes))
-        return B * H * (2 * whole * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
+        n_full = min(n, self.keys.full_precision.shape[2])
+        packed = math.ceil((n - n_full) * (self.keys.vector_bytes + self.values.vector_bytes))
+        return B * H * (2 * n_full * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes
 
 
 class Turned(Quantized):
-    """By one orthonormal matrix a layer, a constant that counts as fp32 of the cache."""
+    """Transforms by one orthonormal matrix per layer, an fp32 constant that counts as cache memory."""
 
     matrix: Tensor  # fp32 [D, D]
 
@@ -139,7 +140,7 @@ class Turned(Quantized):
 
 
 def check_bits(method: str, *given: int | None) -> None:
-    """InputError for bits that cannot be packed; None: not given."""
+    """Raises InputError for bits that cannot be packed; None stands for bits that were not given."""
     for bits in given:
         if bits is not None and bits not in BITS:
             raise InputError(f"{method}: {bits} bits cannot be packed, use one of {', '.join(map(str, BITS))}")

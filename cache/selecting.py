@@ -1,12 +1,12 @@
-"""All tokens are kept, a few are attended: a subclass scores them at every step.
+"""Keeps all tokens and attends to a few; a subclass scores the tokens at every step.
 
     class Mine(Selecting):
         def scores(self, q, pos):        # q [B, Hq, D] rotated, pos [B] -> fp32 [B, Hkv, T]
             ...
 
-is a method with a budget, sinks and a recent window, its own knobs beside them. With `logits`, estimates of each query
-head's own, the budget may be a share of the attention, `budget=p0.95`; and with a knob `heads` of type `Heads` a list
-may be made by what the queries of a group want most, or by each of them.
+is a method with a budget, sinks and a recent window, beside its own knobs. If it also estimates each query head's
+`logits`, the budget may be a share of the attention, `budget=p0.95`, and a knob `heads` of type `Heads` may choose the
+list of a KV head by softmax or largest logit, or one list per query head.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kernels.gather_attention import gather_attention, gather_rows, weighted_gat
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 
-# What makes the list of a KV head: the sum over its group of q . k; the group's mean softmax, or its largest logit;
-# or every query head for itself, which reads g lists.
+# What chooses the list of a KV head: its group's sum of q . k, mean softmax or largest logit; or "query", one list for
+# each query head, which reads g lists.
 Heads = Literal["group", "softmax", "max", "query"]
 
 
@@ -34,8 +34,8 @@ class Selecting(Dense):
     lossless = dict(budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
 
-    by_query: bool = False  # every query head chooses for itself: scores are [B, Hq, T]
-    taken: Tensor  # int64 [B]: tokens of a list in the last step, mean over heads; with a budget of TopP alone
+    by_query: bool = False  # every query head has a list of its own: scores are [B, Hq, T]
+    taken: Tensor  # int64 [B]: tokens per list in the last step, mean over heads; only with a TopP budget
 
     @dataclass
     class Args:
@@ -66,18 +66,18 @@ class Selecting(Dense):
     def scores(self, q: Tensor, pos: Tensor) -> Tensor:
         """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
 
-        What stands after pos may score anything. A selection is made once per KV head: reduce the group's queries; or,
-        what costs g times the reading, once per query head: [B, Hq, T].
+        Tokens after pos may score anything. The selection is made once per KV head, so reduce over the group's queries;
+        or once per query head, [B, Hq, T], which reads g times as much.
         """
         raise NotImplementedError
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        """Estimates of q . k / sqrt(D), whose softmax means something: q [B, Hq, D], pos [B] -> fp32 [B, Hq, T]."""
+        """Estimates of q . k / sqrt(D), on that scale: q [B, Hq, D], pos [B] -> fp32 [B, Hq, T]."""
         raise NotImplementedError
 
     def weights(self, logits: Tensor, pos: Tensor) -> Tensor:
-        """Estimated attention: logits [B, Hq, T] -> fp32 [B, Hkv, T], the mean of a group's softmax; [B, Hq, T] where
-        each query head chooses for itself."""
+        """Estimated attention: logits [B, Hq, T] -> fp32 [B, Hkv, T], the mean softmax of each group; [B, Hq, T] if
+        `by_query`."""
         filled = torch.arange(logits.shape[2], device=pos.device) <= pos[:, None]
         weights = torch.where(filled[:, None], logits, float("-inf")).softmax(-1)
         if self.by_query:
@@ -85,8 +85,8 @@ class Selecting(Dense):
         return weights.unflatten(1, (self.shape.n_kv_head, -1)).mean(2)
 
     def ranked(self, q: Tensor, pos: Tensor, last: Tensor | None = None) -> Tensor:
-        """What a list is the best of, as `heads` says: fp32 [B, Hkv, T], by query head [B, Hq, T]. last [B]: where
-        filled slots end, if not at pos."""
+        """The scores that a list is chosen by, according to `heads`: fp32 [B, Hkv, T], or [B, Hq, T] if `by_query`.
+        last [B]: the last filled slot, if it is not at pos."""
         if self.by == "softmax":
             return self.weights(self.logits(q, pos), pos if last is None else last)
         if self.by == "max":
@@ -99,12 +99,12 @@ class Selecting(Dense):
         return self.pick_mass(self.weights(self.logits(q, pos), pos), pos)
 
     def pick(self, scores: Tensor, pos: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The best by scores [B, H, T], `wanted` [B] or [B, H] of them; None: as many as the budget says."""
+        """The `wanted` [B] or [B, H] best tokens by scores [B, H, T] -> idx, count; None: as many as the budget."""
         a, wanted = self.args, self.selection.at(pos + 1) if wanted is None else wanted
         return budget_select(scores, pos, wanted, self.k_static, a.sinks, a.recent)
 
     def pick_mass(self, weights: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """The fewest whose weights [B, H, T], sinks and recent tokens' included, reach p: no more than `cap`."""
+        """The fewest tokens, sinks and recent ones included, whose weights [B, H, T] reach p; at most `cap`."""
         assert self.p is not None
         need = top_p_count(weights, pos, self.p, self.args.sinks, self.args.recent)
         idx, count = self.pick(weights, pos, need.minimum(self.selection.at(pos + 1)[:, None]))
@@ -112,12 +112,12 @@ class Selecting(Dense):
         return idx, count
 
     def note(self, count: Tensor) -> None:
-        """Remember how many tokens a list [B, H] had: what `traffic` tells where no budget says so."""
+        """Record the lengths count [B, H] of this step's lists, for `traffic` with a budget that fixes no number."""
         self.taken[: len(count)] = (count.sum(1) + count.shape[1] - 1) // count.shape[1]
 
     def log_weights(self, idx: Tensor, count: Tensor, pos: Tensor) -> Tensor | None:
-        """What is added to the logits of the tokens of a list, fp32 [B, Hkv, K] as idx: of tokens that were drawn, or
-        that others were merged into. None, as by default: nothing."""
+        """Terms added to the logits of a list's tokens, fp32 [B, Hkv, K] like idx, for tokens that were drawn or that
+        others were merged into. None, the default, adds nothing."""
         return None
 
     def attend(self, q, idx, count, pos):
@@ -126,7 +126,7 @@ class Selecting(Dense):
         given = (idx, count) if weights is None else (idx, count, weights)
         if idx.shape[1] <= H:
             return gather(q, self.k, self.v, *given)
-        # every query of a group reads for itself
+        # each query head of a group attends to its own list
         parts = zip(*(x.unflatten(1, (H, -1)).unbind(2) for x in (q, *given)), strict=True)
         each = [gather(q.contiguous(), self.k, self.v, *lists) for q, *lists in parts]
         return torch.stack(each, 2).flatten(1, 2)
@@ -146,25 +146,26 @@ class Selecting(Dense):
     # ---- accounting ----
 
     def score_bytes(self, pos: int) -> int:
-        """What `scores` reads of one row and KV head, the newest token at pos."""
+        """Bytes that `scores` reads for one row and KV head, with the newest token at pos."""
         return 0
 
     def lists(self) -> int:
-        """How many selections a KV head makes: one, or `by_query` one for each of its query heads."""
+        """The number of lists per KV head: one, or with `by_query` one per query head."""
         return self.shape.n_head // self.shape.n_kv_head if self.by_query else 1
 
     def scorings(self) -> int:
-        """How often a KV head's tokens are scored: by the group's sum once, else for each query head."""
+        """How often a KV head's tokens are scored: once for the group's sum, else once per query head."""
         each = self.p is not None or self.by in ("softmax", "max", "query")
         return self.shape.n_head // self.shape.n_kv_head if each else 1
 
     def chosen(self, pos: int) -> int:
-        """Tokens attended, the newest at pos. A share p tells no number: those of the last step, before any the cap."""
+        """The number of tokens attended, with the newest at pos. With a share p it is that of the last step, or the cap
+        before any step."""
         if self.p is not None and not self.taken.is_meta and (used := self.taken[self.taken > 0]).numel():
             return int(used.double().mean().ceil())
         return self.selection.of(pos + 1)
 
     def traffic(self, pos):
-        """What scoring reads, and the keys and values of the chosen tokens."""
+        """Bytes that scoring reads, and those of the chosen tokens' keys and values."""
         heads = self.shape.max_batch * self.shape.n_kv_head
         return heads * (self.score_bytes(pos) + self.lists() * self.chosen(pos) * self.token_bytes())

@@ -1,12 +1,12 @@
-"""One grammar of methods: names, knobs and layers in a line of text -> the cache of a model.
+"""The grammar of --method: names, knobs and layers in a line of text -> the cache of a model.
 
     self_index                              a method
     sals-12.5                               a preset: a method with knobs that reproduce a row of its paper
-    self_index,budget=160                   with a knob
-    0-1:full,2-:sals-12.5,budget=0.1        by layers; knobs belong to the part that they follow, later parts win
-    razor,retrieval_method=quest:budget=64  a method within a method, with knobs of its own
+    self_index,budget=160                   a method with a knob
+    0-1:full,2-:sals-12.5,budget=0.1        by layers; knobs belong to the part they follow, and later parts win
+    razor,retrieval_method=quest:budget=64  a method inside another, with its own knobs
 
-A method is a file of kv_methods/, or of a folder named in KV_FAST_METHODS, found by its name.
+A method is a file of kv_methods/, or of a folder named in KV_FAST_METHODS, and has the file's name.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from kernels.rope import Rope
 from runtime import ROOT, own_folders, require_memory
 
 HERE = ROOT / "kv_methods"
-LIMITS = (-(10**9), 10**9)  # of a knob that states none: the sum of two is an int32 still
+LIMITS = (-(10**9), 10**9)  # of a knob that states none; the sum of two still fits an int32
 
 # ---- methods, by file ----
 
 
 def method_files() -> dict[str, Path]:
-    """Every method file by name; those of this repository first, then those of KV_FAST_METHODS."""
+    """Every method file by name. A file of this repository wins over one of KV_FAST_METHODS."""
     files = [f for folder in (HERE, *own_folders()) for f in sorted(folder.glob("*.py"))]
     return {f.stem: f for f in reversed(files) if not f.stem.startswith("_")}
 
 
 def _module(name: str) -> types.ModuleType:
-    """The file of a method, imported. InputError, with the reason in one line, if it cannot be."""
+    """Import the file of a method. Raises InputError with the reason in one line if it cannot be imported."""
     path, full = method_files()[name], f"kv_methods.{name}"
     package = importlib.import_module("kv_methods")
     package.__path__ = [str(HERE), *map(str, own_folders())]
@@ -64,7 +64,7 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _line_of(e: BaseException, path: Path) -> str:
-    """`:12`, the last line of the file that was running."""
+    """The last line of the file that ran, as `:12`."""
     lines, tb = [getattr(e, "lineno", None)] if getattr(e, "filename", None) == str(path) else [], e.__traceback__
     while tb is not None:
         if tb.tb_frame.f_code.co_filename == str(path):
@@ -74,7 +74,7 @@ def _line_of(e: BaseException, path: Path) -> str:
 
 
 def method_class(name: str) -> type[KVMethod]:
-    """The one KVMethod subclass that the file `name` defines."""
+    """The single KVMethod subclass that the file `name` defines."""
     module = _module(name)
     found = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, KVMethod)]
     found = [c for c in found if c.__module__ == module.__name__ and not c.__name__.startswith("_")]
@@ -92,13 +92,13 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
         try:
             table = getattr(_module(name), "PRESETS", {})
         except InputError:
-            continue  # it is broken for itself alone: whoever names it is told
+            continue  # a broken file raises when it is named, and breaks nothing else
         out.update({preset: (name, knobs) for preset, knobs in table.items()})
     return out
 
 
 def resolve(name: str) -> tuple[type[KVMethod], dict[str, Any]]:
-    """A method's or preset's name -> its class and the preset's knobs. InputError if there is none."""
+    """A method's or preset's name -> its class and the preset's knobs. Raises InputError for an unknown name."""
     if name in method_files():
         return method_class(name), {}
     known = presets()
@@ -116,7 +116,7 @@ def knob_names(cls: type[KVMethod]) -> list[str]:
 
 
 def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
-    """A knob's value, from text if it is text, checked against the annotation of its field."""
+    """A knob's value, parsed if it is text, and checked against the annotation of its field."""
     hint = _hints(cls)[key]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in kinds:
@@ -127,7 +127,7 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
         elif isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
             return value
     if isinstance(value, int) and float in kinds and not isinstance(value, bool):
-        return float(value) if abs(value) <= LIMITS[1] else value  # out of any limits: `check_limits` says so
+        return float(value) if abs(value) <= LIMITS[1] else value  # beyond any limits: `check_limits` raises
     if isinstance(value, str):
         if bool in kinds and value.lower() in ("true", "false", "1", "0", "yes", "no"):
             return value.lower() in ("true", "1", "yes")
@@ -151,7 +151,7 @@ def parse_knob(cls: type[KVMethod], key: str, value: Any) -> Any:
 
 
 def check_limits(cls: type[KVMethod], key: str, value: Any) -> None:
-    """InputError unless a knob's number is within the limits that `knob` states, or within LIMITS; NaN never is."""
+    """Raises InputError unless a knob's number is within its `low` and `high`, or else LIMITS; NaN never is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     meta = next(f for f in dataclasses.fields(cls.Args) if f.name == key).metadata
@@ -161,10 +161,10 @@ def check_limits(cls: type[KVMethod], key: str, value: Any) -> None:
 
 
 def _hints(cls: type[KVMethod]) -> dict[str, Any]:
-    """Annotations of all knobs, each read in the module of the class that states it."""
+    """Annotations of all knobs, each evaluated in the module of the class that declares it."""
     out: dict[str, Any] = {}
     for base in reversed(cls.Args.__mro__):
-        if base is not object:  # its own alone: what it inherits was written in another module
+        if base is not object:  # only its own annotations: inherited ones belong to other modules
             out |= inspect.get_annotations(base, globals=vars(sys.modules[base.__module__]), eval_str=True)
     return out
 
@@ -174,7 +174,7 @@ def method_name(cls: type[KVMethod]) -> str:
 
 
 def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
-    """The method's Args from knobs given as values or as text; its own checks (`__post_init__`) raise InputError."""
+    """The method's Args, from knobs given as values or text. Raises InputError, also from its own `__post_init__`."""
     known = knob_names(cls)
     if unknown := [k for k in knobs if k not in known]:
         raise InputError(f"method {method_name(cls)} has no knob {unknown[0]!r}: it takes {', '.join(known) or 'none'}")
@@ -189,9 +189,9 @@ def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
 
 
 def inner_method(text: str) -> tuple[type[KVMethod], Any]:
-    """A method that holds heads of another, `quest` or `quest:budget=64:recent=8` -> its class and Args.
+    """A method used inside another, `quest` or `quest:budget=64:recent=8` -> its class and Args.
 
-    Commas end a knob of the method around it: colons stand between the inner one's.
+    Colons separate the inner method's knobs, because a comma ends a knob of the outer method.
     """
     name, *items = text.split(":")
     cls, knobs = resolve(name)
@@ -207,7 +207,7 @@ def inner_method(text: str) -> tuple[type[KVMethod], Any]:
 
 
 def parse_knobs(items: Iterable[str]) -> dict[str, str]:
-    """--method-arg K=V, as often as given."""
+    """The values of all --method-arg K=V."""
     out = {}
     for item in items:
         key, eq, value = item.partition("=")
@@ -219,7 +219,7 @@ def parse_knobs(items: Iterable[str]) -> dict[str, str]:
 
 @dataclass
 class Part:
-    """Some layers, first to last (None: to the end), a method's or preset's name, and the knobs that follow it."""
+    """Layers from first to last (None: to the end), a method's or preset's name, and the knobs that follow it."""
 
     name: str
     first: int = 0
@@ -228,7 +228,7 @@ class Part:
 
 
 def parse_spec(spec: str) -> list[Part]:
-    """The text of --method -> its parts. InputError says what cannot be read; layers are checked by `layer_parts`."""
+    """The text of --method -> its parts. Raises InputError for what it cannot read; `layer_parts` checks layers."""
     parts: list[Part] = []
     last_knob = ""
     for item in (x.strip() for x in spec.split(",")):
@@ -255,7 +255,7 @@ def parse_spec(spec: str) -> list[Part]:
 
 
 def layer_parts(spec: str, n_layer: int) -> list[Part]:
-    """The part that each layer follows; later parts win. InputError where layers are outside, or are left out."""
+    """The part for each layer; later parts win. Raises InputError for layers outside the model, or without a part."""
     out: list[Part | None] = [None] * n_layer
     for part in parse_spec(spec):
         last = n_layer - 1 if part.last is None else part.last
@@ -268,10 +268,10 @@ def layer_parts(spec: str, n_layer: int) -> list[Part]:
 
 
 def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = None) -> list[tuple[type[KVMethod], Any]]:
-    """The class and Args of every layer. `knobs` go to all parts that have them; a part's own come first.
+    """The class and Args of every layer. `knobs` go to all parts that have them; a part's own knobs win.
 
-    Knobs of every method: skip_layers, layers that stay dense, "auto" (the paper's choice in models of 16 layers or
-    more), "none", or a list like "0,1,-1"; and keep=full, which holds all keys and values beside it (kept.py).
+    Two knobs apply to every method. skip_layers are layers that stay dense: "auto" (the paper's choice, in models of 16
+    layers or more), "none", or a list like "0,1,-1". keep=full stores all keys and values beside it (kept.py).
     """
     given = dict(knobs or {})
     parts = layer_parts(spec, n_layer)
@@ -288,7 +288,7 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
         skip_layers = str(own.pop("skip_layers", given.get("skip_layers", "auto")))
         keep = (own.get("keep") == "full" and own.pop("keep")) or all_keep
         args = {**preset, **own}
-        make_args(cls, args)  # wrong knobs are told of where every layer is skipped, too
+        make_args(cls, args)  # reports wrong knobs even if every layer is skipped
         if layer in _skipped(cls, skip_layers, n_layer):
             cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
         made = make_args(cls, args)
@@ -311,7 +311,7 @@ def _skipped(cls: type[KVMethod], skip_layers: str, n_layer: int) -> set[int]:
 
 
 def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list[Statistic]:
-    """What methods want measured of a model, each once: those of `specs`, or None: of every file that imports."""
+    """The statistics that the methods of `specs` need, each once; None: those of every file that imports."""
     if specs is not None:
         return unique(s for spec in specs for cls, args in layer_methods(spec, n_layer) for s in cls.needs(args))
     found: list[Statistic] = []
@@ -319,7 +319,7 @@ def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list
         try:
             found += method_class(name).statistics
         except InputError:
-            continue  # it is broken for itself alone: whoever names it is told
+            continue  # a broken file raises when it is named, and breaks nothing else
     return unique(found)
 
 
@@ -333,10 +333,10 @@ def build_cache(
     calibration: Callable[[], Any],
     knobs: Mapping[str, Any] | None = None,
 ) -> nn.ModuleList:
-    """One method per layer, all buffers allocated, after checking on the meta device that they fit.
+    """One method per layer with all buffers allocated, after a check on the meta device that they fit.
 
-    shapes: one a layer; make_rope: the table that all layers share, on a device; calibration: asked for if a method
-    needs one.
+    shapes: one per layer; make_rope: makes the tables that all layers share, on a device; calibration: called if a
+    method needs one.
     """
     layers = layer_methods(spec, len(shapes), knobs)
     needed = [s for cls, args in layers for s in cls.needs(args)]
@@ -351,7 +351,7 @@ def build_cache(
         return nn.ModuleList(connected(made))
 
     s = shapes[0]
-    # methods that offload keep buffers named host_* in the memory of the host
+    # methods that offload keep buffers named host_* in host memory
     need = {True: 0, False: 0}
     for buffer, b in build(torch.device("meta")).named_buffers():
         need[buffer.rpartition(".")[2].startswith("host_")] += b.numel() * b.element_size()
@@ -366,14 +366,14 @@ def build_cache(
 
 
 def calibration_of(calib: Any, cls: type[KVMethod], args: Any, layer: int, shape: CacheShape) -> Any:
-    """What a method's layer is given of a calibration: of several ranks that of its own heads, if it does."""
+    """The calibration for one layer: with several ranks only that of its own heads, unless the method needs all."""
     if calib is None or shape.ranks.size == 1 or cls.whole_calibration:
         return calib
     return calib.heads(layer, list(shape.own_heads), shape.layer_heads, cls.needs(args))
 
 
 def describe() -> str:
-    """What --list-methods prints: each method, its paper, and its knobs with their defaults; or why it is broken."""
+    """The text of --list-methods: each method, its paper and its knobs with defaults, or why it does not import."""
     out = []
     for name in sorted(method_files()):
         try:

@@ -1,18 +1,18 @@
-"""What a method may want to know about a model before the first prompt: declared in the method's own file.
+"""Statistics that a method needs of a model before the first prompt, declared in the method's own file.
 
     class Keys(Statistic):
         name = "mine"
 
-        def measure(self, t):            # one sequence in one layer -> sums over its tokens
+        def measure(self, t):            # one sequence, one layer -> sums over its tokens
             return dict(kk=torch.einsum("snd,sne->nde", t.k_rot, t.k_rot))
 
-        def finish(self, mean):          # the means of these over all tokens -> the tensors of the file
+        def finish(self, mean):          # means of these sums over all tokens -> the tensors of the file
             return dict(basis=principal(mean["kk"])[1])
 
     class Mine(KVMethod):
         statistics = (Keys(),)           # and later self.calib.get(layer, "mine.basis")
 
-`python calibrate.py --method mine` is the pass over text that measures it; calibration.py is the file it writes.
+`python calibrate.py --method mine` measures it in a pass over text; calibration.py reads and writes the file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from errors import InputError
 from kernels.rope import apply_rope
 
 REPEATS = 4  # copies of the random tokens (RazorAttention, Sec. 3.3)
-EVERY = REPEATS - 1  # of the queries behind the first copy one in so many is measured: as many as were drawn
-ATTENTION_BLOCK = 1 << 21  # numbers of the attention of repeated tokens at a time: they stay in a CPU's cache
+EVERY = REPEATS - 1  # every third query behind the first copy is measured: as many queries as random tokens
+ATTENTION_BLOCK = 1 << 21  # attention weights of repeated tokens computed at a time: they fit a CPU's cache
 
 
 class Sizes(Protocol):
-    """Of a model; a ModelArgs has them."""
+    """The sizes of a model; ModelArgs has them."""
 
     @property
     def n_layer(self) -> int: ...
@@ -53,7 +53,7 @@ class Sizes(Protocol):
     def vocab_size(self) -> int: ...
 
 
-# ---- what a method may want to know ----
+# ---- statistics ----
 
 
 @dataclass
@@ -61,15 +61,15 @@ class Tokens:
     """One sequence in one layer, in fp32 on the model's device: what a statistic measures."""
 
     layer: int
-    x: Tensor  # [S, dim], the attention's input
+    x: Tensor  # [S, dim], the input of the attention
     q: Tensor  # [S, Hq, D], before rotation
     k: Tensor  # [S, Hkv, D], before rotation
     v: Tensor  # [S, Hkv, D]
     cos: Tensor  # [S, 1, D/2]
     sin: Tensor
-    k_bias: Tensor | None = None  # [Hkv, D], what the projections add to every key and value (Qwen2); None: nothing
+    k_bias: Tensor | None = None  # [Hkv, D], bias of the key and value projections (Qwen2); None: no bias
     v_bias: Tensor | None = None
-    after: Tensor | None = None  # [1, S, dim] in the model's dtype, what goes into the next layer; None: not told
+    after: Tensor | None = None  # [1, S, dim] in the model's dtype, the next layer's input; None: not recorded
 
     def __post_init__(self) -> None:
         self.x, self.q, self.k, self.v = (t.float() for t in (self.x, self.q, self.k, self.v))
@@ -86,12 +86,12 @@ class Tokens:
 
     @cached_property
     def groups(self) -> Tensor:
-        """[S, Hkv, g, D], rotated queries by the KV head they read."""
+        """[S, Hkv, g, D], rotated queries grouped by KV head."""
         return self.q_rot.unflatten(1, (self.k.shape[1], -1))
 
     @classmethod
     def meta(cls, args: Sizes, S: int) -> Tokens:
-        """Shapes alone."""
+        """Tokens on the meta device, for shapes only."""
         D, kv = args.head_dim, (S, args.n_kv_head, args.head_dim)
         sizes = (S, args.dim), (S, args.n_head, D), kv, kv, (S, 1, D // 2), (S, 1, D // 2)
         return cls(0, *(torch.empty(size, device="meta") for size in sizes))
@@ -101,17 +101,17 @@ Step = Callable[[Any], dict[str, Tensor]]
 
 
 class Statistic:
-    """What one pass over text can tell of a model, layer by layer: what is summed over tokens, what the means become.
+    """A statistic of a model's layers from one pass over text: `measure` sums over tokens, `finish` uses the means.
 
-    A subclass says it, or functions do: Statistic("mine", lambda t: dict(size=t.k_rot.abs().sum(0))).
+    A subclass defines the two steps, or functions do: Statistic("mine", lambda t: dict(size=t.k_rot.abs().sum(0))).
 
-    Both steps are also run on the meta device, where tensors have shapes and no values: a tensor made in them goes to
-    the device of what is given. For random weights nothing is measured: a part whose name ends in `basis` then has
-    orthonormal columns, in `eigenvalues` falls, in `moments` is the identity, and is uniform in [0, 1) otherwise.
+    Both steps also run on the meta device, where tensors have no values, so create tensors on the device of the input.
+    With random weights nothing is measured: a part whose name ends in `basis` then has orthonormal columns, one in
+    `eigenvalues` is descending, one in `moments` is the identity, and any other is uniform in [0, 1).
     """
 
-    name: str  # its tensors are `{name}.{part}`
-    knobs: str = ""  # with which its method needs it, where the defaults do not, as "queries=calibration"
+    name: str  # its tensors are named `{name}.{part}`
+    knobs: str = ""  # knobs at which its method needs it, if the defaults do not, as "queries=calibration"
 
     def __init__(self, name: str = "", measure: Step | None = None, finish: Step | None = None):
         for key, value in dict(name=name, measure=measure, finish=finish).items():
@@ -127,7 +127,7 @@ class Statistic:
         return mean
 
     def take_heads(self, tensors: dict[str, Tensor], kv_heads: list[int], n_kv_head: int) -> dict[str, Tensor]:
-        """One layer's tensors if it had these KV heads alone; by default heads are their first dimension."""
+        """One layer's tensors restricted to some KV heads; by default heads are the first dimension of each tensor."""
         return {part: t[kv_heads] for part, t in tensors.items()}
 
     def layout(self, args: Sizes) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class Statistic:
         return self._step("finish", {k: t.double() for k, t in self._step("measure", given).items()})
 
     def _step(self, step: str, given: Any, layer: int = 0) -> dict[str, Tensor]:
-        """`measure` or `finish`, held to what they may return. InputError names the statistic and its line."""
+        """Run `measure` or `finish` and check the result. An InputError names the statistic and its line."""
         try:
             out = getattr(self, step)(given)
         except InputError:
@@ -151,12 +151,12 @@ class Statistic:
             if not t.is_meta and not t.isfinite().all():
                 raise InputError(f"{self}: {step} gives NaN or infinity in {part!r} of layer {layer}")
             if step == "finish" and not t.is_meta and not is_ranking(t):
-                raise InputError(f"{self}: {part!r} holds integers that are no ranking: return floats, or a ranking")
+                raise InputError(f"{self}: {part!r} holds integers that are not a ranking: return floats, or a ranking")
         return out
 
     @property
     def _module(self) -> str:
-        """Where it is written: its class, or the function that it was given."""
+        """The module of its class, or of the function it was made from."""
         return vars(self).get("measure", type(self)).__module__
 
     @property
@@ -165,7 +165,7 @@ class Statistic:
 
     @property
     def method(self) -> str | None:
-        """The method in whose file it is declared."""
+        """The method whose file declares it."""
         package, _, name = self._module.rpartition(".")
         return name if package == "kv_methods" else None
 
@@ -179,17 +179,17 @@ class Statistic:
 
 
 class RepeatedTokens(Statistic):
-    """Measured on random tokens repeated REPEATS times, which no text explains: what attention does with repetition.
+    """A statistic of attention to repetition, measured on random tokens repeated REPEATS times.
 
-    As many queries as there are random tokens, of all copies but the first: each token once, if EVERY does not divide
-    their number.
+    It uses as many queries as there are random tokens, from all copies but the first: each token once, if EVERY does
+    not divide their number.
     """
 
     def measure_attention(self, p: Tensor, rows: Tensor, n_random: int) -> dict[str, Tensor]:
         """Sums over some of these queries.
 
-        p [Hq, Q, K]: causal attention of the queries at rows [Q] of REPEATS * n_random tokens to the first K of them,
-        the last query's own and those before it.
+        p [Hq, Q, K]: causal attention of the queries at positions rows [Q] of the REPEATS * n_random tokens to the
+        first K of them, which end at the last query.
         """
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class RepeatedTokens(Statistic):
 
 
 def _alike(a: Statistic, b: Statistic) -> bool:
-    """Whether one stands for the other: a method file may be a copy of another, its statistics with it."""
+    """Whether two statistics are the same: a method file may be a copy of another, with its statistics."""
     if type(a) is type(b) and vars(a) == vars(b):
         return True
     written = [[inspect.getsource(x) if callable(x) else x for x in (type(s), *vars(s).values())] for s in (a, b)]
@@ -218,7 +218,7 @@ def _alike(a: Statistic, b: Statistic) -> bool:
 
 
 def unique(statistics: Iterable[Statistic]) -> list[Statistic]:
-    """Each name once. InputError for what is no statistic, and for two of one name."""
+    """The statistics, each name once. Raises InputError if one is no Statistic or if two differ under one name."""
     out: dict[str, Statistic] = {}
     for s in statistics:
         if not isinstance(s, Statistic):
@@ -227,7 +227,7 @@ def unique(statistics: Iterable[Statistic]) -> list[Statistic]:
             raise InputError(f"{type(s).__name__} in {s.file} needs a name, such as name = 'mine'")
         other = out.setdefault(s.name, s)
         if not _alike(s, other):
-            raise InputError(f"{other} and {s} are of one name and different: rename one, or choose with --method")
+            raise InputError(f"{other} and {s} have the same name and differ: rename one, or choose with --method")
     return list(out.values())
 
 
@@ -235,7 +235,7 @@ def unique(statistics: Iterable[Statistic]) -> list[Statistic]:
 
 
 def principal(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric [..., m, m] -> eigenvalues [..., m] falling, eigenvectors as columns [..., m, m] with fixed signs.
+    """Symmetric [..., m, m] -> descending eigenvalues [..., m], eigenvectors as columns [..., m, m] with fixed signs.
 
     The largest entry of every eigenvector is positive, so that two runs give the same file.
     """
@@ -246,9 +246,9 @@ def principal(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def principal_of_heads(values: Tensor, basis: Tensor, heads: list[int], n_head: int) -> tuple[Tensor, Tensor]:
-    """`principal` of some heads alone, from that of all n_head of them jointly: values [m], basis [m, m].
+    """`principal` of some heads, from the joint values [m] and basis [m, m] of all n_head heads.
 
-    Basis and eigenvalues hold the moments exactly, and so the block of the heads' own.
+    Basis and eigenvalues determine the moments exactly, and with them the block of these heads.
     """
     basis = basis.double()
     whole = ((basis * values.double()) @ basis.T).unflatten(0, (n_head, -1)).unflatten(2, (n_head, -1))
@@ -256,7 +256,7 @@ def principal_of_heads(values: Tensor, basis: Tensor, heads: list[int], n_head: 
 
 
 def is_ranking(t: Tensor) -> bool:
-    """Whether every row of integers is a permutation; floats are no ranking and need not be one: True."""
+    """Whether every row of an integer tensor is a permutation. True for floats, which are no ranking."""
     if t.is_floating_point():
         return True
     return t.dim() > 0 and torch.equal(t.long().sort(-1).values, torch.arange(t.shape[-1]).expand(t.shape))

@@ -1,10 +1,10 @@
-"""Looking in: what every layer attended to at every step, and with which weight.
+"""Observes what every layer attends to at every step, and with which weights.
 
     with observe(model) as trace:
         model.decode(tokens, pos)
     trace[0].position, trace[0].weight
 
-Works for every method, in eager mode: a compiled step is not traced, as it was compiled without.
+Works for every method in eager mode. A compiled step is not traced, because its graph was compiled without a trace.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cache.base import Attended, KVMethod
 
 @dataclass
 class Step:
-    """One layer's attention at one decode step, over N places of its cache.
+    """One layer's attention at one decode step, over N slots of its cache.
 
-    A method of two kinds of heads (razor) makes two of them, each with the KV heads it is of.
+    A method that treats heads in two ways (razor) makes two of them, each with its KV heads.
     """
 
     layer: int
-    pos: Tensor  # [B] int64, of the token that was decoded
-    position: Tensor  # [B, Hkv, N] int64, places in the text; -1: a token that stands for several; -2: nothing
-    weight: Tensor  # fp32 [B, Hq, N], softmax weights, 0 where nothing is
-    heads: list[int] | None = None  # the KV heads of the layer that these are; None: all
+    pos: Tensor  # [B] int64, position of the decoded token
+    position: Tensor  # [B, Hkv, N] int64, in the text; -1: not one known position; -2: an empty slot
+    weight: Tensor  # fp32 [B, Hq, N], softmax weights, 0 for empty slots
+    heads: list[int] | None = None  # which KV heads of the layer these are; None: all
 
     def mass(self, length: int) -> Tensor:
-        """The weights by position in the text, fp32 [B, Hq, length]: what stands for several tokens is left out."""
+        """The weights by position in the text, fp32 [B, Hq, length], without slots that have no single position."""
         B, Hq, N = self.weight.shape
         at = self.position.repeat_interleave(Hq // self.position.shape[1], 1)
         inside = (at >= 0) & (at < length)
@@ -49,9 +49,9 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
 
     def step(self, method: KVMethod, attended: Attended, pos: Tensor) -> None:
-        """Called by KVMethod.decode."""
+        """Called by KVMethod.decode at every step."""
         heads = None if method.heads is None else method.heads.tolist()
-        # copies: both may be views of what the next step overwrites
+        # copies, since both may be views of buffers that the next step overwrites
         self.steps.append(Step(method.layer, pos.clone(), attended.position.clone(), attended.weights().clone(), heads))
 
     def layer(self, layer: int) -> list[Step]:
@@ -69,7 +69,7 @@ class Trace:
 
 @contextlib.contextmanager
 def observe(model: Any) -> Iterator[Trace]:
-    """Record every decode step inside of it. model: a Transformer with a cache, or an LLM."""
+    """Record every decode step within the context. model: a Transformer with a cache, or an LLM."""
     model = getattr(model, "model", model)
     trace = Trace()
     methods = [m for m in model.cache.modules() if isinstance(m, KVMethod)]

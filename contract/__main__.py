@@ -1,12 +1,12 @@
-"""The contract of base.py as a command: every check on one method, a line each, and what to do where one fails.
+"""The contract of base.py as a command: runs every check on a method and says what to do where one fails.
 
     python -m contract my_method.py          # a file anywhere
     python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
     python -m contract snapkv,adaptive=True  # with knobs that all checks keep
     python -m contract mine.py --only ragged --traceback
 
-Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method drives the real model, small
-and of random weights (harness.py), at its defaults and at its `stress`: knobs under which its limits bind within 40
+Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method runs in the real model, small
+and with random weights (harness.py), at its defaults and at its `stress`, knobs at which its limits bind within 40
 tokens.
 """
 
@@ -29,14 +29,14 @@ from cache.spec import method_files
 from contract import checks as c
 from contract import step_checks as s
 from contract.explain import Broken, explain, file_of
-from contract.harness import at, class_of
+from contract.harness import class_of, now_doing
 from errors import InputError, Parser, run_cli
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
 
 
 def _each(check: Callable[..., str | None], more: bool = False) -> Run:
-    """A check at every setting; `more`: at the lossless one, too."""
+    """A check at every setting; `more`: at the lossless knobs, too."""
 
     @functools.wraps(check)
     def run(name: str) -> str | None:
@@ -47,29 +47,29 @@ def _each(check: Callable[..., str | None], more: bool = False) -> Run:
 
 
 def _lossless(name: str) -> None:
-    """At its `lossless` knobs it is dense attention."""
+    """At its `lossless` knobs the method equals dense attention."""
     for shape in c.SAMPLE:
         c.check_lossless(name, shape)
 
 
 def _turn(name: str) -> str | None:
-    """A second turn, which comes through decode, continues the cache."""
+    """A second turn, fed through decode, continues the cache."""
     c.check_second_turn(name, class_of(name).lossless, True)
     return _each(c.check_second_turn)(name)
 
 
 def _compiled(name: str) -> None:
-    """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
+    """A compiled step equals the eager one: one graph, no recompilation, buffers that stay in place."""
     s.check_compiled(name, class_of(name).stress or {})
 
 
 def _inductor(name: str) -> None:
-    """The same, compiled by inductor."""
+    """A step compiled by inductor equals the eager one."""
     s.check_compiled(name, c.settings(name)[-1], "inductor")
 
 
 def _presets(name: str) -> str | None:
-    """Its presets keep the contract, too."""
+    """Every preset keeps the contract, too."""
     cls = class_of(name)
     table = getattr(sys.modules[cls.__module__], "PRESETS", {})
     for preset, knobs in table.items():
@@ -83,7 +83,7 @@ def _presets(name: str) -> str | None:
 
 
 def _shapes(name: str) -> None:
-    """The lossless limit at random shapes, ragged rows at all."""
+    """The lossless limit holds at random shapes, and ragged rows at all shapes."""
     for seed in range(4):
         gen = torch.Generator().manual_seed(seed)
         g, head_dim, n_kv_head = (int(torch.randint(n, (1,), generator=gen)) for n in (4, 6, 3))
@@ -124,21 +124,21 @@ class Result:
     check: str
     ok: bool
     seconds: float = 0.0
-    note: str = ""  # what there is to say of a check that passed
-    what: str = ""  # was found
-    todo: str = ""
+    note: str = ""  # a remark on a check that passed
+    what: str = ""  # what was found
+    todo: str = ""  # what to do about it
     error: BaseException | None = None
 
     @property
     def cause(self) -> str:
-        """What was found, less the step in which it was."""
+        """`what` without the step in which it was found."""
         return self.what.rpartition(", in ")[0] or self.what
 
 
 def run_check(name: str, check: str) -> Result:
     """Run one check on a method."""
     torch.manual_seed(0)
-    at("")
+    now_doing("")
     start = time.perf_counter()
     try:
         result = Result(check, True, note=CHECKS[check](name) or "")
@@ -150,8 +150,10 @@ def run_check(name: str, check: str) -> Result:
 
 
 def load(method: str) -> str:
-    """A method's name or a file's path, with knobs behind it or none -> the name with them, which can be set up from
-    here on. InputError if it is neither."""
+    """A method's name or a file's path, with or without knobs -> its name and the knobs, made known to `setup_cache`.
+
+    Raises InputError if it is neither.
+    """
     method, knobs = re.fullmatch(r"(.*?\.py|[^,]*)(|,.*)", method, re.DOTALL).groups()  # type: ignore[union-attr]
     path = Path(method)
     if path.suffix != ".py":
@@ -160,7 +162,7 @@ def load(method: str) -> str:
                 f"no method {method!r}: give the path of a .py file, or one of {', '.join(sorted(method_files()))}"
             )
     elif not path.is_file():
-        raise InputError(f"{method} is no file")
+        raise InputError(f"{method} is not a file")
     else:
         path = path.resolve()
         folders = [str(path.parent), *filter(None, [os.environ.get("KV_FAST_METHODS")])]
@@ -169,7 +171,7 @@ def load(method: str) -> str:
             os.environ["KV_FAST_METHODS"] = os.pathsep.join(folders)
         found = method_files().get(method)
         if found is None:
-            raise InputError(f"{path.name} begins with an underscore: methods are not found by such names, rename it")
+            raise InputError(f"{path.name} begins with an underscore and is not found as a method: rename it")
         if found.resolve() != path:
             raise InputError(f"{found} has the name {method}, too, and goes first: rename {path.name}")
     class_of(method + knobs)
@@ -180,11 +182,11 @@ def main() -> int:
     parser = Parser(__doc__)
     a = parser.add_argument
     a("method", nargs="?", help="path of a method's file, or a name of kv_methods/; with knobs: NAME,K=V")
-    a("--only", metavar="CHECK", action="append", help=f"of {', '.join(CHECKS)}; may be given again")
-    a("--slow", action="store_true", help="also what takes minutes: all shapes, all presets, compiled by inductor")
+    a("--only", metavar="CHECK", action="append", help=f"run only this one of {', '.join(CHECKS)}; may be repeated")
+    a("--slow", action="store_true", help="also run checks that take minutes: all shapes, all presets, inductor")
     a("--traceback", action="store_true", help="show where a check failed")
-    a("--list", action="store_true", help="the checks, a line each")
-    a("--json", action="store_true", help="print one object instead of lines")
+    a("--list", action="store_true", help="list the checks, one per line")
+    a("--json", action="store_true", help="print one JSON object instead of lines")
     args = parser.parse_args()
     if args.list:
         for check, run in CHECKS.items():
@@ -196,11 +198,11 @@ def main() -> int:
         raise InputError(f"no check {unknown[0]!r}: use one of {', '.join(CHECKS)}")
     name = load(args.method)
     chosen = args.only or [*FAST, *(SLOW if args.slow else ())]
-    torch.set_num_threads(1)  # everything is small
+    torch.set_num_threads(1)  # all tensors are small
     results: list[Result] = []
     for check in chosen:
         r = run_check(name, check)
-        # an exception ends many checks: it is told once
+        # one exception may end many checks: report it once
         known = next((x.check for x in results if r.error is not None and x.cause == r.cause), None)
         results.append(r)
         if not args.json:

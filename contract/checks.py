@@ -1,7 +1,7 @@
-"""What a method computes, held to dense attention and to itself: checks of the contract (cache/base.py).
+"""Checks of the contract (cache/base.py) that compare what a method computes with dense attention and with itself.
 
-Each takes a method's name and, where they matter, knobs: the tests run them on files written on the spot, too. Broken
-says what was found and what to do.
+Each takes a method's name and, if they matter, knobs; the tests also run them on files that they write. The exception
+Broken says what was found and what to do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cache.trace import observe
 from contract.explain import Broken, Ties, file_of
 from contract.harness import (
     TOL,
-    at,
     buffers,
     class_of,
     knob_text,
     methods_of,
+    now_doing,
     poison,
     prompt,
     rounding_explains,
@@ -36,14 +36,14 @@ from contract.harness import (
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 
-EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompts around the borders of blocks, windows and budgets
+EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompt lengths around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
-CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompts, and tokens of them at a time
-DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # layers, fewer than those of a model in which some are left out
-SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads a KV head, head_dim
+CHUNKED, CHUNKS = (3, 17, 64, 90), (16, 70)  # prompt lengths, and chunk sizes
+DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # fewer layers than the 16 from which on skip_layers="auto" skips some
+SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads per KV head, head_dim
 SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
-ROUNDED = 2e-2  # of logits, where sums in another order put a code on the other side of its rounding border
+ROUNDED = 2e-2  # tolerance of logits if sums in another order may round a code the other way
 Knobs = dict[str, Any]
 
 
@@ -51,7 +51,7 @@ Knobs = dict[str, Any]
 
 
 def settings(name: str) -> list[Knobs]:
-    """What a method is tested at: its defaults, its stress, and that with budgets as shares of about the same size."""
+    """The settings to test a method at: defaults, stress, and stress with budgets as shares of about the same size."""
     cls = class_of(name)
     out: list[Knobs] = [{}]
     if cls.stress:
@@ -64,8 +64,8 @@ def settings(name: str) -> list[Knobs]:
 
 
 def nothing_chosen(name: str) -> list[Knobs]:
-    """`stress` with budgets that sinks and recent tokens use up: without sinks, beside a recent window, what is chosen
-    is an empty list. Nothing for a method without such knobs."""
+    """`stress` with budgets that sinks and recent tokens use up, so that the list of chosen tokens is empty. Returns
+    nothing for a method without such knobs."""
     cls = class_of(name)
     given: Knobs = {f.name: f.default for f in dataclasses.fields(cls.Args)} | (cls.stress or {})
     out = []
@@ -77,12 +77,12 @@ def nothing_chosen(name: str) -> list[Knobs]:
     return out
 
 
-def told(knobs: Knobs) -> str:
+def at_knobs(knobs: Knobs) -> str:
     return f"at {', '.join(knob_text(knobs))}" if knobs else "at its defaults"
 
 
 def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "") -> None:
-    """Logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly."""
+    """Check that logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly."""
 
     def first(wrong: Tensor) -> str:
         row, step = wrong.nonzero()[0].tolist()
@@ -95,11 +95,11 @@ def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "")
         raise Broken(f"{what}: logits differ by {gap.max():.2e}, first in {first(gap > tol)}", todo)
     other = got.argmax(-1) != want.argmax(-1)
     if other.any():
-        raise Broken(f"{what}: another token in {first(other)}", todo)
+        raise Broken(f"{what}: a different token in {first(other)}", todo)
 
 
 def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
-    """The same numbers, to the bit."""
+    """Check that two tensors are equal bit for bit."""
     if not torch.equal(got, want):
         same(got, want, what, 0.0, todo)
 
@@ -108,12 +108,12 @@ def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
 
 
 def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any = EDGES, steps: int = 40) -> None:
-    """At its `lossless` knobs it is dense attention."""
+    """At its `lossless` knobs the method equals dense attention."""
     model, prompts, knobs = tiny(*shape), [prompt(n) for n in lengths], class_of(name).lossless
     model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
     got, fed = run(model, prompts, steps)
     n_head, n_kv_head, head_dim = model.args.n_head, model.args.n_kv_head, model.args.head_dim
-    what = f"not dense attention {told(knobs)} with {n_head} query heads, {n_kv_head} KV heads, head_dim {head_dim}"
+    what = f"not dense attention {at_knobs(knobs)} with {n_head} query heads, {n_kv_head} KV heads, head_dim {head_dim}"
     todo = (
         "the newest token attends to itself; slots, lengths and pos are each row's own"
         if knobs
@@ -123,7 +123,7 @@ def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any =
 
 
 def check_stress(name: str) -> str | None:
-    """Its limits bind in these tests: they test more than dense attention."""
+    """The method's limits bind in these tests, so that they test more than dense attention."""
     cls, model = class_of(name), tiny()
 
     def binds(knobs: Knobs, lengths: tuple[int, ...], steps: int) -> bool:
@@ -136,32 +136,32 @@ def check_stress(name: str) -> str | None:
         if binds(cls.stress, (4, 20), 20):
             return None
         raise Broken(
-            f"`stress` = {cls.stress} does not bind: with 40 tokens the method still is dense attention",
+            f"`stress` = {cls.stress} does not bind: with 40 tokens the method still equals dense attention",
             "lower its knobs until tokens are dropped, selected or rounded within 40 tokens",
         )
     if binds({}, RAGGED, 40):
-        return "no `stress`: tested at the defaults alone"
+        return "no `stress`: tested only at the defaults"
     if not dataclasses.fields(cls.Args):
         return "dense attention: no limits to test"
     raise Broken(
-        f"at its defaults it is dense attention on all that is tested here ({max(RAGGED)} + 40 tokens)",
+        f"at its defaults it equals dense attention in all tests here ({max(RAGGED)} + 40 tokens)",
         "state `stress`, knobs under which its limits bind within 40 tokens (for example stress = dict(budget=24)): "
-        "without, eviction or selection are not tested at all",
+        "otherwise eviction and selection are not tested",
     )
 
 
 def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any = "cpu") -> None:
-    """Slots that were not filled are never read. In a cache larger than the batch, too."""
+    """Slots that were not filled are never read, also in a cache larger than the batch."""
     model, prompts = tiny(device=device), [prompt(n).to(device) for n in lengths]
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     want, fed = run(model, prompts)
     if want.isnan().any():
-        same(want, want, told(knobs), todo="a softmax over nothing, or a division by 0")
+        same(want, want, at_knobs(knobs), todo="a softmax over nothing, or a division by 0")
     model.setup_cache(name, len(prompts) + 1, 128, **knobs)
     poison(model)
     model.reset_cache()
     equal(
-        run(model, prompts, feed=fed)[0], want, f"slots that were not filled are read {told(knobs)}",
+        run(model, prompts, feed=fed)[0], want, f"slots that were not filled are read {at_knobs(knobs)}",
         "they hold NaN here, what an earlier prompt left in use: give the right count or stop, and mask values too, "
         "as 0 * NaN is NaN",
     )  # fmt: skip
@@ -170,7 +170,7 @@ def check_poison(name: str, knobs: Knobs, lengths: Any = (1, 7, 40), device: Any
 def check_ragged(
     name: str, knobs: Knobs, shape: Any = (2, 32), lengths: Any = RAGGED, steps: int = 40, n_layer: int = 2
 ) -> None:
-    """A row of a ragged batch is the row alone, but for rounding that codes and selections may make larger."""
+    """A row of a ragged batch equals the row alone, up to rounding that codes and selections may amplify."""
     model, prompts = tiny(*shape, n_layer=n_layer), [prompt(n) for n in lengths]
     T = max(lengths) + steps
     model.setup_cache(name, len(prompts), T, **knobs)
@@ -186,7 +186,7 @@ def check_ragged(
             same(
                 got[row : row + 1],
                 want,
-                f"{told(knobs)} row {row} of prompts of {lengths} tokens is not that row alone",
+                f"{at_knobs(knobs)} row {row} of prompts of {lengths} tokens differs from that row alone",
             )
         except Broken as e:
             todo = _why_ragged(model, p, fed_row, want, max(lengths) - len(p))
@@ -194,31 +194,34 @@ def check_ragged(
 
 
 def check_deep(name: str) -> str | None:
-    """The same through many layers, at `stress`. What a prompt's last token is there is to the bit what it is alone:
-    of layers that round, a sum in another order would make another text."""
+    """Ragged rows equal the row alone through many layers, at `stress`.
+
+    A prompt's last hidden state must be the same bit for bit: in layers that round, sums in another order would change
+    the text.
+    """
     knobs = class_of(name).stress or {}
     check_ragged(name, knobs, lengths=DEEP_RAGGED, steps=12, n_layer=DEEP)
     model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
     x = torch.randn(len(prompts) * T, model.args.dim)
     with torch.inference_mode():
-        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # of other inputs: of like sizes
+        products = model.layers[0].attention.wqkv, model.layers[0].feed_forward  # with other inputs of the same sizes
         if not all(torch.equal(f(x)[:n], f(x[:n])) for f in products for n in DEEP_RAGGED):
-            return "prompts to rounding alone: here products of other sizes are summed in another order"
-    # of three rows and of one, the product with the vocabulary may be another kernel's
+            return "prompts compared only up to rounding: here, sums of products depend on their sizes"
+    # without the output head: its product may use other kernels for three rows than for one
     with mock.patch.object(model, "logits", lambda x: x):
         model.setup_cache(name, len(prompts), T, **knobs)
         got = run(model, prompts, 0)[0]
         model.setup_cache(name, 1, T, **knobs)
         for row, p in enumerate(prompts):
             model.reset_cache()
-            what = f"{told(knobs)} row {row} of prompts of {DEEP_RAGGED} tokens in {DEEP} layers is not that row alone"
+            what = f"{at_knobs(knobs)} row {row} of {DEEP_RAGGED} tokens, {DEEP} layers, differs from that row alone"
             todo = "attend to each row's own length (`prefill_attention` takes lengths), and sum over no padding"
             equal(got[row : row + 1], run(model, [p], 0)[0], what, todo)
     return None
 
 
 def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> str:
-    """Whether padding is what makes the difference, and if so, whether equal scores are chosen among."""
+    """Advice on a ragged row: whether padding makes the difference and, if so, whether a choice among ties does."""
     model.reset_cache()
     padded = run(model, [p], fed.shape[1], fed, pad=pad)[0]
     if (padded - want).abs().max() <= TOL:
@@ -238,7 +241,7 @@ def _why_ragged(model: Any, p: Tensor, fed: Tensor, want: Tensor, pad: int) -> s
 
 
 def check_reset(name: str, knobs: Knobs) -> None:
-    """The same prompt gives the same tokens after another, longer one, and after warm-up steps without a prompt."""
+    """A prompt gives the same tokens after another, longer prompt, and after warm-up steps without a prompt."""
     model, prompts = tiny(), [prompt(6), prompt(33)]
     model.setup_cache(name, 2, 160, **knobs)
     want, fed = run(model, prompts)
@@ -246,28 +249,29 @@ def check_reset(name: str, knobs: Knobs) -> None:
     run(model, [prompt(100, seed=1), prompt(90, seed=1)], 50)
     model.reset_cache()
     todo = "reset() empties what compress() does not overwrite, its Python attributes too"
-    equal(run(model, prompts, feed=fed)[0], want, f"the prompt before leaks {told(knobs)}", todo)
+    equal(run(model, prompts, feed=fed)[0], want, f"the prompt before leaks {at_knobs(knobs)}", todo)
     model.reset_cache()
     with torch.inference_mode():
         for _ in range(3):
-            at("a warm-up step at position 0, before any prompt")
+            now_doing("a warm-up step at position 0, before any prompt")
             model.decode(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     model.reset_cache()
     equal(
-        run(model, prompts, feed=fed)[0], want, f"warm-up leaks {told(knobs)}",
+        run(model, prompts, feed=fed)[0], want, f"warm-up leaks {at_knobs(knobs)}",
         f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}",
     )  # fmt: skip
 
 
 def check_store(name: str, knobs: Knobs) -> str | None:
-    """A prompt's output is exact, and `store_prompt` stores the same; or `exact_prefill` says it is not so."""
+    """A prompt's output is exact and `store_prompt` stores what `prefill` does, unless `exact_prefill` is False."""
     model, prompts = tiny(), [prompt(9), prompt(60)]
     model.setup_cache(name, 2, 90, **knobs)
     want, fed = run(model, prompts, 20)
     if not all(m.exact_prefill for m in model.cache):
-        return "the attention of its prompts is its own"
+        return "its attention within prompts is not exact"
     todo = "exact_prefill = False, unless every token of a prompt attends exactly to all before it"
-    same(want[:, :1], teacher(model, prompts, fed[:, :0]), f"a prompt's output is not exact {told(knobs)}", todo=todo)
+    what = f"a prompt's output is not exact {at_knobs(knobs)}"
+    same(want[:, :1], teacher(model, prompts, fed[:, :0]), what, todo=todo)
     model.setup_cache(name, 2, 90, **knobs)
 
     def store_alone(method: KVMethod) -> None:
@@ -282,13 +286,16 @@ def check_store(name: str, knobs: Knobs) -> str | None:
         store_alone(method)
     todo = "a `prefill` of its own needs a `store_prompt` that stores the same"
     tol = ROUNDED if rounds(model) else TOL
-    same(run(model, prompts, 20, fed)[0], want, f"`store_prompt` stores other than `prefill` {told(knobs)}", tol, todo)
+    what = f"`store_prompt` and `prefill` store different things {at_knobs(knobs)}"
+    same(run(model, prompts, 20, fed)[0], want, what, tol, todo)
     return None
 
 
 def check_chunks(name: str, knobs: Knobs) -> str | None:
-    """A prompt that comes in chunks gives what it gives at once, to rounding, in a ragged batch, too; or it is refused,
-    or the method says that it evicts while it reads: then a row is the row alone."""
+    """A prompt in chunks gives what it gives at once, up to rounding, also in a ragged batch; or chunks are refused.
+
+    If the method evicts while reading, a row of a batch equals the row alone.
+    """
     model, prompts, steps = tiny(), [prompt(n) for n in CHUNKED], 20
     model.setup_cache(name, len(prompts), max(CHUNKED) + steps, **knobs)
     methods = methods_of(model)
@@ -298,11 +305,11 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
             run(model, prompts, 0, chunk=CHUNKS[0])
         except InputError:
             return "refused"
-        raise Broken("it says takes_chunks = False, and takes them", "leave it out, or prefill with the model's own")
+        raise Broken("it says takes_chunks = False but accepts chunks", "leave it out, or prefill with the model's own")
     evicts = any(isinstance(m, Evicting) and m.evicts_while_reading for m in methods)
     for chunk in CHUNKS:
         model.reset_cache()
-        got, what = run(model, prompts, steps, fed, chunk=chunk)[0], f"{told(knobs)} in chunks of {chunk} tokens"
+        got, what = run(model, prompts, steps, fed, chunk=chunk)[0], f"{at_knobs(knobs)} in chunks of {chunk} tokens"
         for row, p in enumerate(prompts):
             if evicts:
                 model.reset_cache()
@@ -313,13 +320,13 @@ def check_chunks(name: str, knobs: Knobs) -> str | None:
                     continue
             todo = "a start is the position of the first token that is given; k and v hold all so far"
             one = slice(row, row + 1)
-            same(got[one], want[one], f"{what} a prompt of {len(p)} is another than {'alone' if evicts else 'whole'}",
+            same(got[one], want[one], f"{what} a prompt of {len(p)} differs from {'it alone' if evicts else 'whole'}",
                  todo=todo)  # fmt: skip
-    return "evicts while it reads: a row is the row alone" if evicts else None
+    return "evicts while reading: compared with each row alone" if evicts else None
 
 
 def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: Any = "cpu", model: Any = None) -> None:
-    """A second turn, which comes through decode, continues the cache: what was decoded before it stays."""
+    """A second turn, fed through decode, continues the cache: earlier decoded tokens stay."""
     model, prompts = model or tiny(device=device), [prompt(n).to(device) for n in (12, 45)]
     turn = torch.stack((prompt(25), prompt(25, seed=2))).to(device)
     model.setup_cache(name, 2, 128, **knobs)
@@ -327,16 +334,16 @@ def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: A
     lengths, more = torch.tensor([12, 45], device=device) + 20, []
     with torch.inference_mode():
         for i in range(25):
-            at(f"decode step {21 + i} after prompts of [12, 45] tokens, a second turn")
+            now_doing(f"decode step {21 + i} after prompts of [12, 45] tokens, a second turn")
             more.append(model.decode(turn[:, i], lengths + i))
             model.maintain(21 + i)
     fed = torch.cat((answer, turn), 1)
     got = torch.cat((first, torch.stack(more, 1)), 1)
     if lossless:
-        same(got, teacher(model, prompts, fed), f"a second turn is not dense attention {told(knobs)}")
+        same(got, teacher(model, prompts, fed), f"a second turn is not dense attention {at_knobs(knobs)}")
     model.setup_cache(name, 2, 128, **knobs)
     equal(
-        run(model, prompts, 45, fed)[0], got, f"a second turn differs from its tokens fed at once {told(knobs)}",
+        run(model, prompts, 45, fed)[0], got, f"a second turn differs from its tokens fed at once {at_knobs(knobs)}",
         "a step may depend on the cache and on pos alone",
     )  # fmt: skip
 
@@ -346,20 +353,22 @@ def check_window(name: str) -> str | None:
     model, prompts = tiny(windows=(20, None)), [prompt(n) for n in (5, 19, 20, 21, 70)]
     cls = class_of(name)
     if not cls.supports_window:
-        with_window = "it says supports_window = False, and takes a model with a sliding window of 20 all the same"
+        with_window = "it says supports_window = False but accepts a model with a sliding window of 20"
         try:
             model.setup_cache(name, 5, 128, **cls.lossless)
             raise Broken(with_window, "call super().__init__, which refuses it")
         except InputError as e:
             if "window" not in str(e):
-                raise Broken(f"{with_window}, but for: {e}", "call super().__init__ first, which refuses it") from None
+                raise Broken(
+                    f"{with_window}, apart from: {e}", "call super().__init__ first, which refuses it"
+                ) from None
         model.setup_cache(name, 1, 20, **cls.lossless)  # a context within the window needs no window
         got, fed = run(model, prompts[:1], 15)
         same(got, teacher(model, prompts[:1], fed), "not dense attention in a context within the window")
         return "refused"
     model.setup_cache(name, 5, 128, **cls.lossless)
     got, fed = run(model, prompts)
-    todo = "attend to pos - shape.window + 1 and later alone, or leave out supports_window = True: it is refused then"
+    todo = "attend only from pos - shape.window + 1 on, or leave out supports_window = True: it is refused then"
     same(got, teacher(model, prompts, fed), "a sliding window of 20 is not honoured", todo=todo)
     poison(model)
     model.reset_cache()
@@ -368,10 +377,10 @@ def check_window(name: str) -> str | None:
 
 
 def check_sizes(name: str, knobs: Knobs) -> None:
-    """A longer max_seq_len changes nothing; nor does a known max_new_tokens, which takes no more bytes."""
+    """Neither a longer max_seq_len nor a known max_new_tokens changes the output; the latter takes no more bytes."""
     model, prompts, steps = tiny(), [prompt(9), prompt(60)], 30
     model.setup_cache(name, 2, 90, **knobs)
-    held = sum(b.nbytes for b in buffers(model).values())
+    allocated = sum(b.nbytes for b in buffers(model).values())
     want, fed = run(model, prompts, steps)
     tol = ROUNDED if rounds(model) else TOL
     todo = "a share of the length is of the current length, never of max_seq_len; max_new_tokens may only save slots"
@@ -379,13 +388,13 @@ def check_sizes(name: str, knobs: Knobs) -> None:
         model.setup_cache(name, 2, T, max_new_tokens=new, **knobs)
         got = run(model, prompts, steps, fed)[0]
         what = f"max_seq_len={T}" if new is None else f"max_new_tokens={new}"
-        same(got, want, f"{told(knobs)} {what} changes the output", tol, todo)
-        if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > held:
-            raise Broken(f"{told(knobs)} {what} takes {bytes_now} bytes, without it is {held}", todo)
+        same(got, want, f"{at_knobs(knobs)} {what} changes the output", tol, todo)
+        if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > allocated:
+            raise Broken(f"{at_knobs(knobs)} {what} takes {bytes_now} bytes, and {allocated} without it", todo)
 
 
 def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
-    """What `attended` tells is what `attend` does, and the softmax weights sum to 1."""
+    """`attended` reports what `attend` computes, and the softmax weights sum to 1."""
     model, prompts, steps = tiny(), [prompt(n) for n in (5, 33, 90)], 40
     model.setup_cache(name, 4, 140, **knobs)
     methods = methods_of(model)
@@ -425,16 +434,19 @@ def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:
     with observe(model) as trace:
         run(model, prompts, steps)
     if len(trace) < steps * len(model.cache):
-        wrong.append(f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must tell self.trace")
+        wrong.append(
+            f"{len(trace)} steps of {steps * len(model.cache)}: a `decode` of its own must call self.trace.step"
+        )
     if wrong:
         raise Broken(
-            f"{told(knobs)} `attended` tells {wrong[0]}", "positions, keys, values and tokens are those attended to"
+            f"{at_knobs(knobs)} `attended` reports {wrong[0]}",
+            "give the positions, keys, values and tokens attended to",
         )
     return None
 
 
 def check_nothing_chosen(name: str) -> str | None:
-    """With a budget that sinks and recent tokens use up, nothing else is read: an empty list is not no list."""
+    """With a budget that sinks and recent tokens use up, no other token is read: an empty list differs from None."""
     every = nothing_chosen(name)
     for knobs in every:
         for check in (check_attended, check_poison, check_ragged):
@@ -443,9 +455,9 @@ def check_nothing_chosen(name: str) -> str | None:
 
 
 def check_half(name: str, knobs: Knobs) -> None:
-    """It runs in bfloat16."""
+    """The method runs in bfloat16."""
     model, prompts = tiny(dtype=torch.bfloat16), [prompt(9), prompt(50)]
     model.setup_cache(name, 2, 80, **knobs)
     got = run(model, prompts, 30)[0]
     if got.dtype != torch.bfloat16 or got.isnan().any():
-        raise Broken(f"{told(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")
+        raise Broken(f"{at_knobs(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")

@@ -1,4 +1,4 @@
-"""What went wrong in a method's file, in words: for the contract's command."""
+"""Explains errors in a method's file, for the contract's command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 class Broken(AssertionError):
-    """A method does not keep the contract. `what` was found, `todo` is what its author can do about it."""
+    """A method breaks the contract: `what` was found, and `todo`, what its author can do about it."""
 
     def __init__(self, what: str, todo: str = ""):
         super().__init__(f"{what}: {todo}" if todo else what)
@@ -32,7 +32,7 @@ def file_of(cls: type[KVMethod]) -> str:
 
 
 def explain(e: BaseException, file: str) -> Broken:
-    """An exception that a check ended with -> what to tell the author of `file`."""
+    """An exception that ended a check -> what to tell the author of `file`."""
     if isinstance(e, Broken):
         return e
     if isinstance(e, InputError):
@@ -53,13 +53,13 @@ def explain(e: BaseException, file: str) -> Broken:
         )
     what = f"{where}: {type(e).__name__}: {_shorter(text)}, in {doing()}"
     given = _given(e, file)
-    todo = given or "see the whole of it with --traceback"
+    todo = given or "see the full error with --traceback"
     if doing().startswith("a warm-up"):
         todo = f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}"
     return Broken(what, todo)
 
 
-# as torch names dtypes in C++
+# names of dtypes in C++ -> in torch
 DTYPES = dict(Long="torch.int64", Float="torch.float32", Half="torch.float16", Byte="torch.uint8", Bool="torch.bool")
 
 
@@ -68,7 +68,7 @@ def _shorter(text: str, most: int = 300) -> str:
 
 
 def _where(e: BaseException, file: str) -> str:
-    """file:line, the last of the author's own lines that were running; of others, if none was."""
+    """file:line of the last line of the author's file that ran; if none did, of the methods', the cache's or ours."""
     frames = [(f.filename, f.lineno) for f in (getattr(e, "real_stack", None) or ())]
     frames += [(m[1], int(m[2])) for m in re.finditer(r'File "([^"]+)", line (\d+)', str(e))]
     frames += [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
@@ -80,7 +80,7 @@ def _where(e: BaseException, file: str) -> str:
 
 
 def _given(e: BaseException, file: str) -> str:
-    """What tensors the author's file gave the function of kernels/ that failed, and which of them it refused."""
+    """The tensors that the author's file passed to the failed function of kernels/, and which one it refused."""
     tb, called, refused = e.__traceback__, None, None
     while tb is not None:
         frame, path = tb.tb_frame, tb.tb_frame.f_code.co_filename
@@ -106,7 +106,7 @@ def _given(e: BaseException, file: str) -> str:
 
 
 class Ties(TorchDispatchMode):
-    """Notes where the best of equal scores are chosen by an order that nobody promises."""
+    """Records where a choice among equal scores depends on an unspecified order."""
 
     def __init__(self, file: str):
         super().__init__()

@@ -1,6 +1,6 @@
-"""The real Transformer, small and of random weights, to test KV-cache methods with, and runs of it.
+"""A small real Transformer with random weights to test KV-cache methods in, and functions that run it.
 
-Its weights are scaled so that attention is far from uniform. What a run is held to is in reference.py.
+Its weights are scaled so that attention is far from uniform. reference.py computes what a run should give.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA = ModelArgs.from_name("llama-3.1-8b")
 
 
 class Model(Transformer):
-    """Set-ups are told of; a calibration is what the method's statistics measure of these weights."""
+    """A Transformer that notes each set-up for error reports and measures the calibration on its own weights."""
 
     def __init__(self, args: ModelArgs, dtype: torch.dtype = torch.float32, device: Any = "cpu", seed: int = 1):
         super().__init__(args)
@@ -46,7 +46,7 @@ class Model(Transformer):
         knobs: dict[str, Any],
         drafts: int = 0,
     ) -> None:
-        at(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
+        now_doing(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
         self.needed = [s for cls, args in layer_methods(method, self.args.n_layer, knobs) for s in cls.needs(args)]
         super().setup(method, max_batch, max_seq_len, max_new_tokens, knobs, drafts)
 
@@ -54,13 +54,13 @@ class Model(Transformer):
         return self.calibration or self.measured(self.needed)
 
     def layer_tokens(self, tokens: Tensor) -> Iterator[Tokens]:
-        """What statistics measure, of tokens [1, S]."""
+        """The input of statistics for tokens [1, S], layer by layer."""
         layers: list[Tokens] = []
         forward(self, tokens.to(self.device), layers.append)
         return iter(layers)
 
     def measured(self, statistics: Sequence[Statistic]) -> Calibration:
-        """A calibration that holds these, measured once."""
+        """A calibration with these statistics, measured once."""
         key = tuple((type(s), s.name) for s in statistics)
         if key not in self.calibrations:
             text = [prompt(200, seed) for seed in (11, 12)]
@@ -78,7 +78,7 @@ def tiny(
     device: Any = "cpu",
     n_layer: int = 2,
 ) -> Model:
-    """The model, g query heads a KV head; the same weights everywhere."""
+    """The model with g query heads per KV head; its weights are the same in every call."""
     args = ModelArgs(dim=64, n_layer=n_layer, n_head=g * n_kv_head, n_kv_head=n_kv_head, head_dim=head_dim, ffn_dim=96,
                      vocab_size=VOCAB, max_seq_len=1 << 20, windows=windows)  # fmt: skip
     return Model(args, dtype, device)
@@ -94,8 +94,8 @@ def class_of(name: str) -> type[KVMethod]:
 _DOING = [""]
 
 
-def at(what: str) -> None:
-    """Note what is being done, for the report of what goes wrong in it."""
+def now_doing(what: str) -> None:
+    """Note the current action, for the report of an error in it."""
     _DOING[0] = what
 
 
@@ -124,24 +124,24 @@ def run(
     """Prefill right-padded prompts (by `pad` more than the longest), decode `feed` [B, steps] or greedily."""
     device = prompts[0].device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
-    # padding is no token 0 but anything: it must not matter
+    # padding is random tokens, which must not matter
     tokens = torch.randint(VOCAB, (len(prompts), int(lengths.max()) + pad), device=device)
     for row, p in enumerate(prompts):
         tokens[row, : len(p)] = p
-    at(f"the prefill of prompts of {lengths.tolist()} tokens")
+    now_doing(f"the prefill of prompts of {lengths.tolist()} tokens")
     logits, fed = [model.prefill(tokens, lengths, chunk)], []
     for step in range(steps):
-        at(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
+        now_doing(f"decode step {step + 1} after prompts of {lengths.tolist()} tokens")
         fed.append(logits[-1].argmax(-1) if feed is None else feed[:, step].contiguous())
         logits.append((decode or model.decode)(fed[-1], lengths + step).clone())
-        at(f"maintain({step + 1})")
+        now_doing(f"maintain({step + 1})")
         model.maintain(step + 1)
     return torch.stack(logits, 1), torch.stack(fed, 1) if fed else torch.empty(len(prompts), 0, dtype=torch.int64)
 
 
 @torch.inference_mode()
 def teacher(model: Any, prompts: Sequence[Tensor], fed: Tensor) -> Tensor:
-    """What `run` should give a lossless cache: logits without any cache, row by row."""
+    """The logits that `run` should give with a lossless cache, computed row by row without a cache."""
     rows = [forward(model, torch.cat((p, f))[None])[0, len(p) - 1 :] for p, f in zip(prompts, fed, strict=True)]
     return torch.stack(rows)
 
@@ -151,17 +151,17 @@ def buffers(model: Any) -> dict[str, Tensor]:
 
 
 def methods_of(model: Any) -> list[KVMethod]:
-    """Every method in the cache, those inside of others too."""
+    """Every method in the cache, including those inside others."""
     return [m for m in model.cache.modules() if isinstance(m, KVMethod)]
 
 
 def rounds(model: Any) -> bool:
-    """Whether the cache holds codes. Then a value on a rounding border may fall to either side."""
+    """Whether the cache holds codes, so that a value on a rounding border may round either way."""
     return any(b.dtype in (torch.uint8, torch.int8, torch.float16) for b in buffers(model).values())
 
 
 def poison(model: Any) -> None:
-    """Fill every buffer that prompts write with what must not be read."""
+    """Fill every buffer that prompts write with values that must not be read."""
     constants = {id(m.get_buffer(c)) for m in model.cache.modules() for c in getattr(m, "constants", ())}
     for b in buffers(model).values():
         if id(b) in constants:
@@ -172,15 +172,16 @@ def poison(model: Any) -> None:
             b.fill_(255)
 
 
-# Of the embeddings: by as much are layer 1's keys apart in products of other shapes (MKL on an AMD EPYC: 4e-7 of the
-# largest key)
+# Relative noise on the embeddings, which moves layer 1's keys as much as products of other shapes do (MKL on an AMD
+# EPYC: 4e-7 of the largest key).
 NOISE = 2e-6
 
 
 @torch.no_grad()
 def rounding_explains(model: Any, p: Tensor, fed: Tensor, want: Tensor, got: Tensor, tries: int = 32) -> bool:
-    """Whether noise of a few float32 roundings moves one prompt's logits in the same cache, too: a code is on its
-    rounding border, or two tokens compete for one place. Every step that is off by more than TOL, by a third as much.
+    """Whether noise of a few float32 roundings also moves one prompt's logits in the same cache, because a code is on
+    its rounding border or two tokens compete for a slot. At every step that is off by more than TOL, the noise must
+    move them at least a third as far.
     """
     w, off = model.tok_embeddings.weight, (got - want).abs().amax(-1)
     clean, moved = w.clone(), torch.zeros_like(off)

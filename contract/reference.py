@@ -1,4 +1,4 @@
-"""The model's attention without a cache, written out: what methods are held to shares no line with what they are of."""
+"""The model's forward pass without a cache, written out: the reference for methods shares no code with them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from cache.statistic import Tokens
 
 
-def forward(model: Any, tokens: Tensor, told: Callable[[Tokens], None] | None = None) -> Tensor:
+def forward(model: Any, tokens: Tensor, on_layer: Callable[[Tokens], None] | None = None) -> Tensor:
     """Teacher forcing by the weights of a Transformer with the default rope: tokens [B, S] -> logits [B, S, V].
 
-    told: given what each layer's statistics measure, if B is 1.
+    on_layer: called with what each layer's statistics measure, if B is 1.
     """
     a, S = model.args, tokens.shape[1]
     t = torch.arange(S, device=tokens.device)
     angle = t[:, None] * a.rope.theta ** (-torch.arange(0, a.head_dim, 2, device=t.device) / a.head_dim)
-    turn = torch.polar(torch.ones_like(angle), angle)  # channel i turns with channel i + D / 2
+    turn = torch.polar(torch.ones_like(angle), angle)  # channels i and i + D / 2 rotate as a pair
 
     def rotate(x: Tensor) -> Tensor:
         z = torch.complex(*(half.contiguous() for half in x.float().chunk(2, -1))) * turn
@@ -34,8 +34,8 @@ def forward(model: Any, tokens: Tensor, told: Callable[[Tokens], None] | None = 
     for i, block in enumerate(model.layers):
         into = norm(x, block.attention_norm.weight)
         q, k, v = (into @ block.attention.wqkv.weight.T).unflatten(-1, (sum(heads), -1)).split(heads, -2)
-        if told is not None:
-            told(Tokens(i, into[0], q[0], k[0], v[0], angle.cos()[:, None], angle.sin()[:, None]))
+        if on_layer is not None:
+            on_layer(Tokens(i, into[0], q[0], k[0], v[0], angle.cos()[:, None], angle.sin()[:, None]))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, H, S, D]
         g = a.n_head // a.n_kv_head
         q, k, v = rotate(q), rotate(k).repeat_interleave(g, 1), v.repeat_interleave(g, 1)

@@ -1,4 +1,4 @@
-"""What a step is beside its numbers: bytes held and read, one compiled graph that writes in place. See __main__.py."""
+"""Checks of a decode step beside its numbers: bytes allocated and read, one compiled graph, writes in place."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ from torch import Tensor
 
 from cache.base import connected
 from cache.spec import layer_methods
-from contract.checks import ROUNDED, Knobs, same, told
+from contract.checks import ROUNDED, Knobs, at_knobs, same
 from contract.explain import Broken
-from contract.harness import LLAMA, TOL, VOCAB, at, buffers, class_of, prompt, rounding_explains, rounds, run, tiny
+from contract.harness import (
+    LLAMA,
+    TOL,
+    VOCAB,
+    buffers,
+    class_of,
+    now_doing,
+    prompt,
+    rounding_explains,
+    rounds,
+    run,
+    tiny,
+)
 from kernels.op import bytes_read
 
 # ---- bytes ----
 
-READ_MORE = 1.1  # bytes that a step may read, of those that are told: lengths are not known on meta
+READ_MORE = 1.1  # bytes that a step may read over those of `traffic`: lengths are unknown on the meta device
 
 
 def meta_method(
@@ -32,35 +44,35 @@ def meta_method(
     calib: Any = None,
     new: int | None = None,
 ) -> Any:
-    """One layer's method on the meta device: its sizes alone. new: tokens that are decoded at most."""
+    """One layer's method on the meta device, for its sizes. new: the most tokens that are decoded."""
     (cls, made), shape = layer_methods(name, 1, knobs)[0], args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
-    at(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim}: its bytes alone")
+    now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim} channels")
     return connected([cls(made, shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
 def check_nbytes(name: str, knobs: Knobs) -> None:
-    """Bytes told = allocated = the card's formula if there is one, also where nothing is allocated."""
+    """nbytes() equals the bytes allocated and the card's formula, if there is one, also on the meta device."""
     model = tiny()
 
-    def held(method: Any, sizes: dict[str, int] | None, where: str) -> None:
-        told_of = method.nbytes()
-        if sizes is not None and told_of != sizes:
-            wrong = sorted(k for k in told_of.keys() | sizes if told_of.get(k) != sizes.get(k))
+    def compare(method: Any, sizes: dict[str, int] | None, setting: str) -> None:
+        reported = method.nbytes()
+        if sizes is not None and reported != sizes:
+            wrong = sorted(k for k in reported.keys() | sizes if reported.get(k) != sizes.get(k))
             raise Broken(
-                f"nbytes() of {wrong[0]} is {told_of.get(wrong[0])}, {sizes.get(wrong[0])} are allocated",
+                f"nbytes() of {wrong[0]} is {reported.get(wrong[0])}, {sizes.get(wrong[0])} are allocated",
                 "every buffer is made by self.buffer(name, size), is no view of another, and nbytes() is the base's",
             )
-        total = sum(told_of.values())
+        total = sum(reported.values())
         if method.card_nbytes is not None and method.card_nbytes() != total:
             raise Broken(
-                f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {where}",
+                f"card_nbytes() is {method.card_nbytes()}, its buffers have {total} bytes {setting}",
                 "correct the formula, or leave it out: it is for methods whose paper states one",
             )
 
     model.setup_cache(name, 3, 77, **knobs)
     for method in model.cache:
         storages = {k: b.untyped_storage() for k, b in method.named_buffers()}
-        held(method, {k: x.nbytes() for k, x in storages.items()}, told(knobs))
+        compare(method, {k: x.nbytes() for k, x in storages.items()}, at_knobs(knobs))
         at_home = {x.data_ptr(): k for k, x in storages.items() if x.nbytes()}
         if shared := [k for k, x in storages.items() if x.nbytes() and at_home[x.data_ptr()] != k]:
             raise Broken(
@@ -72,25 +84,26 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
     calib = model.measured(needed) if (needed := cls.needs(made)) else None
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)
     if meta.nbytes() != real.nbytes():
-        raise Broken(f"on the meta device its bytes are {meta.nbytes()}, they are {real.nbytes()}")
-    held(meta, None, "on the meta device")
+        raise Broken(f"its bytes are {meta.nbytes()} on the meta device and {real.nbytes()} on the CPU")
+    compare(meta, None, "on the meta device")
     for batch, T in ((1, 4096), (8, 32768)):
-        held(meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs), None, f"for Llama-3.1-8B, {batch} x {T} tokens")
+        large = meta_method(name, LLAMA, batch, T, torch.bfloat16, knobs)
+        compare(large, None, f"for Llama-3.1-8B, {batch} x {T} tokens")
 
 
 def check_traffic(name: str, knobs: Knobs) -> None:
-    """Bytes read by a step grow along the text, up to what there is; if short texts are kept whole, with one fall."""
+    """traffic() grows along the text, up to the bytes allocated; it may fall once if short texts are kept in full."""
     for args, T in ((tiny().args, 128), (LLAMA, 8192)):
         method = meta_method(name, args, 2, T, torch.bfloat16, knobs)
         read = [method.traffic(pos) for pos in range(0, T, max(1, T // 200))] + [method.traffic(T - 1)]
         falls = sum(b < a for a, b in pairwise(read))
         if read[0] <= 0 or falls > 1 or read[-1] < read[0]:
             raise Broken(
-                f"traffic(pos) falls along the text {told(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
+                f"traffic(pos) falls along the text {at_knobs(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
             )
-        if read[-1] > (2.1 if method.rereads else 1.05) * (held := sum(method.nbytes().values())):
+        if read[-1] > (2.1 if method.rereads else 1.05) * (allocated := sum(method.nbytes().values())):
             raise Broken(
-                f"traffic({T - 1}) is {read[-1]} bytes {told(knobs)}, its buffers have {held}",
+                f"traffic({T - 1}) is {read[-1]} bytes {at_knobs(knobs)}, its buffers have {allocated}",
                 "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
                 "all of them",
             )
@@ -101,7 +114,7 @@ def check_traffic(name: str, knobs: Knobs) -> None:
     takes, said = bytes_read(lambda: method.decode(q, k, v, pos), method.buffers()), method.traffic(32767)
     if takes > READ_MORE * said and method.steps_alike:
         raise Broken(
-            f"a step of 32768 tokens reads {takes} bytes {told(knobs)}, traffic(32767) tells {said}",
+            f"a step of 32768 tokens reads {takes} bytes {at_knobs(knobs)}, traffic(32767) says {said}",
             "count in `traffic`, or in a Selecting's `score_bytes`, all that a step reads; a tensor that is read twice "
             "counts twice",
         )
@@ -111,14 +124,14 @@ def check_traffic(name: str, knobs: Knobs) -> None:
 
 
 def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: int = 100) -> None:
-    """A compiled step is the eager one: one graph, no second compilation, buffers that stay where they are."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds, which the other checks need not
+    """A compiled step equals the eager one: one graph, no recompilation, buffers that stay in place."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # imported here, because it takes seconds
 
     torch._dynamo.reset()
     model, prompts, feed, second = tiny(), [prompt(n) for n in (5, 40)], None, [prompt(9), prompt(3)]
     if backend == "inductor":
-        # The first layer gives a repeated token the score of its copy. Which of the two is taken then hangs on the last
-        # bit: inductor sums in another order. So no token comes twice.
+        # In the first layer a repeated token has the score of its copy, and the last bit decides between them. Inductor
+        # sums in another order, so no token comes twice.
         tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
         prompts, feed, steps = [tokens[:5], tokens[-40:]], torch.stack((tokens[5:45], tokens[:40])), 40
     counter = CompileCounterWithBackend(backend)
@@ -134,7 +147,7 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
         model.reset_cache()  # a second conversation runs the same graph
         got_second = run(model, second, 5, fed_second, decode)[0]
     if counter.frame_count != 1:
-        raise Broken(f"{counter.frame_count} graphs were compiled {told(knobs)}", "a step has fixed shapes")
+        raise Broken(f"{counter.frame_count} graphs were compiled {at_knobs(knobs)}", "a step has fixed shapes")
     moved = [k for k, b in buffers(model).items() if places.get(k) != b.data_ptr()]
     if moved:
         raise Broken(f"buffer {moved[0]} moved", "write into it (x.copy_, x[...] = ), never assign another tensor")
@@ -150,18 +163,18 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
 
         if backend == "inductor":
             got = torch.stack([want[row] if swapped(row) else got[row] for row in range(len(prompts))])
-        same(got, want, f"{what} differs from eager mode {told(knobs)}", tol, todo)
+        same(got, want, f"{what} differs from eager mode {at_knobs(knobs)}", tol, todo)
 
     agree(got, want, prompts, fed, "compiled, it")
     agree(got_second, want_second, second, fed_second, "compiled, a second prompt")
 
 
 class _Seen(Exception):
-    """Ends a compilation."""
+    """Raised to end a compilation."""
 
 
 def step_code(model: Any, *args: Tensor) -> str:
-    """The code that inductor makes of a step, not compiled."""
+    """The code that inductor generates for a step, without compiling it."""
     from torch._functorch import config as functorch
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.graph import GraphLowering
@@ -175,7 +188,7 @@ def step_code(model: Any, *args: Tensor) -> str:
     torch._dynamo.reset()
     with (
         mock.patch.object(GraphLowering, "compile_to_module", stop),
-        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # no vectors: a compiler would try each kind
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # else a compiler tries each kind
         config.patch(fx_graph_cache=False),
         functorch.patch(enable_autograd_cache=False),
         torch.inference_mode(),
@@ -190,27 +203,27 @@ def step_code(model: Any, *args: Tensor) -> str:
 
 
 def check_copies(name: str, T: int = 2053) -> None:
-    """A compiled step allocates nothing of the size of a cache: it writes in place."""
+    """A compiled step writes in place and allocates no tensor as large as a cache buffer."""
     model, B = tiny(2, 64), 2
-    # T is prime, and the batch smaller than the cache: nothing else of a step has the size of a buffer, or of its rows
+    # T is prime and the batch smaller than the cache, so that no other tensor of a step has the size of a buffer
     for knobs in ({}, class_of(name).lossless):
         model.setup_cache(name, B + 1, T, **knobs)
         large: dict[Any, set[str]] = {}
         for k, b in buffers(model).items():
-            if b.shape[:1] == (B + 1,) and b.numel() > (B + 1) * model.args.n_head * T:  # more than scores
+            if b.shape[:1] == (B + 1,) and b.numel() > (B + 1) * model.args.n_head * T:  # larger than scores
                 for rows in (B, B + 1):
                     large.setdefault((b.numel() // (B + 1) * rows, b.dtype), set()).add(k.partition(".")[2])
         if large:
             break
     else:
-        return None  # nothing grows with the text
+        return None  # no buffer grows with the text
     run(model, [prompt(50), prompt(9)], 1)
-    at("compiling a step")
-    layers, held = model.layers, model.cache
-    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in held}) == 1:  # one layer is like the other
-        model.layers, model.cache = layers[-1:], held[-1:]
+    now_doing("compiling a step")
+    layers, cache = model.layers, model.cache
+    if len({(m.predicts, tuple(b.shape for b in m.buffers())) for m in cache}) == 1:  # all layers are alike
+        model.layers, model.cache = layers[-1:], cache[-1:]
     code = step_code(model, torch.tensor([1, 2]), torch.tensor([51, 10]))
-    model.layers, model.cache = layers, held
+    model.layers, model.cache = layers, cache
     made = re.findall(r"empty_strided_cpu\(\(([\d, ]+)\), \([\d, ]*\), (torch\.\w+)\)", code)
     if not made:
         raise Broken("cannot read inductor's code: torch is newer than this check")

@@ -29,8 +29,8 @@ def alibi_scope(
     The projections have no biases.
 
     bound="paper" is Eq. 2, which is no bound. Eq. 7 takes |gamma * x|^2 <= |gamma|^2 for a normalized x, as if no
-    channel of it exceeded 1; but |x|^2 = d may stand in the channel of the largest gamma. And the appendix drops the
-    query's own logit from the denominator, though it can be as negative as the other one is positive. bound="sound"
+    channel of it exceeded 1; but all of |x|^2 = d may lie in the channel of the largest gamma. The appendix also drops
+    the query's own logit from the denominator, though it can be as negative as the other one is positive. bound="sound"
     takes d * max(gamma)^2 for |gamma|^2 and the logit twice, and so is longer, for most heads beyond any context.
     """
     if not 0 < epsilon < 1 or slope.min() <= 0:

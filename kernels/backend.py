@@ -1,7 +1,7 @@
 """Which version of an operation runs: its Triton kernels, C++, or torch.
 
 Every operation of this folder (op.py) calls its Triton version for CUDA tensors. For CPU tensors it calls C++ (native/)
-where torch is slow at it, else, and without a C++ compiler, its torch version. KV_FAST_BACKEND=torch turns all kernels
+where torch is slow, and its torch version otherwise or without a C++ compiler. KV_FAST_BACKEND=torch turns all kernels
 off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its interpreter, which needs
 TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py.
 """
@@ -22,7 +22,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 class _Absent:
-    """In place of Triton where there is none (macOS): kernels can be defined, as decorators leave them, but not run."""
+    """Stands in for Triton where it is not installed (macOS): kernels can be defined and decorated, but not run."""
 
     def __getattr__(self, name: str) -> _Absent:
         return self
@@ -37,7 +37,7 @@ try:
 except ImportError:
     triton = tl = _Absent()  # type: ignore[assignment]
 
-HIP = torch.version.hip is not None  # AMD's cards know neither TF32 nor a limit to registers
+HIP = torch.version.hip is not None  # for AMD, Triton has neither TF32 nor a register limit
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,7 +51,7 @@ def chosen_backend() -> str:
 def use_triton(x: Tensor) -> bool:
     """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
     backend = chosen_backend()
-    on_gpu = x.device.type in ("cuda", "meta")  # what is on `meta` is asked for shapes and bytes: those of a GPU
+    on_gpu = x.device.type in ("cuda", "meta")  # `meta` tensors give shapes and bytes as on a GPU
     wanted = backend != "torch" if on_gpu else backend == "triton"
     if wanted and isinstance(triton, _Absent) and x.device.type != "meta":
         raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
@@ -61,6 +61,6 @@ def use_triton(x: Tensor) -> bool:
 
 
 def use_native(x: Tensor, channels: int = native.VECTOR) -> bool:
-    """Whether operations on tensors like x, with rows of `channels` numbers, run in C++; the others do not take it."""
+    """Whether operations on tensors like x, with rows of `channels` numbers, run in C++."""
     fits = x.device.type == "cpu" and x.dtype in native.DTYPES and channels % native.VECTOR == 0
     return fits and chosen_backend() == "" and native.available()

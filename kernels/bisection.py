@@ -1,10 +1,10 @@
-"""Scores as integers of their order, and the lowest one to be taken: what kernels of selection do in registers."""
+"""Scores as integers of the same order, and the lowest one to select: what selection kernels do in registers."""
 
 from __future__ import annotations
 
 from kernels.backend import tl, triton
 
-LOW, HIGH = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of what may not be chosen, and of what is forced in
+LOW, HIGH = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # keys of slots that may not be chosen, and of forced ones
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def ends_of(keys):
 
 @triton.jit
 def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
-    """Narrows lo < hi, of which many >= want > few keys are not below, until many == want or nothing is between.
+    """Narrow lo < hi until the `many` keys >= lo are `want`, or no integer is between; `few` < want keys are >= hi.
 
     Stops as soon as no more than SLACK keys are between them.
     """
@@ -48,7 +48,7 @@ def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
         n = tl.sum((keys >= 0).to(tl.int32))
         lo, many = tl.where(n >= want, 0, lo), tl.where(n >= want, n, many)
         hi, few = tl.where(n >= want, hi, 0), tl.where(n >= want, few, n)
-    # keys of one sign differ by less than 2^31: the sign of a difference compares them, and is added as it is
+    # keys of one sign differ by less than 2^31: the sign bit of a difference compares them and can be summed
     near = tl.maximum(tl.minimum(keys, hi), lo - 1)
     while (many > want) & (hi > lo + 1) & (many - few > SLACK):
         middle = lo + ((hi - lo) >> 1)
@@ -61,16 +61,16 @@ def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
 
 @triton.jit
 def store_flags(words, flags):
-    """32 flags of flags [N] to a word of words [N / 32] each, the first in the lowest bit."""
+    """Pack flags [N] into words [N / 32] of 32, the first flag in the lowest bit."""
     bits = tl.reshape(flags.to(tl.int32), [flags.shape[0] // 32, 32]) << tl.arange(0, 32)[None, :]
     tl.store(words + tl.arange(0, flags.shape[0] // 32), tl.sum(bits, 1))
 
 
 @triton.jit
 def write_flagged(to, word, slot, start):
-    """Writes the slots whose flags are set to to[start], to[start + 1], ..., in order -> how many.
+    """Write the slots whose flags are set to to[start], to[start + 1], ..., in order -> their number.
 
-    word [N] of 32 flags, of which the first are of slots slot [N]: one thread counts and writes them by itself.
+    word [N] of 32 flags, the first of which is slot [N]'s: one thread counts and writes the slots of a word.
     """
     n = word - ((word >> 1) & 0x55555555)
     n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
@@ -85,7 +85,7 @@ def write_flagged(to, word, slot, start):
 
 @triton.jit
 def write_slots(to, taken, words):
-    """Writes the slots of which `taken` [N] is true to to[0], to[1], ..., in order; words [N / 32] is memory for it."""
+    """Write the slots whose `taken` [N] is true to to[0], to[1], ..., in order; words [N / 32] is scratch memory."""
     store_flags(words, taken)
     tl.debug_barrier()
     w = tl.arange(0, taken.shape[0] // 32)

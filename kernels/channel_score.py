@@ -1,7 +1,7 @@
 """Scores of all tokens by a few channels of their keys, which each step chooses anew (SparQ Attention).
 
-Keys lie channel by channel, so that a chosen channel of all tokens is one run of memory: nothing else is read. All
-query heads of a group are scored while a channel is at hand.
+Keys are stored channel by channel, so that a chosen channel of all tokens is one run of memory: nothing else is read.
+Each channel is loaded once for all query heads of a group.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
     reads=lambda q, channels, keys, pos: dict(keys=picked(channels, keys)),
 )
 def channel_score(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor) -> Tensor:
-    """Sum over r channels of q times the tokens' keys, without softmax and scale.
+    """Sum over r channels of q times the tokens' keys, without softmax or scale.
 
     q [B, H, G, r], the chosen channels of a group's queries; channels [B, H, r] int64; keys [>= B, H, D, T]; pos [B]
-    the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read, and give anything.
+    the last slot that matters -> fp32 [B, H, G, T]. Later slots need not be read; their scores may be anything.
     """
     return q.float() @ gather_rows(keys, channels).float()
 

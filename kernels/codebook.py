@@ -1,9 +1,9 @@
 """Codes that stand for the numbers of a codebook, times a scale: Lloyd-Max codes of unit vectors (TurboQuant), e4m3.
 
-A vector of D channels that is turned at random lies evenly on a sphere: each coordinate has the density
+A unit vector of D channels, turned at random, is uniform on the sphere: each coordinate has the density
 (1 - x^2)^((D - 3) / 2), near a normal one of variance 1 / D, whatever the vector was. The numbers that lose least under
 that density are known without any data, and the scale is the length of the vector. fp8 is the same with the numbers of
-e4m3 and a scale that takes the largest of 32 tokens to the largest of these.
+e4m3 and a scale that maps the largest number of 32 tokens to the largest of e4m3.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ GRID, ROUNDS = 40001, 2000  # points of the density, and the most rounds of Lloy
 
 @functools.cache
 def lloyd_max(head_dim: int, bits: int) -> Tensor:
-    """The 2^bits numbers of least mean square error for a coordinate of a random unit vector of head_dim channels,
-    rising: fp32 [2^bits] (TurboQuant, arXiv 2504.19874, eq. 4)."""
+    """The 2^bits numbers of least mean square error for a coordinate of a random unit vector of head_dim channels, in
+    ascending order: fp32 [2^bits] (TurboQuant, arXiv 2504.19874, eq. 4)."""
     end = min(1.0, 12 * head_dim**-0.5)  # beyond lies less than 1e-30
     x = np.linspace(-end, end, GRID)
     weight = (1 - x * x) ** ((head_dim - 3) / 2)
@@ -39,7 +39,7 @@ def lloyd_max(head_dim: int, bits: int) -> Tensor:
 
 
 def e4m3() -> Tensor:
-    """The numbers of all bytes, fp32 [256]: 127 and 255 are NaN, and no number is rounded to them."""
+    """The e4m3 numbers of all bytes, fp32 [256]: 127 and 255 are NaN, and no number is rounded to them."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
@@ -47,8 +47,8 @@ def quantize_book(x: Tensor, bits: int, book: Tensor, tokens: int = 1) -> tuple[
     """x [..., S, D], S a multiple of `tokens` that share a scale -> packed uint8 [..., S, D * bits / 8], scales fp16
     [..., S / tokens, 1].
 
-    Of 8 bits the book is that of e4m3, and the scale the largest number over 448. Else it is of unit vectors, and the
-    scale their length. Codes are taken against the scale as it is stored.
+    With 8 bits the book is e4m3 and the scale is the largest number over 448. Otherwise the book is for unit vectors
+    and the scale is the vector's length. Codes are taken against the scale as stored.
     """
     groups = x.float().unflatten(-2, (-1, tokens))
     size = groups.abs().amax((-2, -1)) / E4M3_MAX if bits == 8 else groups.square().sum((-2, -1)).sqrt()
@@ -62,7 +62,7 @@ def quantize_book(x: Tensor, bits: int, book: Tensor, tokens: int = 1) -> tuple[
 
 
 def read_book(packed: Tensor, scale: Tensor, bits: int, book: Tensor, tokens: int = 1) -> Tensor:
-    """The inverse, of the first S tokens: packed [..., S, D * bits / 8], scale [..., >= S / tokens, 1] -> fp32
+    """The inverse, for the first S tokens: packed [..., S, D * bits / 8], scale [..., >= S / tokens, 1] -> fp32
     [..., S, D]."""
     scale = scale.float().repeat_interleave(tokens, -2)[..., : packed.shape[-2], :]
     return book[unpack(packed, bits).int()] * scale

@@ -4,12 +4,12 @@ The torch versions here are the reference for every kernel that computes the sam
 registered operator, so that a compiled graph calls it with fixed shapes while it reads filled slots alone.
 
 The Triton kernel cuts the slots of all rows and heads, laid end to end, into as many equal shares as the card holds
-programs: a long row among short ones gets most of them, where a fixed number of splits a row would leave most idle. The
-lengths are read on the GPU, the grid depends on sizes alone. A program holds the query heads of one KV head as a tile,
-so that K and V are read once, 2 * D * slots elements of them; where its share crosses from one head to the next it
+programs: a long row among short ones gets most of them, where a fixed number of splits per row would leave most idle.
+The lengths are read on the GPU; the grid depends on sizes alone. A program holds the query heads of one KV head as a
+tile, so that K and V are read once, 2 * D * slots elements; where its share crosses from one head to the next, it
 writes another partial output, (D + 1) * g fp32 numbers, which a second kernel reduces. Even one query head is padded
 to the 16 rows of a tensor-core tile: an mma of 8 slots and 16 channels replaces 8 instructions that convert and
-multiply-add loaded values, and what bounds decode is memory.
+multiply-add loaded values, and memory is what bounds decode.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def prefill_attention(
     """Causal attention of a prompt over itself; `window` keeps the last `window` keys, the query's own included.
 
     q [B, Hq, n, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, n, D]. Scale 1/sqrt(D). K and V are not repeated. The
-    queries are those of the last n of the S tokens: all, or a chunk behind others. sees: which earlier keys a query
-    attends to, at least one.
-    lengths [B] of right-padded prompts: what stands behind them gets anything. On a CPU each is then taken by itself,
-    and its numbers are those that it has alone: torch cuts longer ones in other blocks, whose sums are rounded apart.
+    queries are those of the last n of the S tokens: all of them, or a chunk after others. sees: which earlier keys a
+    query attends to, at least one.
+    lengths [B] of right-padded prompts: outputs past them may be anything. On a CPU each prompt is then computed by
+    itself and gives what it gives alone: torch cuts longer ones into other blocks, whose sums round differently.
     """
     ends = lengths.tolist() if lengths is not None and q.device.type == "cpu" and len(q) > 1 else []
     S, before = k.shape[2], k.shape[2] - q.shape[2]
@@ -79,7 +79,7 @@ def prefill_attention(
 
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention under a mask [B, n, S] of each row's own, True where a query sees a key: at least one, all finite.
+    """Attention under a mask [B, n, S] for each row, True where a query sees a key: at least one, and all finite.
 
     q [B, Hq, n, D], k and v [B, Hkv, S, D] (rotated) -> [B, Hq, n, D].
     """
@@ -87,13 +87,13 @@ def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Under a mask [queries, keys] that is True where a query sees a key, or causal; by any version that torch has."""
+    """Attention under a mask [queries, keys], True where a query sees a key, or causal; by any backend of SDPA."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def _attend_on(q: Tensor) -> Callable[..., Tensor]:
-    """`_attend`, or on a GPU `fused_attention` by what the card has."""
+    """`_attend`, or on a GPU `fused_attention` with the backends that the card has."""
     if not q.is_cuda:
         return _attend
     card, long = torch.cuda.get_device_capability(q.device), q.shape[2] >= CUDNN_FROM
@@ -103,11 +103,11 @@ def _attend_on(q: Tensor) -> Callable[..., Tensor]:
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, flash: bool = True, cudnn: bool = False
 ) -> Tensor:
-    """`_attend` on a GPU, never by the version of torch that writes all weights to memory: queries times keys of them.
+    """`_attend` on a GPU, never by SDPA's math backend, which writes all weights, queries times keys, to memory.
 
-    FlashAttention takes groups of query heads, but neither fp32 nor a mask; the memory-efficient version takes both,
-    but no groups. There, a group's first heads go in one call, its second ones in another, and K and V stay as they
-    are. flash: whether the card has the former; cudnn: its version is tried first.
+    FlashAttention takes groups of query heads, but neither fp32 nor a mask; the memory-efficient backend takes both,
+    but no groups. With it, the first heads of all groups go in one call, the second ones in another, and K and V are
+    not copied. flash: whether the card has FlashAttention; cudnn: its backend is tried first.
     """
     flash = flash and mask is None and q.dtype != torch.float32 and q.shape[3] <= 256
     order = [SDPBackend.CUDNN_ATTENTION] * cudnn + [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -132,7 +132,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return y.view(B, Hq, D)
 
 
-# ---- one query per row over a range of slots: the kernels, also of packed_attention ----
+# ---- one query per row over a range of slots: the kernels, which packed_attention also uses ----
 
 # A tile of K or V is 16 KB. Three stages keep two blocks of both in flight, 64 KB of shared memory a program: what
 # covers the memory's latency on an H100 (about 20 KB per multiprocessor) several times, and three programs fit.
@@ -274,7 +274,7 @@ COMBINE_S = 64  # most parts that one step of the reduction takes
 
 
 def _config(G: int, D: int, itemsize: int, B: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options for B rows, G query heads a group, head dimension D, K and V of `itemsize` bytes."""
+    """Constants and launch options for B rows, groups of G query heads, head_dim D, K and V of `itemsize` bytes."""
     tile = blocks_of(G, 1, D)
     row = tile["BLOCK_D"] * itemsize
     warps = 4 if tile["BLOCK_G"] * row <= 8192 else 8  # four would spill: every warp holds all of the queries
@@ -283,14 +283,14 @@ def _config(G: int, D: int, itemsize: int, B: int) -> tuple[dict[str, int], dict
 
 
 def _combine_config(constants: dict[str, int], groups: int, programs: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Those of the reduction: rows of equal lengths take one step of it, a long one among short ones takes several."""
+    """Launch options of the reduction: rows of equal length take one step, a long one among short ones several."""
     parts = triton.cdiv(programs, groups) + 1
     own = dict(BLOCK_D=COMBINE_D, BLOCK_S=min(COMBINE_S, triton.next_power_of_2(parts)))
     return {a: x for a, x in (constants | own).items() if a != "BLOCK_G"}, dict(num_warps=2, num_stages=1)
 
 
 def _programs(groups: int, n: int, block: int, device: torch.device) -> int:
-    """How many programs share `groups` heads of up to n slots: what the card holds, if that many have a block."""
+    """The number of programs that share `groups` heads of up to n slots: what the card holds, if each has a block."""
     return min(PROGRAMS * multiprocessors(device), groups * max(1, triton.cdiv(n, block)))
 
 
@@ -307,8 +307,8 @@ def split_attention(
 ) -> Tensor:
     """The Triton version of `decode_attention` and, with mean = (mean_k, mean_v, count), of `packed_attention`.
 
-    tokens: of each head so many follow each other in q (`verify_attention`); stop is where the last one's slots end.
-    block (slots, a power of two >= 16) and programs are chosen from the sizes unless tests give them.
+    tokens: the number of tokens of each head in q, one after another (`verify_attention`); stop is where the slots of
+    the last one end. block (slots, a power of two >= 16) and programs follow from the sizes unless tests give them.
     """
     B, Hq, D = q.shape
     H, T = k.shape[1:3]
@@ -341,7 +341,7 @@ def split_attention(
     opaque=True,
 )
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """One query per row over slots start <= t < stop of its row; start None: from the first one, and no zeros are read.
+    """One query per row over slots start <= t < stop of its row; start None: 0, with no tensor of zeros to read.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, D]. Scale 1/sqrt(D).
     """
@@ -349,7 +349,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop
 
 
 def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """Reads filled slots only: rows that agree on them in one call, others row by row."""
+    """Read filled slots only: in one call if all rows have the same, otherwise row by row."""
     B, Hq, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
     spans = list(zip([0] * B if start is None else start.tolist(), stop.tolist(), strict=True))

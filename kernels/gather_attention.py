@@ -1,7 +1,7 @@
 """Attention of one query per row over gathered tokens: each KV head has its own list of slots.
 
-The Triton kernel reads the list, and by it whole rows of K and V (2 * D elements a token, contiguous: a row of 128
-channels in bf16 is two full lines of the cache), once for all query heads of the group. It is split over the chosen
+The Triton kernel reads the list and the whole rows of K and V that it names (2 * D elements per token, contiguous: a
+row of 128 channels in bf16 is two full cache lines), once for all query heads of the group. It is split over the chosen
 tokens as `decode_attention` is over all.
 """
 
@@ -20,7 +20,7 @@ from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
     """Rows idx [B, H or 1, K] of buffer [>= B, H, T, C] -> [B, H, K, C]; one list serves all heads if it has one.
 
-    By index_select over flattened rows: on a CPU it copies whole rows, where an expanded gather moves single elements.
+    Uses index_select over flattened rows, which on a CPU copies whole rows; an expanded gather moves single elements.
     """
     _, H, T, C = buffer.shape
     B, _, K = idx.shape
@@ -50,7 +50,7 @@ def weighted_gather_attention(
     """
     B, Hq, D = q.shape
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]  # [B, Hkv or 1, K]
-    idx = torch.where(chosen, idx, idx[..., :1])  # in place of what may hold NaN a token that is chosen, at weight 0
+    idx = torch.where(chosen, idx, idx[..., :1])  # other slots may hold NaN: a chosen token instead, at weight 0
     grouped = q.view(B, k.shape[1], -1, D)  # the group's queries stand where SDPA expects query positions
     keys, values, mask = gather_rows(k, idx), gather_rows(v, idx), chosen[:, :, None]
     if log_weights is not None:  # in fp32, whatever the dtype: 16 bits would round the weights
@@ -99,7 +99,7 @@ def _gather_attention(
 
 
 def options_of(tile: dict[str, int], itemsize: int) -> dict[str, int]:
-    """More warps where the query heads, which every warp holds, are too many registers for four."""
+    """More warps if the query heads, which every warp holds, take too many registers for four."""
     return dict(num_warps=4 if tile["BLOCK_G"] * tile["BLOCK_D"] * itemsize <= 8192 else 8, num_stages=NUM_STAGES)
 
 

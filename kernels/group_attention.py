@@ -1,14 +1,14 @@
 """Attention over keys and values that groups of KV heads share as coordinates (Palu).
 
-A token of a group of s KV heads is r coordinates of its keys, before rotation, and r of its values. The rotation keeps
-the query from being folded into the keys' basis, so that keys are rebuilt and rotated; values are summed up as
-coordinates and expanded once, behind the softmax. Rebuilding costs 2 r D operations a token and KV head, r of the whole
-group, which is what bounds it wherever multiplying is not free: Llama-3.1-8B at a rank of 352 of 512 takes 2.9 MFLOP
-for every 2.8 KB of coordinates that a token has in a layer, 1000 operations a byte.
+A token of a group of s KV heads has r coordinates of its keys, before rotation, and r of its values. Because of the
+rotation, the query cannot be folded into the keys' basis, so keys are rebuilt and rotated; values are summed up as
+coordinates and expanded once, after the softmax. Rebuilding costs 2 r D operations per token and KV head, r being that
+of the whole group, and this bounds the operation where multiplying is not free: Llama-3.1-8B at a rank of 352 of 512
+takes 0.72 MFLOP for every 2.8 KB of coordinates that a token has in a layer, 256 operations a byte.
 
 In C++ keys are rebuilt 32 tokens and channels at a time, in bf16 by the processor's matrix unit where it has one. In
-Triton two kernels: logits, a matrix product whose tiles are rotated in registers (as in kernels/latent_attention.py),
-and weighted coordinates, which the heads of a group share.
+Triton there are two kernels: logits, a matrix product whose tiles are rotated in registers (as in
+kernels/latent_attention.py), and weighted coordinates, which the heads of a group share.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def group_attention(
 
 
 def coordinates(data: Tensor, params: Tensor | None, bits: int) -> Tensor:
-    """As stored -> fp32 [..., r]."""
+    """Coordinates as stored -> fp32 [..., r]."""
     return data.float() if params is None else dequantize(data, params, bits)
 
 
@@ -72,7 +72,7 @@ def rebuild(x: Tensor, basis: Tensor, bias: Tensor, head_dim: int) -> Tensor:
 
 
 def _serves(q: Tensor, *rest: Any) -> bool:
-    """Halves are rotated; bases are multiplied with RANKS coordinates at a time."""
+    """Rotation is by halves, and RANKS coordinates are multiplied with bases at a time."""
     return use_native(q, q.shape[2] // 2) and rest[4].shape[2] % RANKS == 0
 
 
@@ -155,8 +155,8 @@ def _group_values(
     N: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and group, CHUNK coordinates, split): softmax of the logits of the group's G query heads, and what
-    they weigh. q tells the type that is multiplied in."""
+    """Program (row and group, CHUNK coordinates, split): softmax of the logits of the group's G query heads, and the
+    weighted coordinates. q gives the dtype of the products."""
     group, r, split = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.program_id(2)
     g, n, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
     count = tl.load(pos + group // N).to(tl.int32) + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @functools.cache
 def _first_factor(n: int) -> tuple[int, int] | None:
-    """n as 2^k times m, m = 1 or q + 1 with a prime q = 3 mod 4 (Paley), the least such m; None: there is none."""
+    """The least m with n = 2^k m, where m = 1 or q + 1 with a prime q = 3 mod 4 (Paley); None: there is none."""
     m = n & -n  # the power of two in n
     odd = n // m
     for power in range(m.bit_length()):
@@ -22,14 +22,14 @@ def _first_factor(n: int) -> tuple[int, int] | None:
 
 
 def has_hadamard(n: int) -> bool:
-    """Whether `hadamard_matrix` knows one: of every multiple of 32 up to 1024, of 12, 20, 40, 80, but not of 28."""
+    """Whether `hadamard_matrix` has one: for every multiple of 32 up to 1024, for 12, 20, 40, 80, but not for 28."""
     return _first_factor(n) is not None
 
 
 def hadamard_matrix(n: int) -> Tensor:
     """Normalized, fp32 [n, n], H @ H.T = 1: Paley's first construction, doubled as Sylvester does.
 
-    A head of 96 channels takes the product of the matrix of 12 and that of 8. ValueError where none is known.
+    A head of 96 channels takes the product of the matrix of 12 and that of 8. Raises ValueError if none is known.
     """
     factors = _first_factor(n)
     if factors is None:

@@ -1,4 +1,4 @@
-"""Labels of Double Sparsity: a few channels of every key, quantized together per token, and the scores they give.
+"""Labels of Double Sparsity: a few channels of every key, quantized together per token, and scores by them.
 
 The kernels read and write each byte of the labels once. In scoring, a thread loads whole tokens, 16 bytes at a time.
 """
@@ -22,7 +22,7 @@ STORED = 16  # tokens of a program that stores a prompt
 def quantize_labels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x [..., r], bits 2 or 4, r * bits a multiple of 8 -> packed uint8 [..., r * bits / 8], params fp16 [..., 2].
 
-    As kernels/quantize.py, but with one scale and zero for all r channels of a token: asymmetric, zero = min. The codes
+    As in kernels/quantize.py, but with one scale and zero for all r channels of a token: asymmetric, zero = min. Codes
     are taken against the scale and zero as stored in fp16.
     """
     levels, x = 2**bits - 1, x.float()
@@ -35,7 +35,7 @@ def quantize_labels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def store_labels(
     k: Tensor, channels: Tensor, start: Tensor | None, labels: Tensor, params: Tensor | None, bits: int
 ) -> None:
-    """Write `channels` of S keys a row as labels into slots start, start + 1, ... of the row; None: from slot 0 on.
+    """Write `channels` of S keys per row as labels into slots start, start + 1, ... of the row; None: from slot 0 on.
 
     k [B, H, S, D], channels [H, r] int64, start [B]; labels and params, [>= B, H, T, ...], as in `label_score`.
     """
@@ -67,17 +67,17 @@ def _put(buffer: Tensor, part: Tensor, start: Tensor | None) -> None:
     B, _, S, _ = part.shape
     if start is None:
         buffer[:B, :, :S] = part
-    else:  # advanced indices around a slice put the head behind
+    else:  # with a slice between advanced indices, their dimensions come first
         row, slot = torch.arange(B, device=part.device)[:, None], torch.arange(S, device=part.device)
         buffer[row, :, start[:, None] + slot] = part.transpose(1, 2).to(buffer.dtype)
 
 
 def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos: Tensor | None = None) -> Tensor:
-    """Approximate q . k of every token from its labels, without softmax and scale (Algorithm 1), in fp32.
+    """Approximate q . k of every token from its labels, without softmax or scale (Algorithm 1), in fp32.
 
     q [B, H, r] fp32, the group's queries summed; labels [B, H, T, r * bits / 8] uint8 and params [B, H, T, 2], or
-    labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]. Slots that were not filled give anything; pos [B],
-    if given, is the last slot that matters: later ones need not be read, and give anything, too.
+    labels [B, H, T, r] as they are and no params -> fp32 [B, H, T]; slots that are not filled may score anything. pos
+    [B], if given, is the last slot that matters: later ones need not be read, and may score anything, too.
     """
     if params is None:
         return head_scores(q[:, :, None], labels, pos)[:, :, 0]
@@ -90,10 +90,10 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
     fake=lambda q, labels, *_: empty_scores(len(q), *labels.shape[1:3], device=q.device),
 )
 def _label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
-    # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes put in
-    # order: the i-th codes of all bytes are a matrix of their own
+    # q . (scale * code + zero) = scale * (q . code) + zero * sum(q): labels are never dequantized. Nor are codes
+    # reordered: the i-th codes of all bytes are a matrix of their own
     parts = [((labels >> i * bits & 2**bits - 1).float(), q[..., i :: 8 // bits]) for i in range(8 // bits)]
-    if torch.compiler.is_compiling():  # one loop that reads bytes and sums; eager, every operation would be a copy
+    if torch.compiler.is_compiling():  # becomes one loop over bytes; eagerly each operation would be a copy
         codes = sum(x * y[:, :, None] for x, y in parts).sum(-1)
     else:
         codes = sum(x @ y[..., None] for x, y in parts)[..., 0]

@@ -1,12 +1,12 @@
 """Keys in a latent space that all KV heads of a layer share: how tokens are stored, of a prompt and one by one.
 
-A token's coordinates lie in one buffer, or in two: those that score first, the rest apart, so that a pass over the
-scores reads whole rows and nothing else. Values are quantized as in kernels/quantize.py.
+A token's coordinates lie in one buffer, or in two: those that score, and the rest apart, so that a scoring pass reads
+whole rows and nothing else. Values are quantized as in kernels/quantize.py.
 
-Of a prompt, one kernel multiplies the keys with the basis and writes each tile of coordinates to the buffer it belongs
-to: it reads 2 n*D bytes a token and writes 2 r. A product into a temporary and a split would write and read 2 r more,
-two products would read the keys twice. Its 2 n*D r operations a token are what prefill pays for: at Llama-2-7B's shapes
-(n*D = 4096, r = 1024) 8.4 MFLOP beside 405 MFLOP of a layer's weights and, at 32K, 268 of its attention: 1.2 %.
+For a prompt, one kernel multiplies the keys with the basis and writes each tile of coordinates to its buffer: it reads
+2 n*D bytes per token and writes 2 r. A product into a temporary and a split would write and read 2 r more; two products
+would read the keys twice. Its 2 n*D r operations per token are what prefill pays: at Llama-2-7B's shapes (n*D = 4096,
+r = 1024) 8.4 MFLOP beside 405 MFLOP of a layer's weights and, at 32K, 268 of its attention: 1.2 %.
 
 In decode, one kernel moves the token that leaves the ring, at the target ratio, and puts the new one in its place.
 """
@@ -33,12 +33,12 @@ class LatentTokens(NamedTuple):
     bits: int
 
     def coded(self) -> tuple[Tensor, Tensor | None]:
-        """The values, and their scales and zeros if they have some."""
+        """The values, with their scales and zeros if they have any."""
         return self.values[0], self.values[1] if self.bits < 16 else None
 
 
 def latent_tokens(latents: tuple[Tensor, ...], v: Tensor, params: Tensor | None) -> LatentTokens:
-    """Of buffers as an operation takes them: 32 channels have a pair of params, and what is left of a row has."""
+    """LatentTokens of the buffers that an operation takes: each 32 channels have a pair of params, the rest has one."""
     if params is None:
         return LatentTokens(latents, (v,), 16)
     return LatentTokens(latents, (v, params), next(b for b in WORDS if v.shape[2] * 8 <= params.shape[2] * GROUP * b))
@@ -78,7 +78,7 @@ def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengt
     keys, values = k.transpose(1, 2).flatten(2), v.transpose(1, 2)
     B, S, _ = keys.shape
     _project(keys, basis, lengths, *store.latents)
-    values = values.flatten(2) if values.shape[3] % GROUP else values  # groups of 32 that may be of two heads
+    values = values.flatten(2) if values.shape[3] % GROUP else values  # groups of 32 may span two heads
     coded = (values,) if store.bits == 16 else quantize(values, store.bits)
     for part, x in zip(store.values, coded, strict=True):
         part[:B, :S] = x.reshape(B, S, *part.shape[2:])
@@ -96,7 +96,7 @@ def _project(x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tens
 def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
     """Write the newest tokens of prompts to a ring, slot = position modulo its R slots; arguments as in `store_prompt`.
 
-    In a prompt shorter than the ring, the slots of negative positions hold what is not attended to.
+    If a prompt is shorter than the ring, slots of negative positions get values that are never attended to.
     """
     R, row = ring.latents[0].shape[1], torch.arange(len(k), device=k.device)[:, None]
     newest = lengths[:, None] - 1 - torch.arange(R, device=k.device)
@@ -174,7 +174,7 @@ def _project_kernel(
 
 
 def tiles_of(itemsize: int) -> tuple[int, int]:
-    """Tokens and coordinates of a tile; of fp32, whose products are three each, 128 by 128 would spill below cc 9."""
+    """Tokens and coordinates of a tile; in fp32, with three products each, 128 by 128 would spill below cc 9."""
     return TILE, TILE // 2 if itemsize == 4 else TILE
 
 

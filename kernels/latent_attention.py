@@ -1,24 +1,24 @@
 """Attention over tokens whose keys lie in a latent space: expanded, rotated at their own positions, attended to.
 
-The rotation keeps the query from being folded into the basis: (R_t K_t) . q = latent_t . (U^T R_t^T q), and R_t^T q is
-another vector for every token t. Folding it would cost 2 r D operations a token and query head, expanding the key costs
-them once a token and KV head, and on tensor cores. So keys are expanded, but only into registers: a rotation in halves
-(x1, x2) pairs channels c and c + D / 2, and the product of a tile of latents with a head's columns of the basis leaves
-both channels of a pair in registers of the same thread. Nothing moves between threads before the logits' product.
+Because of the rotation, the query cannot be folded into the basis: (R_t K_t) . q = latent_t . (U^T R_t^T q), and
+R_t^T q differs for every token t. Folding it would cost 2 r D operations per token and query head; expanding the key
+costs them once per token and KV head, and on tensor cores. So keys are expanded, but only into registers: a rotation in
+halves (x1, x2) pairs channels c and c + D / 2, and the product of a tile of latents with a head's columns of the basis
+leaves both channels of a pair in registers of one thread. Nothing moves between threads before the logits' product.
 
 What bounds it: K tokens of r coordinates cost 2 K r D operations per row and KV head, while device memory gives
 K (2 r + bytes of the values) per row, once for all heads. At Llama-3.1-8B's shapes (8 KV heads, D = 128), sals-25
-(r = 256, 4 bits) and K = 4096 chosen of 32K, that is 2.2 GFLOP and 4.5 MB a row: 480 operations a byte, where an H100
-balances at 295 (989 TFLOP/s, 3.35 TB/s). Llama-2-7B (32 heads, r = 1024), 512 of 4K: 4.3 GFLOP and 2.3 MB, 1900 a byte.
-Unlike other decode attention this is a matrix product with a softmax behind it, and is tiled as one. A program reads,
-for N tokens and one head, N r latents and r D numbers of the basis, both out of L2, where the latents stay for all
-heads and the basis for all rows: 2 r (N + D) bytes for 2 N r D operations. N = D = 128 are 64 operations a byte: if L2
-gives 5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (the kernel report counts its bytes); N = 64 would reach 43 a
-byte, N = 256 or two heads a program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes
-a token and head: at r = 256 as much as the latents.
+(r = 256, 4 bits) and K = 4096 chosen of 32K, that is 2.1 GFLOP and 4.7 MB a row: 455 operations a byte, where an H100
+balances at 295 (989 TFLOP/s, 3.35 TB/s). Llama-2-7B (32 heads, r = 1024), 512 of 4K: 4.3 GFLOP and 2.4 MB, 1820 a byte.
+Unlike other decode attention this is a matrix product followed by a softmax, and is tiled as one. A program reads, for
+N tokens and one head, N r latents and r D numbers of the basis, both out of L2, where the latents stay for all heads
+and the basis for all rows: 2 r (N + D) bytes for 2 N r D operations. N = D = 128 are 64 operations a byte: if L2 gives
+5.5 TB/s, 350 of the 989 TFLOP/s. So L2 is the limit (the kernel report counts its bytes); N = 64 would reach 43 a byte,
+N = 256 or two heads per program 85, with twice the accumulators. Angles come from the table by position, 4 D bytes per
+token and head: at r = 256 as much as the latents.
 
-128 x 128 accumulators are 64 a thread in 8 warps, and the rotation, what is loaded ahead and the values' tile bring it
-to some 230 registers: one program a multiprocessor on an H100, two at tiles of 64 tokens in 4 warps.
+128 x 128 accumulators are 64 per thread in 8 warps; rotation, prefetched data and the values' tile bring this to some
+230 registers: one program per multiprocessor on an H100, or two with tiles of 64 tokens in 4 warps.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def expand_tokens(
     sin: Tensor,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tokens of `latent_attention` in the clear: keys, rotated, and values [B, n, N, D], the positions [B, N] they
-    stand at, and which of them are there, bool [B, N]."""
+    """The tokens of `latent_attention`, expanded: rotated keys and values [B, n, N, D], their positions [B, N], and
+    which of them exist, bool [B, N]."""
     B = len(pos)
     R, row = ring.latents[0].shape[1], torch.arange(B, device=pos.device)[:, None]
     newest = pos[:, None] - torch.arange(R, device=pos.device)
@@ -264,7 +264,7 @@ def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> 
 
 
 def _large(itemsize: int, bits: int) -> bool:
-    """Whether keys or values take twice the registers, so that a tile has half the tokens."""
+    """Whether keys or values take twice the registers, so that a tile must have half the tokens."""
     return itemsize == 4 or bits == 16
 
 

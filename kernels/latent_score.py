@@ -1,8 +1,8 @@
-"""Scores of every token by inner products in a latent space: what chooses the tokens that SALS expands.
+"""Scores of every token by inner products in a latent space, which choose the tokens that SALS expands.
 
-The kernels read each coordinate once, for all queries together; C++ reads rows that lie apart, as leading coordinates
-of longer rows do. One query is summed on the fp32 units, which keep up
-with the memory at two operations an element; with more, a block of queries is one operand of the tensor cores.
+The kernels read each coordinate once for all queries; C++ also takes rows that lie apart, such as the leading
+coordinates of longer rows. One query is summed on the fp32 units, which keep up with memory at two operations per
+element; with more queries, a block of them is one operand of the tensor cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.splits import empty_scores
 from kernels.tiles import dot, filled
 
 # One query: a tile of 8192 elements is 16 KB of bf16 in flight per program, four times what covers the latency of an
-# H100's memory when its multiprocessors hold four programs each. More queries: two tiles are fetched ahead.
+# H100's memory if every multiprocessor holds four programs. More queries: two tiles are fetched ahead.
 TILE, MAX_R = 8192, 128
 DOT_T, DOT_BYTES = 64, 128  # tokens, and a line of each
 NUM_WARPS, NUM_STAGES = 4, 3
@@ -50,7 +50,7 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, scale: floa
     fake=lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
 )
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
-    """Where each head has latents of its own: q [B, H, C, r], [>= B, H, T, r] -> fp32 [B, H, C, T]; pos as above."""
+    """As `latent_score`, with latents for each head: q [B, H, C, r], latents [>= B, H, T, r] -> fp32 [B, H, C, T]."""
     return q.float() @ latents[: len(q)].float().mT
 
 

@@ -1,15 +1,15 @@
 """Products with weights of few bits: y = x W^T + bias, W in bf16, or in codes of 8 or 4 bits.
 
-A group of inputs shares a scale: W = scale * (code - zero), or scale * code + minimum. Symmetric codes have neither:
-8-bit ones are signed, 4-bit ones are around 8. Scales and minima are fp16, or integers of 8 bits that count steps, of
-which several groups share one. Decoding has few rows of x, and its time is that of reading W. 16 rows of W lie side by
-side, [out / 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has
-the same inputs of 16 outputs. For many rows of x, a prompt, some rows of W at a time are unpacked for a matrix product.
+A group of inputs shares a scale: W = scale * (code - zero), or scale * code + minimum. Symmetric codes have neither
+zero nor minimum: 8-bit ones are signed, 4-bit ones are centred at 8. Scales and minima are fp16, or 8-bit integers that
+count steps, each shared by several groups. Decoding has few rows of x and takes the time of reading W. 16 rows of W lie
+side by side, [out / 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a
+vector has the same inputs of 16 outputs. For many rows of x, a prompt, W is unpacked some rows at a time for a matmul.
 
-On an x86 CPU with AVX2 few rows of x become integers of 16 bits with a step for up to 128 inputs: sums of their
-products with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest beside it. On one that multiplies
-tiles of bf16 (AMX) a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16. Without
-tiles, where it multiplies bytes (VNNI), a prompt's rows are integers for codes, too; for W in bf16 they are two parts.
+On an x86 CPU with AVX2, few rows of x become 16-bit integers with a step for up to 128 inputs: sums of their products
+with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest one beside it. With AMX, which multiplies
+tiles of bf16, a prompt in fp32 is the sum of two bf16 parts, as is W: products are off by about 2^-16. Without tiles
+but with VNNI, which multiplies bytes, a prompt's rows are integers for codes, too; for W in bf16 they are two parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kernels.op import operation
 from kernels.splits import multiprocessors, share_of
 from kernels.tiles import dot
 
-ROWS = 16  # of W side by side
+ROWS = 16  # rows of W side by side
 MANY = 32  # rows of x from which a matrix product of unpacked rows is faster than unpacking in registers
 MANY_BF16 = 8  # rows from which torch is faster with weights as they are in bf16, where the processor multiplies tiles
 TILE = 1 << 21  # numbers that are unpacked for one matrix product: 8 MB in fp32, which the caches hold
@@ -49,7 +49,7 @@ class Weight(NamedTuple):
     min_step: Tensor | None = None
 
     def blocks(self, index: slice | Tensor) -> Weight:
-        """Of some of the first dimension, blocks of 16 rows."""
+        """The weight of some blocks of 16 rows, by an index of the first dimension."""
         return Weight(*(None if t is None else t[index] for t in self))  # type: ignore[arg-type]
 
 
@@ -124,10 +124,10 @@ def sharing(x: Tensor | None, step: Tensor | None) -> int:
 
 
 def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 of them, and for one in bf16.
+    """On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 rows, and for one in bf16.
 
-    One in fp32 it multiplies a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as long
-    without AVX-512, two to three times as long with it.
+    For one row in fp32, torch is a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as
+    long without AVX-512, and two to three times as long with it.
     """
     rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
     here = rows < MANY and weight.dtype == x.dtype and weight.is_contiguous()
@@ -148,7 +148,7 @@ def packed_linear(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tenso
 
 
 def separate_all(w: Weight, bits: int) -> Weight:
-    """What `dequantize` takes but for bits: codes and numbers of groups, a row after the other."""
+    """The arguments of `dequantize` except bits: codes and the groups' numbers, row by row."""
     zero = None if w.zero is None else unpack_zeros(w.zero)
     rows = (None if t is None else t.transpose(1, 2).flatten(0, 1) for t in (*w[1:3], zero, *w[4:]))
     return Weight(unpack_bits(separate(w.packed), bits), *rows)
@@ -172,7 +172,7 @@ def _packed_linear(
 
 UNPACKED = 256  # rows of x from which W is unpacked, once, for cuBLAS, instead of in registers by every tile of rows
 UNPACK_TILE = 1 << 24  # numbers of W that are unpacked at a time: 32 MB in bf16, which an H100's L2 holds
-SPLIT = 4  # tiles of a row of W at least that a program reads, where rows are split
+SPLIT = 4  # the fewest tiles of a row of W that a program reads, if rows are split
 
 
 @triton.jit
@@ -348,8 +348,8 @@ def tile_of(M: int, bits: int, blocks: int, dtype: torch.dtype, device: torch.de
 
 
 def share_count(programs: int, tiles: int, device: torch.device) -> int:
-    """Shares of the inputs, so that there are two programs a multiprocessor, less a tenth: shares' sums are added by a
-    second launch, which costs more than that."""
+    """Shares of the inputs that give about two programs per multiprocessor. A tenth less is accepted: a second launch,
+    which adds up the shares' sums, costs more than that."""
     return max(1, min(round(2 * multiprocessors(device) / programs), tiles // SPLIT))
 
 
@@ -376,7 +376,7 @@ def _in_triton(
 
 
 def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
-    """A prompt: UNPACK_TILE numbers of W at a time are unpacked for cuBLAS, in the dtype of x."""
+    """For a prompt: UNPACK_TILE numbers of W at a time are unpacked for cuBLAS, in the dtype of x."""
     n, blocks = x.shape[1], len(w.packed)
     y = x.new_empty(len(x), blocks * ROWS)
     some = min(blocks, max(1, UNPACK_TILE // (n * ROWS)))

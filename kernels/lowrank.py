@@ -5,14 +5,14 @@ Latents [B, Hkv, n, r] are the coordinates of tokens [B, Hkv, n, D] in it, in th
 ranks of their own, r_k and r_v.
 
 The Triton kernels attend in the latent space, whatever `latent` says: the two forms are equal (App. A.3), and this one
-reads r_k + r_v elements a token and never forms its D channels. Three launches, because the bases are read once for a
-head and not once for every part of its tokens: `_fold` turns the queries into the key basis, `_attend` splits latents
-and full-rank tokens over programs, and `_expand` adds up the parts, those of latents through the value basis.
+reads r_k + r_v elements per token and never forms its D channels. There are three launches, so that the bases are read
+once per head and not once for every part of its tokens: `_fold` projects the queries onto the key basis, `_attend`
+splits latents and full-rank tokens over programs, and `_expand` adds up the parts, latents through the value basis.
 
-A rank is seldom a multiple of 8 (77 of 128), and rows of 77 bf16 begin at any even address: a thread could read 2
+A rank is seldom a multiple of 8 (77 of 128), and rows of 77 bf16 begin at any even address: a thread could read only 2
 bytes at once. So the cache lays latents out with tokens side by side, [B, Hkv, r, C], and hands out the transposed
-view: 16 bytes a thread are 8 tokens of one coordinate, for any r and with nothing stored beside the r coordinates of
-the paper; the slots C are to be a multiple of SLOTS. The kernels take either layout.
+view: 16 bytes of a thread are 8 tokens of one coordinate, for any r and with nothing stored beside the r coordinates of
+the paper; the number of slots C must be a multiple of SLOTS. The kernels take either layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def project(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def reconstruct(latents: Tensor, basis: Tensor) -> Tensor:
-    """The inverse up to what lies outside of the basis: [B, Hkv, n, r] -> [B, Hkv, n, D]."""
+    """The inverse of `project`, but for what lies outside the basis: [B, Hkv, n, r] -> [B, Hkv, n, D]."""
     return (latents.float() @ basis.mT).to(latents.dtype)
 
 
@@ -103,7 +103,7 @@ def _lowrank_attention(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
     v_full: Tensor, filled: Tensor,
 ) -> Tensor:  # fmt: skip
-    """On a CPU reads the latents that are stored, and no others: rows with as many in one call, others row by row."""
+    """On a CPU it reads stored latents only: all rows in one call if they have equally many, otherwise row by row."""
     rest = k_full, v_full, filled
     if q.device.type != "cpu":  # no length may reach the host
         held = torch.arange(k_lat.shape[2], device=q.device) < stored[:, None]
@@ -122,7 +122,7 @@ def _lowrank_attention(
 
 # ---- Triton ----
 
-TILE_BYTES = 16384  # of K or V of a block: three stages take 64 to 96 KB a program, and two programs fit
+TILE_BYTES = 16384  # bytes of K or V in a block: three stages take 64 to 96 KB a program, and two programs fit
 NUM_WARPS, NUM_STAGES = 4, 3
 FOLD_R = 32  # coordinates of a program of `_fold`
 EXPAND_D = 32  # channels of a program of `_expand`
@@ -249,12 +249,12 @@ def rank_block(r: int) -> int:
 
 
 def expand_warps(parts: int) -> int:
-    """A thread of `_expand` holds its share of all parts: 64 numbers of 64 parts at a rank of 128."""
+    """More warps for many parts: a thread of `_expand` holds its share of all, 64 numbers of 64 parts at rank 128."""
     return 8 if parts > 16 else 4
 
 
 def split_counts(groups: int, C: int, r: float, F: int, D: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Parts of the latents, which fill the card, and of the full-rank tokens: of about as many bytes, at least one.
+    """Parts of the latents, which fill the card, and of the full-rank tokens, at least one: all of similar bytes.
 
     r: the mean of both ranks.
     """

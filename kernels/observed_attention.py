@@ -1,8 +1,8 @@
-"""Attention that also tells what was attended to: the weights by which evicting methods rank a cache's tokens.
+"""Attention that also returns its weights, by which evicting methods rank a cache's tokens.
 
-At a decode step keys are read once: logits go to a buffer, and become weights where the parts of a softmax are joined.
-Over a prompt the weights that make the output are the ones that are summed up: nothing is computed twice, and what is
-held at a time is bounded whatever the prompt's length.
+A decode step reads keys once: logits go to a buffer, and become weights where the parts of a softmax are joined. Over a
+prompt, the weights that make the output are the ones that are summed up: nothing is computed twice, and the weights
+held at a time are bounded whatever the prompt's length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
 # ---- prompts ----
 
-QUERY_BLOCK = 256  # queries whose weights are held at a time: half of a block of keys at the causal border is in vain
-WEIGHTS = dict(cpu=1 << 22, gpu=1 << 25)  # and how many of them, in fp32: what a cache holds; few launches
+QUERY_BLOCK = 256  # queries whose weights are held at a time: half of a block at the causal border is wasted
+WEIGHTS = dict(cpu=1 << 22, gpu=1 << 25)  # most fp32 weights held: what a cache holds; enough for few launches
 
 
 def prefill_attention_mass(
@@ -50,7 +50,7 @@ def _most(x: Tensor) -> int:
 
 
 def _steps(B: int, H: int, most: int, weights: int) -> list[tuple[slice, slice]]:
-    """Rows and KV heads to be taken at a time, if `most` weights may be held and each head of a row has `weights`."""
+    """Rows and KV heads to take at a time, if `most` weights may be held and each head of a row has `weights`."""
     n = max(1, most // weights)
     heads, rows = min(n, H), max(1, n // H)
     return [(slice(b, b + rows), slice(h, h + heads)) for b in range(0, B, rows) for h in range(0, H, heads)]
@@ -77,7 +77,7 @@ def last_mass(
 
 
 def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks of queries, whose weights make both; keys up to the causal border only."""
+    """Output and mass by blocks of queries, each from the same weights, with keys up to the causal border only."""
     (B, Hq, S, D), H = q.shape, k.shape[1]
     g, window, most = Hq // H, window or S, _most(q)
     size = min(QUERY_BLOCK, S, max(16, most // (g * S)))
@@ -105,7 +105,7 @@ def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window
 
 # ---- decode: Triton ----
 
-NUM_STAGES = 3  # as of dense attention
+NUM_STAGES = 3  # as in dense attention
 JOIN_TILE = 2048  # logits of a program that turns them into weights
 
 
@@ -180,7 +180,7 @@ def join_config(G: int, D: int, splits: int) -> dict[str, int]:
 
 
 def parts_options(tile: dict[str, int], itemsize: int) -> dict[str, int]:
-    """More warps where the query heads, which every warp holds, are too many registers for four."""
+    """More warps if the query heads, which every warp holds, take too many registers for four."""
     return dict(num_warps=4 if tile["BLOCK_G"] * tile["BLOCK_D"] * itemsize < 8192 else 8, num_stages=NUM_STAGES)
 
 

@@ -1,16 +1,16 @@
-"""Moves tokens from host memory to the device while the device computes, and says how well they were predicted.
+"""Moving tokens from host memory to the device while the device computes, and measuring how well they were predicted.
 
 On a GPU the host's K and V are pinned and mapped: under unified addressing the device reads and writes them at the same
 address, over the bus. `host_buffer` hands them out as device tensors, so that a prompt is stored with plain copies, a
 step is one static graph that a CUDA graph can capture, and `fetch_rows` gathers the chosen rows without a staging copy.
 On a CPU, host and device are one memory and the same code copies rows.
 
-The Triton kernel of `fetch_rows` loads rows of pinned memory as it would any others; what it must do is keep the bus
-full beside the layer that computes. PCIe 5 x16 moves 64 GB/s and answers a read in 1 to 2 us, later when it is busy:
-128 KB must be on the way at any time. A program has ROWS rows of both K and V on the way, 16 KB at D = 128 in bf16 in
-loads of 16 bytes, before it stores any, and so waits for the bus most of the time: PROGRAMS = 32 of them ask for four
-times what a quiet bus needs, 512 KB. They take 4 warps each on a quarter of an H100's multiprocessors; more of them
-would fetch no faster, and take issue slots and registers from the compute stream.
+The Triton kernel of `fetch_rows` loads rows of pinned memory like any others; its task is to keep the bus full while
+the layer before computes. PCIe 5 x16 moves 64 GB/s and answers a read in 1 to 2 us, later when it is busy: 128 KB must
+be in flight at any time. A program has ROWS rows of both K and V in flight, 16 KB at D = 128 in bf16 in loads of 16
+bytes, before it stores any, and so waits for the bus most of the time: PROGRAMS = 32 of them have 512 KB in flight,
+four times what a quiet bus needs. They take 4 warps each on a quarter of an H100's multiprocessors; more of them would
+fetch no faster, and take issue slots and registers from the compute stream.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kernels.backend import tl, triton, use_native, use_triton
 from kernels.dense_attention import masked_attention
 from kernels.native import in_huge_pages
 from kernels.op import operation, picked
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
-from kernels.ring import held
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
+from kernels.ring import ring_positions
 
-PROGRAMS = 32  # of a fetch, whatever its size
-TILE_BYTES, MAX_ROWS = 8192, 64  # of K or V that a program has on the way
+PROGRAMS = 32  # programs of a fetch, whatever its size
+TILE_BYTES, MAX_ROWS = 8192, 64  # bytes and rows of K or V that a program has in flight
 
 
 @operation(
@@ -45,19 +45,19 @@ def fetch_rows(
     """Start to copy rows idx of K and V to the device, where they may be read after `await_rows`.
 
     host_k and host_v [>= B, H, T, D] from `host_buffer`, idx [B, H, K] int64, out_k and out_v [>= B, H, K, D]. A
-    negative index asks for nothing: its row of the output may hold anything. What is fetched must have been written
-    before, and may not change until `await_rows`. asked [>= B, H, K] int64 gets idx, and the copy reads it alone: a
-    compiled graph frees idx, a temporary of its own, while the copy is under way. It is a buffer that outlives a step.
-    after: any result of what last read the outputs; a compiled graph that fetched before it would copy them first.
+    negative index asks for nothing: its row of the output may hold anything. The rows must have been written before,
+    and may not change until `await_rows`. asked [>= B, H, K] int64, a buffer that outlives a step, gets idx, and the
+    copy reads only it: a compiled graph frees idx, a temporary of its own, while the copy is in flight. after: any
+    result of what last read the outputs; a compiled graph that fetched before it would copy them first.
     """
     (_fetch_rows_cpu if idx.device.type == "cpu" else _fetch_rows_cuda)(host_k, host_v, idx, asked, out_k, out_v)
 
 
 @operation(opaque=True, mutates=("asked", "out_k", "out_v"))
 def await_rows(asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
-    """What is computed after this from these three sees what the last `fetch_rows` to them brought.
+    """Wait for the last `fetch_rows` to these buffers: what is computed from them after this sees its rows.
 
-    All are said to be written here: so a compiled graph reads them after it, and asks for more after that.
+    All three are declared as written here, so that a compiled graph reads them after it, and fetches again after that.
     """
     if asked.device.type != "cpu":
         torch.cuda.current_stream(asked.device).wait_event(_arrival(asked.device, out_k.data_ptr()))
@@ -68,7 +68,7 @@ def fetched_attention(
 ) -> Tensor:
     """One query per row over the tokens that were fetched and the newest ones, under one softmax.
 
-    q [B, Hq, D]; k and v [>= B, H, K, D] of which the first count [B, H] are there, idx [B, H, K] and -1 behind them;
+    q [B, Hq, D]; k and v [>= B, H, K, D], the first count [B, H] of them fetched, idx [B, H, K], -1 past the count;
     ring_k and ring_v [>= B, H, R, D] with the token at position p in slot p % R, up to pos [B] -> [B, Hq, D]. Other
     slots may hold anything.
     """
@@ -76,9 +76,9 @@ def fetched_attention(
     if use_triton(q) or use_native(q, q.shape[2]):
         # both are read where they are: the list is 0, 1, ..., and a ring of decoded tokens is one of a prompt of none
         none, slots = torch.zeros_like(pos), torch.arange(K, device=q.device).expand(B, H, K)
-        whole = WholeTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
+        whole = FullPrecisionTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
         return packed_gather_attention(q, slots, count, PackedTokens(k, v, 16), whole, pos, none, none[:1])
-    in_ring = held(pos, ring_k.shape[2]) >= 0
+    in_ring = ring_positions(pos, ring_k.shape[2]) >= 0
     keys, values = torch.cat((k[:B], ring_k[:B]), 2), torch.cat((v[:B], ring_v[:B]), 2)
     return masked_attention(q, keys, values, torch.cat((idx >= 0, in_ring[:, None].expand(B, H, -1)), 2))
 
@@ -106,7 +106,7 @@ def _fetch(
 
 
 def rows_of(D: int, itemsize: int) -> int:
-    """Rows of K and of V that a program has on the way."""
+    """Rows of K and of V that a program has in flight."""
     return max(1, min(MAX_ROWS, TILE_BYTES // (triton.next_power_of_2(D) * itemsize)))
 
 
@@ -160,22 +160,22 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _arrival(device: torch.device, address: int) -> torch.cuda.Event:
     """The event of a copy into the buffer at `address`: the two halves of a double buffer are in flight at once.
 
-    It becomes one of the device of the stream that it is first recorded on."""
+    It belongs to the device of the stream on which it is first recorded."""
     return torch.cuda.Event()
 
 
 def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     """Nothing waits on the host, and only streams wait on streams: fork and join are captured into a CUDA graph.
 
-    The side stream waits for the compute stream as of now: `asked` is written, the layer that used this half of the
-    double buffer has attended, and its rows of K and V lie in host memory. From here on the compute stream goes on with
-    the layer before, and decode joins the side stream by the event recorded here (`await_rows`) before it attends.
+    The side stream waits for the compute stream's work so far: `asked` is written, the layer that used this half of
+    the double buffer has attended, and its rows of K and V are in host memory. The compute stream then goes on with the
+    layer before, and decode joins the side stream by the event recorded here (`await_rows`) before it attends.
     """
     side, B = _side_stream(idx.device), len(idx)
     asked = asked[:B].copy_(idx)
     side.wait_stream(torch.cuda.current_stream(idx.device))
     with torch.cuda.stream(side):
-        # temporaries belong to the side stream's pool; all else are buffers: no record_stream is needed
+        # temporaries belong to the side stream's pool, and all else are buffers: no record_stream is needed
         if use_triton(asked):
             launch(host_k, host_v, asked, out_k, out_v)
         else:
@@ -195,8 +195,8 @@ PORTABLE, MAPPED = 1, 2  # cudaHostRegister: for all devices, in their address s
 class _Mapped:
     """Pinned bytes of the host, described to torch as memory of the device; torch keeps this object while in use.
 
-    Pages of their own, as many as it takes: torch's allocator of pinned memory takes the next power of two of each
-    buffer, which no memory check has counted.
+    It maps exactly the pages it needs: torch's allocator of pinned memory rounds each buffer up to a power of two,
+    which no memory check has counted.
     """
 
     def __init__(self, nbytes: int, device: torch.device):
@@ -222,11 +222,11 @@ def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def hit_rate(predicted: Tensor, true: Tensor, count: Tensor) -> Tensor:
     """Share of the truly best tokens that were predicted, hence fetched in time; 1 where none was wanted.
 
-    predicted and true [B, H, K] slots, of which the first count [B, H] of either are meant -> fp32 [B, H].
+    predicted and true [B, H, K] slots, the first count [B, H] of each of them valid -> fp32 [B, H].
     """
     B, H, K = true.shape
     meant = torch.arange(K, device=true.device) < count[..., None]
     width = int(torch.maximum(predicted.max(), true.max())) + 1
-    head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # a number of its own for each head's slots
+    head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # keeps the heads' slots apart
     found = torch.isin((true + head), (predicted + head)[meant]) & meant
     return torch.where(count > 0, found.sum(-1) / count.clamp(min=1), 1.0)

@@ -1,4 +1,4 @@
-"""Bases of low-rank keys and values that follow their tokens: Oja's rule, and what goes with a new basis (OjaKV)."""
+"""Bases of low-rank keys and values that follow their tokens: Oja's rule, QR, and latents in a new basis (OjaKV)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from kernels.backend import tl, triton, use_native
 from kernels.op import operation
 
-# Of rule "column": a column that holds less than this many tokens would, were they spread over all D channels, is
-# divided by what they would hold. Otherwise the few tokens of a short prompt, or of one step, turn columns towards
-# themselves by the full eta where they have next to nothing in them: on the shipped model, updates by 256 tokens one by
-# one multiply the residual energy of the text behind them by 3.2, and with the floor by 0.98. Ours, not the paper's.
+# For rule "column": the floor of a column's energy is what this many tokens would give it if they were spread evenly
+# over all D channels. Without it, the few tokens of a short prompt, or of one step, would turn columns that hold next
+# to nothing of them by the full eta: on the shipped model, updates by 256 tokens one by one multiply the residual
+# energy of the text behind them by 3.2, and with the floor by 0.98. Ours, not the paper's.
 COLUMN_TOKENS = 32
-TINY = 1e-30  # divides what is all zeros
-# Added to the diagonal of U^T U, of its trace: above the rounding error of 256 x 256 products in fp64. With the first,
-# the second decomposition starts from a condition number below 10 for all that fp32 can tell from dependent columns.
+TINY = 1e-30  # a divisor for what is all zeros
+# Shares of its trace that are added to the diagonal of U^T U: above the rounding error of 256 x 256 products in fp64.
+# After the first, the second decomposition has a condition number below 10 unless fp32 cannot tell columns apart.
 SHIFTS = 1e-13, 1e-15
 NUM_WARPS = 8  # of `sequential` in Triton: 64 numbers of a basis of 128 x 128 a thread, none is spilled
 
@@ -26,8 +26,8 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> 
     A token of zeros changes nothing. The result's columns are not orthonormal: see `orthonormalize`.
     sequential: one token at a time in the order of x, Sec. 5.2; that each step is divided by |x|^2 is ours.
     raw: U + eta (X - Y U^T)^T Y with Y = X U, Algorithm 1 to the letter: it diverges once eta |X|^2 is large.
-    batch, ours: that sum divided by sum |x|^2. column, ours: column c of it divided by its own energy, sum_t y_tc^2, or
-    if that is more by COLUMN_TOKENS / D of a token's mean |x|^2.
+    batch, ours: that sum divided by sum |x|^2. column, ours: its column c divided by that column's energy, sum_t
+    y_tc^2, or by COLUMN_TOKENS / D of a token's mean |x|^2 if that is more.
     """
     if rule == "sequential":
         x = x * (eta**0.5 / torch.linalg.vector_norm(x, dim=3, keepdim=True).clamp(min=TINY))
@@ -50,7 +50,7 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> 
 def sequential(basis: Tensor, x: Tensor) -> Tensor:
     """Bases U [N, D, r] after tokens x [N, m, D], one by one: U += (x - U y) y^T with y = U^T x of the running U.
 
-    All N at once, of which a kernel keeps each close to where it computes: a token costs 6 D r flops and no memory.
+    All N bases at once; a kernel keeps each in registers or cache, so that a token costs 6 D r flops and no memory.
     """
     basis = basis.clone()
     for token in x.split(1, 1):  # [N, 1, D]
@@ -88,9 +88,9 @@ def blocks(D: int, r: int) -> dict[str, int]:
 
 
 def orthonormalize(basis: Tensor) -> Tensor:
-    """Q of the QR decomposition with diag(R) > 0: otherwise columns flip, and latents stored before point backwards.
+    """Q of the QR decomposition with diag(R) > 0: otherwise columns flip, and latents stored before change sign.
 
-    basis [..., D, r]. On a GPU by `cholesky_qr`, as torch's decomposition goes through a batch one by one there.
+    basis [..., D, r]. On a GPU by `cholesky_qr`, as torch decomposes the matrices of a batch one by one there.
     """
     if basis.device.type != "cpu":
         return cholesky_qr(basis)
@@ -99,11 +99,11 @@ def orthonormalize(basis: Tensor) -> Tensor:
 
 
 def cholesky_qr(basis: Tensor) -> Tensor:
-    """That Q by two Cholesky decompositions of U^T U, in fp64: products of the whole batch, nothing for the host to do.
+    """The same Q by two Cholesky decompositions of U^T U, in fp64: products of the whole batch, no sync with the host.
 
     The first makes the columns nearly orthonormal, the second orthonormal. What is added to the diagonal keeps both
-    positive (shifted Cholesky QR, Fukaya et al. 2020), so that none can fail and no error has to be looked for: columns
-    that depend on those before them come out as anything between zero and unit length, never as NaN.
+    positive definite (shifted Cholesky QR, Fukaya et al. 2020), so that neither can fail and no error is checked for:
+    columns that depend on those before them come out as anything between zero and unit length, never as NaN.
     """
     x = basis.double()
     for shift in SHIFTS:
@@ -118,7 +118,7 @@ def cholesky_qr(basis: Tensor) -> Tensor:
 def change_basis(latents: Tensor, old: Tensor, new: Tensor) -> None:
     """In place: latents [B, Hkv, n, r] stored under `old` become those of their reconstruction under `new`.
 
-    Row by row, because a whole layer in fp32 is large; transposed, because so the cache holds them.
+    Row by row, because a whole layer in fp32 is large; transposed, because the cache holds them so.
     """
     for row, turn in zip(latents.mT, new.mT @ old, strict=True):
         row.copy_(turn @ row.float())

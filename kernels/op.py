@@ -1,13 +1,13 @@
-"""An operation is said once, where it stands: its arguments, what it gives, and its versions in torch, Triton and C++.
+"""Operations are declared once, each in its file: arguments, results, and versions in torch, Triton and C++.
 
     @operation(triton=lambda *args: _launch(*args), cpp=lambda q, *_: use_native(q))
     def score(q: Tensor, keys: Tensor, pos: Tensor | None = None) -> Tensor:
         ...  # the torch version
 
 The declared object is what callers call. CUDA tensors take the Triton version; CPU tensors take the C++ version where
-it serves, else the torch version; tensors on `meta` go where CUDA tensors go, and a TorchDispatchMode sees all of them.
-The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a version is
-opaque to the compiler. Its overload `cpp` is the function of the same name in C++ (kernels/native/).
+it serves, otherwise the torch version; tensors on `meta` go where CUDA tensors go, and a TorchDispatchMode sees every
+call. The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a
+version is opaque to the compiler. Its overload `cpp` is the C++ function of the same name (kernels/native/).
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ class Operation(Generic[P, R]):
         return self.reference(*given)
 
     def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All arguments in order: torch leaves out those at the end that are their defaults."""
+        """All arguments in order: torch leaves out trailing ones that equal their defaults."""
         if len(args) == len(self.defaults):
             return args
         return (*args, *[kwargs.get(name, default) for name, default in self.defaults[len(args) :]])
 
     def reads(self, *args: Any) -> dict[str, int]:
-        """Bytes that are read of each argument that is a tensor."""
+        """Bytes that are read of each tensor argument."""
         names, args = [name for name, _ in self.defaults], self.filled(args, {})
         given = {name: x for name, x in zip(names, args, strict=False) if isinstance(x, Tensor)}
         whole = {name: 0 if name in self.mutates else nbytes(x) for name, x in given.items()}
         return whole | ({} if self.parts is None else {n: size for n, size in self.parts(*args).items() if n in whole})
 
     def _run(self, *args: Any, **kwargs: Any) -> R:
-        """What the operator is in Python, on any device."""
+        """The operator's Python implementation, on any device."""
         args = self.filled(args, kwargs)
         if self.triton is not None and (not self.opaque or use_triton(args[0])):
             return self.triton(*args)
@@ -119,23 +119,23 @@ def operation(
 ) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Declare the operation of which the decorated function is the torch version.
 
-    All take the arguments of that function. triton: the Triton version; cpp: whether the C++ version, the function of
-    kernels/native/ by the same name, serves tensors on a CPU; fake: empty results of the right shapes, by default one
-    like the first argument; when: whether there is any but the torch version; opaque: a compiled graph calls the torch
-    version, too, as it stands, where others are open to the compiler; mutates: arguments that are written in place;
-    reads: bytes of each argument of which only a part is read, or which is written and read.
+    All callables take the arguments of that function. triton: the Triton version; cpp: whether the C++ version, the
+    function of that name in kernels/native/, serves these CPU tensors; fake: gives empty results of the right shapes,
+    by default one like the first argument; when: whether there is another version than torch's; opaque: a compiled
+    graph calls the torch version, too, as an operator, where by default the compiler sees into it; mutates: arguments
+    that are written in place; reads: bytes of each argument of which a part is read, or that is both written and read.
     """
     return lambda reference: Operation(reference, triton, cpp, fake, when, opaque, mutates, reads)
 
 
 def nbytes(x: Tensor | None) -> int:
-    """Of the numbers of a tensor, which may be part of a larger one."""
+    """Bytes of a tensor's numbers; the tensor may be part of a larger one."""
     return 0 if x is None else x.numel() * x.element_size()
 
 
 def picked(idx: Tensor | None, x: Tensor | None, dim: int = 2) -> int:
-    """Bytes of chosen slots of x [>= B, H, T, ...], or [>= B, T, ...] with dim=1: a list idx [B, ..., K] for each row,
-    of all heads or of each. None: of all slots."""
+    """Bytes of chosen slots of x [>= B, H, T, ...], or [>= B, T, ...] with dim=1: idx [B, ..., K] has a list for each
+    row, for all heads or for each. None: bytes of all slots."""
     if idx is None or x is None or not x.numel():
         return nbytes(x)
     lists = idx.numel() if dim == 1 or idx.shape[1] >= x.shape[1] else idx.numel() * x.shape[1] // idx.shape[1]
@@ -143,12 +143,12 @@ def picked(idx: Tensor | None, x: Tensor | None, dim: int = 2) -> int:
 
 
 def slots(n: int, x: Tensor | None, dim: int = 2) -> int:
-    """Bytes of one slot of each of n rows of x, all heads of it."""
+    """Bytes of one slot in each of n rows of x, over all heads."""
     return 0 if x is None or not x.numel() else n * (nbytes(x) // (len(x) * x.shape[dim]))
 
 
 class _Reads(TorchDispatchMode):
-    """Sums what is read of some buffers."""
+    """Sums the bytes that are read of some buffers."""
 
     def __init__(self, buffers: Iterable[Tensor]):
         super().__init__()
@@ -163,7 +163,7 @@ class _Reads(TorchDispatchMode):
         written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         if func.namespace == "kv_fast":
             sizes = OPERATIONS[func._opname].reads(*args)
-        else:  # rows that are gathered are as many as come out
+        else:  # a gather reads as many bytes as it returns
             sizes = {name: nbytes(out) for name in ("self",) if func.overloadpacket in _GATHERS}
         for name, x in named.items():
             for part in x if isinstance(x, (list, tuple)) else (x,):
@@ -176,17 +176,17 @@ _GATHERS = {torch.ops.aten.index, torch.ops.aten.gather, torch.ops.aten.index_se
 
 
 def bytes_read(step: Callable[[], object], buffers: Iterable[Tensor]) -> int:
-    """Bytes of `buffers` that a step reads, all of them on `meta`: every operation tells what it reads, and one of
-    torch's own reads what it is given. Lists and caches count as full, lengths being numbers that `meta` has not."""
+    """Bytes of `buffers`, all on `meta`, that a step reads: our operations say what they read, and torch's own read
+    their arguments. Lists and caches count as full, because `meta` tensors hold no lengths."""
     with _Reads(buffers) as seen, torch.no_grad():
         step()
     return seen.bytes
 
 
 class Declarations(dict[str, list[str]]):
-    """Operators as functions in C, for inductor's `aot_inductor.custom_ops_to_c_shims`: a compiled step calls them so
-    (`Operator` in native/tensor.h), not through torch's dispatcher. Inductor asks for an operator, but its cache of
-    compiled code can't tell whether operators are the same ones: so they are under their names."""
+    """Operators as C functions, for inductor's `aot_inductor.custom_ops_to_c_shims`: a compiled step calls them as such
+    (`Operator` in native/tensor.h), not through torch's dispatcher. Inductor looks an operator up, but its cache of
+    compiled code cannot tell whether two operators are the same: so the keys are their names."""
 
     def __init__(self) -> None:
         for operation in OPERATIONS.values():

@@ -2,8 +2,8 @@
 
 The torch versions here are the reference for every kernel that computes the same thing. `packed_attention` is a
 registered operator, as `decode_attention` is: a compiled graph calls it with fixed shapes while it reads filled slots
-alone. Its Triton kernels are those of `decode_attention`: rows, and heads that differ, get programs by their real
-lengths. Whoever reads a head's first slots takes the extra token.
+alone. Its Triton kernels are those of `decode_attention`: programs are shared out by the real lengths of rows, and of
+heads if they differ. The program that reads a head's first slots adds the extra token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def packed_attention(
     q [B, Hq, D], k and v [>= B, Hkv, C, D] (rotated), stop [B] or, where heads differ, [B, Hkv] int64 >= 1; mean_k and
     mean_v [>= B, Hkv, D] fp32 and count of stop's shape int64, together or not at all -> [B, Hq, D]. Scale 1/sqrt(D).
     The extra token counts as `count` tokens of the same key and value (Eq. 5): log(count) is added to its scaled logit.
-    Where count is 0 there is none, and what mean_k and mean_v hold does not matter; slots from stop on may hold
-    anything, too.
+    Where count is 0 there is none, and mean_k and mean_v may hold anything, as may slots from stop on.
     """
     if stop.dim() == 2:  # every head becomes a row of its own
         B, H = stop.shape
@@ -63,7 +62,7 @@ def _packed_attention(
     reads=lambda cache, slot, x: dict(cache=nbytes(x)),
 )
 def replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
-    """In place, x [B, H, D] into slot [B] of cache [>= B, H, C, D] -> what was there, [B, H, D].
+    """In place, put x [B, H, D] into slot [B] of cache [>= B, H, C, D] -> what was there before, [B, H, D].
 
     An operator, because a compiled graph that reads a slot before it writes it copies the whole cache, at every step.
     """
@@ -76,7 +75,7 @@ def replace_token(cache: Tensor, slot: Tensor, x: Tensor) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """k and v [B, Hkv, n, D] where mask [B, n] is True; the rest as in `packed_attention`."""
+    """Attention over k and v [B, Hkv, n, D] where mask [B, n] is True; the rest as in `packed_attention`."""
     B, Hq, D = q.shape
     n, scale = k.shape[2], D**-0.5
     grouped = q.reshape(B, k.shape[1], -1, D)
@@ -96,7 +95,7 @@ def _attend(
 def _attend_filled(
     q: Tensor, k: Tensor, v: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
 ) -> Tensor:
-    """`_attend` without a mask, by the kernel behind SDPA on a CPU, which also says what its softmax summed up to."""
+    """`_attend` without a mask, by the kernel behind SDPA on a CPU, which also returns its softmax's log-sum-exp."""
     B, Hq, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, D)
     y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(grouped, k, v)
@@ -112,7 +111,7 @@ def _attend_filled(
 def _packed_attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, stop: Tensor, mean_k: Tensor | None, mean_v: Tensor | None, count: Tensor | None
 ) -> Tensor:
-    """Reads filled slots only: rows that agree on them in one call, others row by row."""
+    """Read filled slots only: in one call if all rows have the same, otherwise row by row."""
     ends = stop.tolist()
     if len(set(ends)) == 1:
         return _attend_filled(q, k[: len(q), :, : ends[0]], v[: len(q), :, : ends[0]], mean_k, mean_v, count)

@@ -1,4 +1,4 @@
-"""Attention of one query per row over three kinds of tokens: kept whole at the start, chosen and packed, and newest.
+"""Attention of one query per row over three kinds of tokens: sinks, chosen packed tokens, and the newest ones.
 
 Self-Indexing KVCache attends to sinks in full precision, to the chosen tokens of the compressed store, and to a ring
 of decoded tokens in full precision, under one softmax.
@@ -15,7 +15,7 @@ from kernels.backend import tl, triton, use_native
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
 from kernels.quantize import GROUP, WORDS
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.sign_codes import SUB
 from kernels.splits import block_size, blocks_of, combine, parts_of, share_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
@@ -24,7 +24,7 @@ UNIT = 8  # channels that are one word of `bits` bytes, beside one byte of sign 
 
 
 class PackedTokens(NamedTuple):
-    """T slots of each row and KV head, [>= B, Hkv, T, ...], of which a list chooses some."""
+    """T slots of each row and KV head, [>= B, Hkv, T, ...], some of which a list chooses."""
 
     k: Tensor  # uint8 [..., D * bits / 8]: key magnitudes, or signed keys if there are no codes; at 16 bits [..., D]
     v: Tensor
@@ -35,7 +35,7 @@ class PackedTokens(NamedTuple):
     codes: Tensor | None = None  # uint8 [..., D / 8]: signs of the keys, 4 channels to 4 bits
 
 
-class WholeTokens(NamedTuple):
+class FullPrecisionTokens(NamedTuple):
     """Tokens in full precision. Empty slots weigh 0: keys may be anything, values must be finite."""
 
     sink_k: Tensor  # [>= B, Hkv, n, D]: the first min(n, prompt_len) slots are attended to
@@ -49,7 +49,7 @@ def packed_gather_attention(
     idx: Tensor,
     count: Tensor,
     packed: PackedTokens,
-    whole: WholeTokens,
+    full_precision: FullPrecisionTokens,
     pos: Tensor,
     prompt_len: Tensor,
     flushed: Tensor,
@@ -62,7 +62,7 @@ def packed_gather_attention(
     """
     return _packed_gather_attention(
         q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
-        *whole, pos, prompt_len, flushed, packed.bits,
+        *full_precision, pos, prompt_len, flushed, packed.bits,
     )  # fmt: skip
 
 
@@ -90,12 +90,12 @@ def _packed_gather_attention(
     chosen_k, chosen_v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
     sinks = torch.arange(sink_k.shape[2], device=q.device) < prompt_len[:B, None]
-    tail = held(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
+    tail = ring_positions(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
     scaled = grouped if alpha is None else (grouped * alpha[:B, :, None]).to(q.dtype)
     scaled = scaled if k_params is None else unit_order(scaled)
-    # one softmax over three parts: joining their logits copies a number a token, joining the keys would copy D
+    # one softmax over three parts: joining their logits copies one number per token, joining the keys would copy D
     parts = ((grouped, sink_k[:B]), (scaled, chosen_k.to(q.dtype)), (grouped, tail_k[:B]))
     logits = torch.cat([x @ keys.transpose(2, 3) for x, keys in parts], 3).float() * D**-0.5
     p = torch.where(mask[:, :, None], logits, float("-inf")).softmax(-1).to(q.dtype)
@@ -107,7 +107,7 @@ def _packed_gather_attention(
 
 
 def fetch(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys, still divided by alpha, and values of slots idx [B, Hkv, K] -> two [B, Hkv, K, D], eq. 13.
+    """Keys, still divided by alpha (eq. 13), and values (eq. 11) of slots idx [B, Hkv, K] -> two [B, Hkv, K, D].
 
     Below 16 bits the channels come in `unit_order`.
     """
@@ -123,7 +123,7 @@ def fetch(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_packed(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of slots idx [B, Hkv, K] in the clear -> two [B, Hkv, K, D], channels in their order."""
+    """Dequantized keys and values of slots idx [B, Hkv, K] -> two [B, Hkv, K, D], channels in their order."""
     k, v = fetch(packed, idx)
     if packed.k_params is not None:
         k, v = (x.unflatten(-1, (UNIT, -1)).mT.flatten(-2) for x in (k, v))
@@ -131,7 +131,7 @@ def read_packed(packed: PackedTokens, idx: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_order(x: Tensor) -> Tensor:
-    """[..., D] -> [..., D]: the first channels of all units of 8, then their second channels, and so on."""
+    """Reorder [..., D]: the first channels of all units of 8 channels, then their second channels, and so on."""
     return x.unflatten(-1, (-1, UNIT)).mT.flatten(-2)
 
 
@@ -139,8 +139,8 @@ def unpack_units(packed: Tensor, params: Tensor, bits: int, signs: Tensor | None
     """Bytes [..., D * bits / 8], params [..., D / 16] and sign codes [..., D / 8] -> fp32 [..., D] in `unit_order`.
 
     A unit of 8 channels is one word of `bits` bytes and one byte of signs. Neighbours in this order are the same bits
-    of neighbouring words: a compiled loop over them is all vectors, where the order of the channels would need a
-    shuffle for every number.
+    of neighbouring words, so a compiled loop over them is fully vectorized; the order of channels would need a shuffle
+    for every number.
     """
     words = packed.view(WORDS[bits])
     words, signs = words.int() if bits < 8 else words, None if signs is None else signs.int()

@@ -1,4 +1,4 @@
-"""Scores of pages of tokens from the least and the greatest of each channel of their keys (Quest, Tang et al. 2024).
+"""Scores of pages of tokens from the minimum and maximum of each channel of their keys (Quest, Tang et al. 2024).
 
 No key of a page has an inner product with q above sum_d max(q_d low_d, q_d high_d): pages are ranked by that bound. The
 kernel reads both bounds of a page once for all query heads of the group: 2 D elements for `page` tokens.
@@ -20,10 +20,10 @@ NUM_WARPS = 4
 
 
 def page_bounds(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Least and greatest of every channel in each page of a prompt's keys.
+    """Minimum and maximum of every channel in each page of a prompt's keys.
 
     k [B, H, S, D] rotated, lengths [B] -> low, high [B, H, ceil(S / page), D] in the dtype of k. Tokens past a prompt's
-    end do not count; a page without a token is +inf, -inf, to which the first token that joins it can be compared.
+    end do not count; an empty page is +inf, -inf, so that the first token that joins it can be compared with these.
     """
     B, H, S, D = k.shape
     pages = -(-S // page)
@@ -53,7 +53,7 @@ def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None)
     q [B, Hq, D], low and high [>= B, Hkv, P, D] -> fp32 [B, Hkv, P]. last [B], if given, is the last page that matters:
     later ones need not be read, and their scores may be anything.
     """
-    # a positive channel of a query takes the greatest, a negative one the least: a sum over the group comes first
+    # a positive channel of a query takes the maximum, a negative one the minimum: so sum over the group first
     groups = q.float().unflatten(1, (low.shape[1], -1))
     up, down = groups.clamp(min=0).sum(2, keepdim=True), groups.clamp(max=0).sum(2, keepdim=True)
     return (head_scores(up, high, last) + head_scores(down, low, last))[:, :, 0]

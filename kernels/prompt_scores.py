@@ -1,4 +1,4 @@
-"""Scores of a prompt's tokens by the attention that its last queries pay to them."""
+"""Scores of a prompt's tokens by the attention that its last queries pay to them, and the choice of the best."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def snapkv_scores(q: Tensor, k: Tensor, lengths: Tensor, window: int = 32, pool:
     return mass.masked_fill((t >= lengths[:, None])[:, None], float("-inf"))
 
 
-def pooled(mass: Tensor, kernel: int, how: str = "max") -> Tensor:
+def pooled(mass: Tensor, kernel: int, pool: str = "max") -> Tensor:
     """The largest ("max") or the mean ("avg") of `kernel` neighbours, an odd number: [B, H, S] >= 0 -> [B, H, S].
 
-    What lies outside counts as 0, in the mean too.
+    Neighbours outside the prompt count as 0, in the mean too.
     """
-    pool = F.max_pool1d if how == "max" else F.avg_pool1d
-    return mass if kernel == 1 else pool(mass, kernel, stride=1, padding=kernel // 2)
+    reduce = F.max_pool1d if pool == "max" else F.avg_pool1d
+    return mass if kernel == 1 else reduce(mass, kernel, stride=1, padding=kernel // 2)
 
 
 def best_tokens(scores: Tensor, n: int) -> Tensor:
-    """The n tokens of the highest scores, best first: [..., S] -> int64 [..., min(n, S)].
+    """The n tokens with the highest scores, best first: [..., S] -> int64 [..., min(n, S)].
 
-    Pooling makes equal scores: a stable sort takes the same tokens of them, the first, however far a batch is padded.
+    Pooling makes equal scores: of these, a stable sort takes the first ones, however far a batch is padded.
     """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
@@ -44,7 +44,7 @@ def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
 
 def best_in_order(scores: Tensor, n: int, count: Tensor) -> tuple[Tensor, Tensor]:
     """The best count [B] <= n tokens of each row in the order of the text: scores [B, S] -> int64 [B, n], and which of
-    these are there, the first count: bool [B, n]."""
+    these are valid, the first count: bool [B, n]."""
     S, ranked = scores.shape[1], best_tokens(scores, n)
     there = torch.arange(ranked.shape[1], device=scores.device) < count[:, None]
     return torch.where(there, ranked, S).sort(-1).values.clamp(max=S - 1), there

@@ -1,8 +1,8 @@
 """Group quantization: asymmetric, fp16 scale and zero for every group, packed into bytes.
 
-Groups are of 32 channels of a token, or of more; or of 32 tokens of a channel (KIVI's keys). Where 32 do not divide the
-channels, the last group is smaller: any multiple of 8 has its groups. The Triton kernels read x once and write what
-they pack. `dequantize` has none: the attention kernels dequantize in registers.
+A group is 32 channels of a token, or more; or 32 tokens of a channel (KIVI's keys). If 32 does not divide the number of
+channels, the last group is smaller: any multiple of 8 channels can be grouped. The Triton kernels read x once and write
+what they pack. `dequantize` has no kernel: the attention kernels dequantize in registers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.tiles import encode_groups
 
 GROUP = 32  # channels that share a scale and a zero, or tokens that do
 BITS = (2, 3, 4, 8, 16)
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # 8 channels of so many bits are one integer
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bits: the integer that holds 8 channels
 FP16_MAX = 65504.0
 
 
@@ -27,12 +27,12 @@ def _outputs(x: Tensor, bits: int, *rest: object) -> tuple[Tensor, Tensor]:
 
 
 def groups_of(width: int, group: int = GROUP) -> int:
-    """Into how many groups the channels of a token fall; the last one may be smaller."""
+    """The number of groups of a token's channels; the last one may be smaller."""
     return -(-width // group)
 
 
 def group_size(width: int, groups: int) -> int:
-    """Channels of a group, of which there are so many: all, a part of them all alike, or 32 and a rest."""
+    """Channels per group, given the number of groups: all channels, equal parts, or 32 with a smaller last group."""
     return width // groups if groups == 1 or width % (groups * GROUP) == 0 else GROUP
 
 
@@ -53,10 +53,10 @@ def quantize(
     """x [..., D], D % 8 == 0 -> packed uint8 [..., D * bits / 8], params fp16 [..., ceil(D / group), 2] (scale, zero).
 
     Asymmetric per token and group of channels: zero = min, scale = (max - min) / (2^bits - 1); Self-Indexing KVCache
-    eq. 9-10. The codes are taken against the scale and zero *as stored in fp16*. The first channel of a byte is in its
+    eq. 9-10. Codes are taken against the scale and zero *as stored in fp16*. The first channel of a byte is in its
     lowest bits. With mean and alpha, fp32 [B, H, D], (x - mean) / alpha of x [B, H, S, D] is quantized, or its
-    magnitude; either may be left out. clip: min and max are taken times it (QuaRot), what lies beyond saturates. The
-    group is a multiple of 32, or all channels; 32 need not divide them.
+    magnitude; either may be left out. clip: factor of min and max (QuaRot); what lies beyond saturates. The group is a
+    multiple of 32, or all channels; 32 need not divide them.
     """
     x = x.float()
     x = x if mean is None else x - mean[:, :, None]
@@ -73,15 +73,15 @@ def quantize(
 def quantize_channels(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """x [..., S, D], S % 32 == 0 -> packed uint8 [..., S, D * bits / 8], params fp16 [..., S / 32, D, 2].
 
-    As `quantize`, but what shares a scale and a zero are 32 tokens of one channel (KIVI's keys). Codes are packed
-    by token all the same: a token's are one row, as attention reads it.
+    As `quantize`, but 32 tokens of one channel share a scale and a zero (KIVI's keys). Codes are still packed by token:
+    a token's codes are one row, as attention reads them.
     """
     codes, params = _codes(x.float().unflatten(-2, (-1, GROUP)), -2, bits, 1.0)
     return pack(codes.flatten(-3, -2), bits), params
 
 
 def _codes(g: Tensor, dim: int, bits: int, clip: float) -> tuple[Tensor, Tensor]:
-    """fp32, groups along dim -> uint8 codes of its shape, params fp16 without dim, and with 2 (scale, zero) behind."""
+    """x fp32, groups along dim -> uint8 codes of x's shape, params fp16 [..., 2] (scale, zero) without dim."""
     levels = 2**bits - 1
     scale, zero = half_params(g.amin(dim) * clip, g.amax(dim) * clip, levels)
     step = scale.float().clamp(min=1e-8)  # a constant group has scale 0: every code is 0
@@ -95,10 +95,10 @@ def _halves(lo: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
 
 @operation(fake=_halves, opaque=True)
 def half_params(lo: Tensor, hi: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """fp16 scale and zero of codes 0..levels from lo to hi, fp32 of any shape. Outliers of bf16 saturate: an infinite
+    """fp16 scale and zero for codes 0..levels from lo to hi, fp32 of any shape. Outliers of bf16 saturate: an infinite
     zero would give NaN.
 
-    An operator, so that inductor, which keeps what it fuses in fp32, takes codes against the rounded numbers, too.
+    An operator, because inductor keeps what it fuses in fp32, and codes must be taken against the rounded numbers.
     """
     zero = lo.clamp(-FP16_MAX, FP16_MAX).half()
     return ((hi - zero.float()) / levels).clamp(0, FP16_MAX).half(), zero
@@ -124,7 +124,7 @@ def dequantize_channels(packed: Tensor, params: Tensor, bits: int) -> Tensor:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2^bits, [..., n] -> bytes [..., n * bits / 8]; the first code of a byte in its lowest bits.
 
-    3 bits are three, not ten in a word of 32: first the bytes of all low 2 bits, behind them those of the third ones.
+    3 bits are three, not ten codes in a 32-bit word: first the bytes of all low 2 bits, then those of the third bits.
     """
     if bits == 3:
         return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)

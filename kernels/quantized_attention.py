@@ -1,9 +1,9 @@
-"""Attention of one query per row over every token, in few bits but for the first and the newest, which are whole.
+"""Attention of one query per row over every token, quantized but for the first and the newest ones.
 
-Keys and values each lie in slots of few bits, slot = position. Beside them stand the first tokens and a ring of the
-newest, in the cache's dtype: a token is quantized when it leaves the ring, by itself or, where keys are quantized per
-channel, with a block of others at once (KIVI). One pass reads what is packed and unpacks it in registers: at 2 bits and
-D = 128, 96 bytes a token and KV head (KIVI) where dense bf16 reads 512.
+Keys and values are quantized in slots, slot = position. Beside them are the first tokens and a ring of the newest ones
+in the cache's dtype (`full_precision`): a token is quantized when it leaves the ring, by itself or, if keys are
+quantized per channel, together with a block of others (KIVI). One pass reads packed tokens and unpacks them in
+registers: at 2 bits and D = 128, 96 bytes per token and KV head (KIVI), where dense bf16 reads 512.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.quantize import (
     quantize,
     quantize_channels,
 )
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
 
@@ -39,10 +39,10 @@ class QuantizedTokens(NamedTuple):
     # fp16 [>= B, Hkv, T, groups, 2] scales and zeros, or per channel [>= B, Hkv, T / 32, D, 2]; with a book scales
     # alone, [>= B, Hkv, T, 1], or with blocks [>= B, Hkv, T / 32, 1]
     params: Tensor | None
-    whole: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
+    full_precision: Tensor  # [>= B, Hkv, sinks + R, D]: the first tokens, then a ring of the newest
     bits: int
     sinks: int
-    block: int = 0  # so many tokens leave the ring together, and 32 of them share scales; 0: one by one
+    block: int = 0  # tokens that leave the ring together, each 32 of which share scales; 0: one by one
     clip: float = 1.0
     book: Tensor | None = None  # fp32 [2^bits], what codes stand for; None: integers
 
@@ -53,17 +53,17 @@ class QuantizedTokens(NamedTuple):
 
     @property
     def ring(self) -> int:
-        return self.whole.shape[2] - self.sinks
+        return self.full_precision.shape[2] - self.sinks
 
     def packed_until(self, pos: Tensor) -> Tensor:
         """The first position behind the packed ones while the token at pos [B] is attended to."""
-        if self.block:  # the last token of a block is in it, or if the ring has room the token behind it
+        if self.block:  # a block is packed when its last token comes, or the one behind it if the ring has room
             return (pos + 1 - (self.ring - self.block)) // self.block * self.block
         return (pos + 1 - self.ring).clamp(min=self.sinks)
 
 
 def slot_of(pos: Tensor, sinks: int, ring: int) -> Tensor:
-    """Where among the whole tokens a position stands."""
+    """The slot of a position among the whole tokens."""
     return torch.where(pos < sinks, pos, sinks + (pos - sinks) % ring)
 
 
@@ -71,7 +71,7 @@ def slot_of(pos: Tensor, sinks: int, ring: int) -> Tensor:
 
 
 def encode(tokens: QuantizedTokens, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., n, D] -> what n of its slots hold, data and params; where tokens share scales, n is a multiple of 32."""
+    """x [..., n, D] -> data and params of n slots; if tokens share scales, n must be a multiple of 32."""
     if tokens.book is not None:
         return quantize_book(x, tokens.bits, tokens.book, GROUP if tokens.block else 1)
     if tokens.block:
@@ -81,66 +81,66 @@ def encode(tokens: QuantizedTokens, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def store_prompt(tokens: QuantizedTokens, x: Tensor, lengths: Tensor) -> None:
-    """x [B, Hkv, S, D] of prompts that end at lengths [B]; past them, slots may get anything."""
+    """Store x [B, Hkv, S, D] of prompts that end at lengths [B]; past them, slots may get anything."""
     B, _, S, _ = x.shape
     if tokens.params is None:
         tokens.data[:B, :, :S] = x
     else:
         each = GROUP if tokens.block else 1
-        S = S // each * each  # fewer than share a scale stay whole
+        S = S // each * each  # fewer tokens than share a scale stay whole
         if S:
             tokens.data[:B, :, :S], tokens.params[:B, :, : S // each] = encode(tokens, x[:, :, :S])
     sinks = min(tokens.sinks, x.shape[2])
-    tokens.whole[:B, :, :sinks] = x[:, :, :sinks]
-    newest = tokens.sinks + held(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
-    tokens.whole[:B, :, tokens.sinks :] = gather_rows(x, newest.clamp(0, x.shape[2] - 1)[:, None])
+    tokens.full_precision[:B, :, :sinks] = x[:, :, :sinks]
+    newest = tokens.sinks + ring_positions(lengths - 1 - tokens.sinks, tokens.ring)  # [B, R]
+    tokens.full_precision[:B, :, tokens.sinks :] = gather_rows(x, newest.clamp(0, x.shape[2] - 1)[:, None])
 
 
 def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
-    """One token per row, x [B, Hkv, D] at pos [B], to the ring; what leaves it is quantized.
+    """Put one token per row, x [B, Hkv, D] at pos [B], into the ring; quantize what leaves it.
 
-    An operator: a compiled graph that reads a slot of the ring before it writes it would copy the ring.
+    An operator, because a compiled graph that reads a slot of the ring before it writes it would copy the ring.
     """
     _quantized_append(
-        x, pos, tokens.whole, tokens.data, tokens.params, tokens.book, tokens.bits, tokens.sinks, tokens.block,
+        x, pos, tokens.full_precision, tokens.data, tokens.params, tokens.book, tokens.bits, tokens.sinks, tokens.block,
         tokens.clip,
     )  # fmt: skip
 
 
 def _in_cpp(x: Tensor, *books: Tensor | None) -> bool:
-    """C++ knows integers, in whole groups of 32 channels."""
+    """Whether C++ serves: it has integer codes alone, in whole groups of 32 channels."""
     return use_native(x, x.shape[2]) and x.shape[2] % GROUP == 0 and all(book is None for book in books)
 
 
 @operation(
-    cpp=lambda x, pos, whole, data, params, book, *_: _in_cpp(x, book) and x.dtype == whole.dtype,
+    cpp=lambda x, pos, full_precision, data, params, book, *_: _in_cpp(x, book) and x.dtype == full_precision.dtype,
     opaque=True,
-    mutates=("whole", "data", "params"),
-    reads=lambda x, pos, whole, *_: dict(whole=nbytes(x)),
+    mutates=("full_precision", "data", "params"),
+    reads=lambda x, pos, full_precision, *_: dict(full_precision=nbytes(x)),
 )
 def _quantized_append(
-    x: Tensor, pos: Tensor, whole: Tensor, data: Tensor, params: Tensor | None, book: Tensor | None,
+    x: Tensor, pos: Tensor, full_precision: Tensor, data: Tensor, params: Tensor | None, book: Tensor | None,
     bits: int, sinks: int, block: int, clip: float,
 ) -> None:  # fmt: skip
-    tokens = QuantizedTokens(data, params, whole, bits, sinks, block, clip, book)
+    tokens = QuantizedTokens(data, params, full_precision, bits, sinks, block, clip, book)
     row, ring = torch.arange(len(pos), device=pos.device), tokens.ring
     slot = slot_of(pos, sinks, ring)
     if not block:
         # Where nothing leaves, the slot's contents go to one that is never read: a sink's, or one of the last R, whose
         # tokens can never leave the ring.
-        old, at = whole[row, :, slot], (pos - ring) % data.shape[2]
+        old, at = full_precision[row, :, slot], (pos - ring) % data.shape[2]
         if params is None:
             data[row, :, at] = old
         else:
             coded = encode(tokens, old[:, :, None])
             data[row, :, at], params[row, :, at] = (part[:, :, 0] for part in coded)
-    whole[row, :, slot] = x
+    full_precision[row, :, slot] = x
     if block:
         _flush(tokens, pos)
 
 
 def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
-    """Quantize a block of the rows in which one leaves the ring, the newest token at pos [B]."""
+    """Quantize a block in those rows where one leaves the ring, the newest token at pos [B]."""
     block, params = tokens.block, tokens.params
     assert params is not None
     end = pos + 1 - (tokens.ring - block)
@@ -153,16 +153,16 @@ def _flush(tokens: QuantizedTokens, pos: Tensor) -> None:
         rows = torch.arange(len(pos), device=pos.device)
     first, row = (end[rows] - block).clamp(min=0)[:, None], rows[:, None]
     slot = slot_of(first + torch.arange(block, device=pos.device), tokens.sinks, tokens.ring)
-    coded = encode(tokens, gather_rows(tokens.whole[rows], slot[:, None]))
+    coded = encode(tokens, gather_rows(tokens.full_precision[rows], slot[:, None]))
     for part, new, each in ((tokens.data, coded[0], 1), (params, coded[1], GROUP)):
         at = first // each + torch.arange(block // each, device=pos.device)
-        new = new.transpose(1, 2)  # advanced indices around slices put what is between behind
+        new = new.transpose(1, 2)  # with a slice between advanced indices, their dimensions come first
         there = due[rows].view(-1, 1, *[1] * (new.dim() - 2))
         part[row, :, at] = torch.where(there, new, part[row, :, at])
 
 
 def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tensor | None = None) -> Tensor:
-    """Tokens at positions 0..n-1 in the clear, the newest at pos [B] -> [B, Hkv, n, D] in the dtype of whole ones."""
+    """Dequantized tokens at positions 0..n-1, the newest at pos [B] -> [B, Hkv, n, D] in the dtype of whole ones."""
     if packed_until is None:
         packed_until = tokens.packed_until(pos)
     B, t, data, params = len(pos), torch.arange(n, device=pos.device), tokens.data[: len(pos), :, :n], tokens.params
@@ -176,8 +176,8 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tens
     else:
         packed = dequantize(data, params[:B, :, :n], tokens.bits)
     is_packed = (t >= tokens.sinks) & (t < packed_until[:, None])
-    whole = tokens.whole[:B, :, slot_of(t, tokens.sinks, tokens.ring)]
-    return torch.where(is_packed[:, None, :, None], packed.to(whole.dtype), whole)
+    full_precision = tokens.full_precision[:B, :, slot_of(t, tokens.sinks, tokens.ring)]
+    return torch.where(is_packed[:, None, :, None], packed.to(full_precision.dtype), full_precision)
 
 
 # ---- attention ----
@@ -189,10 +189,10 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     Sinks and rings of keys and of values are of one size, and no value is packed that has a whole key. Other slots may
     hold anything.
     """
-    # a whole key has a whole value: the ring of keys holds none that the ring of values does not
+    # a whole key has a whole value: the ring of keys holds no token that the ring of values lacks
     return _quantized_attention(
-        q, k.data, k.params, k.whole, v.data, v.params, v.whole, pos, k.packed_until(pos), v.packed_until(pos),
-        k.book, v.book, k.sinks, k.bits, v.bits, k.channels,
+        q, k.data, k.params, k.full_precision, v.data, v.params, v.full_precision, pos, k.packed_until(pos),
+        v.packed_until(pos), k.book, v.book, k.sinks, k.bits, v.bits, k.channels,
     )  # fmt: skip
 
 
@@ -305,8 +305,8 @@ def _quantized_attention_kernel(
 def _side(
     data: Tensor, params: Tensor | None, bits: int, book: Tensor | None, D: int, channels: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """Keys or values as the kernel takes them: codes, again by the byte for the third of 3 bits, params, and how many
-    channels, or with a book tokens, share these."""
+    """Keys or values as arguments of the kernel: codes; the same by bytes, for the third of 3 bits; params; and the
+    number of channels, or with a book of tokens, that share them."""
     words = data if bits == 16 or (bits == 3 and D % 16) else data.view(WORDS.get(bits, torch.int16))
     third, each = data if bits == 3 else None, GROUP
     if params is None or book is not None:

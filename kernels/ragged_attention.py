@@ -1,7 +1,7 @@
-"""Attention of one query per row where every KV head holds a number of tokens of its own, one head's behind another's.
+"""Attention of one query per row where each KV head holds its own number of tokens, stored one head after another.
 
-Heads become rows of `decode_attention`'s kernels, whose keys are one list of slots for all: what is read is what each
-head holds, and programs are shared out by that.
+Heads become rows of `decode_attention`'s kernels, with one list of slots for all: only what each head holds is read,
+and programs are shared out accordingly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.op import operation
     opaque=True,
 )
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """Softmax attention of each KV head's query heads over slots start <= t < stop of its own.
+    """Softmax attention of each KV head's query heads over its own slots start <= t < stop.
 
     q [B, Hq, D], k and v [N, D] (rotated), the slots of all rows and heads, start and stop [B, Hkv] int64, start < stop
     -> [B, Hq, D]. Scale 1/sqrt(D). Slots that no head has may hold anything.
@@ -30,7 +30,7 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
 
 
 def _of_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """`attend` of as many rows as there are KV heads, all of which have the same slots."""
+    """Call `attend` with one row for each KV head; all rows have the same slots."""
     n = start.numel()
     k, v = (x.expand(n, 1, *x.shape) for x in (k, v))
     return attend(q.reshape(n, -1, q.shape[2]), k, v, stop.flatten(), start.flatten()).view(q.shape)

@@ -1,4 +1,4 @@
-"""Rings: a token's slot is its place modulo the number of slots, so that a new token takes that of the oldest."""
+"""Rings: a token's slot is its place modulo the number of slots, so that a new token replaces the oldest."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def held(newest: Tensor, size: int) -> Tensor:
-    """The place of the token that each slot of a ring holds, newest [B] the last that was written -> [B, size].
+def ring_positions(newest: Tensor, size: int) -> Tensor:
+    """The place of the token that each slot of a ring holds; newest [B] was written last -> [B, size].
 
-    Places count from 0, in the text or behind a prompt; negative: no token yet.
+    Places count from 0, in the text or after a prompt; negative: no token yet.
     """
     newest = newest[:, None]
     return newest - (newest - torch.arange(size, device=newest.device)) % size

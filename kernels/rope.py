@@ -1,7 +1,7 @@
 """Rotary embedding: the inverse frequencies of every rope type, the tables of a cache, and the rotation itself.
 
-Half-split layout, as in Hugging Face's checkpoints: channel i turns with channel i + D/2, and no weights, channel
-lists or bases are ever permuted.
+The layout is half-split, as in Hugging Face's checkpoints: channel i turns with channel i + D/2, and no weights,
+channel lists or bases are ever permuted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RopeArgs:
 def rope_inv_freq(r: RopeArgs, d: int, context: int, seq_len: int | Tensor = 0) -> tuple[Tensor, float]:
     """Inverse frequencies [..., D/2] in fp32 and the factor on cos and sin.
 
-    d = head_dim; context: tokens that the model was trained for; seq_len [...] matters to dynamic alone.
+    d = head_dim; context: the length the model was trained for; seq_len [...] matters to dynamic alone.
     """
     original = r.original_max_position_embeddings or context
     theta, scale = r.theta, 1.0
@@ -92,11 +92,11 @@ def angles(table: Tensor, pos: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """cos and sin of every position a cache can hold, [R, T, D/2] fp32; what a method rotates with.
+    """cos and sin of every position a cache can hold, [R, T, D/2] fp32, with which a method rotates.
 
-    R is 1, but for dynamic NTK, whose angles depend on each row's prompt length, it is the batch size. As in
-    Hugging Face, a prompt longer than the model's context is rotated by its own length's base, and each token decoded
-    after it by the base of its own position.
+    R is 1, or the batch size for dynamic NTK, whose angles depend on each row's prompt length. As in Hugging Face, a
+    prompt longer than the model's context is rotated with the base for its length, and each token decoded after it
+    with the base for its own position.
     """
 
     cos: Tensor
@@ -141,7 +141,7 @@ class Rope(nn.Module):
         return angles(self.cos, pos), angles(self.sin, pos)
 
     def rotate_prompt(self, x: Tensor, start: int = 0) -> Tensor:
-        """x [B, H, S, D] from position `start` on, PROMPT_CHUNK tokens at a time: in fp32, all are several times x."""
+        """Rotate x [B, H, S, D] from position `start` on, PROMPT_CHUNK tokens at a time to save fp32 temporaries."""
         B, S = len(x), x.shape[2]
         cos, sin = (t[:B] for t in self.prompt(S, start))
         if S <= PROMPT_CHUNK:
@@ -152,6 +152,6 @@ class Rope(nn.Module):
         return out
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
-        """x [B, H, D], one token per row, at pos [B]."""
+        """Rotate x [B, H, D], one token per row, at pos [B]."""
         cos, sin = self.at(pos)
         return apply_rope(x, cos[:, None], sin[:, None])

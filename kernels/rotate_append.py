@@ -1,9 +1,10 @@
-"""One token per row: its query and key rotated, and key and value put where the cache has them, in one launch.
+"""One token per row: rotate its query and key, and write key and value to their slots of the cache, in one launch.
 
-In torch this is a dozen operations on a few kilobytes, of which a compiler leaves several launches: angles by position,
-two rotations, and K and V into their slots. The torch version stays open to the compiler, which on a CPU fuses it.
+In torch this is a dozen operations on a few kilobytes, which a compiler turns into several launches: angles by
+position, two rotations, and K and V into their slots. The torch version stays open to the compiler, which fuses it on
+a CPU.
 
-The kernel multiplies and adds in separate roundings, as torch does: both versions give the same bits.
+The kernel rounds after each multiplication and addition, as torch does: both versions give the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def rotate_token(rope: Rope, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor,
 
 
 def rotate_append(rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    """`rotate_token` -> q; in place, k rotated and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
+    """`rotate_token` -> q; in place, rotated k and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
     return _rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
 
 
@@ -31,7 +32,7 @@ def _new(x: Tensor) -> Tensor:
 
 
 def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
-    """Of one position a row."""
+    """cos and sin at one position per row."""
     return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
 
 
@@ -91,7 +92,7 @@ def _rotate_append_kernel(
 
 
 def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Constants and launch options for G query heads a KV head. Fused multiply-adds would round another way."""
+    """Constants and launch options for G query heads per KV head. Fused multiply-adds would round differently."""
     tile = dict(BLOCK_G=triton.next_power_of_2(G), BLOCK_D=triton.next_power_of_2(D))
     warps = min(4, max(1, tile["BLOCK_G"] * tile["BLOCK_D"] // 512))
     return dict(G=G, D=D) | tile, dict(num_warps=warps, enable_fp_fusion=False)

@@ -1,17 +1,17 @@
 """Selection of tokens: exact top-k, under a mask or with the first and the newest tokens forced in.
 
-The kernels neither sort nor come back to the host. Scores become integers of the same order, and the lowest one to be
-taken is found by bisection: a step counts the keys that are not below the middle, all in registers. The search ends as
-soon as the count is the wanted one, after about 16 to 20 of at most 32 steps. (A radix selection takes four histograms
-of 256 bins. In Triton these are, by version, a hundred instructions for 32 keys or an atomic for each of them, which is
-slow where many scores share their first digit: they all do.)
+The kernels neither sort nor synchronize with the host. Scores become integers of the same order, "keys", and the lowest
+key to select is found by bisection: a step counts the keys not below the middle, all in registers. The search ends when
+the count is the wanted one, after about 16 to 20 of at most 32 steps. (A radix selection takes four histograms of 256
+bins. In Triton these take, depending on the version, a hundred instructions for 32 keys or an atomic for each of them,
+which is slow where many scores share their first digit: they all do.)
 
-A row of up to ROW slots is held by one program whole. Of a longer one, a sample tells roughly where the lowest key to
-be taken is. Four standard deviations below that is the floor (`_floor`); the slots above it, a few per cent more than
-are wanted, are listed in their order (`_list`); the bisection sees the list alone (`_take`). If the floor is too high,
-as no sample can rule out, the list is the row: exact, and slow. The row is read by tiles, so that a few slots more than
-a power of two cost a tile more. One program does all this up to ALONE slots. Longer rows are cut into equal chunks, a
-program each, in two launches: every chunk's list, then its part of what is taken from all lists.
+One program holds a whole row of up to ROW slots. For a longer row, a sample tells roughly where the lowest key to
+select is. Four standard deviations below that is the floor (`_floor`); the slots above it, a few per cent more than are
+wanted, are listed in their order (`_list`); the bisection sees the list alone (`_take`). If the floor is too high,
+which no sample can rule out, the list is the whole row: exact, but slow. The row is read by tiles, so that a few slots
+more than a power of two cost one more tile. One program does all this up to ALONE slots. Longer rows are cut into equal
+chunks, one per program, in two launches: every chunk's list, then its part of what is selected from all lists.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from kernels.bisection import (
 )
 from kernels.op import operation
 
-ROW = 4096  # keys that a program holds whole, 16 a thread
-KEYS = 16  # keys a thread of such a program
+ROW = 4096  # keys of a row that one program holds whole, 16 per thread
+KEYS = 16  # keys per thread of such a program
 ALONE = 16384  # slots of a row that one program reads, by tiles
-CHUNK = 8192  # about as many slots has each of the chunks of a longer row
-TILE, WARPS = 1024, 8  # keys at a time: four a thread, 16 bytes
-# registers a thread of such a program by the candidates that it holds: by itself the assembler takes 64 on cc 89 and
-# spills, for more programs than are there
+CHUNK = 8192  # approximate number of slots of a longer row's chunks
+TILE, WARPS = 1024, 8  # keys at a time: four per thread, 16 bytes
+# registers per thread of such a program by the candidates that it holds: on cc 89 the assembler would choose 64 and
+# spill, to make room for more programs than there are
 ALONE_REGISTERS = {4096: 88, 8192: 255}
-WORDS = 256  # of 32 flags, written at a time: one a thread
+WORDS = 256  # words of 32 flags written at a time: one per thread
 SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
-SLACK = 16  # keys of the sample that the floor may lie lower
-LISTED = 8192  # most candidates held in registers; any more are read again at every step
+SLACK = 16  # keys of the sample by which the floor may be too low
+LISTED = 8192  # most candidates held in registers; more are read again at every step
 
 
 def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def budget_select(
 
     scores [B, H, T], slot t holding the token at position t; pos [B] of the newest token; wanted [B] or [B, H] in all,
     raised to what is forced in; k static slots -> idx [B, H, k] int64, count [B, H]. Entries past the count point
-    anywhere. Order and ties as in `topk_select`.
+    anywhere. Order and ties are as in `topk_select`.
     """
     t = torch.arange(scores.shape[-1], device=scores.device)
     forced = (t < sinks) | (t > pos[:, None] - recent)
@@ -98,7 +98,7 @@ def budget_select(
 
 
 def with_run(idx: Tensor, count: Tensor, first: Tensor, last: int, k: int) -> Tensor:
-    """The first count [B, H] of a list idx [B, H, n], and behind them the slots from first [B] on -> [B, H, k].
+    """The first count [B, H] of a list idx [B, H, n], followed by the slots from first [B] on -> [B, H, k].
 
     The run ends where the list does; no slot is above `last`.
     """
@@ -395,7 +395,7 @@ def _warps(block: int) -> int:
 
 
 def _chunks(T: int, alone: int, chunk: int, tile: int) -> tuple[int, int]:
-    """How many chunks a row of T slots is cut into, and their slots, whole tiles: as many as about `chunk` each."""
+    """The number of chunks of a row of T slots, and the slots of each, in whole tiles: about `chunk` each."""
     S = 1 if alone >= T else max(2, round(T / chunk))
     return S, triton.cdiv(triton.cdiv(T, S), tile) * tile
 
@@ -405,10 +405,10 @@ def _sample(T: int) -> int:
 
 
 def limit(listed: int) -> dict[str, int]:
-    """Of registers, for one program that holds so many candidates. AMD's compiler takes none."""
+    """The register limit for one program that holds `listed` candidates. AMD's compiler takes none."""
     return {} if HIP else dict(maxnreg=next(n for most, n in ALONE_REGISTERS.items() if listed <= most))
 
 
 def _listed(T: int, k: int) -> int:
-    """What the list of k wanted slots of T holds, and as much again as the floor is low, as a power of two."""
+    """Room for the list of k wanted slots of T, with a margin for a floor that is low, as a power of two."""
     return min(LISTED, triton.next_power_of_2(k + T // 16))

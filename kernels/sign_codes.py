@@ -12,10 +12,10 @@ from kernels.quantize import pack
 from kernels.splits import empty_scores, multiprocessors
 from kernels.tiles import filled
 
-SUB = 4  # channels of a subvector (the paper's d = 4: 16 cells fit in shared memory)
+SUB = 4  # channels of a subvector (as in the paper: a codebook of 16 fits in shared memory)
 TOKENS = 4096  # tokens per pass over the prompt: bounds the int64 cell indices
-# Scores: tokens read at a time; programs per multiprocessor that the tokens are split over, as many as its registers
-# hold; and tokens at most of one, for rows of very different lengths.
+# For scoring: tokens read at a time; programs per multiprocessor that the tokens are split over, as many as its
+# registers hold; and the most tokens of a program, for rows of very different lengths.
 LUT_BLOCK, LUT_PROGRAMS, LUT_MOST = 256, 6, 4096
 
 
@@ -32,15 +32,15 @@ def sign_codes(x: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """[..., G] codes -> bytes [..., G / 2], the even subvector in the low half."""
+    """Codes [..., G] -> bytes [..., G / 2], the even subvector in the low half."""
     return pack(codes, 4)
 
 
 def codebook(x: Tensor, codes: Tensor, valid: Tensor) -> Tensor:
     """Centroids of the 16 sign cells of every subvector, eq. 4, in one pass over the tokens.
 
-    x [B, H, S, D] centred, codes [B, H, S, D / 4], valid [B, S] bool -> fp32 [B, H, D / 4, 16, 4]. An empty cell gets
-    its sign pattern times the mean magnitude of its channels: what the cell would hold if it were like the others.
+    x [B, H, S, D] centred, codes [B, H, S, D / 4], valid [B, S] bool -> fp32 [B, H, D / 4, 16, 4]. An empty cell, for
+    which eq. 4 is 0 / 0, gets its sign pattern times the mean magnitude of its channels.
     """
     B, H, S, D = x.shape
     G = D // SUB
@@ -72,7 +72,7 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None
     if given, are slots that get -inf.
     """
     B, H, _, D = packed.shape
-    # a byte holds two codes, so the table is taken over pairs of subvectors: 256 entries, half the look-ups
+    # a byte holds two codes, so the table is one of pairs of subvectors: 256 entries, half the look-ups
     table = code_table(q, book)
     low, high = table[:, :, 0::2], table[:, :, 1::2]
     pairs = (high[..., :, None] + low[..., None, :]).view(-1, 1)  # [B * H * G / 2 * 256, 1], the last part by the byte
@@ -83,7 +83,7 @@ def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None
 
 
 def code_table(q: Tensor, book: Tensor) -> Tensor:
-    """What each code of each subvector scores: q and book as in `lut_score` -> fp32 [B, H, D / 4, 16]."""
+    """The score of each code of each subvector: q and book as in `lut_score` -> fp32 [B, H, D / 4, 16]."""
     query = q.float().view(*book.shape[:2], -1, book.shape[2] * SUB).mean(2)
     return (book @ query.unflatten(-1, (-1, SUB))[..., None]).squeeze(-1)
 

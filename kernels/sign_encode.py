@@ -1,8 +1,8 @@
 """A prompt's keys into sign codes and their codebook: the index that Self-Indexing KVCache builds.
 
-Keys are read twice, first for the mean and the largest magnitude of every channel, then for their codes, D / 8 bytes a
-token, and the centroids of the cells. Sums and counts stay in registers and are written once per program, to be added
-up after: in a fixed order, where atomic additions would make the same prompt give other centroids every time.
+Keys are read twice, first for the mean and the largest magnitude of every channel, then for their codes, D / 8 bytes
+per token, and the centroids of the cells. Sums and counts stay in registers and are written once per program, to be
+added up afterwards in a fixed order; with atomic additions, the same prompt would give other centroids every time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def key_range(k: Tensor, lengths: Tensor, mean: Tensor | None = None) -> tuple[T
     own, low, high = _key_range(k, lengths)
     mean = own if mean is None else mean
     largest, alpha = torch.maximum(-low, high).amax(2, keepdim=True), torch.maximum(high - mean, mean - low)
-    # The floor is for short prompts: a channel that is constant in one says nothing of the tokens decoded later, which
-    # a tiny alpha would send out of fp16's range.
+    # The floor is for short prompts: a channel that is constant in one says nothing about tokens decoded later, which
+    # a tiny alpha would take out of fp16's range.
     return mean, alpha.maximum(1e-3 * largest).clamp(min=1e-8)
 
 
@@ -60,14 +60,14 @@ def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tenso
 
 
 def encode_others(k: Tensor, mean: Tensor, lengths: Tensor, left_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Centroids (eq. 4) and largest magnitudes (eq. 12) of the keys that are not left out, about the mean of all.
+    """Centroids (eq. 4) and largest magnitudes (eq. 12) of the keys that are not left out, less the mean of all keys.
 
     k, mean and lengths as in `encode_keys`, left_out [B, H, n] int64, of a prompt of more than n tokens; a shorter one
     has none left out -> fp32 [B, H, D / 4, 16, 4], fp32 [B, H, D].
     """
     many, out = lengths > left_out.shape[2], torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
     out.scatter_(2, left_out, many[:, None, None].expand_as(left_out))
-    order = out.sort(dim=-1, stable=True).indices  # those left out behind all others, even behind padding
+    order = out.sort(dim=-1, stable=True).indices  # those left out come last, even after padding
     rest, n = k.gather(2, order[..., None].expand_as(k)), lengths - many * left_out.shape[2]
     return encode_keys(rest, mean, n)[1], key_range(rest, n, mean)[1]
 

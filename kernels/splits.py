@@ -1,6 +1,6 @@
 """How the work of a launch is cut into tiles and programs, where they write, and how their parts are joined.
 
-All of it follows from sizes alone, never from a length on the GPU: a captured graph keeps it.
+All of it follows from sizes alone, never from a length on the GPU, because a captured graph keeps it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 
-ASSUMED_SMS = 132  # where there is no GPU to ask: an H100's
+ASSUMED_SMS = 132  # an H100's multiprocessors, if there is no GPU to ask
 MAX_SPLITS = 64
 COMBINE_D = 32  # channels of a program that joins parts: a full line of 128 bytes, and enough programs at batch 1
-TILE_BYTES = 16384  # of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
+TILE_BYTES = 16384  # bytes of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
 
 
 @functools.cache
@@ -24,9 +24,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def split_count(programs: int, n: int, block: int, device: torch.device) -> int:
-    """Into how many parts to split n tokens, so that `programs` x parts fill the card.
+    """The number of parts to split n tokens into, so that `programs` x parts fill the card.
 
-    Two programs per multiprocessor are a wave. The fewest parts whose waves are full to 95 % of the best that any
+    Two programs per multiprocessor are a wave. Takes the fewest parts whose waves are 95 % as full as the best that any
     number of parts reaches (FlashDecoding's rule): a part costs its partial output, an idle multiprocessor costs more.
     A part is at least one block of `block` tokens.
     """
@@ -55,14 +55,14 @@ def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> i
 
 @triton.jit
 def share_of(n, part, parts, BLOCK_N: tl.constexpr):
-    """Where the share of one of `parts` in n tokens begins and ends: whole blocks, at most one more than others."""
+    """Begin and end of the share of `part` of `parts` in n tokens: whole blocks, at most one more than others have."""
     blocks = tl.cdiv(n, BLOCK_N)
     lo = part * blocks // parts * BLOCK_N
     return lo, tl.minimum(n, (part + 1) * blocks // parts * BLOCK_N)
 
 
 def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
-    """Where `splits` programs a head write: their outputs and weights; one alone writes the result."""
+    """Buffers that `splits` programs per head write, outputs and weights; a single one writes the result itself."""
     if splits == 1:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device), None
     part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
@@ -84,8 +84,8 @@ def _combine(part, lse, out, S, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D:
 def combine(part: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Softmax-weighted mean of partial attention outputs.
 
-    part [..., S, D] fp32, each normalized by its own part; lse [..., S] fp32 the log2 of each part's sum of
-    exp2(logit), -inf where it saw no token -> [..., D]. Zeros where no part saw one.
+    part [..., S, D] fp32, each normalized by itself; lse [..., S] fp32, the log2 of each part's sum of exp2(logit),
+    -inf if it saw no token -> [..., D], zeros where no part saw one.
     """
     *lead, S, D = part.shape
     out = torch.empty(*lead, D, dtype=dtype, device=part.device)

@@ -1,6 +1,6 @@
 """What the Triton kernels of several operations do to a tile in registers: multiply, attend, rotate, pack and unpack.
 
-Functions of Triton alone; how many tiles a launch takes, and where they go, is in kernels/splits.py.
+These are Triton functions alone; how many tiles a launch takes, and where they go, is in kernels/splits.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def filled(pos, b, T):
-    """Slots of row b that matter: all T, or those up to its position."""
+    """The number of slots of row b that matter: all T, or those up to its position."""
     n = T
     if pos is not None:
         n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
@@ -35,7 +35,7 @@ def filled(pos, b, T):
 
 @triton.jit
 def softmax_step(logits, inside, values, top, total, y):
-    """Online softmax over a block of tokens of which the first is inside: logits [G, N] in units of log 2,
+    """Online softmax over a block of tokens, the first of which must be inside: logits [G, N] in units of log 2,
     inside [N], values [N, D]; top, total [G] and y [G, D] are the running maximum, sum and output, and returned."""
     logits = tl.where(inside[None, :], logits, float("-inf"))
     new = tl.maximum(top, tl.max(logits, 1))
@@ -92,8 +92,8 @@ def scale_zero(pairs):
 
 @triton.jit
 def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
-    """Codes of 8 channels each, [N, U]; of 3 bits the low two come from `packed` and the third from `third`, by the
-    byte, from where both come if rows are no whole words."""
+    """Codes of 8 channels each, [N, U]. Of 3 bits, the low two come from `packed` and the third from `third`, which is
+    read by bytes; both come from there if rows are not whole words."""
     real = inside[:, None] & (u < D // 8)
     if BITS == 3:
         if D % 16 == 0:
@@ -110,8 +110,8 @@ def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constex
 @triton.jit
 def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, book):
     """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None; book:
-    what codes stand for, of 8 bits e4m3, or None."""
-    # 3 bits: the low two of all channels, and behind them the third ones
+    the numbers that codes stand for, e4m3 for 8 bits, or None."""
+    # 3 bits: the low two of all channels, then the third ones
     if BITS == 3:  # noqa: SIM108
         code = ((word >> (2 * r)) & 3) | (((word >> (16 + r)) & 1) << 2)
     else:
@@ -143,7 +143,7 @@ def unpack_tile(word, pairs, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
 def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr, book=None):
     """`unpack_tile` with a scale and a zero for every unit of 8 channels: fp32 [N, U], or numbers.
 
-    All of a unit is in one thread, which thereby holds 8 neighbouring channels: nothing moves between threads.
+    A unit is in one thread, which then holds its 8 neighbouring channels: nothing moves between threads.
     """
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
@@ -167,7 +167,7 @@ def encode_groups(x, BITS: tl.constexpr):
     scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
     step = tl.maximum(scale.to(tl.float32), 1e-8)
     code = tl.div_rn(x - zero.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
-    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: an integer is left
+    code = tl.minimum(tl.maximum(code, 0.0), LEVELS * 1.0) + 12582912.0 - 12582912.0  # 1.5 * 2^23: rounds to an integer
     code = tl.reshape(code.to(tl.int32), [x.shape[0], BITS, 32 // BITS])
     words = tl.sum(code << (tl.arange(0, 32 // BITS) * BITS), 2)
     pair = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF

@@ -1,9 +1,9 @@
 """How many tokens a share p of the attention takes: the fewest of the largest weights that sum to it (Twilight).
 
-The kernel does not sort: weights are not negative, so that their bits rise with them, and the lowest weight that is
-taken is found by bisection of its bits, 31 steps in which a row is summed where it is not below the middle. What ties
-at that weight is counted by a division. A row is one program, read again at every step: it stays in the second-level
-cache. Selecting that many tokens is kernels/select.py.
+The kernel does not sort: weights are not negative, so their bits as integers have the same order, and the lowest weight
+that is taken is found by bisection of its bits, in 31 steps that sum the weights not below the middle. Ties at that
+weight are counted by a division. A row is one program, which reads it again at every step: it stays in L2. Selecting
+that many tokens is in kernels/select.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: 
         return n.expand(weights.shape[:2]).contiguous()
     held = torch.where(forced, weights, 0).sum(-1, dtype=torch.float64)
     free = torch.where(there & ~forced, weights, 0).sort(-1, descending=True).values.double()
-    before = held[..., None] + free.cumsum(-1) - free  # needed are those before which less than p is taken
+    before = held[..., None] + free.cumsum(-1) - free  # a token is needed if less than p is taken before it
     return (forced.sum(-1) + (before < p).sum(-1)).minimum(n)
 
 

@@ -1,8 +1,8 @@
-"""Exact attention of a few tokens that follow each other over a cache that holds them: how drafts are checked.
+"""Exact attention of a few consecutive tokens over a cache that holds them, by which drafts are checked.
 
-One token's attention is bound by the bytes of K and V, and so is that of a few: every key and value is read once for
-the query heads of a group times the tokens. The kernels are those of `decode_attention`, with each token's query as a
-query head of its own whose slots end one later than those of the token before it.
+The attention of one token is bound by the bytes of K and V, and so is that of a few: every key and value is read once
+for all tokens and all query heads of a group. The kernels are those of `decode_attention`, with each token's query as a
+query head of its own, whose slots end one later than those of the token before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 64  # query heads times tokens of a Triton program: beyond, registers spi
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """In parts of as many tokens as a program holds, each of which reads K and V."""
+    """Run in parts of as many tokens as a program holds; each part reads K and V."""
     n, parts = q.shape[2], []
     most = max(1, MOST * k.shape[1] // q.shape[1])
     for i in range(0, n, most):
@@ -31,8 +31,8 @@ def _split(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) 
 
 @operation(triton=_split, cpp=lambda q, *_: use_native(q, q.shape[3]), opaque=True)
 def verify_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """n tokens of a row, causal among themselves: the last one sees the slots before stop of its row, the one before
-    it one less. start: where the slots of the first one begin, those of the next one slot later; None: all from 0 on.
+    """n tokens per row, causal among themselves: the last one sees the slots before its row's stop, the one before it
+    one slot less. start: where the first one's slots begin, the next one's a slot later; None: all begin at 0.
 
     q [B, Hq, n, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, n, D]. Scale 1/sqrt(D).
     """

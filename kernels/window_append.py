@@ -1,7 +1,7 @@
-"""A token into a window whose slots are in no order: it takes a fresh slot, or that of the oldest token, which leaves.
+"""Puts a token into a window whose slots are in no order: into a fresh slot, or into that of the oldest, which leaves.
 
-In Triton one operator of one launch, where torch takes nine that move a few numbers each. The torch version stays open
-to the compiler, which fuses all of it but `replace_token`: on a CPU that takes half of the time of an opaque operator.
+In Triton this is one operator of one launch, where torch takes nine that move a few numbers each. The torch version
+stays open to the compiler, which fuses all of it but `replace_token`: on a CPU it takes half the time of an opaque one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def window_append(
 ) -> None:
     """In place, k and v [B, H, D] into caches [>= B, H, C, D]; place, fresh and dropped are int64 [B].
 
-    slot_of int32 [>= B, ring] says in which slot the token of each place lies, modulo ring. A token at `place` goes
-    into slot `fresh` or, where that is -1, into that of the oldest, at place dropped - 1. What was there moves the mean
-    of the then `dropped` tokens (fp32, two of [>= B, H, D]) that have left so: RazorAttention, Eq. 4.
+    slot_of int32 [>= B, ring] is the slot of the token at each place, modulo ring. A token at `place` goes into slot
+    `fresh` or, where that is -1, into that of the oldest one, at place dropped - 1. The oldest then joins the means
+    (fp32, two of [>= B, H, D]) of the `dropped` tokens that have left, itself included: RazorAttention, Eq. 4.
     """
     mean_k, mean_v = mean or (None, None)
     _window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)

@@ -1,7 +1,7 @@
-"""KV-cache methods, one idea a file: `mine.py` holding one subclass of KVMethod is `--method mine`.
+"""KV-cache methods, one idea per file: `mine.py` with one subclass of KVMethod is `--method mine`.
 
 Folders named in KV_FAST_METHODS (separated like PATH) belong to this package too: their files are methods, and import
-each other and these as `from kv_methods.name import ...`. A method's PRESETS, {name: knobs}, are names like its own.
+each other and these by `from kv_methods.name import ...`. A file's PRESETS, {name: knobs}, are names of methods, too.
 """
 
 from runtime import own_folders

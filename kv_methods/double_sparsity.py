@@ -1,8 +1,8 @@
 """Double Sparsity: a few calibrated channels of every key, the labels, choose the tokens that are attended exactly.
 
-Full K and V stay, in the model's dtype. Beside them lies the label cache: the r channels of a KV head with the largest
-mean |q_c k_c|, of every key, contiguous and in 4 bits (20 bytes a token and KV head at r = 32, on top of 512 at D = 128
-in 16 bits). A step scores all labels, and reads K and V of the best 1/16 of the tokens.
+All of K and V is kept, in the model's dtype. The label cache beside it holds r channels of every key, those of the
+KV head with the largest mean |q_c k_c|, contiguous and in 4 bits (20 bytes per token and KV head at r = 32, on top of
+512 at D = 128 in 16 bits). A step scores all labels, and reads K and V of the best 1/16 of the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRESETS = {
 
 
 class Channels(Statistic):
-    """The channels of a KV head by falling mean |q_c k_c| over tokens and the group, |q_c| and |k_c| (Sec. 4.1)."""
+    """Channels of each KV head by falling mean |q_c k_c|, |q_c| and |k_c|, over tokens and the group (Sec. 4.1)."""
 
     name = "channels"
 
@@ -83,11 +83,11 @@ class DoubleSparsity(Selecting):
         return self.label.scores(q, pos, "query" if self.by_query else "group")
 
     def logits(self, q, pos):
-        """Channels that have no label count as 0."""
+        """Logits estimated from the labels: channels without a label count as 0."""
         return self.label.scores(q, pos, "query") * q.shape[2] ** -0.5
 
     def score_bytes(self, pos):
-        """Every label, once, or for each query head."""
+        """Every label is read once, or once per query head."""
         return (pos + 1) * self.label.token_bytes * self.scorings()
 
     def card_nbytes(self):

@@ -1,7 +1,7 @@
 """Double Sparsity-Offload: K and V in host memory, labels on the device, the next layer's tokens fetched ahead of time.
 
-The device holds the label cache (20 bytes a token and KV head against 512 of K and V at D = 128), the newest tokens in
-a ring, and two buffers of gathered tokens that all layers share by turns. While layer l - 1 computes, the query of
+The device holds the label cache (20 bytes per token and KV head against 512 of K and V at D = 128), the newest tokens
+in a ring, and two buffers of gathered tokens that all layers share in turns. While layer l - 1 computes, the query of
 layer l is predicted from the input of layer l - 1, and the tokens that it chooses cross the bus (Section 5.1).
 """
 
@@ -18,7 +18,7 @@ from cache.budget import Selection, TopP
 from cache.labels import LabelCache
 from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.select import budget_select
 from kv_methods.double_sparsity import DoubleSparsity
 
@@ -29,8 +29,8 @@ PRESETS = {
 
 
 class Half(Storage):
-    """One half of the double buffer: the tokens that a layer asked for, idx [B, Hkv, K] (-1: none), and what came, k
-    and v [B, Hkv, K, D]. They are written beside the compute stream: read them after `await_rows`."""
+    """One half of the double buffer: idx [B, Hkv, K], the tokens that a layer asked for (-1: none), and their k and v
+    [B, Hkv, K, D]. A stream beside the compute stream writes them: read them after `await_rows`."""
 
     k: Tensor
     v: Tensor
@@ -61,7 +61,7 @@ class DoubleSparsityOffload(KVMethod):
     @dataclass
     class Args(DoubleSparsity.Args):
         recent: int = knob(16, "newest tokens, always attended: kept on the device", low=1)
-        predict: bool = knob(True, "fetch ahead by the predicted query; False: by the true one (Sec. 5.1)")
+        predict: bool = knob(True, "fetch ahead with a predicted query (Sec. 5.1); False: wait for the true one")
         fetch: Literal["selected", "all"] = knob(
             "selected", "all: every token is fetched and attended, as in FlexGen (Sec. 6.2)"
         )
@@ -85,18 +85,18 @@ class DoubleSparsityOffload(KVMethod):
         self.recent = min(args.recent, T)
         self.buffer("ring_k", (B, H, self.recent, D)), self.buffer("ring_v", (B, H, self.recent, D))
         self.label = LabelCache(args, shape, layer, calib) if args.fetch == "selected" else None
-        # The first layers and the last resemble the one before them too little for a prediction (Sec. 5.2). A small
-        # model is left with those that have none before them.
+        # The input of the first layers and of the last is too unlike that of the layer before for a prediction (Sec.
+        # 5.2). In a small model layer 0 alone fetches synchronously, as there is no layer before it.
         n_layer = shape.n_layer
         synchronous = (0, 1, n_layer - 1) if n_layer >= 16 else (0,)
-        self.predicts = args.predict and layer not in synchronous  # the class speaks for all layers
+        self.predicts = args.predict and layer not in synchronous  # differs between layers
         self.selection = Selection(args.budget, args.sinks, self.recent)
         cap = T if args.fetch == "all" else self.selection.of(T)
         self.n_fetch = max(1, cap - self.recent)
 
     def connect(self, layers):
-        """A layer is fetched while the one before attends: even layers use one half of the double buffer, odd ones the
-        other."""
+        """A layer's tokens are fetched while the layer before attends: even layers use one half of the double buffer,
+        odd layers the other."""
 
         def use(m):
             return m.layer % 2, m.n_fetch, m.shape
@@ -109,7 +109,7 @@ class DoubleSparsityOffload(KVMethod):
     def compress(self, q, k, v, lengths):
         B, _, S, _ = k.shape
         self.host_k[:B, :, :S], self.host_v[:B, :, :S] = k, v
-        at = held(lengths - 1, self.recent).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
+        at = ring_positions(lengths - 1, self.recent).clamp(0, S - 1)[:, None, :, None].expand_as(self.ring_k[:B])
         self.ring_k[:B], self.ring_v[:B] = k.gather(2, at), v.gather(2, at)
         if self.label is not None:
             self.label.put_prompt(k)
@@ -124,9 +124,10 @@ class DoubleSparsityOffload(KVMethod):
     # ---- selection ----
 
     def choose(self, q, pos):
-        """The tokens to fetch, q [B, Hq, D] rotated -> idx [B, Hkv, K], -1 where the budget asks for no more.
+        """The tokens to fetch: q [B, Hq, D] rotated -> idx [B, Hkv, K], -1 past the budget.
 
-        Those of double_sparsity that the ring does not hold. The token at `pos` may not be stored yet: it is not read.
+        They are double_sparsity's choice of those that the ring does not hold. The token at `pos` may not be stored
+        yet: it is not read.
         """
         B, H, oldest = len(pos), self.shape.n_kv_head, pos - self.recent
         slot = torch.arange(self.n_fetch, device=pos.device)
@@ -144,7 +145,7 @@ class DoubleSparsityOffload(KVMethod):
         self.fetch(self.rope.rotate(q_hat, pos), pos)
 
     def select(self, q, pos):
-        """What was fetched ahead, or with the true query what is fetched now."""
+        """The tokens that were fetched ahead, or that are fetched now with the true query."""
         if not self.predicts:
             self.fetch(q, pos)
         half = self.fetched
@@ -158,7 +159,7 @@ class DoubleSparsityOffload(KVMethod):
         return fetched_attention(q, half.k, half.v, idx, count, self.ring_k, self.ring_v, pos)
 
     def attended(self, q, idx, count, pos):
-        B, H, half, at = len(pos), self.shape.n_kv_head, self.fetched, held(pos, self.recent)
+        B, H, half, at = len(pos), self.shape.n_kv_head, self.fetched, ring_positions(pos, self.recent)
         ring = torch.where(at >= 0, at, -2)[:, None].expand(B, H, -1)
         at = torch.cat((torch.where(idx >= 0, idx, -2), ring), -1)
         k, v = (torch.cat((x[:B], y[:B]), 2) for x, y in ((half.k, self.ring_k), (half.v, self.ring_v)))
@@ -167,7 +168,7 @@ class DoubleSparsityOffload(KVMethod):
     # ---- accounting ----
 
     def traffic(self, pos):
-        """On the device every label, the fetched tokens and the ring; over the bus the fetched tokens once more."""
+        """Every label, the fetched tokens and the ring on the device; the fetched tokens once more over the bus."""
         B, H, _, D = self.shape.kv
         recent = min(pos + 1, self.recent)
         n, labels, constant = pos + 1, 0, 0

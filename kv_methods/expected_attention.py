@@ -1,4 +1,4 @@
-"""Expected Attention: keep what queries yet to come are expected to look at, by the distribution of those there were.
+"""Expected Attention: keep the tokens that future queries are expected to attend to, judging by the prompt's queries.
 
 The prompt's queries before rotation, the first few aside, or those of a calibration's text, are taken for a Gaussian,
 and rotated by the mean of the next positions' rotations, q ~ N(m, C). Then E exp(q . k / sqrt(D)) = exp(m . k / sqrt(D)

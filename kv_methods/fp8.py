@@ -1,6 +1,6 @@
 """Keys and values in 8-bit floats (e4m3), one scale for each KV head and 32 tokens: what serving engines offer first.
 
-A block's scale takes its largest number to 448, the largest of e4m3, so that none overflows and no calibration is
+A block's scale maps its largest number to 448, the largest of e4m3: nothing overflows, and no calibration is
 needed. Every token is kept. The newest tokens stay in the cache's dtype until their block is full. At D = 128: 256.125
 of 512 bytes a token and KV head.
 """
@@ -34,7 +34,7 @@ class FP8(Quantized):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         check_groups("fp8", shape.head_dim)
-        # a block is coded before the token that fills it attends, as in engines, which code every token at once; a ring
-        # of the whole context never is
+        # a block is coded before the token that fills it attends, as in engines, which code every token at once; if the
+        # ring holds the whole context, nothing is coded
         ring = min(args.residual, (shape.max_seq_len // GROUP + 1) * GROUP)
         self.keys, self.values = (QuantizedStore(shape, 8, 0, ring, block=ring, codebook=True) for _ in "kv")

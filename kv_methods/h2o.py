@@ -1,6 +1,6 @@
-"""H2O: the tokens that have gathered the most attention so far, the heavy hitters, and the newest ones; the rest goes.
+"""H2O: keep the heavy hitters, tokens that have received the most attention so far, and the newest ones.
 
-A token's score is the attention that all queries since it came have paid to it: of the whole prompt, then of each step.
+A token's score is the attention that all queries since it came have paid to it, in the prompt and then at each step.
 Every new token takes the place of the lowest score that is not recent. 20 % of the tokens are held by default.
 """
 
@@ -21,16 +21,16 @@ class H2O(Evicting):
 
     @dataclass
     class Args:
-        heavy: int | float = knob(0.1, "tokens of the most attention kept beside the recent ones, or a share")
+        heavy: int | float = knob(0.1, "tokens with the most attention, kept beside the recent ones, or a share")
         recent: int | float = knob(0.1, "newest tokens, never evicted, or a share (half of H2O's budget)")
 
         def __post_init__(self):
             for tokens in (self.heavy, self.recent):
                 check_budget(tokens)
 
-    def held(self, length):
+    def num_kept(self, length):
         return (budget_tokens(self.args.heavy, length) + self.recent(length)).minimum(length)
 
     def observe(self, weights):
-        """The score function accumulates; per KV head, by the sum over its group's queries."""
+        """Scores accumulate the attention of every step, per KV head summed over its group's queries."""
         self.score[: len(weights)] += weights

@@ -1,9 +1,9 @@
 """Keys and values turned by a Hadamard matrix, then quantized token by token (QuaRot's cache).
 
 The matrix is orthogonal and its entries are of one size: a large channel is spread over all channels of its head, and
-one scale for a whole head loses little. Keys are turned after the rotation by position, queries with them, so that
-their products stay; the output is turned back. The newest tokens stay in the cache's dtype, and the first ones if
-asked for. At D = 128: 136 of 512 bytes a token and KV head in 4 bits, 104 in 3, 72 in 2.
+one scale for a whole head loses little. Keys are turned after the rotation by position, and queries with them, so that
+their products do not change; the output is turned back. The newest tokens stay in the cache's dtype, and with `sinks`
+the first ones. At D = 128: 136 of 512 bytes per token and KV head in 4 bits, 104 in 3, 72 in 2.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from errors import InputError
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import GROUP
 
-PRESETS = {  # of no seed paper; QuaRot's bits of keys and values
+PRESETS = {  # none is a row of the five papers; bits of keys and values as in QuaRot
     "hadamard-8": dict(bits=8),
     "hadamard-4": dict(bits=4),
     "hadamard-3": dict(bits=3),
     "hadamard-2": dict(bits=2),
-    "hadamard-quarot": dict(bits=4, recent=1),  # only the token that attends is whole
+    "hadamard-quarot": dict(bits=4, recent=1),  # only the current token is not quantized
 }
 
 

@@ -1,8 +1,8 @@
-"""HShare: critical tokens chosen by few and shared across steps, across like layers, and across a layer's like heads.
+"""HShare: critical tokens chosen once and shared across steps, across similar layers, and across similar heads.
 
-Tokens are chosen as in Double Sparsity, by labels of every key. A set of them serves several steps; of the layers and
-of the heads, the most alike by what a prompt's last queries chose take an earlier one's set. All attend to it with
-their own keys and values, beside sinks and the newest tokens.
+Tokens are chosen as in Double Sparsity, by labels of every key. A set of them serves several steps. Layers and heads
+whose choices for a prompt's last queries are most alike take the set of an earlier one. All attend to it with their own
+keys and values, beside sinks and the newest tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRESETS = {
 
 
 class SharedSets(Storage):
-    """The sets of all layers of a cache: slots idx [L, B, Hkv, n] int64, of which the first count [L, B, Hkv].
+    """The sets of all layers of a cache: the first count [L, B, Hkv] of the slots idx [L, B, Hkv, n] int64.
 
     source [L, B]: the layer whose set a row takes, its own or an earlier one.
     """
@@ -40,15 +40,15 @@ class SharedSets(Storage):
         size = (shape.n_layer, shape.max_batch, shape.n_kv_head, n)
         self.buffer("idx", size, torch.int64), self.buffer("count", size[:3], torch.int64)
         self.buffer("source", size[:2], torch.int64)
-        self.layers = layers  # those that take part, from the first to the last
-        self.seen: dict[int, Tensor] = {}  # of the prompt at hand: each layer's sets as flags [B, Q, Hkv, S]
+        self.layers = layers  # the layers that take part, in order
+        self.seen: dict[int, Tensor] = {}  # each layer's sets for the current prompt, as flags [B, Q, Hkv, S]
 
     def empty(self, layer: int) -> None:
         if not self.source.is_meta:
             self.source[layer], self.count[layer] = layer, 0
 
     def compare(self, layer: int, flags: Tensor, share: float) -> None:
-        """What a prompt's last queries chose, flags [B, Q, Hkv, S]. After the last layer: who takes whose."""
+        """Note what a prompt's last queries chose, flags [B, Q, Hkv, S]; after the last layer, decide who shares."""
         if layer == self.layers[0]:
             self.seen.clear()
         self.seen[layer] = flags
@@ -63,20 +63,20 @@ class SharedSets(Storage):
 
 
 def chosen_of(n: int, share: float) -> int:
-    """How many of n choose for themselves."""
+    """The number of n layers, or heads, that choose for themselves."""
     return max(1, round(share * n))
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
-    """How many tokens two layers have in common, flags [B, Q, Hkv, S] each, over all queries and heads -> [B]."""
+    """The number of tokens that two layers, flags [B, Q, Hkv, S] each, have in common over queries and heads -> [B]."""
     return (a & b).flatten(1).sum(1)
 
 
 def greedy(alike: Tensor, n: int) -> Tensor:
-    """Who takes whose: alike [B, N, N], of which i > j count; n of the N take another's -> [B, N], own or earlier.
+    """Whose set each of N takes, its own or an earlier one's: alike [B, N, N], of which i > j count -> [B, N]; n share.
 
-    The most alike pair first, the later takes the earlier's; who takes is no longer taken from, and those that took
-    from it follow it (HShare, greedy sharing, as published).
+    The most alike pair comes first: the later takes the earlier's set. What takes one is no longer taken from, and
+    those that took from it follow it (HShare, greedy sharing, as published).
     """
     B, N, _ = alike.shape
     row, source = torch.arange(B, device=alike.device), torch.arange(N, device=alike.device).repeat(B, 1)
@@ -127,7 +127,7 @@ class HShare(DoubleSparsity):
         self.constant("number", (1,), torch.tensor([layer]), torch.int64)
 
     def connect(self, layers):
-        """The sets of all layers that choose as many tokens."""
+        """Layers that choose the same number of tokens share their sets."""
         mates = [
             m for m in layers if isinstance(m, HShare) and (m.shape, m.n_critical) == (self.shape, self.n_critical)
         ]
@@ -141,7 +141,7 @@ class HShare(DoubleSparsity):
             self.sets.empty(self.layer)
 
     def compress(self, q, k, v, lengths):
-        """Prompts are attended to exactly. What their last queries would choose tells who is alike."""
+        """Prompts are attended to exactly. What their last queries would choose tells which layers and heads share."""
         super().compress(q, k, v, lengths)
         (B, H, S, _), Q, flags = k.shape, self.args.queries, []
         row = torch.arange(B, device=k.device)
@@ -163,7 +163,7 @@ class HShare(DoubleSparsity):
         self.sets.compare(self.layer, told, self.args.layer_ratio)
 
     def _critical(self, q, pos):
-        """Sinks and the best tokens before the recent ones, pos [B, Hkv] each head's; -1 or less: none are read."""
+        """Sinks and the best tokens before the recent ones, pos [B, Hkv] by head; below 0, no token is read."""
         (B, H), recent = pos.shape, self.args.recent
         last = (pos - recent).clamp(min=-1)
         wanted = (self.selection.at((pos + 1).flatten().clamp(min=0)) - recent).clamp(min=0)
@@ -178,7 +178,7 @@ class HShare(DoubleSparsity):
         own = torch.arange(mine.start, mine.stop, device=pos.device) == self.head_source[:B]
         chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
         idx, count = self._critical(q, torch.where(chooses, pos[:, None], -1))
-        # heads of the layer that took part, or the layer that this one follows; between two choices what there is
+        # the sets of this layer's heads, or of the layer that it follows; between two choices, the set there is
         heads, row = self.head_source[:B], torch.arange(B, device=pos.device)
         idx = self.of_all_heads(idx).gather(1, heads[..., None].expand_as(idx))
         count = self.of_all_heads(count).gather(1, heads)
@@ -196,17 +196,17 @@ class HShare(DoubleSparsity):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """Every label, of the layers, heads and steps that choose: the mean over all."""
+        """Layers, heads and steps that choose read every label: the mean over all of them."""
         a, H, L = self.args, self.shape.layer_heads, len(self.sets.layers)
         share = chosen_of(H, a.head_ratio) / H * chosen_of(L, a.layer_ratio) / L / a.steps
         return round((pos + 1) * self.label.token_bytes * share)
 
     def chosen(self, pos):
-        """With the tokens that leave the recent window while a set serves."""
+        """Includes the tokens that leave the recent window while a set serves."""
         return min(pos + 1, super().chosen(pos) + self.args.steps - 1)
 
     def card_nbytes(self):
-        """The sets of all layers are the first one's."""
+        """The sets of all layers count as the first layer's."""
         sets = sum(b.nbytes for b in self.sets.buffers()) if "sets" in self._modules else 0
         return super().card_nbytes() + 8 * (self.shape.max_batch * (self.shape.n_kv_head + 1) + 1) + sets
 

@@ -1,8 +1,8 @@
-"""KeyDiff: the keys least like the mean key stay, since keys that stand out are those that attention goes to.
+"""KeyDiff: keep the keys that are least like the mean key, since distinctive keys get the most attention.
 
-A token's score is minus the cosine of its key with the anchor, the mean of the keys' directions. No attention is asked
-for, so a prompt may come in blocks, after each of which no more than the budget is held (--prefill-chunk 128: the
-paper's). While decoding the anchor is that of the keys that are held, and moves with them.
+A token's score is minus the cosine of its key with the anchor, the mean of the keys' directions. No attention weights
+are needed, so a prompt may come in blocks, after each of which no more than the budget is held (the paper's setting:
+--prefill-chunk 128). While decoding, the anchor is that of the keys that are held, and moves with them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class KeyDiff(Evicting):
         return distinct(k, torch.arange(k.shape[2], device=k.device) < lengths[:, None])
 
     def append(self, k, v, pos):
-        """The lowest score of what is held makes room: of the keys as they now are."""
+        """Evict the lowest score among the tokens held, scored anew against their current anchor."""
         B, slot = len(k), torch.arange(self.k.shape[2], device=k.device)
         self.score[:B] = distinct(self.k[:B], slot < self.filled[:B, None])
         super().append(k, v, pos)
 
     def traffic(self, pos):
-        """Keys are read to be scored, too."""
-        s, tokens = self.shape, int(self.held(torch.tensor([pos + 1])))
+        """Keys are also read to be scored."""
+        s, tokens = self.shape, int(self.num_kept(torch.tensor([pos + 1])))
         return super().traffic(pos) + s.max_batch * s.n_kv_head * tokens * s.head_dim * s.dtype.itemsize

@@ -1,9 +1,9 @@
 """KIVI: keys quantized per channel, values per token, in 2 or 4 bits; the newest tokens stay in the cache's dtype.
 
-Some channels of a key are large at every token: quantized together with others they would cost those their precision,
-so that 32 tokens of one channel share a scale and a zero. Values have no such channels and are quantized token by
-token, 32 channels together. Nothing is calibrated and nothing selected. At D = 128: 160 of 512 bytes a token and KV
-head in 4 bits, 96 in 2.
+Some channels of a key are large at every token: quantized together with others, they would cost these their precision.
+So 32 tokens of one channel share a scale and a zero. Values have no such channels and are quantized token by token, 32
+channels together. Nothing is calibrated and nothing selected. At D = 128: 160 of 512 bytes per token and KV head in 4
+bits, 96 in 2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kivi(Quantized):
         v_bits: int | None = knob(None, "bits of values; None: `bits` (published code: v_bits)")
         residual: int = knob(128, "newest tokens in the cache's dtype, R (published code: 128)", GROUP)
         packed: Literal["after", "before"] = knob(
-            "after", "what is to leave does so after the step that completes it, or before that attends (Algorithm 1)"
+            "after", "tokens are packed after the step that fills the residual, or before it attends (Algorithm 1)"
         )
 
         def __post_init__(self):
@@ -46,8 +46,8 @@ class Kivi(Quantized):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         check_groups("kivi", shape.head_dim)
-        # keys leave the ring all at once when there are R, so that groups of tokens are whole; values one by one, so
-        # that the newest R are always there. After a step (published code): then it sees R keys, or R + 1 values
+        # keys leave the ring R at a time, so that groups of tokens are whole; values leave one by one, so that the
+        # newest R are always there. If they leave after a step (published code), it sees R keys, or R + 1 values
         block = min(args.residual, -(-shape.max_seq_len // GROUP) * GROUP)  # no longer than the context
         ring = block + (args.packed == "after")
         self.keys = QuantizedStore(shape, args.k_bits or args.bits, 0, ring, block=block)

@@ -1,8 +1,8 @@
-"""KVzip: keep what the model needs to repeat the context, whatever will be asked of it.
+"""KVzip: keep what the model needs to repeat the context, whatever question comes later.
 
-Behind the prompt it is asked to repeat it, chunk by chunk, and is given the chunk. A token's score is the most
-attention that any query of the repetition pays to it: softmax over the first tokens, the chunk and the repetition so
-far. That is a second pass over the prompt; all questions then share what it leaves. What is decoded afterwards stays.
+After the prompt, the model is asked to repeat it chunk by chunk, and is given each chunk as the answer. A token's score
+is the most attention that any query of the repetition pays to it: softmax over the first tokens, the chunk and the
+repetition so far. This second pass over the prompt serves all later questions. Decoded tokens stay.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cache.prompt import Text
 from cache.prompt_evicting import PromptEvicting
 
 ASK = "\n\nRepeat the previous context exactly."
-GO_ON = "\n\nRepeat the part of the previous context exactly, starting with"  # the end of the chunk before follows
+GO_ON = "\n\nRepeat the part of the previous context exactly, starting with"  # followed by the end of the chunk before
 
-QUERIES = 256  # whose weights are held at a time
+QUERIES = 256  # queries whose weights are held at a time
 
 
 @dataclass
 class Repeat(Text):
-    """The request, and behind it a chunk of the prompts from token `start` on."""
+    """The request to repeat, followed by a chunk of the prompts from token `start` on."""
 
     start: int
 
@@ -71,8 +71,8 @@ class KVzip(PromptEvicting):
         return super().reread(q, k, v, lengths, text)
 
     def most_attention(self, q: Tensor, k: Tensor, lengths: Tensor, text: Repeat, chunk: slice) -> Tensor:
-        """Of the queries of a text to the tokens of its chunk, over a group's heads: q [B, Hq, n, D], k [B, Hkv, n, D]
-        -> fp32 [B, Hkv, chunk]."""
+        """The most attention of a text's queries, over a group's heads, to each token of its chunk: q [B, Hq, n, D], k
+        [B, Hkv, n, D] -> fp32 [B, Hkv, chunk]."""
         (B, H, n, D), sinks = k.shape, min(self.args.sinks, text.start)
         assert self.prompt is not None
         keys = torch.cat((self.prompt.k_rot[:, :, :sinks], self.prompt.k_rot[:, :, chunk], k), 2)

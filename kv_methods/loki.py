@@ -1,8 +1,8 @@
-"""Loki: keys in the basis of their principal components, of which the first quarter scores all tokens.
+"""Loki: keys in the basis of their principal components, the first quarter of which scores all tokens.
 
-The basis is orthonormal and of full rank: queries are turned into it too, and their products with the keys stay what
-they are. So no second copy of the keys is needed, scoring reads the first d of D coordinates where they lie, and the
-best quarter of the tokens is attended exactly.
+The basis is orthonormal and of full rank, and queries are transformed into it too, so their products with keys do not
+change. No second copy of the keys is needed: scoring reads the first d of D coordinates in place, and the best quarter
+of the tokens is attended to exactly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KeyComponents(Statistic):
 
 
 class KeyComponentsBefore(KeyComponents):
-    """Of keys before rotation; Loki turns rotated keys by them all the same."""
+    """Components of keys before rotation; Loki applies them to rotated keys all the same."""
 
     rotated = False
     name, knobs = "pca_before", "calibrated=before"
@@ -86,11 +86,11 @@ class Loki(Selecting):
         name = self.needs(args)[0].name
         self.constant("basis", (H, D, D), calib.get(layer, f"{name}.basis") if calib else None)
 
-    # ---- everything in the basis: q . k stays what it is ----
+    # ---- everything in the basis: q . k does not change ----
 
     def stored_query(self, q):
         """q [B, Hq, D] rotated -> in the basis of its KV head."""
-        # by head, and all rows of one together: batched over rows, torch copies the basis for each
+        # one product per head for all rows: batched over rows, torch would copy the basis for each
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))
         return torch.einsum("bhgd,hde->bhge", groups, self.basis).flatten(1, 2)
 
@@ -120,9 +120,9 @@ class Loki(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """d coordinates of every key; the chosen ones are read again, whole."""
+        """d coordinates of every key; the chosen keys are read again, whole."""
         return (pos + 1) * self.d * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        """The basis turns the new key, the query that scores, and the one that attends."""
+        """The basis is read three times: for the new key, the query that scores, and the one that attends."""
         return super().traffic(pos) + 3 * self.basis.numel() * self.basis.element_size()

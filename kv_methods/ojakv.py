@@ -1,10 +1,11 @@
 """Low-rank keys and values (OjaKV) in bases that follow the text by Oja's rule; first and last prompt tokens full-rank.
 
-Every row and KV head has an orthonormal basis of r_k columns for its rotated keys and one of r_v for its values, from
-the calibration. A prompt turns them towards its most attended tokens and is then attended to and stored as coordinates
-in them, but for its first and last tokens. Decoded tokens wait in full rank; every `update_every` of them the bases
-turn again and the tokens join the latents. Nothing is selected: every token is attended. 308 of 512 bytes a token at
-D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H, without exemptions StaticPCA, in the latent space Eigen.
+Every row and KV head has an orthonormal basis of r_k columns for its rotated keys and one of r_v for its values, which
+start as calibrated. A prompt turns them towards its most attended tokens; then all but its first and last tokens are
+attended to and stored as coordinates in them. Decoded tokens wait in full rank; every `update_every` of them, the bases
+turn again and the tokens join the latents. Nothing is selected: every token is attended to. 308 of 512 bytes per token
+at D = 128 and rank 0.6 (r = 77). `adapt=False` is StaticPCA-H; without exemptions, too, it is StaticPCA, or Eigen if
+attention is computed in the latent space.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens
+from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
-from cache.whole import Exempt
 from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
@@ -52,12 +53,12 @@ class HeadMoments(Statistic):
 class LowRank(Storage):
     """Keys, or values, as coordinates in an orthonormal basis per KV head, which is calibrated and may follow the text.
 
-    r numbers a token. They lie tokens side by side, slots a multiple of SLOTS, as kernels/lowrank.py wants it.
+    r numbers per token, laid out with tokens side by side and padded to a multiple of SLOTS (see kernels/lowrank.py).
     """
 
     latents: Tensor  # [B, Hkv, r, slots]
     calibrated: Tensor  # [Hkv, D, r] fp32
-    current: Tensor | None  # [B, Hkv, D, r] fp32, where it follows the text
+    current: Tensor | None  # [B, Hkv, D, r] fp32; None if the basis stays as calibrated
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class LowRank(Storage):
         energy: float | None,
         follows: bool,
     ):
-        """calib holds `name`_basis [Hkv, D, D] of the layer, its columns by their `name`_eigenvalues [Hkv, D], falling;
-        None: sizes only. share and energy: see `rank_of`. follows: whether the basis will turn."""
+        """calib holds the layer's `name`_basis [Hkv, D, D], columns by falling `name`_eigenvalues [Hkv, D]; None: sizes
+        only. share and energy: see `rank_of`. follows: whether the basis follows the text."""
         super().__init__(shape)
         B, H, _, D = shape.kv
         values = calib.get(layer, f"{name}_eigenvalues") if calib and energy is not None else None
@@ -82,35 +83,35 @@ class LowRank(Storage):
         self.buffer("latents", (B, H, self.rank, self.slots))
 
     def basis(self, B: int) -> Tensor:
-        """[B, Hkv, D, r], or [1, ...] where all rows share it."""
+        """The basis [B, Hkv, D, r], or [1, ...] if all rows share it."""
         return self.calibrated[None] if self.current is None else self.current[:B]
 
     def stored(self, B: int) -> Tensor:
-        """All slots, [B, Hkv, slots, r]."""
+        """The latents of all slots, [B, Hkv, slots, r]."""
         return self.latents[:B].mT
 
     def restored(self, B: int) -> Tensor:
-        """The tokens of all slots, [B, Hkv, slots, D]."""
+        """The reconstructed tokens of all slots, [B, Hkv, slots, D]."""
         return reconstruct(self.stored(B), self.basis(B))
 
     def seen(self, x: Tensor) -> Tensor:
-        """Tokens [B, Hkv, n, D] as they would come back."""
+        """Tokens [B, Hkv, n, D] projected and reconstructed, as attention sees them once they are stored."""
         basis = self.basis(len(x))
         return reconstruct(project(x, basis), basis)
 
     def put_prompt(self, x: Tensor) -> None:
-        """Tokens [B, Hkv, n, D] to the first n slots."""
+        """Store tokens [B, Hkv, n, D] in the first n slots."""
         self.latents[: len(x), ..., : x.shape[2]] = project(x, self.basis(len(x))).mT
 
     def put(self, x: Tensor, slots: Tensor) -> None:
-        """Tokens [B, Hkv, n, D] to slots [B, n]."""
+        """Store tokens [B, Hkv, n, D] in slots [B, n]."""
         row = torch.arange(len(x), device=x.device)[:, None]
-        # advanced indices around slices put what is between behind: [B, n, Hkv, r]
+        # with slices between advanced indices, the dimensions of the indices come first: [B, n, Hkv, r]
         self.latents[row, :, :, slots] = project(x, self.basis(len(x))).transpose(1, 2)
 
     def turn(self, x: Tensor, eta: float, rule: str, carry: bool = False) -> None:
-        """A step of Oja's rule towards tokens x [B, Hkv, n, D]; carry: stored latents follow, else they stay as they
-        are, coordinates of a basis that is gone."""
+        """A step of Oja's rule towards tokens x [B, Hkv, n, D]. carry: stored latents are converted to the new basis;
+        otherwise they stay coordinates of the old one."""
         basis = self.basis(len(x))
         new = orthonormalize(oja_step(basis, x.float(), eta, rule))
         if carry:
@@ -122,14 +123,14 @@ class LowRank(Storage):
             self.current.copy_(self.calibrated.expand_as(self.current))
 
     def basis_bytes(self) -> int:
-        """Of what a decode step reads: per row where it follows the text."""
+        """Bytes of the bases that a decode step reads: one per row if the basis follows the text."""
         return 4 * self.basis(self.shape.max_batch).numel()
 
 
 def rank_of(head_dim: int, share: float, energy: float | None, eigenvalues: Tensor | None) -> int:
-    """A share of head_dim; or the smallest rank that holds a share of the energy in every head, if that is given.
+    """`share` of head_dim; or, with `energy`, the smallest rank that keeps this share of it in every head (App. A.2).
 
-    eigenvalues [Hkv, D], falling; None: sizes only, without a calibration that tells more than the bound.
+    eigenvalues [Hkv, D], falling; None: sizes only, and head_dim stands for a rank by energy, as its upper bound.
     """
     if energy is None or eigenvalues is None:
         return head_dim if energy is not None else max(1, round(share * head_dim))
@@ -140,7 +141,7 @@ def rank_of(head_dim: int, share: float, energy: float | None, eigenvalues: Tens
 
 @dataclass(frozen=True)
 class BesideExempt:
-    """How many tokens of a prompt are compressed beside `exempt` ones: all, or what these leave of a budget."""
+    """The number of prompt tokens that are compressed beside `exempt` ones: all others, or the rest of a budget."""
 
     budget: int | float | None
     exempt: int
@@ -150,7 +151,7 @@ class BesideExempt:
         return max(0, kept - min(length, self.exempt))
 
     def at(self, length: Tensor) -> Tensor:
-        """`of` at lengths [B] -> [B] int64."""
+        """`of` for lengths [B] -> int64 [B]."""
         kept = length if self.budget is None else budget_tokens(self.budget, length)
         return (kept - length.clamp(max=self.exempt)).clamp(min=0)
 
@@ -168,29 +169,29 @@ class OjaKV(KVMethod):
     class Args:
         rank: float = knob(0.6, "columns of a basis, as a share of head_dim (Tables 2-4)")
         energy: float | None = knob(
-            None, "instead of rank: the share of calibration energy that keys, and values, hold (App. A.2)"
+            None, "instead of rank: the share of the calibration's energy to keep, for keys and for values (App. A.2)"
         )
         adapt: bool = knob(True, "False: the bases stay as calibrated (StaticPCA-H)")
         n_start: int = knob(32, "first prompt tokens in full rank (Table 5)", low=0)
         n_recent: int = knob(32, "last prompt tokens in full rank (Table 5)", low=0)
         update_every: int = knob(32, "decoded tokens between updates (Table 5: T = 32)", low=1)
-        query_window: int = knob(32, "last queries that rate the prompt (Table 5: w = 32)", 1, 4096)
-        important: float = knob(0.05, "share of the prompt in its update (Table 5)")
+        query_window: int = knob(32, "last queries, whose attention rates the prompt (Table 5: w = 32)", 1, 4096)
+        important: float = knob(0.05, "share of the prompt's tokens that its update uses (Table 5)")
         eta_prefill: float = knob(0.1, "learning rate of the prompt's update (Table 5)", 0, 10)
         eta_decode: float = knob(0.05, "learning rate while decoding (Table 5)", 0, 10)
         rule: Literal["column", "sequential", "batch", "raw"] = knob(
             "sequential",
-            "Sec. 5.2, token by token, each step over |x|^2 (the division is ours); raw: Algorithm 1, diverges; "
-            "column (over each column's energy), batch (over all energy): ours",
+            "token by token (Sec. 5.2), each step divided by |x|^2 (ours); raw: Algorithm 1, which diverges; "
+            "column and batch: its sum divided by each column's energy, or by all energy (ours)",
         )
         stale: Literal["rotate", "keep"] = knob(
-            "rotate", "latents of an older basis: carried over to the new one, or left"
+            "rotate", "latents of an older basis: converted to the new one (ours), or kept as they are (paper)"
         )
         latent: bool = knob(True, "attend in the latent space (Sec. 3.2); False: reconstruct (Sec. 3.3)")
         keep: int | float | None = knob(
-            None, "prompt tokens stored per KV head, exempt ones and SnapKV's choice, or their share (Sec. 7)"
+            None, "prompt tokens stored per KV head, or their share: exempt ones and SnapKV's choice (Sec. 7)"
         )
-        room: int = knob(512, "with keep, where max_new_tokens is not known: slots for decoded tokens (ours)", 0)
+        decode_slots: int = knob(512, "slots for decoded tokens with keep, if max_new_tokens is not known (ours)", 0)
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
@@ -205,10 +206,10 @@ class OjaKV(KVMethod):
         self.exempt = Exempt(shape, args.n_start, args.n_recent, min(args.update_every, T))
         # Sec. 7: m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half at 0.6 are 30 %)
         self.middle = BesideExempt(args.keep, args.n_start + args.n_recent)
-        # Without `keep` a slot for every token. With it, for what is kept of the longest prompt and for what is
-        # decoded; where that is not known, it might be all of T: then for `room` tokens, see `maintain`.
-        room = args.room if shape.max_new_tokens is None else shape.max_decoded
-        slots = T if args.keep is None else min(T, self.middle.of(shape.max_prompt) + room)
+        # Without `keep`, every token has a slot. With it, there are slots for what is kept of the longest prompt and
+        # for decoded tokens. If their number is not known, it might be all of T: then `decode_slots`, see `maintain`.
+        decode_slots = args.decode_slots if shape.max_new_tokens is None else shape.max_decoded
+        slots = T if args.keep is None else min(T, self.middle.of(shape.max_prompt) + decode_slots)
         self.keys, self.values = (
             LowRank(shape, slots, layer, calib, f"oja.{x}", args.rank, args.energy, args.adapt) for x in "kv"
         )
@@ -218,7 +219,7 @@ class OjaKV(KVMethod):
     # ---- the prompt: Algorithm 1, lines 1-7 ----
 
     def prefill(self, q, k, v, lengths, start=None):
-        """As the base's, but every token that is not exempt is attended to as it will be stored (Sec. 3.3)."""
+        """As in the base class, but tokens that are not exempt are attended to as they will be stored (Sec. 3.3)."""
         q, k = self.rope.rotate_prompt(q), self.rope.rotate_prompt(k)
         self.compress(q, k, v, lengths)
         exempt = self.exempt.mask(lengths, k.shape[2])[:, None, :, None]
@@ -226,7 +227,7 @@ class OjaKV(KVMethod):
         return self.attend_prompt(q, k, v, lengths)
 
     def begin_prompt(self, total):
-        """It comes whole, and is stored as it comes."""
+        """Nothing to prepare: a prompt comes whole and is stored by `prefill`."""
 
     def compress(self, q, k, v, lengths):
         B, S, a = len(k), k.shape[2], self.args
@@ -234,7 +235,7 @@ class OjaKV(KVMethod):
         self._rows = B
         if a.adapt:
             self._adapt_to_prompt(q, k, v, lengths)
-        self.exempt.put_prompt(k, v, lengths)
+        self.exempt.put_prompt(k, v, lengths)  # line 7
         self.stored[:B], self._longest = self.middle.at(lengths), self.middle.of(S)
         if a.keep is None:
             k, v = (x[:, :, a.n_start : max(a.n_start, S - a.n_recent)] for x in (k, v))
@@ -244,13 +245,13 @@ class OjaKV(KVMethod):
             chosen = best_tokens(scores, self._longest)  # [B, Hkv, n]
             k, v = gather_rows(k, chosen), gather_rows(v, chosen)
         for store, x in ((self.keys, k), (self.values, v)):
-            store.put_prompt(x)  # line 7
+            store.put_prompt(x)  # Sec. 5.1
 
     def _adapt_to_prompt(self, q, k, v, lengths):
         """One step on the tokens that the last queries attend to most, one set per row for all heads (lines 2-6)."""
         a, S = self.args, k.shape[2]
         scores = self.sum_over_ranks(snapkv_scores(q, k, lengths, a.query_window, pool=1).sum(1))  # [B, S]
-        # in the order of the text, which `sequential` sees; a row with fewer tokens than the batch ends in zeros
+        # in the order of the text, which matters to `sequential`; rows with fewer tokens than others end in zeros
         at, there = best_in_order(scores, budget_cap(a.important, S), budget_tokens(a.important, lengths))
         for store, x in ((self.keys, k), (self.values, v)):
             tokens = torch.where(there[:, None, :, None], gather_rows(x, at[:, None]), 0)
@@ -268,7 +269,7 @@ class OjaKV(KVMethod):
             exempt.k[:B], exempt.v[:B], exempt.filled(pos), self.args.latent)  # fmt: skip
 
     def attended(self, q, idx, count, pos):
-        """Tokens that SnapKV chose (keep) are somewhere in the prompt: -1."""
+        """With `keep`, the positions of the stored prompt tokens are not recorded: -1."""
         B, slot, stored = len(pos), torch.arange(self.keys.slots, device=q.device), self.stored[: len(pos), None]
         of_prompt = slot + self.args.n_start if self.args.keep is None else torch.full_like(slot, -1)
         first = stored - self.exempt.moved  # the last latents in use are the decoded ones
@@ -279,18 +280,18 @@ class OjaKV(KVMethod):
     # ---- between steps: Algorithm 1, lines 12-18 ----
 
     def maintain(self, step):
-        """Every `update_every` tokens turn the bases towards them, then compress them."""
+        """After every `update_every` tokens, turn the bases towards them, then compress them."""
         a, B, n = self.args, self._rows, self.exempt.flush
         if not self.exempt.due(step):
             return
         if a.keep is not None and self._longest + self.exempt.moved + n > self.keys.slots:
             raise InputError(
                 f"ojakv: after {step} decoded tokens the store made for keep={a.keep} is full: set "
-                f"the cache up with max_new_tokens, or with a room of more than {a.room}"
+                f"the cache up with max_new_tokens, or with decode_slots above {a.decode_slots}"
             )
         slots = self.stored[:B, None] + torch.arange(n, device=self.stored.device)
         for store, tokens in zip((self.keys, self.values), self.exempt.take()[:2], strict=True):
-            if a.adapt:  # carried over: the paper leaves coordinates of a basis that is gone
+            if a.adapt:  # carry is ours: the paper leaves latents as coordinates of the old basis
                 store.turn(tokens[:B], a.eta_decode, a.rule, carry=a.stale == "rotate")
             store.put(tokens[:B], slots)
         self.stored[:B] += n
@@ -304,7 +305,7 @@ class OjaKV(KVMethod):
     # ---- accounting ----
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt: decoded tokens of the buffer come on top, 2 D elements each."""
+        """All tokens up to pos counted as prompt: decoded ones in the buffer add 2 D elements each."""
         B, H, _, D = self.shape.kv
         latents = self.middle.of(pos + 1) * (self.keys.rank + self.values.rank)
         read = B * H * (latents + min(pos + 1, self.exempt.lead) * 2 * D) * self.shape.dtype.itemsize

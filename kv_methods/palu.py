@@ -1,11 +1,11 @@
-"""Palu: keys and values as coordinates of low-rank projections, of which groups of four KV heads share one.
+"""Palu: keys and values as coordinates of low-rank projections, one for each group of four KV heads.
 
 The weights of a group's key projection are cut to rank r by an SVD whitened with the calibration's inputs, and so are
-those of its values: what is cached is x W_down, before rotation, r numbers a group. With inputs x of second moment M,
-the whitened SVD of W keeps W V V^T, V the leading eigenvectors of W^T M W, the second moment of the keys less their
-bias: so the method needs no weights, it projects keys and values themselves. The prompt is attended to as it is stored.
-Coordinates may be quantized: each is divided by the square root of its singular value, with which the other factor is
-multiplied, and all are turned by a Hadamard matrix. At a rank of 70 % in 3 bits: 67 of 512 bytes, two scales a group.
+those of its values: x W_down is cached, r numbers per group, before rotation. With inputs x of second moment M, the
+whitened SVD of W keeps W V V^T, where V are the leading eigenvectors of W^T M W, the second moment of the keys less
+their bias: so the method needs no weights and projects keys and values themselves. The prompt is attended to as it is
+stored. Coordinates may be quantized: each is divided by the square root of its singular value, the other factor is
+multiplied with it, and all are turned by a Hadamard matrix. At rank 70 % in 3 bits: 67 of 512 bytes, 2 scales a group.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PRESETS = {
     "palu-50-16bit": dict(rank=0.5),
 }
 MULTIPLE = 32  # ranks are rounded to multiples of it (published code)
-FLOOR = 1e-8  # of a group's largest eigenvalue: directions below it are noise, which no division may blow up
+FLOOR = 1e-8  # share of a group's largest eigenvalue: below it is noise, which the division must not amplify
 
 
 class Projections(Statistic):
-    """Principal directions of x W of all heads together, keys before rotation, for keys and for values; their bias."""
+    """Principal directions of x W, all heads together, for keys (before rotation) and for values; their biases."""
 
     name = "palu"
 
@@ -61,7 +61,7 @@ class Projections(Statistic):
 
 
 class Coordinates(Storage):
-    """Keys, or values, of N groups of s KV heads: r numbers a token and group, slot = position."""
+    """Keys, or values, of N groups of s KV heads: r numbers per token and group, slot = position."""
 
     def __init__(self, shape: CacheShape, s: int, rank: int, bits: int, balanced: bool, basis, eigenvalues, bias):
         """basis [N, s * D, r], eigenvalues [N, r] and bias [N, s * D] of the calibration, or None: sizes only."""
@@ -81,14 +81,14 @@ class Coordinates(Storage):
         self.packed = PackedVectors(shape, (shape.max_batch, N, shape.max_seq_len), rank, bits, group=rank)
         self.fixed_bytes = N * width * ((1 + two) * rank * shape.dtype.itemsize + 4)
 
-    def put(self, x, at):
-        """Tokens [B, Hkv, n, D] before rotation to slots `at`, an index of [B, N, T]."""
+    def put(self, x, slots):
+        """Store tokens [B, Hkv, n, D], not rotated, in `slots`, an index of [B, N, T]."""
         N, width, _ = self.basis.shape
         x = x.unflatten(1, (N, -1)).transpose(2, 3).flatten(3)  # [B, N, n, s * D]
-        self.packed.put(at, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
+        self.packed.put(slots, ((x.float() - self.bias[:, None]) @ self.down.float()).to(x.dtype))
 
     def restored(self, B: int, n: int):
-        """The first n tokens in the clear, fp32 [B, Hkv, n, D]."""
+        """The first n tokens, rebuilt: fp32 [B, Hkv, n, D]."""
         stored = [x[:B, :, :n] for x in self.packed.parts()]
         x = coordinates(stored[0], stored[1] if len(stored) > 1 else None, self.packed.bits)
         return rebuild(x, self.basis, self.bias, self.shape.head_dim)
@@ -109,7 +109,7 @@ class Palu(KVMethod):
         bits: Literal[2, 3, 4, 8, 16] = knob(16, "bits of coordinates (Palu: 3 and 2 beside 16)")
         factors: Literal["balanced", "orthonormal"] = knob(
             "balanced",
-            "below 16 bits: both carry the square root of the singular values (published code), or neither does (ours)",
+            "below 16 bits: both factors carry the singular values' square root (published code), or neither (ours)",
         )
 
     def __init__(self, args, shape, layer, rope, calib=None):
@@ -138,7 +138,7 @@ class Palu(KVMethod):
         values, basis = (torch.stack([part[i][..., : self.rank] for part in parts]).float() for i in (0, 1))
         return basis, values, get("bias").reshape(len(groups), -1)
 
-    # ---- the prompt: the weights are cut, so that its own attention sees what is stored ----
+    # ---- the prompt: the weights are cut, so its own attention sees what is stored, too ----
 
     def prefill(self, q, k, v, lengths, start=None):
         start = start or 0
@@ -147,22 +147,22 @@ class Palu(KVMethod):
         return self.attend_prompt(self.rope.rotate_prompt(q, start), self.rope.rotate_prompt(k), v, lengths)
 
     def begin_prompt(self, total):
-        """Every chunk is stored at once."""
+        """Nothing to prepare: every chunk is stored when it comes."""
 
     def compress(self, q, k, v, lengths):
         self._put(k, v, 0)
 
     def _put(self, k, v, start):
-        at = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
-        self.keys.put(k, at), self.values.put(v, at)
+        slots = (slice(len(k)), slice(None), slice(start, start + k.shape[2]))
+        self.keys.put(k, slots), self.values.put(v, slots)
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
         row = torch.arange(len(pos), device=pos.device)[:, None, None]
         group = torch.arange(len(self.keys.basis), device=pos.device)[:, None]
-        at = (row, group, pos[:, None, None])
-        self.keys.put(k[:, :, None], at), self.values.put(v[:, :, None], at)
+        slots = (row, group, pos[:, None, None])
+        self.keys.put(k[:, :, None], slots), self.values.put(v[:, :, None], slots)
 
     def attend(self, q, idx, count, pos):
         k, v = self.keys, self.values

@@ -1,8 +1,8 @@
 """PyramidKV: SnapKV with budgets that fall from layer to layer, since attention narrows towards the last one.
 
-Beside the observation window, the first layer keeps about twice the mean budget, the last one 1 / beta of it, and those
-between an arithmetic sequence; all layers together hold what SnapKV would. A prompt of less than twice what is kept of
-it beside the window is too short for that: all layers keep as much as SnapKV.
+Beside the observation window, the first layer keeps about twice the mean budget and the last one 1 / beta of it, with
+an arithmetic sequence between; all layers together hold what SnapKV would. If a prompt is shorter than twice what is
+kept of it beside the window, every layer keeps as much as SnapKV does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PyramidKV(SnapKV):
         recent: int = knob(
             8, "observation window: last tokens, which choose and are kept (alpha; published code)", 1, 4096
         )
-        beta: float = knob(20.0, "the mean budget over that of the last layer (published code)", 1, 10**6)
+        beta: float = knob(20.0, "ratio of the mean budget to that of the last layer (published code)", 1, 10**6)
 
-    def held(self, length):
+    def num_kept(self, length):
         """The pyramid: beside the window k_l falls from k_0 = 2 k - k_last to k_last = k / beta; k is the mean."""
         a, last, window = self.args, self.shape.n_layer - 1, self.recent(length)
         k = budget_tokens(a.budget, length) - window
-        # no layer gets more than there is, and what it leaves is for the others (published code)
+        # no layer gets more than there is; the others get what it leaves (published code)
         first = ((length - window) / k.clamp(min=1)).clamp(1, 2 - 1 / a.beta)
         first = torch.where(length < 2 * k, 1.0, first)  # too short for a pyramid: layers are alike (published code)
         share = first - 2 * (first - 1) * self.layer / last if last else first

@@ -1,8 +1,8 @@
 """Quest: pages of 16 tokens, ranked by a bound on what any of their keys can score; the best pages are attended whole.
 
-Full K and V stay. Beside them lie the least and the greatest of every channel of each page's keys: 2 D numbers a page,
-1/16 of K and V. A step reads them all, and K and V of the chosen pages. The page of the current token is
-always one of them.
+All of K and V is kept. Beside it, every page has the minimum and the maximum of each channel of its keys: 2 D numbers,
+1/16 of K and V. A step reads all of these, and K and V of the chosen pages, one of which is always the page of the
+current token.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Quest(Selecting):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
         pages = self.pages_of(T)
-        # beside the page of the current token: those of the sinks, and all that the newest tokens can reach into
+        # beside the page of the current token: pages of the sinks, and all pages that the newest tokens can lie in
         self.sink_pages, self.recent_pages = self.pages_of(args.sinks), self.pages_of(args.recent - 1)
         self.most = min(pages, max(self.pages_of(self.k_static), self.sink_pages + self.recent_pages + 1))
         self.k_static = max(2, self.most) * args.page
         self.buffer("low", (B, H, pages, D)), self.buffer("high", (B, H, pages, D))
 
     def pages_of(self, tokens):
-        """Pages that hold so many tokens, a number or a tensor."""
+        """The number of pages that `tokens` fill, an int or a tensor."""
         return -(-tokens // self.args.page)
 
     def compress(self, q, k, v, lengths):
@@ -69,13 +69,13 @@ class Quest(Selecting):
         join_page(self.low, self.high, k, pos, self.args.page)
 
     def rewind(self, pos, end):
-        """Bounds of the page of each pos are those of its keys before pos: later pages begin anew when they fill."""
+        """Restore the bounds of each pos's page from its keys before pos; later pages start anew with a first token."""
         page, T = self.args.page, self.shape.max_seq_len
         row, first = torch.arange(len(pos), device=pos.device)[:, None], pos // page * page
         at = first[:, None] + torch.arange(page, device=pos.device)
         keys = self.k[row, :, at.clamp(max=T - 1)].transpose(1, 2)  # [B, Hkv, page, D]
         low, high = page_bounds(keys, pos - first, page)
-        # a page without a token has none: the first that comes sets them
+        # an empty page has no bounds: its first token sets them
         row, to = row[:, 0], (pos // page).clamp(max=self.low.shape[2] - 1)
         self.low[row, :, to], self.high[row, :, to] = low[:, :, 0], high[:, :, 0]
 
@@ -86,18 +86,18 @@ class Quest(Selecting):
         return page_score(q, self.low, self.high, pos // self.args.page)
 
     def _bounds(self, q, pos):
-        """The same of every query head, [B, Hq, P]."""
+        """The same bounds for every query head, [B, Hq, P]."""
         each = q.unflatten(1, (self.shape.n_kv_head, -1)).unbind(2)
         return torch.stack([page_score(x, self.low, self.high, pos // self.args.page) for x in each], 2).flatten(1, 2)
 
     def logits(self, q, pos):
-        """Of pages: each token at its bound, so that a page counts as often as it has tokens."""
+        """Logits of pages: each of a page's tokens counts at the page's bound, which adds the log of their number."""
         page, pages = self.args.page, torch.arange(self.low.shape[2], device=pos.device)
         held = (pos[:, None] + 1 - pages * page).clamp(1, page)
         return self._bounds(q, pos) * q.shape[2] ** -0.5 + held.log()[:, None]
 
     def select(self, q, pos):
-        """The best full pages, and behind them what there is of the current one."""
+        """The best full pages, followed by the current one as far as it is filled."""
         page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
         last, wanted = pos // page, self.pages_of(self.selection.at(pos + 1))
         if self.p is None:
@@ -120,6 +120,6 @@ class Quest(Selecting):
         return self.scorings() * self.pages_of(pos + 1) * self.token_bytes()  # both bounds of every page
 
     def chosen(self, pos):
-        """The current page counted whole: at the end of a page it is."""
+        """The current page is counted as full, which it is at its last token."""
         forced = self.sink_pages + self.recent_pages + 1
         return min(pos + 1, max(self.pages_of(super().chosen(pos)), forced) * self.args.page)

@@ -1,10 +1,10 @@
 """RazorAttention: retrieval heads keep every token, the others sinks, a recent window and one mean of all the rest.
 
 Retrieval heads are found before any prompt, by their attention on repeated random tokens (calibrate.py). A KV head
-whose group holds one is protected. The others drop what leaves their window into a compensation token: the mean key and
-value, counted by the softmax as the N_d tokens it stands for (Eq. 4-5). Storage is packed: 2 D elements per token in
-protected heads, a fifth of that in the others once a text is long; their window grows with it. Another method stores
-and reads the protected heads, `full` by default; self_index or sals multiply the two savings.
+whose group holds one is protected. In the others, tokens that leave the window are merged into a compensation token:
+their mean key and value, which the softmax counts as the N_d tokens it stands for (Eq. 4-5). Storage is packed: 2 D
+elements per token in protected heads, a fifth of that in the others once a text is long, as their window grows with it.
+Another method stores and reads the protected heads, `full` by default; with self_index or sals, both savings multiply.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from cache.statistic import REPEATS, RepeatedTokens
 from errors import InputError, warn_once
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.window_append import window_append
 from parallel import ONE
 
-PLACES = 4  # after an earlier copy, whose attention is measured
+PLACES = 4  # places after an earlier copy at which attention is measured
 
 PRESETS = {
     "razor-28": dict(induction=0.28, echo=0.02),  # GLM-9B-1M, Figure 5
     # Llama-3.1-8B, Tables 5 and 6 (App. A.2): a fifth of every text above 4K tokens, where Table 2 has at least 4000
-    "razor-ruler": dict(induction=0.28, echo=0.02, window=1, whole=4096),
+    "razor-ruler": dict(induction=0.28, echo=0.02, window=1, full_up_to=4096),
     "razor-places": dict(places=4),  # beyond the paper: heads that read the next token two to four places on
     "razor-places-random": dict(places=4, protect="random"),
     "razor-random": dict(protect="random"),  # Table 1, 15 % of the heads at random
@@ -59,7 +59,7 @@ def protected_heads(
 
 
 def random_heads(protected: Tensor, seed: int) -> Tensor:
-    """As many KV heads as in `protected` bool [L, Hkv], drawn over the whole model: the control of Table 1."""
+    """As many random KV heads of the whole model as `protected` bool [L, Hkv] has: the control of Table 1."""
     drawn = torch.randperm(protected.numel(), generator=torch.Generator().manual_seed(seed))
     out = torch.zeros(protected.numel(), dtype=torch.bool)
     out[drawn[: int(protected.sum())]] = True
@@ -67,10 +67,10 @@ def random_heads(protected: Tensor, seed: int) -> Tensor:
 
 
 class HeadScores(RepeatedTokens):
-    """Attention of query heads to earlier copies of their token, echo, and to what follows those, induction (Sec. 3.3).
+    """Attention to earlier copies of the current token (echo) and to what follows them (induction), Sec. 3.3.
 
-    A model may look further: a token two places after the copy can carry the one between, moved there by a head that
-    looks one token back. So the mass on PLACES places is kept, of which the first is the paper's score.
+    A head may look further: the token two places after the copy can carry the one between, moved there by a head that
+    looks one token back. So the mass on PLACES places is kept; the first is the paper's score.
     """
 
     name = "razor"
@@ -78,7 +78,7 @@ class HeadScores(RepeatedTokens):
     def measure_attention(self, p, rows, n_random):
         place, back = (torch.arange(n, device=p.device) for n in (1 + PLACES, REPEATS))
         at = rows[:, None, None] - n_random * back[1:, None] + place  # [Q, copies, places]
-        there = (at >= place) & (at <= rows[:, None, None])  # what is after a copy may pass a query where n is small
+        there = (at >= place) & (at <= rows[:, None, None])  # with few random tokens, places may lie behind the query
         mass = p[:, torch.arange(len(rows), device=p.device)[:, None, None], at.clamp(0, p.shape[2] - 1)]
         return dict(mass=(mass.double() * there).sum((1, 2)))  # [Hq, places]
 
@@ -94,11 +94,11 @@ class Razor(KVMethod):
     statistics = (HeadScores(),)
     reads_queries = False
     whole_calibration = True  # heads are protected by their rank among all of the model
-    k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; the first slots are filled, in no order
+    k: Tensor  # [B, heads that drop tokens, sinks + ring, D], rotated; filled from the first slot on, in no order
     v: Tensor
     mean_k: Tensor  # fp32 [B, heads that drop tokens, D]: the compensation token
     mean_v: Tensor
-    slot_of: Tensor  # int32 [B, ring]: where the token at position sinks + i (mod ring) of the window lies
+    slot_of: Tensor  # int32 [B, ring]: the slot of the window's token at position sinks + i (mod ring)
     least: Tensor  # int64 [B]: S_0, the least L_h of each row
     order: Tensor  # int64 [Hkv]: the protected heads, then those that drop tokens
 
@@ -106,16 +106,16 @@ class Razor(KVMethod):
     class Args:
         induction: float = knob(0.14, "share of query heads protected by induction (Table 2)", 0, 1)
         echo: float = knob(0.01, "share of query heads protected by echo score (Table 2)", 0, 1)
-        places: int = knob(1, "places after a copy whose best is the induction score (paper: 1)", 1, PLACES)
+        places: int = knob(1, "places after a copy, the best of which is the induction score (paper: 1)", 1, PLACES)
         sinks: int = knob(4, "first tokens kept by the other heads (Table 2)", low=0)
         window: int = knob(4000, "least tokens in their recent window (Table 2)", low=1)
-        share: float = knob(0.2, "of all tokens so far that their window holds if more (Table 2)", 0, 1)
-        whole: int = knob(0, "prompts up to this length have it as their least window (App. A.2: 4K)", low=0)
+        share: float = knob(0.2, "share of all tokens so far that their window holds, if that is more (Table 2)", 0, 1)
+        full_up_to: int = knob(0, "prompts up to this length have a window of at least this size (App. A.2: 4K)", low=0)
         compensation: bool = knob(True, "False: dropped tokens are forgotten (Figure 8)")
         protect: Literal["retrieval", "random"] = knob(
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
         )
-        seed: int = knob(0, "of protect=random", low=0)
+        seed: int = knob(0, "seed of protect=random", low=0)
         retrieval_method: str = knob(
             "full", "method or preset that holds the protected heads, in every layer; its knobs: quest:budget=64"
         )
@@ -133,25 +133,25 @@ class Razor(KVMethod):
         super().__init__(args, shape, layer, rope, calib)
         T, D = shape.max_seq_len, shape.head_dim
         self._route(self._protected().nonzero().flatten().tolist())
-        # the sinks stand in front of the ring, so a window longer than the rest of the context needs no slot for them
+        # sinks have slots of their own in front of the ring, so a ring as long as the rest of the context suffices
         self.sinks = min(args.sinks, T)
-        self.ring = max(1, min(T - self.sinks, max(args.window, args.whole, budget_cap(float(args.share), T))))
+        self.ring = max(1, min(T - self.sinks, max(args.window, args.full_up_to, budget_cap(float(args.share), T))))
         if self.n_own:
             if self.ring >= T - self.sinks and shape.device.type != "meta":
-                warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.whole)} tokens, "
-                          "its sinks and window (window=): no bytes are saved")  # fmt: skip
+                warn_once(f"razor drops nothing of texts up to {self.sinks + max(args.window, args.full_up_to)} "
+                          "tokens, its sinks and window (window=): no bytes are saved")  # fmt: skip
             for x in ("k", "v"):
                 self.buffer(x, (shape.max_batch, self.n_own, self.sinks + self.ring, D))
                 if args.compensation:
                     self.buffer(f"mean_{x}", (shape.max_batch, self.n_own, D), torch.float32)
             self.buffer("slot_of", (shape.max_batch, self.ring), torch.int32)
             self.buffer("least", (shape.max_batch,), torch.int64)
-            self.least.fill_(max(args.window, args.whole))
+            self.least.fill_(max(args.window, args.full_up_to))
 
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
         a, H = self.args, self.shape.n_kv_head
-        if self.calib is None:  # sizes only: the share alone
+        if self.calib is None:  # sizes only: which heads does not matter, only how many
             return torch.arange(H) < math.ceil((a.induction + a.echo) * H - 1e-6)
         induction = self.calib.stack("razor.induction" if a.places == 1 else "razor.after")
         induction = induction if a.places == 1 else induction[..., : a.places].amax(-1)
@@ -180,7 +180,7 @@ class Razor(KVMethod):
         if shape.ranks.size > 1 and self.other.joins_heads:
             raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
                              f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
-        self.predicts = self.other.predicts  # what the class says for all, layers may not
+        self.predicts = self.other.predicts  # differs between layers
         self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks
         if own:
             self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)
@@ -193,7 +193,7 @@ class Razor(KVMethod):
         return self._by_head("prefill", super().prefill, q, k, v, lengths, start)
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
-        if self.other is None or k.shape[1] == self.n_own:  # of its own heads alone
+        if self.other is None or k.shape[1] == self.n_own:  # the heads given are all our own
             super().store_prompt(q, k, q_rot, k_rot, v, lengths)
         elif not self.n_own:
             self.other.store_prompt(q, k, q_rot, k_rot, v, lengths)
@@ -223,7 +223,7 @@ class Razor(KVMethod):
         return self._by_head("decode", super().decode, q, k, v, pos)
 
     def _by_head(self, step: str, ours: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *at: Any) -> Tensor:
-        """The other method's `step` on its heads, `ours` on the rest; heads stay in their order.
+        """Run the other method's `step` on its heads and `ours` on the rest; the output has heads in their order.
 
         q [B, Hq, ..., D], k and v [B, Hkv, ..., D], none of them rotated: the methods may differ in what they rotate.
         """
@@ -238,7 +238,7 @@ class Razor(KVMethod):
         return y.flatten(1, 2)
 
     def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """The other's KV heads and its part of every tensor [B, heads, ...], then ours."""
+        """Yield the other method's KV heads and its part of every tensor [B, heads, ...], then ours."""
         H, P = self.shape.n_kv_head, self.n_other
         for heads in (self.order[:P], self.order[P:]):
             yield heads, [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in heads_of]
@@ -257,23 +257,23 @@ class Razor(KVMethod):
     # ---- the heads that drop tokens: q, k and v are theirs alone, rotated ----
 
     def scope(self, n):
-        """L_h = max(S_0, N / C) with n [B] tokens so far (Algorithm 1, line 2), at most the ring: by 0 or 1 a token."""
+        """L_h = max(S_0, N / C) for n [B] tokens so far (Algorithm 1, line 2), at most the ring. Grows by 0 or 1."""
         grown = budget_tokens(float(self.args.share), n)
         return torch.maximum(grown, self.least[: len(n)]).clamp(max=self.ring)
 
     def dropped(self, pos):
-        """N_d with the newest token at pos [B]: all but the sinks and the window. Not above 0: none."""
+        """N_d with the newest token at pos [B]: all but the sinks and the window. At or below 0: none are dropped."""
         return pos + 1 - self.sinks - self.scope(pos + 1)
 
     def filled(self, pos):
-        """Slots in use with the newest token at pos [B]."""
+        """The number of slots in use with the newest token at pos [B]."""
         return (pos + 1).minimum(self.sinks + self.scope(pos + 1))
 
     def compress(self, q, k, v, lengths):
-        """Algorithm 1: keep the sinks and the last L_h tokens, the mean of the others (Eq. 4)."""
+        """Algorithm 1: keep the sinks, the last L_h tokens, and the mean of the others (Eq. 4)."""
         B, _, S, _ = k.shape
         a, slots = self.args, torch.arange(self.k.shape[2], device=k.device)
-        self.least[:B] = torch.where(lengths > a.whole, a.window, max(a.window, a.whole))
+        self.least[:B] = torch.where(lengths > a.full_up_to, a.window, max(a.window, a.full_up_to))
         gone = self.dropped(lengths - 1).clamp(min=0)[:, None]
         at = torch.where(slots < self.sinks, slots, slots + gone).clamp(max=S - 1)  # the position in each slot
         self.k[:B], self.v[:B] = gather_rows(k, at[:, None]), gather_rows(v, at[:, None])
@@ -286,11 +286,11 @@ class Razor(KVMethod):
                 mean[:B] = torch.where(out, x, 0).sum(2, dtype=torch.float32) / gone.clamp(min=1)[..., None]
 
     def _newest(self, pos):
-        """[B, ring], of the positions that share a place of slot_of, with the newest token at pos [B]."""
-        return self.sinks + held(pos - self.sinks, self.ring)
+        """The newest position of each entry of slot_of, [B, ring], with the newest token at pos [B]."""
+        return self.sinks + ring_positions(pos - self.sinks, self.ring)
 
     def append(self, k, v, pos):
-        """While the window grows nothing leaves it; else the new token takes the slot of the oldest, which does."""
+        """While the window grows, nothing leaves it; otherwise the new token takes the slot of the oldest one."""
         filled = self.filled(pos)
         fresh = torch.where(filled > self.filled(pos - 1), filled - 1, -1)
         mean = (self.mean_k, self.mean_v) if self.args.compensation else None  # Eq. 4, one token more
@@ -321,23 +321,23 @@ class Razor(KVMethod):
         if self.other is not None:
             self.other.reset()
         if self.n_own:
-            self.least.fill_(max(self.args.window, self.args.whole))
+            self.least.fill_(max(self.args.window, self.args.full_up_to))
             if self.args.compensation:
                 self.mean_k.zero_(), self.mean_v.zero_()
 
     def layout(self, tokens):
-        """A share of max_seq_len sizes the ring, by which places in slot_of go round."""
+        """max_seq_len decides the ring's size, and entries of slot_of are positions modulo that size."""
         return dict(slot_of=self.ring) if self.n_own and tokens > self.sinks + self.ring else {}
 
     def carry(self, name, saved, layout, pos):
-        """By the ring of another size; places of tokens that have left both windows may hold anything."""
+        """slot_of re-indexed from a ring of another size; entries of tokens outside both windows may hold anything."""
         place = (self._newest(pos) - self.sinks).clamp(min=0)
         return saved.gather(1, place % (layout or saved.shape[1]))
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt, which sets S_0: tokens, the compensation token, a slot, S_0, order of heads."""
+        """Kept tokens, the mean token, a slot number, S_0 and the order of heads; all up to pos counts as prompt."""
         s, a, n = self.shape, self.args, pos + 1
-        least = a.window if n > a.whole else max(a.window, a.whole)
+        least = a.window if n > a.full_up_to else max(a.window, a.full_up_to)
         kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)

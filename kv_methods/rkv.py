@@ -1,8 +1,8 @@
-"""R-KV: while a long reasoning is decoded, keep what the newest queries look at and what is not said already.
+"""R-KV: while a long reasoning is decoded, keep tokens that the newest queries attend to and that are not redundant.
 
-Decoded tokens fill a buffer. Whenever it is full, all tokens held compete: a score is a tenth of the attention that the
-last 8 queries pay to a token, less nine tenths of how much its key is like the others'; of keys that are alike the
-newest counts as new. The best stay, with the last 8 tokens. A prompt longer than the budget is cut in the same way.
+Decoded tokens fill a buffer. Whenever it is full, all tokens held compete: a token's score is 0.1 times the attention
+that the last 8 queries pay to it, less 0.9 times the similarity of its key to the others'; of similar keys, the newest
+does not count as redundant. The best stay, with the last 8 tokens. A prompt longer than the budget is cut likewise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cache.evicting import Evicting
 from errors import InputError
 from kernels.prompt_scores import pooled
 
-BLOCK = 256  # tokens whose likeness to all others is held at a time
+BLOCK = 256  # tokens whose cosines with all others are held at a time
 
 
 class RKV(Compacting):
@@ -45,7 +45,7 @@ class RKV(Compacting):
         self.lookback, self.every = args.recent, args.buffer
         super().__init__(args, shape, layer, rope, calib)
 
-    def room(self):
+    def decode_slots(self):
         return min(self.args.buffer, self.shape.max_decoded)
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
@@ -53,31 +53,31 @@ class RKV(Compacting):
         self.note_queries(q_rot, lengths)
 
     def scores_of_prompt(self, q, k, v, lengths):
-        at = lengths[:, None] - self.lookback + torch.arange(self.lookback, device=k.device)
-        newest = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        q_pos = lengths[:, None] - self.lookback + torch.arange(self.lookback, device=k.device)
+        newest = q.gather(2, q_pos.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
         place = torch.arange(k.shape[2], device=k.device).expand(k.shape[:3])
         k = k.masked_fill((place >= lengths[:, None, None])[..., None], 0)
-        return self.later_scores(newest, at, k, v, place, lengths)
+        return self.later_scores(newest, q_pos, k, v, place, lengths)
 
-    def later_scores(self, q, at, k, v, place, filled):
-        """Z = lambda I - (1 - lambda) R, of what stands before the window."""
+    def later_scores(self, q, q_pos, k, v, place, filled):
+        """Z = lambda I - (1 - lambda) R for the tokens before the window."""
         t = torch.arange(k.shape[2], device=k.device)
         before = (t < (filled - self.recent(filled))[:, None])[:, None]  # [B, 1, N]
-        importance, redundancy = self.importance(q, at, k, before), self.redundancy(k, filled)
+        importance, redundancy = self.importance(q, q_pos, k, before), self.redundancy(k, filled)
         return self.args.mix * importance - (1 - self.args.mix) * redundancy
 
-    def importance(self, q: Tensor, at: Tensor, k: Tensor, before: Tensor) -> Tensor:
-        """The mean of the newest queries' softmax over what is before them, of the group's largest logit (published
-        code), and the largest of neighbours."""
+    def importance(self, q: Tensor, q_pos: Tensor, k: Tensor, before: Tensor) -> Tensor:
+        """The newest queries' mean softmax over the tokens before them, of a group's largest logits (published code),
+        max-pooled over neighbours."""
         logits = (q.unflatten(1, (k.shape[1], -1)).float() @ k.float().mT[:, :, None]).amax(2) * q.shape[3] ** -0.5
         p = logits.masked_fill(~before[:, :, None], float("-inf")).softmax(-1)  # [B, Hkv, W, N]
-        there = (at >= 0)[:, None, :, None] & before[:, :, None]
-        mean = p.masked_fill(~there, 0).sum(2) / (at >= 0).sum(1).clamp(min=1)[:, None, None]
+        there = (q_pos >= 0)[:, None, :, None] & before[:, :, None]
+        mean = p.masked_fill(~there, 0).sum(2) / (q_pos >= 0).sum(1).clamp(min=1)[:, None, None]
         return pooled(mean, self.args.kernel)
 
     def redundancy(self, k: Tensor, filled: Tensor) -> Tensor:
-        """Softmax over tokens of how like a token's key is to the others', on average. Of each token, the newest that
-        is like it is spared."""
+        """Softmax over tokens of the mean cosine of a token's key with the others'. The newest `spared` tokens that are
+        similar to a token do not count as redundant to it."""
         n, t = k.shape[2], torch.arange(k.shape[2], device=k.device)
         unit, total = F.normalize(k.float(), dim=-1), k.new_zeros(k.shape[:3], dtype=torch.float32)
         spared = min(self.args.spared, n)
@@ -89,6 +89,6 @@ class RKV(Compacting):
                 alike = (cos > self.args.alike) & (t < filled[:, None, None, None])
                 newest, at = torch.where(alike, t, -1).topk(spared, -1)
                 cos = cos.scatter(3, at, torch.where(newest >= 0, 0, cos.gather(3, at)))
-            total += cos.sum(2)  # keys that are not there are zeros
+            total += cos.sum(2)  # missing keys are zeros
         mean = total / filled.clamp(min=1)[:, None, None]
         return mean.masked_fill(t >= filled[:, None, None], float("-inf")).softmax(-1)

@@ -1,9 +1,9 @@
 """RocketKV: a prompt is cut once as SnapKV does, then every step attends to a few pages of what is left.
 
-A part of the compression is the eviction's: of L tokens at a ratio of c = L / budget it keeps L / c^a. The rest is
-hybrid selection: of every page of slots the least and the greatest of each channel are stored, channel by channel, so
-that a step reads those few channels in which its query is largest, and of each the bound that its sign asks for. The
-best pages are attended exactly.
+Eviction does a part of the compression: of L tokens, at a ratio of c = L / budget, it keeps L / c^a. Hybrid selection
+does the rest: the minimum and the maximum of each channel over every page of slots are stored channel by channel, so
+that a step reads only the few channels in which its query is largest, and of each only the bound that the query's sign
+needs. The best pages are attended to exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rocket(SnapKV):
     lossless = dict(budget=1.0, attended=1.0)
     stress = dict(budget=12, recent=4, page=2, kernel=7)
 
-    bounds: Tensor  # [B, Hkv, 2 D, P]: of every channel the least of each page's keys, then the greatest
+    bounds: Tensor  # [B, Hkv, 2 D, P]: the minimum of every channel over each page's keys, then the maximum
 
     @dataclass
     class Args(SnapKV.Args):
@@ -74,7 +74,7 @@ class Rocket(SnapKV):
     def pages_of(self, tokens):
         return -(-tokens // self.args.page)
 
-    def held(self, length):
+    def num_kept(self, length):
         """L / c^a, with a = 0.2 + 0.06 log2 c up to 0.8 (published code)."""
         if self.args.kept is not None:
             return budget_tokens(self.args.kept, length).maximum(self.recent(length))
@@ -83,7 +83,7 @@ class Rocket(SnapKV):
         return (kept + 1e-6).long().maximum(self.recent(length))
 
     def share(self, budget_of, length):
-        """Tokens to attend to at a length, or at lengths, as `budget_of` takes them."""
+        """The number of tokens to attend to at a length, or at lengths, as `budget_of` takes them."""
         if self.args.attended is not None:
             return budget_of(self.args.attended, length)
         return (budget_of(self.args.budget, length) + 1) // 2
@@ -117,7 +117,7 @@ class Rocket(SnapKV):
     # ---- hybrid selection ----
 
     def scores(self, q, last):
-        """What a token of each page weighs by the largest channels, summed over the group -> fp32 [B, Hkv, P]."""
+        """Estimated weight of a token of each page by the largest channels, summed over the group: fp32 [B, Hkv, P]."""
         groups, D = q.unflatten(1, (self.shape.n_kv_head, -1)), q.shape[2]
         size = groups.float().abs()
         channels = size.sum(2).topk(self.r, -1).indices  # [B, Hkv, r]
@@ -131,7 +131,7 @@ class Rocket(SnapKV):
         return (logits - logits.logsumexp(-1, keepdim=True)).exp().sum(2)
 
     def select(self, q, pos):
-        """The best full pages of slots, and behind them what there is of the newest one."""
+        """The best full pages of slots, followed by the newest one as far as it is filled."""
         page, filled = self.args.page, self.filled[: len(pos)]
         last, wanted = (filled - 1) // page, self.pages_of(self.share(budget_tokens, pos + 1).minimum(filled))
         idx, count = budget_select(self.scores(q, last), last - 1, wanted - 1, max(1, self.most - 1))
@@ -140,9 +140,9 @@ class Rocket(SnapKV):
         return idx, count * page + (filled - last * page)[:, None]
 
     def traffic(self, pos):
-        """The prompt taken as the one of up to `pos` that leaves most: r channels of a bound of every page, and K and V
-        of the chosen ones."""
-        s, held = self.shape, min(self.most_held(pos + 1), self.k.shape[2])
-        tokens = min(held, self.pages_of(self.share(budget_cap, pos + 1)) * self.args.page)
-        read = self.r * self.pages_of(held) + 2 * s.head_dim * tokens
+        """After the prompt of up to pos + 1 tokens of which most is kept: r channels of one bound of every page, and K
+        and V of the chosen pages."""
+        s, kept = self.shape, min(self.max_kept(pos + 1), self.k.shape[2])
+        tokens = min(kept, self.pages_of(self.share(budget_cap, pos + 1)) * self.args.page)
+        read = self.r * self.pages_of(kept) + 2 * s.head_dim * tokens
         return s.max_batch * (s.n_kv_head * read * s.dtype.itemsize + 8)

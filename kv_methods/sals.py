@@ -1,10 +1,10 @@
 """SALS: keys in a low-rank latent space before rotation; scores there choose the few tokens that are expanded.
 
-One basis for all KV heads of a layer together turns a key of n*D channels into r coordinates, the most telling first
-(PCA of unrotated keys, which rotation would spread over many directions). Every token is scored by its first r/2
-coordinates, the best are expanded, rotated at their own positions and attended to exactly. Values are quantized. The
-newest tokens wait in a ring at half compression. At D = 128: 144 of 512 bytes a token and KV head (sals-25), 80
-(sals-12.5), beside the ring.
+One basis for all KV heads of a layer turns a key of n*D channels into r coordinates, those of the largest eigenvalues
+first (PCA of unrotated keys; rotation would spread them over more directions). Every token is scored by its first r/2
+coordinates; the best tokens are expanded, rotated at their own positions and attended to exactly. Values are quantized.
+The newest tokens are in a ring at half compression. At D = 128: 144 of 512 bytes per token and KV head (sals-25), 80
+(sals-12.5), besides the ring.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class JointKeys(Statistic):
 
 
 class LatentStore(Storage):
-    """Slots of tokens of all KV heads together: keys as coordinates in a basis that they share, values in a few bits.
+    """Slots for tokens of all KV heads together: keys as coordinates in one basis, values in a few bits.
 
-    `ranks`: how many coordinates lie in each buffer, so that a pass over the first ones reads nothing else.
+    `ranks`: the number of coordinates in each buffer, so that a pass over the first ones reads nothing else.
     """
 
     def __init__(self, shape: CacheShape, slots: int, ranks: tuple[int, ...], bits: int):
@@ -81,7 +81,7 @@ class LatentStore(Storage):
 
     @property
     def tokens(self) -> LatentTokens:
-        """As the kernels take them."""
+        """The slots in the form that the kernels take."""
         return LatentTokens(tuple(self.get_buffer(x) for x in self.parts), self.values.parts(), self.values.bits)
 
 
@@ -142,7 +142,7 @@ class Sals(KVMethod):
         self.ring = LatentStore(shape, min(args.recent, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
         U = calib.get(layer, "sals.basis")[:, :ring_rank] if calib else None
-        own = shape.own_heads  # of several ranks each has the columns of its heads
+        own = shape.own_heads  # each rank has the columns of its own heads
         U = None if U is None else U.unflatten(0, (-1, shape.head_dim))[own.start : own.stop].flatten(0, 1).T
         self.basis = self.constant("basis", (ring_rank, len(own) * shape.head_dim), U)
         self.copies = shape.ranks.copies(shape.layer_heads)
@@ -151,14 +151,14 @@ class Sals(KVMethod):
 
     def compress(self, q, k, v, lengths):
         basis = self.basis
-        if self.shape.ranks.size > 1:  # the products are sums over ranks: what is left to do is to store them
+        if self.shape.ranks.size > 1:  # latents are sums over ranks: the kernels below only have to store them
             k = self._latents(k.transpose(1, 2).flatten(2))[:, None]
             basis = torch.eye(len(basis), dtype=k.dtype, device=k.device)
         store_prompt(self.store.tokens, basis, k, v, lengths)  # eq. 1
         store_newest(self.ring.tokens, basis, k, v, lengths)
 
     def _latents(self, k):
-        """Keys [..., n*D] of this rank's heads -> coordinates [..., r] of all heads' together."""
+        """Keys [..., n*D] of this rank's heads -> coordinates [..., r] of the keys of all heads together."""
         latents = self.sum_over_ranks(dense_linear(k, self.basis))
         return latents / self.copies if self.copies > 1 else latents
 
@@ -185,7 +185,7 @@ class Sals(KVMethod):
         B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
         if self.p is None and self.args.score == "sum":
-            # the sum over heads of q . k(of its group) = (sum over each group of q) . k
+            # the sum over query heads of q . (k of its group) = the sum over KV heads of (sum of its group's q) . k
             latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis)) / self.copies
             return latent_score(latent_q[:, None], self.store.lead, pos - self.ring.slots)
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
@@ -200,7 +200,7 @@ class Sals(KVMethod):
         return Attended.of(self.rope.rotate(q, pos), (torch.where(there, at, -2), k, v))
 
     def _read(self, idx, count, pos):
-        """What is read of the cache, as the kernels take it: one list for all heads."""
+        """What a step reads of the cache, in the form that the kernels take: one list for all heads."""
         if idx is not None:
             idx, count = idx[:, 0], count[:, 0]
         stored = dict(basis=self.basis, ring=self.ring.tokens, store=self.store.tokens)
@@ -216,10 +216,10 @@ class Sals(KVMethod):
         return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        """Sec. 4.5: r* coordinates of every token, then the chosen ones whole, and the ring; the basis, for the new
-        key, for the query that scores, and to expand what is attended to.
+        """Sec. 4.5: r* coordinates of every token, then the whole chosen tokens, and the ring; the basis, for the new
+        key, for the query that scores, and to expand the attended keys.
 
-        A budget of p tells no number of tokens: `cap` of them, the most.
+        A budget of p sets no number of tokens: `cap` of them are counted, the most there can be.
         """
         s, recent = self.shape, min(pos + 1, self.ring.slots)
         by_sum = self.p is None and self.args.score == "sum"

@@ -2,8 +2,8 @@
 
 A 4-bit code holds the signs of 4 centred channels. Codes score every token through a look-up table of the codebook's
 centroids; the best tokens are unpacked (signs x 2-bit magnitudes, 2-bit values) and attended to, beside a few sink
-tokens in full precision and all that was decoded: the newest in full precision, older ones compressed, but always
-attended to, outside the budget. 112 of 512 bytes a token at D = 128 (Overhead Analysis).
+tokens in full precision and all decoded tokens, which are outside the budget: the newest in full precision, older ones
+compressed. 112 of 512 bytes per token at D = 128 (Overhead Analysis).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens, check_budget
+from cache.full_precision import Tail
 from cache.packed import PackedVectors, check_groups
-from cache.whole import Tail
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention, read_packed
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention, read_packed
 from kernels.prompt_scores import best_tokens, snapkv_scores
 from kernels.select import budget_select, with_run
 from kernels.sign_codes import SUB, lut_score, pack_codes, sign_codes, sign_patterns
@@ -28,7 +28,7 @@ from kernels.sign_encode import encode_keys, encode_others, key_range
 
 PRESETS = {
     "self_index-7.5": dict(budget=0.075),  # RULER, Table 2; int(0.075 * (L - 64)) tokens and 64 sinks (published code)
-    # what the published code does otherwise than the paper or we: github.com/LfieLike/selfindexingkv
+    # where the published code differs from the paper or from us: github.com/LfieLike/selfindexingkv
     "self_index-published": dict(budget=0.075, sink_queries=1, sinks_in_index=False, tail=1, flush=1),
     "self_index-16bit": dict(store_bits=16),  # "Ours (16 bits)", Tables 1 and 2
     "self_index-no-sign": dict(sign_in_quant=False),  # Table 5, w/o sign in quant
@@ -39,11 +39,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class BesideSinks:
-    """How many tokens a step chooses beside `sinks` tokens of the prompt that are attended anyway (Self-Indexing).
+    """The number of tokens that a step chooses beside `sinks` tokens of the prompt, which are always attended to.
 
-    counted: a number of tokens is of sinks, too, a share is of the whole length, and leaves what sinks take. Not
-    counted: both are of those that are no sinks, a share rounded down, as in the published code. None: numbers are
-    counted, shares are not.
+    counted: the budget includes the sinks, and a share is one of the whole length. Not counted: the budget is for
+    tokens that are no sinks, and a share is one of these, rounded down as in the published code. None: a number is
+    counted, a share is not.
     """
 
     budget: int | float
@@ -62,30 +62,31 @@ class BesideSinks:
         return self.sinks if counted else 0
 
     def of(self, length: int) -> int:
-        """The most that are chosen of `length` tokens; a share is topped up where a prompt is shorter than the sinks,
-        160 tokens mean 64 + 96 whatever the prompt."""
+        """The most that are chosen of `length` tokens. 160 tokens mean 64 + 96 whatever the prompt; of a share, nothing
+        is taken off for sinks, as a prompt may have fewer."""
         if isinstance(self.budget, int):
             return min(length, self.budget - self._inside)
         return budget_cap(self.budget, length)
 
     def at(self, prompt: Tensor, rivals: Tensor, length: Tensor) -> Tensor:
-        """Tokens of the prompt, those that compete, sinks among them, and all so far, each [B] -> [B] int64."""
+        """The number chosen, int64 [B]; prompt: its tokens, rivals: those that compete, sinks among them, length: all
+        tokens so far, each [B]."""
         sinks = prompt.clamp(max=self.sinks)
         if isinstance(self.budget, int):
             wanted = torch.full_like(prompt, self.budget - self._inside)
         elif self.counted:
             wanted = budget_tokens(self.budget, length) - sinks
         else:
-            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long()  # a hair more, as 0.7 of 10 tokens are 7
+            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long()  # so that 0.7 of 10 tokens are 7
         return wanted.clamp(min=0).minimum(rivals - sinks)
 
 
 class Sinks(Storage):
-    """The same number of tokens of a prompt for every KV head, whichever are chosen."""
+    """Sink tokens of a prompt: the same number for every KV head, which has a choice of its own."""
 
-    k: Tensor  # [B, Hkv, n, D]; of a shorter prompt the first slots, the others are to weigh 0
+    k: Tensor  # [B, Hkv, n, D]; a shorter prompt fills the first slots, and the others must weigh 0
     v: Tensor
-    idx: Tensor  # [B, Hkv, n] int64, where they stand
+    idx: Tensor  # [B, Hkv, n] int64, their positions
 
     def __init__(self, shape: CacheShape, n: int):
         super().__init__(shape)
@@ -94,13 +95,13 @@ class Sinks(Storage):
         self.buffer("k", size), self.buffer("v", size), self.buffer("idx", size[:3], torch.int64)
 
     def put(self, idx: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """idx [B, Hkv, <= n], those past a prompt's end last, and their k and v [B, Hkv, <= n, D]."""
+        """Store tokens idx [B, Hkv, <= n], those past a prompt's end last, with their k and v [B, Hkv, <= n, D]."""
         B, _, n = idx.shape
         self.idx[:B, :, :n], self.idx[:B, :, n:] = idx.minimum(lengths.view(B, 1, 1) - 1), 0
         self.k[:B, :, :n], self.v[:B, :, :n] = k, v
 
     def position(self, prompt_len: Tensor) -> Tensor:
-        """[B, Hkv, n], -2 where nothing is."""
+        """Positions [B, Hkv, n], -2 in empty slots."""
         there = torch.arange(self.n, device=prompt_len.device) < prompt_len[:, None]
         return torch.where(there[:, None], self.idx[: len(prompt_len)], -2)
 
@@ -112,27 +113,30 @@ class SelfIndex(KVMethod):
     rewinds = True
 
     codes: Tensor  # [B, Hkv, slots, D / 8] sign codes, two to a byte
-    mean: Tensor  # [B, Hkv, D]: eq. 5, and eq. 12
-    alpha: Tensor
+    mean: Tensor  # [B, Hkv, D], eq. 5
+    alpha: Tensor  # [B, Hkv, D], eq. 12
     book: Tensor  # [B, Hkv, D / 4, 16, 4] centroids
-    flushed: Tensor  # [1] decoded tokens that moved from the tail to the compressed store
+    flushed: Tensor  # [1], the number of decoded tokens that moved from the tail to the compressed store
 
     @dataclass
     class Args:
         budget: int | float = knob(160, "tokens attended (LongBench: 160), or a share of those that are no sinks")
         sinks_in_budget: bool | None = knob(
-            None, "the budget counts sinks; None: a number does (paper, LongBench), a share does not (published code)"
+            None,
+            "the budget includes sinks; None: a number does (paper, LongBench), a share does not (published code)",
         )
         sinks: int = knob(64, "prompt tokens kept in full precision, chosen by SnapKV", low=0)
         sink_queries: int = knob(
             32, "last queries of the prompt that choose the sinks (ours; published code: 1)", 1, 4096
         )
-        sinks_in_index: bool = knob(True, "codebook and alpha are of sinks, too (Eq. 4, 12; published code: False)")
+        sinks_in_index: bool = knob(
+            True, "codebook and alpha are taken over sinks, too (Eq. 4, 12; published code: False)"
+        )
         store_bits: Literal[2, 4, 8, 16] = knob(2, "bits of key magnitudes and values")
         sign_in_quant: bool = knob(True, "False: quantize signed keys (Table 5)")
         retrieval: Literal["codebook", "sign"] = knob("codebook", "score by centroids, or by signs alone (Table 5)")
         heads: Literal["mean", "softmax", "max"] = knob(
-            "mean", "a list is the best by a group's mean query (published code), or its mean softmax or max (ours)"
+            "mean", "what ranks a list: the group's mean query (published code), or its mean softmax or max (ours)"
         )
         keep_decoded: bool = knob(True, "compressed decoded tokens stay attended (paper); False: they compete (ours)")
         tail: int = knob(512, "decoded tokens in full precision, older ones compressed (ours; published code: 0)", 1)
@@ -149,13 +153,13 @@ class SelfIndex(KVMethod):
         (B, H, T, D), P, bits = shape.kv, shape.max_prompt, args.store_bits
         self.sinks = Sinks(shape, min(args.sinks, P))
         self.tail = Tail(shape, max(1, min(args.tail, shape.max_decoded, T)), args.flush)
-        # where the tail holds all that is decoded, the store holds prompts alone; where sinks hold those, it is empty
+        # if the tail holds all decoded tokens, the store holds prompts alone; if the sinks hold those, it is empty
         self.flushes = shape.max_decoded > args.tail
         self.chooses = self.flushes or self.sinks.n < P
         self.slots = T if self.flushes else P if self.chooses else 1
         self.budget = BesideSinks(args.budget, self.sinks.n, args.sinks_in_budget)
         self.k_chosen = max(1, min(self.slots, self.budget.of(T)))
-        # a list has room for the decoded tokens of the store: the fewer, the better max_new_tokens is known
+        # a list has room for the decoded tokens of the store, fewer of them if max_new_tokens is known
         room = shape.max_decoded - args.tail + args.flush if self.flushes and args.keep_decoded else 0
         self.k_static = min(self.slots, self.k_chosen + room)
         self.buffer("codes", (B, H, self.slots, D // 8), torch.uint8)
@@ -164,7 +168,7 @@ class SelfIndex(KVMethod):
         if self.chooses:
             self.buffer("book", (B, H, D // SUB, 16, SUB), torch.float32)
         self.buffer("flushed", (1,), torch.int64)
-        self.token_bytes = D // 8 + self.k.vector_bytes + self.v.vector_bytes  # of the compressed store
+        self.token_bytes = D // 8 + self.k.vector_bytes + self.v.vector_bytes  # of a token in the compressed store
         self.fixed_bytes = 4 * D * (2 + 16 * self.chooses)  # of a row and KV head: mean, alpha, codebook
 
     # ---- the prompt ----
@@ -173,7 +177,7 @@ class SelfIndex(KVMethod):
         B, S, a = len(k), k.shape[2], self.args
         self.reset()
         self.tail.prompt_len[:B] = lengths
-        # Eq. 5 and 12. Centring balances the signs; softmax does not see it if every key of the row is centred.
+        # Eq. 5 and 12. Centring balances the signs, and softmax is invariant to it if all keys are centred (Eq. 7).
         self.mean[:B], self.alpha[:B] = key_range(k, lengths)
         mean = self.mean[:B]
         if self.sinks.n:  # Full Precision Sink Tokens: SnapKV's choice; a prompt shorter than the sinks is all sinks
@@ -188,7 +192,7 @@ class SelfIndex(KVMethod):
             self._store((slice(B), slice(None), slice(S)), k, mean, codes, v)
 
     def _store(self, at, k, mean, codes, v):
-        """Eq. 9-11: keys less their mean, their codes and values [B, H, n, D] to the compressed store at an index."""
+        """Write keys less their mean, sign codes and values [B, H, n, D] to the compressed store (Eq. 9, 10 and 12)."""
         self.codes[at] = codes
         self.k.put(at, k, mean, self.alpha[: len(k)], magnitude=self.args.sign_in_quant)
         self.v.put(at, v)
@@ -199,16 +203,16 @@ class SelfIndex(KVMethod):
         self.tail.put((k.float() - self.mean[: len(k)]).to(k.dtype), v, pos)
 
     def select(self, q, pos):
-        """The best of the compressed store, by a group's queries together; sinks are attended anyway.
+        """The best tokens of the compressed store, by a group's queries together; sinks are attended to in any case.
 
-        With `keep_decoded` the best of the prompt, and behind them the decoded tokens of the store, all of them.
+        With `keep_decoded`, the best of the prompt, followed by all decoded tokens of the store.
         """
         B, keep = len(pos), self.args.keep_decoded
         if not self.chooses:
             none = torch.zeros(B, self.shape.n_kv_head, 1, dtype=torch.int64, device=q.device)
             return none, none[..., 0]
         prompt = self.tail.prompt_len[:B]
-        rivals = prompt if keep else prompt + self.flushed  # first slots of the store, sinks among them
+        rivals = prompt if keep else prompt + self.flushed  # these first slots compete, sinks among them
         idx, count = budget_select(
             self._scores(q, rivals - 1), rivals - 1, self.budget.at(prompt, rivals, pos + 1), self.k_chosen
         )
@@ -217,7 +221,7 @@ class SelfIndex(KVMethod):
         return with_run(idx, count, prompt, self.slots - 1, self.k_static), count + self.flushed
 
     def _scores(self, q, last):
-        """Eq. 8 of the first slots up to last [B] -> [B, Hkv, T]; sinks: -inf."""
+        """Eq. 8 for the slots up to last [B] -> [B, Hkv, T]; sinks score -inf."""
         B = len(q)
         book = (self.book[:B], self.codes[:B], last, self.sinks.idx[:B])
         if self.args.heads == "mean":
@@ -230,12 +234,12 @@ class SelfIndex(KVMethod):
         return torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
 
     def attend(self, q, idx, count, pos):
-        whole = WholeTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
+        whole = FullPrecisionTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
         return packed_gather_attention(q, idx, count, self.store, whole, pos, self.tail.prompt_len, self.flushed)
 
     @property
     def store(self):
-        """The compressed tokens, as the kernel takes them."""
+        """The compressed tokens in the form that the kernel takes."""
         k, v, packed = self.k, self.v, self.k.bits < 16
         signs = self.codes if packed and self.args.sign_in_quant else None
         return PackedTokens(k.data, v.data, k.bits, k.params, v.params, self.alpha if packed else None, signs)
@@ -254,7 +258,7 @@ class SelfIndex(KVMethod):
     def maintain(self, step):
         """Compress the oldest decoded tokens once the tail is full: the next one would overwrite the oldest."""
         while self.flushes and self.tail.due(step):
-            x, v, steps = self.tail.take()  # x: centred already
+            x, v, steps = self.tail.take()  # x is centred already
             row, head = (torch.arange(n, device=x.device) for n in x.shape[:2])
             slots = (self.tail.prompt_len[:, None] + steps).clamp(max=self.slots - 1)
             self._store((row[:, None, None], head[:, None], slots[:, None]), x, None, pack_codes(sign_codes(x)), v)
@@ -263,19 +267,19 @@ class SelfIndex(KVMethod):
     def reset(self):
         self.flushed.zero_()
         self.tail.reset()
-        # slots that hold no token weigh 0, but 0 * NaN is NaN; sinks and ring are small
+        # empty slots weigh 0, but 0 * NaN is NaN; sinks and tail are small
         self.sinks.v.zero_(), self.tail.v.zero_()
 
     # ---- accounting ----
 
     def card_nbytes(self):
-        """Overhead Analysis, with what it leaves out: sinks, tail, and the fixed costs."""
+        """The bytes of the Overhead Analysis, and what it leaves out: sinks, tail, and the fixed costs."""
         B, H, _, D = self.shape.kv
         whole = 2 * (self.sinks.n + self.tail.size) * D * self.shape.dtype.itemsize + 8 * self.sinks.n
         return B * H * (self.slots * self.token_bytes + self.fixed_bytes + whole) + 8 * B + 8
 
     def traffic(self, pos):
-        """All of `pos` taken as prompt: decoded tokens of the tail come on top, 2 D elements each."""
+        """All tokens up to pos counted as prompt: decoded ones in the tail add 2 D elements each."""
         (B, H, _, D), n = self.shape.kv, torch.tensor([pos + 1])
         chosen = int(self.budget.at(n, n, n))
         whole = 2 * min(self.sinks.n, pos + 1) * D * self.shape.dtype.itemsize

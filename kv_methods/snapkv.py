@@ -1,8 +1,8 @@
-"""SnapKV: once, when the prompt is read, keep of it what its last queries look at, and the neighbours of that.
+"""SnapKV: once a prompt is read, keep the tokens that its last queries attend to, and their neighbours.
 
 The observation window, the last 32 tokens, votes: its attention to every earlier token is summed, pooled over 7
-neighbours, and the best tokens of each KV head are kept beside the window. What is decoded afterwards stays; with a
-`decode_budget` the newest queries vote on it again, every so many steps.
+neighbours, and the best tokens of each KV head are kept beside the window. Decoded tokens stay; with a `decode_budget`,
+the newest queries vote on them every `decode_every` steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SnapKV(Compacting, PromptEvicting):
         kernel: int = knob(7, "neighbours pooled, an odd number (LongBench runs: 7; published default: 5)", 1, 10**4)
         pool: Literal["max", "avg"] = knob("max", "how they are pooled (LongBench runs: max; published default: avg)")
         group: Literal["mean", "max"] = knob(
-            "mean", "of a group's query heads, as kvpress has it, or their largest (AdaKV); the paper: one a key"
+            "mean", "of a group's query heads, as in kvpress, or their max (AdaKV); the paper has one query per key"
         )
         decode_budget: int | None = knob(
             None, "decoded tokens kept, of which the last `recent` vote on the others (ours); None: all", 1
@@ -61,18 +61,18 @@ class SnapKV(Compacting, PromptEvicting):
         super().__init__(args, shape, layer, rope, calib)
 
     def prompt_scores(self, q, k, v, mass, lengths):
-        """Votes for what stands before the window alone, then pooled."""
+        """Votes for the tokens before the window alone, then pooled."""
         before = torch.arange(mass.shape[2], device=mass.device) < (lengths - self.recent(lengths))[:, None]
         return pooled(mass * before[:, None], self.args.kernel, self.args.pool)
 
-    def room(self):
+    def decode_slots(self):
         if self.every:
             return min(self.args.decode_budget + self.every, self.shape.max_decoded)
-        return super().room()
+        return super().decode_slots()
 
-    def later_scores(self, q, at, k, v, place, filled):
-        """Of decoded tokens: what is kept of the prompt stays."""
-        scores = super().later_scores(q, at, k, v, place, filled)
+    def later_scores(self, q, q_pos, k, v, place, filled):
+        """Scores of decoded tokens; what is kept of the prompt stays."""
+        scores = super().later_scores(q, q_pos, k, v, place, filled)
         return scores.masked_fill(place < self.prompt_len[:, None, None], float("inf"))
 
     def stay(self, place, read):

@@ -1,8 +1,8 @@
-"""SparQ Attention: the channels in which the query is largest score all tokens; what is left out is made up for.
+"""SparQ Attention: the channels in which the query is largest score all tokens; the mean value stands for the rest.
 
-Full K and V stay, and K a second time, channel by channel, so that scoring reads r of its D channels and nothing else
-(half as much memory again). The best k tokens are attended exactly. The attention that they miss, by the
-same estimate, goes to the mean of all values.
+All of K and V is kept, and K a second time, channel by channel, so that scoring reads r of its D channels and nothing
+else (half as much memory again). The best k tokens are attended to exactly. The attention that they miss, by the same
+estimate, goes to the mean of all values.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SparQ(Selecting):
         covered = size.gather(3, at).sum(-1) / size.sum(-1).clamp(min=1e-30)
         if self.args.copies == 2:
             products = channel_score(groups.gather(3, at), channels, self.kt, pos)
-        else:  # a token's other channels come in the same lines of memory
+        else:  # a token's other channels share its cache lines, so whole keys are read
             products = head_scores(torch.zeros_like(groups).scatter(3, at, groups.gather(3, at)), self.k, pos)
         return (products / (covered * q.shape[2]).clamp(min=1e-30).sqrt()[..., None]).flatten(1, 2)
 
@@ -130,7 +130,7 @@ class SparQ(Selecting):
         return (share * y + (1 - share) * mean.repeat_interleave(q.shape[1] // mean.shape[1], 1)).to(q.dtype)
 
     def attended(self, q, idx, count, pos):
-        """The mean value is a place that stands for many, of a weight that each query head has by itself."""
+        """The mean value is one place that stands for many tokens, with a weight of its own for each query head."""
         if not self.args.mean_value:
             return super().attended(q, idx, count, pos)
         (B, Hq, D), g = q.shape, q.shape[1] // idx.shape[1]
@@ -147,8 +147,8 @@ class SparQ(Selecting):
     # ---- accounting ----
 
     def score_bytes(self, pos):
-        """r channels of every key; of one copy whole keys, of tokens that are not read anyway: a line of memory holds
-        many channels."""
+        """r channels of every key; with one copy, whole keys of all tokens that are not attended to anyway, as a cache
+        line holds many channels."""
         two = self.args.copies == 2
         read = (pos + 1) * self.r if two else (pos + 1 - self.chosen(pos)) * self.shape.head_dim
         mean = 4 * self.shape.head_dim if self.args.mean_value else 0

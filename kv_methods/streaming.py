@@ -1,4 +1,4 @@
-"""Attention sinks and a sliding window: the first few tokens and the newest ones, everything between is forgotten.
+"""Attention sinks and a sliding window: keep the first few tokens and the newest ones, drop everything between.
 
 Storage is `sinks` slots and a ring of `recent` slots. With positions="cache" (StreamingLLM) keys are stored before
 rotation and every step rotates them by their place in the cache, so that positions never exceed the window; with
@@ -35,7 +35,7 @@ class Streaming(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         self.sinks = min(args.sinks, shape.max_seq_len)
-        # a narrower model window bounds the ring, and then sees no sinks: they lie outside of it
+        # the model's own window, if narrower, bounds the ring; there are no sinks then, as they lie outside of it
         self.window = min(args.recent, shape.max_seq_len - self.sinks)
         if shape.window:
             self.sinks, self.window = 0, min(args.recent, shape.window)
@@ -68,10 +68,10 @@ class Streaming(KVMethod):
         return decode_attention(q, k, self.v, None, filled)
 
     def _as_they_meet(self, q, pos):
-        """q and all keys rotated for each other, and how many slots are filled [B]: they fill in order."""
+        """q and all keys, rotated, and the number of filled slots [B]; slots fill in order."""
         cap = self.k.shape[2]
         filled = (pos + 1).clamp(max=cap)
-        if not self.pre_rope:  # in which order they are read does not matter to attention
+        if not self.pre_rope:  # attention does not depend on the order of keys
             return q, self.k, filled
         slots = torch.arange(cap, device=pos.device)
         place = torch.where(slots < self.sinks, slots, (pos.clamp(max=cap - 1)[:, None] - self._age(slots, pos)))
@@ -92,7 +92,7 @@ class Streaming(KVMethod):
         return Attended(at, q, k[:B], self.v[:B])
 
     def layout(self, tokens):
-        """A window of the model's, which a short context has none of, is a ring without sinks."""
+        """The model's own window makes a ring without sinks; a context that fits in that window has sinks."""
         sizes = [self.sinks, self.window]
         return dict(k=sizes, v=sizes) if tokens > sum(sizes) else {}
 

@@ -1,7 +1,7 @@
-"""TOVA: what the newest query looks at least is dropped, the same token in every head of a layer.
+"""TOVA: drop the token that the newest query attends to least, the same one in every head of a layer.
 
-A transformer as a recurrent network of so many states: no window, no sinks, no memory of earlier attention. The weights
-of each step, averaged over the heads, are the scores by which the next one makes room.
+A transformer as a recurrent network with a fixed number of states: no window, no sinks, no memory of earlier attention.
+The weights of each step, averaged over the heads, are the scores by which the next step evicts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TOVA(Evicting):
         )
 
     def over_heads(self, weights):
-        """[B, Hkv, n], summed over each group -> over all heads of the layer."""
+        """Weights [B, Hkv, n], summed over each group -> summed over all heads of the layer, unless heads="kv"."""
         return weights if self.args.heads == "kv" else self.sum_over_ranks(weights.sum(1, keepdim=True))
 
     def prompt_scores(self, q, k, v, mass, lengths):

@@ -1,9 +1,9 @@
-"""Keys and values turned at random, then each coordinate coded by itself, in 2 to 4 bits of a codebook known before.
+"""Keys and values turned at random, then each coordinate coded by itself in 2 to 4 bits, with a fixed codebook.
 
-Whatever a vector was, turned at random it is a random point of the sphere of its length: every coordinate has the same
-density, close to a normal one, for which Lloyd-Max codes lose least. No calibration, no zeros, one number beside the
-codes: the length. Keys are turned after the rotation by position, queries with them; the output is turned back. At
-D = 128: 132 of 512 bytes a token and KV head in 4 bits, 100 in 3, 68 in 2.
+Any vector, turned at random, is a random point on the sphere of its length: every coordinate has the same density,
+close to a normal one, for which Lloyd-Max codes lose least. No calibration and no zeros are needed, only one number
+beside the codes: the length. Keys are turned after the rotation by position, and queries with them; the output is
+turned back. At D = 128: 132 of 512 bytes per token and KV head in 4 bits, 100 in 3, 68 in 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache.packed import check_groups
 from cache.quantized import QuantizedStore, Turned
 from errors import InputError
 
-PRESETS = {  # of no seed paper; the bytes of TurboQuant's runs, where 32 of 128 channels have one bit more
+PRESETS = {  # the bytes of TurboQuant's runs, which instead give 32 of 128 channels one bit more
     "turboquant-3.5": dict(k_bits=4, v_bits=3),
     "turboquant-2.5": dict(k_bits=3, v_bits=2),
 }
@@ -55,7 +55,7 @@ class TurboQuant(Turned):
 
 
 def random_rotation(n: int, seed: int):
-    """An orthogonal matrix drawn evenly from all, fp32 [n, n]: Q of normal numbers' QR, with R's diagonal positive."""
+    """A uniformly random orthogonal matrix, fp32 [n, n]: Q of the QR of normal numbers, with R's diagonal positive."""
     drawn = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     q, r = torch.linalg.qr(drawn)
     return (q * r.diagonal().sign()).float()

@@ -38,7 +38,7 @@ class Row:
         """What each head keeps of the prompt."""
         recent = range(max(0, n - self.recent(n)), n)
         best = [sorted((t for t in range(n) if t not in recent), key=lambda t: (-head[t], t)) for head in scores]
-        return [[*recent, *others[: self.held(n) - len(recent)]] for others in best]
+        return [[*recent, *others[: self.num_kept(n) - len(recent)]] for others in best]
 
     def weights(self, x: np.ndarray, head: int, seen: list[int]) -> np.ndarray:
         """Softmax weights of one query x [D] over some tokens of a KV head."""
@@ -60,7 +60,7 @@ class Row:
         pos, out, seen_by = len(self.k[0]), [], []
         self.rescore()
         for head, score in enumerate(self.score):
-            if self.evicts and len(score) >= self.held(pos + 1):
+            if self.evicts and len(score) >= self.num_kept(pos + 1):
                 old = [t for t in sorted(score) if t <= pos - self.recent(pos + 1)]
                 del score[min(old, key=lambda t: (score[t], t))]
             score[pos] = 0.0
@@ -97,7 +97,7 @@ class Row:
     def recent(self, length: int) -> int:
         raise NotImplementedError
 
-    def held(self, length: int) -> int:
+    def num_kept(self, length: int) -> int:
         raise NotImplementedError
 
     def observe(self, weights: list[dict[int, float]]) -> None:
@@ -118,7 +118,7 @@ class H2ORow(Row):
     def recent(self, length):
         return tokens(self.newest, length)
 
-    def held(self, length):
+    def num_kept(self, length):
         return min(length, tokens(self.heavy, length) + self.recent(length))
 
     def observe(self, weights):
@@ -145,7 +145,7 @@ class TOVARow(Row):
     def recent(self, length):
         return min(length, self.newest)
 
-    def held(self, length):
+    def num_kept(self, length):
         return max(tokens(self.budget, length), self.recent(length))
 
     def observe(self, weights):
@@ -174,7 +174,7 @@ class PromptRow(Row):
         """AdaKV: each head has its best safeguard * budget, then the best of all; CriticalKV: of what a head has, the
         best by score, then by score times the mean |W_O v|_1 of the group."""
         window = range(max(0, n - self.recent(n)), n)
-        before, budget, heads = range(window.start), self.held(n) - len(window), range(len(self.k))
+        before, budget, heads = range(window.start), self.num_kept(n) - len(window), range(len(self.k))
         ranked = [sorted(before, key=lambda t: (-scores[h][t], t)) for h in heads]
         count = [budget] * len(heads)
         if self.adaptive:
@@ -200,7 +200,7 @@ class PromptRow(Row):
     def recent(self, length):
         return min(length, self.newest)
 
-    def held(self, length):
+    def num_kept(self, length):
         return max(tokens(self.budget, length), self.recent(length))
 
 
@@ -246,7 +246,7 @@ class PyramidKVRow(SnapKVRow):
         self.beta, self.layer, self.n_layer = beta, layer, n_layer
         super().__init__(q, k, v, **knobs)
 
-    def held(self, length):
+    def num_kept(self, length):
         """As the published code has it, in its order: a prompt within the capacity is kept; one below twice the
         capacity less the window keeps the capacity in every layer; of others sizes fall, from at most what there is."""
         window, capacity = self.recent(length), tokens(self.budget, length)
@@ -342,7 +342,7 @@ class KeyDiffRow(Row):
     def recent(self, length):
         return min(length, self.newest)
 
-    def held(self, length):
+    def num_kept(self, length):
         return max(tokens(self.budget, length), self.recent(length))
 
 
@@ -386,13 +386,13 @@ class RKVRow(Row):
             held = sorted(score)
             z = dict(zip(held, self.z(self.q, head, held, n), strict=True))
             best = sorted(held, key=lambda t: (-math.inf if t >= n - self.window else -z[t], t))
-            for t in best[self.held(n) :]:
+            for t in best[self.num_kept(n) :]:
                 del score[t]
 
     def recent(self, length):
         return min(length, self.window)
 
-    def held(self, length):
+    def num_kept(self, length):
         return max(tokens(self.budget, length), self.recent(length))
 
 
@@ -406,7 +406,7 @@ class RocketRow(SnapKVRow):
         self.channels = channels if isinstance(channels, int) else max(1, round(channels * d))
         super().__init__(q, k, v, **knobs)
 
-    def held(self, length):
+    def num_kept(self, length):
         if self.kept is not None:
             return max(tokens(self.kept, length), self.recent(length))
         ratio = length / tokens(self.budget, length)

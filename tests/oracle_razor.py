@@ -25,12 +25,12 @@ def protected_heads(induction: np.ndarray, echo: np.ndarray, shares: tuple[float
 class RazorHead:
     """Keys and queries come rotated."""
 
-    def __init__(self, k, v, *, protected, sinks, window, share, compensation, whole=0):
+    def __init__(self, k, v, *, protected, sinks, window, share, compensation, full_up_to=0):
         """k, v [n, D]: the prompt of this row alone."""
         self.protected, self.sinks, self.compensation, self.share = protected, sinks, compensation, share
         self.threshold = window  # S_0
-        if len(k) <= whole:  # App. A.2: compression starts above 4K tokens
-            self.threshold = max(window, whole)
+        if len(k) <= full_up_to:  # App. A.2: compression starts above 4K tokens
+            self.threshold = max(window, full_up_to)
         self.k, self.v = list(k), list(v)
 
     def append(self, k, v):

@@ -384,14 +384,14 @@ BAD = {  # what happened to the folder -> what the error says
     "a shape of another rank": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS][0].clone()})), "of shape"),
     "a tensor missing": (lambda f: rewrite(f, lambda t: t.pop(CHANNELS)), f"{CHANNELS} is missing"),
     "a statistic missing": (lambda f: rewrite(f, drop("channels")), "--method double_sparsity"),
-    "a channel twice": (lambda f: rewrite(f, lambda t: t[CHANNELS].copy_(0 * t[CHANNELS])), "no ranking"),
-    "a channel out of range": (lambda f: rewrite(f, lambda t: t[CHANNELS].add_(1)), "no ranking"),
+    "a channel twice": (lambda f: rewrite(f, lambda t: t[CHANNELS].copy_(0 * t[CHANNELS])), "not a ranking"),
+    "a channel out of range": (lambda f: rewrite(f, lambda t: t[CHANNELS].add_(1)), "not a ranking"),
     "a statistic of nobody spoilt": (lambda f: rewrite(f, set_entry("layers.0.pca.mean", math.nan)), "pca.mean holds"),
     "a ranking of floats": (lambda f: rewrite(f, lambda t: t.update({CHANNELS: 0.5 * t[CHANNELS]})), "ranking"),
-    "an older version": (lambda f: rewrite(f, version=VERSION - 1), "of version"),
-    "a newer version": (lambda f: rewrite(f, version=VERSION + 1), "of version"),
-    "settings that are no object": (lambda f: rewrite(f, statistics=[1]), "of version"),
-    "no metadata": (lambda f: save_file(load_file(f / FILE), f / FILE), "of version"),
+    "an older version": (lambda f: rewrite(f, version=VERSION - 1), "has version"),
+    "a newer version": (lambda f: rewrite(f, version=VERSION + 1), "has version"),
+    "settings that are no object": (lambda f: rewrite(f, statistics=[1]), "has version"),
+    "no metadata": (lambda f: save_file(load_file(f / FILE), f / FILE), "has version"),
     "metadata that is no JSON": (raw_metadata("{"), "cannot read"),
     "metadata that is no object": (raw_metadata("[1]"), ""),
     "metadata of many brackets": (raw_metadata("[" * 10_000), "cannot read"),
@@ -435,7 +435,7 @@ def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
         Calibration.load(folder, model.args)
     assert Calibration.load(folder, model.args, named).path == named
     with pytest.raises(
-        InputError, match=rf"--calibration \S*model.safetensors is no calibration.*--checkpoint {folder}$"
+        InputError, match=rf"--calibration \S*model.safetensors is not a calibration.*--checkpoint {folder}$"
     ):
         Calibration.load(folder, model.args, folder / "model.safetensors")
     load_checkpoint(folder)  # what is named so is not taken for weights
@@ -583,7 +583,9 @@ BROKEN = {  # a change to the toy's statistic -> what the one line says
     "NaN": (SUM, "t.k_rot.log().sum(0)", ["'toy'", "NaN", "'weight' of layer 0"]),
     "no dictionary": (f"dict(weight={SUM})", SUM, ["'toy'", "must return a dictionary"]),
     "no tensors": (SUM, "1.0", ["'toy'", "must return a dictionary of tensors"]),
-    "integers that rank nothing": (f"{SUM}))", f"{SUM}), lambda m: dict(n=m['weight'].long()))", ["'n'", "no ranking"]),
+    "integers that rank nothing": (
+        f"{SUM}))", f"{SUM}), lambda m: dict(n=m['weight'].long()))", ["'n'", "not a ranking"],
+    ),
     "finish raises": (f"{SUM}))", f"{SUM}), lambda m: m.weight)", ["'toy'", "finish raised"]),
     "a comma forgotten": (")),)", ")))", ["toy.py", "tuple"]),
     "no statistic": ("statistics = (", "statistics = ('toy', ", ["holds 'toy'"]),

@@ -16,7 +16,7 @@ from sampled import sampled
 from cache.spec import method_class, method_files
 from contract import __main__ as testing
 from contract.__main__ import CHECKS, SLOW, run_check
-from contract.checks import TOL, check_poison, check_second_turn, same, settings, told
+from contract.checks import TOL, at_knobs, check_poison, check_second_turn, same, settings
 from contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from errors import InputError
 from runtime import ROOT
@@ -229,7 +229,7 @@ class SnapKV(Evicting):
     def prompt_scores(self, q, k, v, mass, lengths):
         return max_pool1d(mass, self.args.pool, 1, self.args.pool // 2)
 
-    def room(self):
+    def decode_slots(self):
         return self.args.slots
 '''
 TOVA = '''
@@ -262,7 +262,7 @@ class H2O(Evicting):
         heavy: int | float = knob(500, "tokens kept")
         recent: int = knob(32, "newest tokens")
 
-    def held(self, length):
+    def num_kept(self, length):
         return budget_tokens(self.args.heavy, length)
 
     def observe(self, weights):
@@ -282,7 +282,7 @@ def test_eviction_that_mixes_rows_is_found(write):
     name = write("h2o_by_row_0", BY_ROW_0)
     assert [k for k in settings(name)] == [{}, dict(heavy=24, recent=8), dict(heavy=0.24, recent=8)]
     result = run_check(name, "ragged")
-    assert not result.ok and told(settings(name)[1]) in result.what and "another row" in result.todo
+    assert not result.ok and at_knobs(settings(name)[1]) in result.what and "another row" in result.todo
     assert run_check(write("h2o_by_row_0_dense", BY_ROW_0.replace("heavy=24", "heavy=400")), "stress").what
 
 
@@ -363,7 +363,7 @@ def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
     ("", [], "must define one KVMethod subclass, found 0"),
     ("import nothing_of_this_name", [], ".py:1 does not import: ModuleNotFoundError"),
     (TOY, ["--only", "speed"], "no check 'speed': use one of lossless,"),
-    (None, [], "is no file"),
+    (None, [], "is not a file"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(source, args, message, tmp_path, monkeypatch, capsys):
     file = tmp_path / "bad_input.py"

@@ -155,9 +155,9 @@ def layer(name, knobs, shape, batch, T, at=3, new=None, dtype=torch.float32):
 
 def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
-    if "room" in args:
+    if "decode_slots" in args:
         args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
-        args.pop("room"), args.pop("queries", None)  # of the prompt, if a method asks
+        args.pop("decode_slots"), args.pop("queries", None)  # of the prompt, if a method asks
     if name == "pyramidkv":
         args |= dict(layer=at, n_layer=N_LAYER)
     return ORACLES[name](q, k, v, **args)
@@ -272,11 +272,13 @@ def test_defaults_are_the_papers():
     args = {name: vars(method_class(name).Args()) for name in ORACLES}
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
-    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", room=512, decode_budget=None,
+    snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", decode_slots=512, decode_budget=None,
                   decode_every=64, adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
     assert args["snapkv"] == snapkv
     assert args["keydiff"] == dict(budget=2048, recent=0)
-    shared = {k: snapkv[k] for k in ("room", "first_stage", "value_aware")} | dict(adaptive=True, recent=0, sinks=4)
+    shared = {k: snapkv[k] for k in ("decode_slots", "first_stage", "value_aware")} | dict(
+        adaptive=True, recent=0, sinks=4
+    )
     assert args["expected_attention"] == shared | dict(
         budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2
     )
@@ -311,7 +313,7 @@ def test_pyramidkv_holds_what_snapkv_holds(budget, beta):
     sizes = []
     for i in range(N_LAYER):
         method = layer("pyramidkv", dict(budget=budget, beta=beta), (1, 1, 32), 1, 2048, at=i)
-        sizes.append([int(method.held(torch.tensor([n]))) for n in (100, 300, 400, 1000, 2048)])
+        sizes.append([int(method.num_kept(torch.tensor([n]))) for n in (100, 300, 400, 1000, 2048)])
         assert max(sizes[-1]) <= method.k.shape[2]
     for n, layers in zip((100, 300, 400, 1000, 2048), zip(*sizes, strict=True), strict=True):
         k = min(n, budget if isinstance(budget, int) else int(np.ceil(budget * n - 1e-6)))
@@ -328,14 +330,14 @@ def test_pyramidkv_has_no_pyramid_below_twice_its_budget():
     cls = method_class("pyramidkv")
     for at, pyramid in ((0, 3986), (31, 110)):
         method = cls(cls.Args(), args.cache_shape(at, 1, 9000, torch.float32, "meta"), at, args.rotary(1, 1, "meta"))
-        held = method.held(torch.tensor([2047, 2048, 2500, 4079, 4080, 9000])).tolist()
+        held = method.num_kept(torch.tensor([2047, 2048, 2500, 4079, 4080, 9000])).tolist()
         assert held == [2047, 2048, 2048, 2048, pyramid, pyramid]
 
 
 def test_what_snapkv_decodes_stays():
     """And needs slots: where none are left the run ends, it does not forget."""
     for new, T in ((None, 400), (20, 400)):
-        method = layer("snapkv", dict(budget=16, recent=4, room=20), (2, 1, 32), 1, T, new=new)
+        method = layer("snapkv", dict(budget=16, recent=4, decode_slots=20), (2, 1, 32), 1, T, new=new)
         assert method.k.shape[2] == 36
         method.prefill(torch.randn(1, 2, 100, 32), torch.randn(1, 1, 100, 32), torch.randn(1, 1, 100, 32),
                        torch.tensor([100]))  # fmt: skip

@@ -39,7 +39,7 @@ from kernels.latent import LatentTokens, append_token
 from kernels.native import build
 from kernels.op import OPERATIONS, Declarations
 from kernels.packed_attention import packed_attention
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, packed_gather_attention
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
 from kernels.quantize import unpack
 from kernels.quantized_attention import QuantizedTokens
 from kernels.quantized_attention import append_token as append_whole
@@ -522,14 +522,14 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
         assert [str(f) for f, _ in operators.called] == ["kv_fast.quantized_append.cpp"]
         with torch_versions():
             append_whole(theirs, token, start + step)
-    assert torch.equal(ours.whole, theirs.whole)
+    assert torch.equal(ours.full_precision, theirs.full_precision)
     if bits == 16:
         assert torch.equal(ours.data, theirs.data)
     else:
         x, y = (unpack(t.data, bits).int() for t in (ours, theirs))
         assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3 and x.any()
         assert torch.allclose(ours.params.float(), theirs.params.float(), rtol=1e-3, atol=0)
-    assert not ours.whole[B:].any() and not ours.data[B:].any(), "a row that is not of the batch"
+    assert not ours.full_precision[B:].any() and not ours.data[B:].any(), "a row that is not of the batch"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -717,14 +717,14 @@ def packed_is_float64(
         y = np.concatenate((array(sink_v[b, h, :whole]), values[b, h, chosen], array(tail_v[b, h, slots])))
         want[b, i], some[b, i] = softmax_mean(array(q[b, i]), x, y), len(x) > 0
     dead_tail, dead_sink = ~held[:, None, :, None], (torch.arange(sinks) >= prompt[:, None])[:, None, :, None]
-    whole = WholeTokens(sink_k.masked_fill(dead_sink, NAN), sink_v.masked_fill(dead_sink, INF),
+    whole = FullPrecisionTokens(sink_k.masked_fill(dead_sink, NAN), sink_v.masked_fill(dead_sink, INF),
                         tail_k.masked_fill(dead_tail, NAN), tail_v.masked_fill(dead_tail, NAN))  # fmt: skip
     finite = whole._replace(sink_v=sink_v, tail_v=tail_v)
     flushed, last = torch.tensor([flushed]), idx.clone()
     last[torch.arange(K) >= count[..., None]] = 10**15
 
     def run(*tensors):
-        q, stored, whole = tensors[0], packed, WholeTokens(*tensors[1:5])
+        q, stored, whole = tensors[0], packed, FullPrecisionTokens(*tensors[1:5])
         if bits == 16:
             stored = PackedTokens(*tensors[5:], 16)
         return packed_gather_attention(q, last, count, stored, whole, pos, prompt, flushed)
@@ -1080,7 +1080,7 @@ def operations():
     def packed(q, idx, count, k, v, kp, vp, alpha, codes, *rest):
         whole, (pos, prompt, flushed) = rest[:4], rest[4:]
         store = PackedTokens(k, v, 4, kp, vp, alpha, codes)
-        return packed_gather_attention(q, idx, count, store, WholeTokens(*whole), pos, prompt, flushed)
+        return packed_gather_attention(q, idx, count, store, FullPrecisionTokens(*whole), pos, prompt, flushed)
 
     return {
         "decode": (decode_attention, (q, k, v, stop - 40, stop)),

@@ -131,7 +131,7 @@ def oracle_knobs(args, calib, d):
     ranks = [rank, rank]
     if share is not None:  # one for the keys of a layer and one for its values: the largest of all heads
         ranks = [energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv"]
-    del knobs["latent"], knobs["room"]  # these do not change the numbers
+    del knobs["latent"], knobs["decode_slots"]  # these do not change the numbers
     return knobs | dict(rank_k=ranks[0], rank_v=ranks[1])
 
 
@@ -529,14 +529,14 @@ def decode_all(method, x, prompt, steps):
 @pytest.mark.parametrize(("keep", "prompt"), [(0.5, 20), (7, 20), (1.0, 9), (0.1, 61)])
 def test_a_known_limit_is_decoded_to_its_end(keep, prompt):
     """What is kept of the prompt and everything decoded fits; no more is stored than that needs."""
-    new, knobs = 120, SHORT | dict(keep=keep, room=0)
+    new, knobs = 120, SHORT | dict(keep=keep, decode_slots=0)
     *x, calib = numbers(0, 2, 2, 32, 1, prompt + new)
     args = ModelArgs(n_head=4, n_kv_head=2, head_dim=32, n_layer=1)
     shape = args.cache_shape(0, 1, prompt + new, torch.float32, "cpu", new)
     method = ojakv()(make_args(ojakv(), knobs), shape, 0, args.rotary(1, prompt + new), calib)
     decode_all(method, x, prompt, new)
     assert method.stored.item() <= method.keys.slots < method.stored.item() + 6 + 16
-    unlimited = layer(knobs | dict(room=new), 2, 2, 32, 1, prompt + new, calib)
+    unlimited = layer(knobs | dict(decode_slots=new), 2, 2, 32, 1, prompt + new, calib)
     decode_all(unlimited, x, prompt, new)
     n = method.stored.item()
     assert torch.equal(method.keys.latents[..., :n], unlimited.keys.latents[..., :n])
@@ -544,14 +544,14 @@ def test_a_known_limit_is_decoded_to_its_end(keep, prompt):
 
 def test_without_a_limit_room_is_what_may_be_decoded():
     *x, calib = numbers(0, 2, 2, 32, 1, 140)
-    with pytest.raises(InputError, match="max_new_tokens, or with a room of more than 30"):
-        decode_all(layer(SHORT | dict(keep=0.1, room=30), 2, 2, 32, 1, 140, calib), x, 20, 120)
+    with pytest.raises(InputError, match="max_new_tokens, or with decode_slots above 30"):
+        decode_all(layer(SHORT | dict(keep=0.1, decode_slots=30), 2, 2, 32, 1, 140, calib), x, 20, 120)
 
 
 def test_exempt_tokens_need_no_slot_of_the_store():
     """What is kept counts them, but the store holds none: here 10 of 30 tokens, in 16 slots."""
     *x, calib = numbers(0, 2, 2, 32, 1, 60)
-    method = layer(dict(keep=30, n_start=10, n_recent=10, room=0), 2, 2, 32, 1, 64, calib)
+    method = layer(dict(keep=30, n_start=10, n_recent=10, decode_slots=0), 2, 2, 32, 1, 64, calib)
     decode_all(method, x, 60, 0)
     assert method.stored.item() == 10 and method.keys.slots == 16
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from cache.base import CacheShape
+from cache.full_precision import Exempt, Tail
 from cache.packed import PackedVectors, check_groups
-from cache.whole import Exempt, Tail
 from errors import InputError
 from kernels.packed_gather_attention import PackedTokens, read_packed
 from kernels.prompt_scores import best_in_order
-from kernels.ring import held
+from kernels.ring import ring_positions
 from kernels.select import with_run
 from kv_methods.ojakv import BesideExempt
 
@@ -31,7 +31,7 @@ def tokens(position):
 @pytest.mark.parametrize("size", [1, 4, 7])
 def test_a_ring_holds_the_newest(size):
     for newest in range(20):
-        got = held(torch.tensor([newest]), size)[0].tolist()
+        got = ring_positions(torch.tensor([newest]), size)[0].tolist()
         assert [p % size for p in got] == list(range(size))
         assert sorted(got) == list(range(newest - size + 1, newest + 1))
 

@@ -134,7 +134,7 @@ def test_scores_before_rotation_and_without_attention():
         best = k[0, h, :36].norm(dim=-1).topk(8).indices.tolist()
         assert sorted(at[0, h].tolist()) == sorted([*best, *range(36, 40)])
         assert torch.equal(method.k[0, h, :12], method.rope.rotate_prompt(k)[0, h, at[0, h]])
-    with pytest.raises(InputError, match="cannot score them while it reads"):
+    with pytest.raises(InputError, match="cannot score them while reading"):
         method.begin_prompt(40)
 
 
@@ -189,5 +189,5 @@ def test_palu_holds_nothing_to_read_again():
     model = tiny()
     model.setup_cache("palu", 1, 40)
     model.cache[0].second_pass = lambda tokens, lengths, encode: [Text(tokens, lengths)]
-    with pytest.raises(InputError, match="holds no prompt that could be read a second time"):
+    with pytest.raises(InputError, match="has no prompt to read a second time"):
         run(model, [prompt(20)], 0)

@@ -229,7 +229,9 @@ def test_a_ring_is_no_longer_than_the_context(name):
         for t in range(30, 40):
             y.append(method.decode(q[:, :, t], k[:, :, t], v[:, :, t], torch.tensor([t])))
         got.append(torch.stack(y))
-        assert method.keys.whole.shape[2] == (min(128, -(-T // 32) * 32) + 1 if name == "kivi" else min(128, T))
+        assert method.keys.full_precision.shape[2] == (
+            min(128, -(-T // 32) * 32) + 1 if name == "kivi" else min(128, T)
+        )
     assert torch.equal(*got)
 
 
@@ -295,7 +297,10 @@ def test_triton_is_torch(case, splits, kernel_device, monkeypatch):
     q, k, v, pos = filled(*case)
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
     want = quantized_attention(q, k, v, pos)
-    buffers = (x if x is None else x.to(kernel_device) for x in (k.data, k.params, k.whole, v.data, v.params, v.whole))
+    buffers = (
+        x if x is None else x.to(kernel_device)
+        for x in (k.data, k.params, k.full_precision, v.data, v.params, v.full_precision)
+    )
     at = (x.to(kernel_device) for x in (pos, k.packed_until(pos), v.packed_until(pos)))
     books = (x.book if x.book is None else x.book.to(kernel_device) for x in (k, v))
     got = launch(q.to(kernel_device), *buffers, *at, *books, k.sinks, k.bits, v.bits, k.channels, splits=splits)

@@ -29,7 +29,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths, seed of the head scores
     "grows-in-decode": (dict(window=6, share=0.45, sinks=3, **HALF), (2, 3, 32), (1, 5, 14, 40), 0),
     "grows-late": (dict(window=16, share=0.34, **HALF), (1, 3, 64), (2, 30, 60), 0),
     "every-token-stays": (dict(window=2, share=1.0, **HALF), (2, 3, 32), (1, 20), 0),
-    "whole-up-to": (dict(window=1, share=0.2, whole=30, **HALF), (2, 3, 32), (3, 29, 30, 31, 80), 0),
+    "full-up-to": (dict(window=1, share=0.2, full_up_to=30, **HALF), (2, 3, 32), (3, 29, 30, 31, 80), 0),
     "no-compensation": (dict(window=9, compensation=False, **HALF), (2, 3, 32), (5, 50), 0),
     "no-sinks": (dict(window=12, sinks=0, induction=0.1, echo=0.05), (4, 3, 32), (11, 12, 13, 40), 0),
     "window-of-one": (dict(window=1, share=0.01, sinks=2, **HALF), (2, 3, 32), (1, 2, 3, 30), 0),
@@ -38,7 +38,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths, seed of the head scores
     "all-protected": (dict(window=16, induction=1.0), (2, 2, 128), (30, 45), 0),
     "one-query-head-of-eight": (dict(window=10, induction=1 / 64, echo=0.0), (8, 2, 96), (50, 10), 1),
 }
-OFTEN = ("borders", "share-of-all-tokens", "grows-in-decode", "whole-up-to", "no-compensation", "window-of-one",
+OFTEN = ("borders", "share-of-all-tokens", "grows-in-decode", "full-up-to", "no-compensation", "window-of-one",
          "nothing-protected", "all-protected", "one-query-head-of-eight")  # fmt: skip
 FULL = [
     (dict(window=window, sinks=sinks, share=share, compensation=compensation, induction=0.4 / g, echo=0.2 / g),
@@ -89,8 +89,9 @@ def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=Non
     heads = {}
     for b, i in np.ndindex(B, h):
         prompt = slice(0, lengths[b])
-        heads[b, i] = RazorHead(k64[b, i, prompt], v64[b, i, prompt], protected=(LAYER, i) in protected, sinks=a.sinks,
-                                window=a.window, share=a.share, compensation=a.compensation, whole=a.whole)  # fmt: skip
+        heads[b, i] = RazorHead(k64[b, i, prompt], v64[b, i, prompt], protected=(LAYER, i) in protected,
+                                sinks=a.sinks, window=a.window, share=a.share, compensation=a.compensation,
+                                full_up_to=a.full_up_to)  # fmt: skip
     dropped = 0
     for step in range(steps):
         out, weights = probe.step(step)
@@ -382,7 +383,7 @@ def test_a_window_that_drops_nothing_is_said_once(capsys):
 def test_defaults_are_the_papers():
     a = Razor.Args()
     assert (a.induction, a.echo, a.sinks, a.window, a.share) == (0.14, 0.01, 4, 4000, 0.2)  # Table 2
-    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full" and a.whole == 0
+    assert a.compensation and a.protect == "retrieval" and a.retrieval_method == "full" and a.full_up_to == 0
 
 
 def test_the_preset_of_appendix_a2_keeps_a_fifth_above_4k():

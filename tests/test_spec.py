@@ -91,7 +91,7 @@ def test_siblings_import_each_other_and_a_broken_file_breaks_itself_alone(tmp_pa
 
 def test_a_missing_folder_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match="nowhere.* no folder"):
+    with pytest.raises(InputError, match="nowhere.* not a folder"):
         resolve("full")
 
 

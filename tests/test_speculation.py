@@ -292,13 +292,13 @@ def test_a_kept_store_is_held_beside_the_method():
     "argv, said",
     [
         (["--method", "snapkv", "--speculate", "4"], "SnapKV does not hold all keys and values. Add keep=full"),
-        (["--method", "snapkv,keep=full"], "what it appends cannot be taken back"),
+        (["--method", "snapkv,keep=full"], "appended tokens cannot be taken back"),
         (["--method", "quest,keep=half"], "method quest has no knob 'keep'"),
         (["--method", "quest", "--method-arg", "keep=half"], "method quest has no knob 'keep'"),
-        (["--method", "snapkv", "--method-arg", "keep=full"], "what it appends cannot be taken back"),
+        (["--method", "snapkv", "--method-arg", "keep=full"], "appended tokens cannot be taken back"),
         (["--speculate", "0"], "--speculate"),
         (["--adaptive"], "add --speculate N"),
-        (["--method", "self_index,keep=full,tail=8,flush=6", "--speculate", "4"], "make more room for them"),
+        (["--method", "self_index,keep=full,tail=8,flush=6", "--speculate", "4"], "slots in full precision: give more"),
     ],
 )
 def test_what_cannot_draft_says_so(cli, argv, said):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampled import sampled
 
-from kernels.packed_gather_attention import PackedTokens, WholeTokens, launch, packed_gather_attention
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, launch, packed_gather_attention
 from kernels.quantize import dequantize, half_params, quantize
 from kernels.quantize import launch as quantize_triton
 from kernels.sign_codes import SUB, _lut_score_triton, lut_score, pack_codes, sign_codes
@@ -300,7 +300,9 @@ def check_attention(
     """rows: prompt length and decoded tokens of each; full: 0 of the list are chosen, or all of it, or anything."""
     B, T = len(rows), max(45, K)
     packed, keys, values = stored(seed, B + spare, H, T, D, bits, signed, dtype)
-    whole = WholeTokens(*(rand(seed + 5 + i, B + spare, H, (sinks, ring)[i // 2], D, dtype=dtype) for i in range(4)))
+    whole = FullPrecisionTokens(
+        *(rand(seed + 5 + i, B + spare, H, (sinks, ring)[i // 2], D, dtype=dtype) for i in range(4))
+    )
     q, idx = rand(seed + 3, B, H * g, D, dtype=dtype), randint(seed + 4, T, B, H, K)
     count = randint(seed + 9, K + 1, B, H) if full is None else torch.full((B, H), full * K, device=DEVICE)
     prompt = torch.tensor([n for n, _ in rows] + [7] * spare, device=DEVICE)
@@ -402,7 +404,7 @@ def test_operators_dispatch_and_are_registered_right(triton_backend, monkeypatch
     k, n = projected(1, [5, 12], 0, H, D, torch.float32)
     mean, alpha = (x.contiguous() for x in key_range(k, n))
     packed, _, _ = stored(0, B, H, T, D, 2, True, torch.float32)
-    whole = WholeTokens(*(rand(i, B, H, 4, D) for i in range(4)))
+    whole = FullPrecisionTokens(*(rand(i, B, H, 4, D) for i in range(4)))
     q, idx, count = rand(3, B, H * g, D), randint(4, T, B, H, 6), torch.full((B, H), 6, device=DEVICE)
     pos, flushed, skip = n + 1, torch.zeros(1, dtype=torch.int64, device=DEVICE), randint(5, T, B, H, 3)
     book = rand(6, B, H, D // SUB, 16, SUB)

@@ -1,9 +1,9 @@
 """Text to token ids and back. A checkpoint is untrusted: no pickle is read, and chat templates run in a sandbox.
 
-The ids are those of the library that defines them. The first of these that a folder holds is read:
+The library that defines a format computes its ids. A folder's tokenizer is the first of these that it holds:
 1. `tokenizer.json`, by Hugging Face's `tokenizers`                           -> library.py
 2. `tokenizer.model`, or Mistral's `*.model.v3` and so on, by SentencePiece   -> sentencepiece_model.py,
-   but of "base64 rank" lines (Llama 3 as Meta publishes it), by tiktoken     -> tiktoken_model.py
+   but with "base64 rank" lines (Llama 3 as Meta publishes it), by tiktoken   -> tiktoken_model.py
 3. Mistral's `tekken.json`, by tiktoken                                       -> tiktoken_model.py
 4. `vocab.json` with `merges.txt`, by `tokenizers`                            -> library.py
 A GGUF file's vocabulary becomes a tokenizer of `tokenizers` in memory (gguf.py).
@@ -24,13 +24,13 @@ from weights import GGUFFile, find_gguf
 
 __all__ = ["LibraryTokenizer", "SentencePieceTokenizer", "Stream", "TiktokenTokenizer", "Tokenizer", "load_tokenizer"]
 
-# What files of an unexpected shape raise.
+# Exceptions that malformed files raise.
 MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 FILES = ("tokenizer.json", "*.model", "*.model.v*", "*tekken*.json", "merges.txt")
 
 
 def load_tokenizer(path: str | Path | GGUFFile) -> Tokenizer:
-    """The tokenizer of a checkpoint folder or of a GGUF file, which may be a vocabulary alone. Raises InputError, which
+    """The tokenizer of a checkpoint folder or a GGUF file, which may hold only a vocabulary. Raises InputError, which
     names the file, if it cannot be used as it is."""
     where = path.path if isinstance(path, GGUFFile) else Path(path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""What all kinds of tokenizer share: special tokens, streaming, and chats whose text cannot forge special tokens."""
+"""The base of all tokenizers: special tokens, streaming, and chats whose text cannot forge special tokens."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tokenizers import AddedToken
 from errors import InputError, warn_once
 from tokenizer import chat
 
-# SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives a truncated
-# character one.
+# SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives one for a
+# truncated character.
 codecs.register_error("replace_each_byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
 
 class Tokenizer:
-    """A kind gives `encode_text`, the bytes of every id, and `id_of`.
+    """Base class. A subclass defines `encode_text`, `piece` (the bytes of every id) and `id_of`.
 
-    where: the file or folder that messages name; added: id -> token that is found in text as a whole; names: the texts
-    of `bos_token`, `eos_token` ...; adds_bos: whether a text begins with bos; template: the chat template's text.
+    source: the file or folder that messages name; added: id -> token that is matched in text as a whole; names: the
+    texts of `bos_token`, `eos_token` ...; adds_bos: whether texts begin with bos; template: returns the chat template.
     """
 
     invalid_bytes = "replace"  # the codec error handler of decoding
@@ -33,29 +33,29 @@ class Tokenizer:
 
     def __init__(
         self,
-        where: Path,
+        source: Path,
         added: dict[int, AddedToken],
         names: dict[str, str],
         stop_ids: Iterable[int],
         adds_bos: bool,
         template: Callable[[], str],
     ):
-        self.where, self.added, self.names, self.template = where, added, names, template
+        self.source, self.added, self.names, self.template = source, added, names, template
         self.bos_id = self._special_id("bos_token")
         eos = self._special_id("eos_token")
         self.eos_ids = frozenset(stop_ids) | (set() if eos is None else {eos})
-        self.prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []  # what a text begins with
+        self.prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []  # ids that a text begins with
 
     def encode_text(self, text: str, parse_special: bool, first: bool = True) -> list[int]:
-        """Ids of a text without bos; `first`: it is not the continuation of a text that was cut at a special token."""
+        """Ids of a text without bos. first: False for the rest of a text that was cut at a special token."""
         raise NotImplementedError
 
     def piece(self, id: int) -> bytes:
-        """What an id stands for; nothing for a special token, or an id that there is not."""
+        """The bytes that an id stands for; none for a special token or an unknown id."""
         raise NotImplementedError
 
     def first_piece(self, id: int) -> bytes:
-        """The same at the start of a text, where many lose a space."""
+        """`piece` at the start of a text, where many pieces lose a space."""
         return self.piece(id)
 
     def id_of(self, token: str) -> int | None:
@@ -65,7 +65,7 @@ class Tokenizer:
         if (token := self.names.get(name)) is None:
             return None
         if not isinstance(token, str) or (id := self.id_of(token)) is None:
-            raise InputError(f"{self.where}: {name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
+            raise InputError(f"{self.source}: {name} {token!r} is not in the vocabulary; correct tokenizer_config.json")
         return id
 
     @property
@@ -74,14 +74,14 @@ class Tokenizer:
 
     @functools.cached_property
     def text_ids(self) -> list[int]:
-        """Ids that stand for pieces of text: no special tokens, no fallback bytes, nothing that pads the vocabulary."""
+        """Ids that stand for pieces of text, without special tokens, fallback bytes and padding of the vocabulary."""
         return [id for id in range(self.vocab_size) if id not in self.fallback and self.piece(id)]
 
     # ---- text and ids ----
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = True) -> list[int]:
-        """Text to ids. `bos` prepends the bos token if the checkpoint says so; `parse_special=False` reads the names
-        of special tokens as plain text."""
+        """Text to ids. bos: prepend the bos token if the checkpoint does so. parse_special=False: read the names of
+        special tokens as plain text."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -89,7 +89,7 @@ class Tokenizer:
         return self.prefix * bos + self.encode_text(text, parse_special)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids to text. Special tokens and ids that the vocabulary does not have give nothing; invalid UTF-8 U+FFFD."""
+        """Ids to text. Special tokens and unknown ids give no text; invalid UTF-8 gives U+FFFD."""
         stream, rest, text = self.stream(), map(int, ids), ""
         while stream.at_start and (id := next(rest, None)) is not None:
             text += stream.put(id)
@@ -131,25 +131,26 @@ class Tokenizer:
     # ---- chats ----
 
     def apply_chat_template(self, messages: list[dict], /, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The conversation as the text that the model was trained on; encode it with `bos=False`, the bos is in it.
-        variables: further ones of the template, as enable_thinking=False. InputError if it reads none of that name."""
+        """The conversation as text in the model's training format. Encode it with `bos=False`, as it contains the bos.
+        variables: those of the template, such as enable_thinking=False. Raises InputError if it reads none of that
+        name."""
         given = self.names | variables | {"add_generation_prompt": add_generation_prompt}
-        return chat.render(self.where, self.template(), messages, given, variables)
+        return chat.render(self.source, self.template(), messages, given, variables)
 
     def encode_chat(self, messages: list[dict], /, **variables: Any) -> list[int]:
-        """The ids of a conversation, ready for the answer. What a message's content says is text: the name of a special
-        token in it is no special token. InputError if one is there and the template changes contents, so that they
-        cannot be found in its output."""
+        """The ids of a conversation, up to the answer. In the content of messages, names of special tokens are plain
+        text. Raises InputError if such a name occurs and the template changes contents, so that they cannot be found in
+        its output."""
         text = self.apply_chat_template(messages, **variables)
         for content in chat.contents([m for m in messages if m.get("role") == "system"]):
             if content.strip() not in text:
-                warn_once(f"{self.where}: the chat template does not show the system message as it is, or at all")
+                warn_once(f"{self.source}: the chat template does not show the system message as it is, or at all")
         parts = chat.locate(text, messages, lambda marked: self.apply_chat_template(marked, **variables))
         if parts is None:
             for content in chat.contents(messages):
                 if found := self._special_pattern.search(content):
                     said = f"a message holds the special token {found[1]!r}, and the chat template changes it"
-                    raise InputError(f"{self.where}: {said}, so that it cannot be told from its own: remove it")
+                    raise InputError(f"{self.source}: {said}, so that it cannot be told from its own: remove it")
             return self.encode(text, bos=False)
         hidden = "".join("\0" * len(part) if i % 2 else part for i, part in enumerate(parts))
         own = list(self._special_pattern.finditer(hidden))
@@ -162,7 +163,7 @@ class Tokenizer:
 
 
 class Stream:
-    """Ids in, text out as soon as its characters are complete. One stream decodes one text."""
+    """Decodes one text: takes ids one by one and returns text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -177,12 +178,13 @@ class Stream:
         return self.utf8.decode(data)
 
     def flush(self) -> str:
-        """The end of the text: bytes that never became a character, as U+FFFD."""
+        """The end of the text: U+FFFD for bytes of an incomplete character."""
         return self.utf8.decode(b"", final=True)
 
 
 def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """Finds tokens, leftmost and then longest first, in group 1; blanks that a token takes are part of the match."""
+    """A pattern that finds tokens, the leftmost and then the longest, as group 1. The match includes blanks that a
+    token strips."""
     ordered = sorted((t for t in tokens if t.content), key=lambda t: -len(t.content))
     found = "|".join(re.escape(t.content) for t in ordered)
     if not any(t.lstrip or t.rstrip for t in ordered):

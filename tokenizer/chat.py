@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja text in a checkpoint that writes a conversation as the model was trained to read it."""
+"""Chat templates: Jinja texts in checkpoints that write a conversation in the model's training format."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from errors import InputError, short
 Message = dict[str, Any]
 
 
-def render(where: Path, template: str, messages: list[Message], given: dict[str, Any], asked: dict[str, Any]) -> str:
-    """The conversation as text. given: what the template may name beside messages; asked: those of it that the template
-    must name, since a user wants a difference. Raises InputError, which begins with `where`."""
+def render(source: Path, template: str, messages: list[Message], given: dict[str, Any], asked: dict[str, Any]) -> str:
+    """The conversation as text. given: variables of the template beside messages; asked: those that the user set, which
+    the template must read. The message of an InputError begins with `source`."""
     env = _environment()
     try:
         reads = meta.find_undeclared_variables(env.parse(template))
     except Exception as e:
-        raise _refused(where, e) from e
+        raise _refused(source, e) from e
     for name in asked:
         if name not in reads or name == "messages":
             known = ", ".join(sorted(reads - {"messages"} - env.globals.keys())) or "none"
-            raise InputError(f"{where}: the chat template has no variable {name!r} to set; it reads {known}")
+            raise InputError(f"{source}: the chat template has no variable {name!r} to set; it reads {known}")
     try:
         return env.from_string(template).render({"tools": None, "documents": None} | given, messages=messages)
-    except Exception as e:  # a template is untrusted code: whatever it raises is bad input, with no traceback
-        raise _refused(where, e) from e
+    except Exception as e:  # a template is untrusted code: any exception in it is bad input
+        raise _refused(source, e) from e
 
 
-def _refused(where: Path, e: Exception) -> InputError:
-    return InputError(f"{where}: the chat template cannot render these messages ({type(e).__name__}: {e})")
+def _refused(source: Path, e: Exception) -> InputError:
+    return InputError(f"{source}: the chat template cannot render these messages ({type(e).__name__}: {e})")
 
 
 def locate(text: str, messages: list[Message], render: Callable[[list[Message]], str]) -> list[str] | None:
-    """What of a rendered text the template wrote (parts 0, 2, 4 ...) and what messages say (1, 3, 5 ...).
+    """Split a rendered text into parts by the template (0, 2, 4 ...) and contents of messages (1, 3, 5 ...).
 
-    The messages are rendered again with marks around their contents, inside their outer blanks, which templates strip.
-    None if the template does anything else with a content, so that the same text without marks does not come out.
+    The messages are rendered again with marks around their contents, inside outer blanks, which templates strip.
+    Returns None if the template changes contents in other ways, so that removing the marks does not give the same text.
     """
-    nonce = secrets.token_hex(8)  # none can be written into a message
+    nonce = secrets.token_hex(8)  # so that no message can contain a mark
     begin, end = f"\ue000{nonce}\ue001", f"\ue002{nonce}\ue003"
 
     def mark(content: str) -> str:
@@ -78,7 +78,7 @@ def contents(messages: list[Message]) -> list[str]:
 
 
 def _map_contents(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
-    """Messages with every text of a content changed: the content itself, or those in its parts and fields."""
+    """Messages with every text of their contents changed: a content itself, or the texts in its parts and fields."""
 
     def of(value: Any, key: str = "") -> Any:
         if isinstance(value, str):
@@ -91,7 +91,7 @@ def _map_contents(messages: list[Message], change: Callable[[str], str]) -> list
 
 
 def template_variable(text: str) -> tuple[str, Any]:
-    """K=V of --chat-arg: V is a JSON literal where it is one, else text."""
+    """Parse K=V of --chat-arg. V is read as a JSON literal if it is one, else as text."""
     key, eq, value = text.partition("=")
     if not eq or not key.isidentifier():
         raise InputError(f"--chat-arg {short(text)} is not of the form K=V")
@@ -102,7 +102,7 @@ def template_variable(text: str) -> tuple[str, Any]:
 
 
 class Generation(Extension):
-    """{% generation %} tells training what the assistant says; here it is its body, in a scope of its own."""
+    """{% generation %} marks the assistant's text for training; here it renders its body in a scope of its own."""
 
     tags = {"generation"}
 
@@ -113,12 +113,12 @@ class Generation(Extension):
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives a template and no more: no attribute that starts with _, no changing of its arguments."""
+    """The environment that transformers gives a template: no attributes that start with _, immutable arguments."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:  # jinja's own escapes HTML
+    def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:  # jinja's escapes HTML
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]

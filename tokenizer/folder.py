@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its tokenizer: its files, its special and its added tokens."""
+"""The tokenizer files of a checkpoint folder, with its special and added tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class Folder:
-    """The tokenizer files of a checkpoint folder. A JSON file that is not there reads as {}."""
+    """The tokenizer files of a checkpoint folder. A missing JSON file reads as {}."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -24,7 +24,7 @@ class Folder:
 
     @staticmethod
     def find(path: Path, *patterns: str) -> list[str]:
-        """Names of files, in the order of the patterns."""
+        """Names of files that match, in the order of the patterns."""
         return [f.name for p in patterns for f in sorted(path.glob(p)) if f.is_file()]
 
     def error(self, name: str, message: str) -> InputError:
@@ -42,7 +42,7 @@ class Folder:
 
     def text(self, name: str) -> str:
         try:
-            return self.read(name).decode("utf-8-sig")  # editors on Windows begin it with a byte order mark
+            return self.read(name).decode("utf-8-sig")  # editors on Windows add a byte order mark
         except UnicodeDecodeError as e:
             raise self.error(name, f"not UTF-8 text ({e}); download it again") from e
 
@@ -66,14 +66,14 @@ class Folder:
         return default
 
     def special_names(self, **defaults: str | None) -> dict[str, str]:
-        """`bos_token` ... that there are, by name; what a chat template may use."""
+        """The special tokens that exist, as `bos_token` ... -> text, for chat templates."""
         found = {f"{n}_token": self.special(f"{n}_token", defaults.get(n)) for n in SPECIAL_NAMES}
         return {name: token for name, token in found.items() if token is not None}
 
     def added_tokens(self) -> list[tuple[int | None, AddedToken]]:
-        """Added tokens with their ids, in their order, then special tokens that are named alone: the vocabulary has
-        their ids. As in Hugging Face, tokenizer_config.json has the last word on a token's flags, and named special
-        tokens are special wherever they come from."""
+        """Added tokens by id, then special tokens that are only named, with None: their ids are in the vocabulary. As
+        in Hugging Face, tokenizer_config.json decides a token's flags, and named special tokens are special in every
+        file."""
         names = [_content(s.get(f"{n}_token")) for s in (self.special_tokens_map, self.config) for n in SPECIAL_NAMES]
         for source in (self.special_tokens_map, self.config):
             for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -95,14 +95,14 @@ class Folder:
         return [*sorted(tokens.items(), key=lambda item: item[0]), *((None, token) for token in alone.values())]
 
     def adds_bos(self, default: bool) -> bool:
-        """Whether a text begins with bos, by tokenizer_config.json; InputError if it would end with eos."""
+        """Whether a text begins with bos, by tokenizer_config.json. Raises InputError if it would end with eos."""
         if self.config.get("add_eos_token"):
             raise self.error("tokenizer_config.json", "add_eos_token would end every prompt; set it to false")
         flag = self.config.get("add_bos_token")
         return default if flag is None else bool(flag)
 
     def stop_ids(self) -> set[int]:
-        """`eos_token_id` of generation_config.json and config.json: one, or several."""
+        """All ids in `eos_token_id` of generation_config.json and config.json."""
         ids = set()
         for name in ("generation_config.json", "config.json"):
             value = self.json(name).get("eos_token_id")
@@ -113,7 +113,7 @@ class Folder:
         return ids
 
     def chat_template(self) -> str:
-        """chat_template.jinja before tokenizer_config.json, of several the one named "default"."""
+        """chat_template.jinja or else that of tokenizer_config.json; of several templates the one named "default"."""
         template = self.config.get("chat_template")
         if self.has("chat_template.jinja"):
             template = self.text("chat_template.jinja")

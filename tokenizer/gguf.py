@@ -1,6 +1,6 @@
 """A GGUF file's vocabulary as a tokenizer of `tokenizers`, in memory.
 
-"gpt2" is byte-level BPE; `tokenizer.ggml.pre` names how text is cut. "llama" is SentencePiece's BPE: pieces with
+"gpt2" is byte-level BPE, and `tokenizer.ggml.pre` names how text is split. "llama" is SentencePiece's BPE: pieces with
 scores, a space before the text and after every special token.
 """
 
@@ -25,8 +25,8 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class Pre:
-    """How text is cut: patterns one after another; whole_words: a word that is a token is not merged; bos: whether a
-    text begins with it where the file does not say; nfc: whether the model's own tokenizer composes characters."""
+    """How text is split: by patterns, one after another. whole_words: a word that is a token is not split into merges.
+    bos: whether a text begins with bos if the file does not say. nfc: whether the model's tokenizer applies NFC."""
 
     patterns: Sequence[str]
     whole_words: bool = False
@@ -56,7 +56,7 @@ _DEEPSEEK_LETTERS = (  # the cased letters of an older Unicode, as the model's f
     "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 _DEEPSEEK_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
-# The names of llama.cpp's llama-vocab.cpp; the patterns are those of the models' tokenizer.json.
+# Names as in llama.cpp's llama-vocab.cpp; the patterns are those of the models' tokenizer.json.
 _FAMILIES: dict[str, Pre] = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Pre([LLAMA3], True, True),
     "glm4 glm5": Pre([LLAMA3], True),
@@ -85,7 +85,7 @@ PRE = {name: pre for names, pre in _FAMILIES.items() for name in names.split()}
 
 
 def gguf_tokenizer(file: GGUFFile) -> LibraryTokenizer:
-    """InputError if the vocabulary is none that is read exactly."""
+    """The tokenizer of a GGUF file. Raises InputError if its vocabulary cannot be read exactly."""
     model, tokens = file.text("tokenizer.ggml.model"), file.texts("tokenizer.ggml.tokens")
     types = file.array("tokenizer.ggml.token_type", len(tokens))
     kinds = [NORMAL] * len(tokens) if types is None else [int(t) for t in types]
@@ -95,7 +95,7 @@ def gguf_tokenizer(file: GGUFFile) -> LibraryTokenizer:
         raise file.error("tokenizer.ggml.add_eos_token would end every prompt, which is not supported")
     vocab: dict[str, int] = {}
     for id, token in enumerate(tokens):
-        if kinds[id] == UNUSED:  # the converter pads the vocabulary
+        if kinds[id] == UNUSED:  # padding by the converter
             continue
         if token in vocab:
             raise file.error(f"token {short(token)} has ids {vocab[token]} and {id}: convert it again")
@@ -145,7 +145,7 @@ def _byte_level(file: GGUFFile, vocab: dict[str, int]) -> tuple[Engine, bool]:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int], vocab: dict[str, int]) -> Engine:
-    """Pieces are joined in the order of their scores: every way to make one of two others is a merge of its rank."""
+    """BPE by scores: every way to make a piece of two others is a merge, ranked by the piece's score."""
     scores: Any = file.array("tokenizer.ggml.scores", len(tokens))
     if scores is None or not np.isfinite(scores).all() or not all(NORMAL <= k <= BYTE for k in kinds):
         raise file.error("has no finite tokenizer.ggml.scores, or token types beside 1 to 6: convert it again")
@@ -155,7 +155,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int], vocab: d
     unknown = next((token for token, id in vocab.items() if kinds[id] == UNKNOWN), None)
     try:
         engine = Engine(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in kinds))
-    except Exception as e:  # the library's own has no kind
+    except Exception as e:  # the library raises plain Exception
         raise InputError(f"{file.path}: the vocabulary is not read by tokenizers ({e}); convert it again") from None
     prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", SPACE)

@@ -1,5 +1,5 @@
-"""Tokenizers of Hugging Face's `tokenizers`: tokenizer.json of any kind, vocab.json with merges.txt, and what gguf.py
-makes of a GGUF file's vocabulary."""
+"""Tokenizers that run in Hugging Face's `tokenizers`: any tokenizer.json, vocab.json with merges.txt, and the
+vocabularies of GGUF files (gguf.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from errors import InputError
 from tokenizer.base import Tokenizer
 from tokenizer.folder import Folder
 
-# The published patterns of byte-level BPE that folders without a tokenizer.json need.
+# Published patterns of byte-level BPE, for folders without a tokenizer.json.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = WORDS % r"\p{N}{1,3}"
@@ -28,18 +28,18 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 CHAR_BYTES = {chr(b): b for b in _PRINTABLE}
 CHAR_BYTES |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in _PRINTABLE)}
 
-MOST_FREE = 1 << 16  # ids without a token before one that is added
+MOST_FREE = 1 << 16  # the most unused ids before an added token
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class LibraryTokenizer(Tokenizer):
-    """`engine` does what it was made to do; bos is prepended here, so that it can be left out."""
+    """A tokenizer that runs in `engine`. It prepends bos itself, so that a caller can leave it out."""
 
     def __init__(
         self,
         engine: Engine,
-        where: Path,
+        source: Path,
         names: dict[str, str],
         stop_ids: Iterable[int],
         adds_bos: bool,
@@ -54,9 +54,9 @@ class LibraryTokenizer(Tokenizer):
             self.invalid_bytes = "replace_each_byte"
             ids = (engine.token_to_id(f"<0x{b:02X}>") for b in range(256))
             self.fallback = frozenset(id for id in ids if id is not None)
-        super().__init__(where, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
+        super().__init__(source, engine.get_added_tokens_decoder(), names, stop_ids, adds_bos, template)
         self.piece = functools.cache(self.piece)  # type: ignore[method-assign]  # the library takes microseconds
-        # Text that comes before a piece, so that it is decoded as in the middle of a text.
+        # Decoded before a piece, so that the piece is decoded as in the middle of a text.
         self.before = self.encode_text("a", False)[-1:]
         self.n_before = len(engine.decode(self.before))
 
@@ -106,7 +106,7 @@ class LibraryTokenizer(Tokenizer):
                                                                   special_tokens=[(bos, self.bos_id)])  # fmt: skip
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.names
         config["add_bos_token"] = bool(self.prefix)
-        with contextlib.suppress(InputError):  # it has none
+        with contextlib.suppress(InputError):  # if there is a template
             config["chat_template"] = self.template()
         try:
             engine.save(str(Path(folder) / "tokenizer.json"))
@@ -114,7 +114,7 @@ class LibraryTokenizer(Tokenizer):
                 (Path(folder) / f"{name}_config.json").write_text(
                     json.dumps(value, indent=1, ensure_ascii=False) + "\n"
                 )
-        except Exception as e:  # the library's own has no kind
+        except Exception as e:  # the library raises plain Exception
             raise InputError(f"cannot write the tokenizer into {folder}: {e}") from None
 
 
@@ -124,12 +124,12 @@ def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
         engine = Engine.from_str(text)
         if listed := re.search(r'"added_tokens"\s*:\s*(?=\[)', text):
             tokens, end = json.JSONDecoder().raw_decode(text, listed.end())
-            for t in tokens:  # what the vocabulary has, too, has its id there
+            for t in tokens:  # tokens that the vocabulary also has keep its ids
                 t["id"] = t["id"] if engine.model.token_to_id(t["content"]) is None else None
-            if any(t["id"] not in (None, engine.token_to_id(t["content"])) for t in tokens):  # numbered without gaps
+            if any(t["id"] not in (None, engine.token_to_id(t["content"])) for t in tokens):  # ids with gaps
                 engine = Engine.from_str(f"{text[: listed.end()]}[]{text[end:]}")
                 moved = [(t.pop("id"), AddedToken(**t)) for t in sorted(tokens, key=lambda t: t["id"] or 0)]
-    except Exception as e:  # the library's own has no kind
+    except Exception as e:  # the library raises plain Exception
         raise folder.error("tokenizer.json", f"not read by tokenizers ({e}); download it again") from None
     for id, token in moved:
         _add(folder, engine, id, token)
@@ -137,8 +137,8 @@ def from_tokenizer_json(folder: Folder) -> LibraryTokenizer:
 
 
 def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:
-    """`vocab.json` + `merges.txt`. Only the name of the tokenizer's class, or of the model, says which pattern goes
-    with them."""
+    """`vocab.json` + `merges.txt`. Only the name of the tokenizer's class or of the model tells which pattern
+    belongs to them."""
     name = folder.config.get("tokenizer_class") or folder.json("config.json").get("model_type") or "not named"
     qwen = name.lower().startswith("qwen")
     if not qwen and not name.lower().startswith("gpt2"):
@@ -156,19 +156,19 @@ def from_vocab_and_merges(folder: Folder) -> LibraryTokenizer:
 
 
 def byte_level_bpe(
-    where: Path,
+    source: Path,
     vocab: dict[str, int],
     merges: list,
     patterns: list[str],
     whole_words: bool = False,
     prefix: bool = False,
 ) -> Engine:
-    """Patterns cut the text one after another; whole_words: a word that is a token is not merged. Bytes that the
-    vocabulary lacks are dropped."""
+    """Byte-level BPE; patterns split the text one after another. whole_words: a word that is a token is not split into
+    merges. Bytes that the vocabulary lacks are dropped."""
     try:
         engine = Engine(models.BPE(vocab, merges, ignore_merges=whole_words))
-    except Exception as e:  # the library's own has no kind
-        raise InputError(f"{where}: the vocabulary and its merges do not fit ({e}); download it again") from None
+    except Exception as e:  # the library raises plain Exception
+        raise InputError(f"{source}: the vocabulary and its merges do not fit ({e}); download it again") from None
     split = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
     engine.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
@@ -177,7 +177,7 @@ def byte_level_bpe(
 
 
 def _add(folder: Folder, engine: Engine, id: int | None, token: AddedToken) -> None:
-    """Ids that are free before this one get tokens that no text has: the library gives the next free id."""
+    """Add a token with its id. The library assigns the next free id, so unused ids before it get unwritable tokens."""
     if id is not None and engine.token_to_id(token.content) is None and id - engine.get_vocab_size() < MOST_FREE:
         free = range(engine.get_vocab_size(), id)
         engine.add_special_tokens([AddedToken(f"\ue000{i}\ue001", special=True, normalized=False) for i in free])
@@ -190,11 +190,11 @@ def _add(folder: Folder, engine: Engine, id: int | None, token: AddedToken) -> N
 def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
     for id, token in folder.added_tokens():
         if id is None and engine.token_to_id(token.content) is None:
-            continue  # bos and eos are checked, others are not needed
+            continue  # bos and eos are checked elsewhere, and others are not needed
         _add(folder, engine, id, token)
     stops = folder.stop_ids()
     ends = [token.content for id, token in engine.get_added_tokens_decoder().items() if id in stops]
-    engine.add_special_tokens(ends)  # no text of a user ends a turn
+    engine.add_special_tokens(ends)  # so that no user text can end a turn
     around = engine.encode("a")
     start = next((i for i, special in enumerate(around.special_tokens_mask) if not special), len(around.ids))
     if any(around.special_tokens_mask[start:]):
@@ -202,6 +202,6 @@ def _of_folder(folder: Folder, engine: Engine) -> LibraryTokenizer:
     names = folder.special_names(bos=engine.id_to_token(around.ids[0]) if start else None)
     adds_bos = folder.adds_bos(start > 0)
     tokenizer = LibraryTokenizer(engine, folder.path, names, stops, adds_bos, folder.chat_template)
-    if adds_bos and start:  # it may be more than bos
+    if adds_bos and start:  # the prefix may be more than bos
         tokenizer.prefix = around.ids[:start]
     return tokenizer

@@ -1,4 +1,4 @@
-"""Stands in for a tokenizer where a model has random weights: bytes in, token numbers out."""
+"""The tokenizer of a model with random weights: bytes in, token numbers out."""
 
 from __future__ import annotations
 

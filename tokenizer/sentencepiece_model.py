@@ -12,8 +12,8 @@ SPACE = "▁"  # how SentencePiece writes a space
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Between added tokens each stretch of text is encoded on its own, with the model's dummy prefix (Llama 2, Mistral
-    v0.1), with it at the start of the text only (`legacy: false`), or without it (`add_prefix_space: false`)."""
+    """Encodes each stretch of text between added tokens alone: with the model's dummy prefix (Llama 2, Mistral v0.1),
+    with it only at the start of the text (`legacy: false`), or without it (`add_prefix_space: false`)."""
 
     invalid_bytes = "replace_each_byte"
 
@@ -41,7 +41,7 @@ class SentencePieceTokenizer(Tokenizer):
         } | {i: b"" if token.special else token.content.encode() for i, token in added.items()}
         self.vocab_size = max(self.pieces) + 1
         self.fallback = frozenset(i for i in range(len(pieces)) if sp.is_byte(i) or sp.is_unused(i))
-        # Whether decoding drops the space before the first word, and if so all spaces or one: asked, not guessed.
+        # Asks the library whether decoding drops the space before the first word, and if so, all spaces or one.
         one = next((i for i, p in enumerate(pieces) if p.startswith(SPACE) and p.count(SPACE) == 1), None)
         self.drops_space = one is not None and not never and not sp.decode([one]).startswith(" ")
         if self.drops_space and SPACE in self.ids:

@@ -17,18 +17,18 @@ TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 # Llama 3.1's names by their offset from the last rank; the others of the 256 are reserved_special_token_N.
 LLAMA3_SPECIAL = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id"}
 LLAMA3_SPECIAL |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
-# Tekken's, where the file names none (Nemo, Pixtral): ids 0 to 19; those up to its number are <SPECIAL_N>.
+# Tekken's names of ids 0 to 19 if the file has none (Nemo, Pixtral); further special tokens are <SPECIAL_N>.
 TEKKEN_SPECIAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
                   "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]",
                   "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
                   "[TOOL_CONTENT]"]  # fmt: skip
-# Two alternatives of Llama 3's and Tekken's patterns, and the same ones with fewer ways back: of a million blanks
-# there are more than tiktoken's regular expressions take.
+# Two alternatives of Llama 3's and Tekken's patterns, and equivalents that backtrack less: on a million blanks the
+# originals exceed the backtracking limit of tiktoken's regular expressions.
 LINEAR = {r"\s*[\r\n]+": r"(?:[^\S\r\n]*+[\r\n]++)++", r"\s+(?!\S)": r"(?:\s{100}(?=\s\s))*+\s+(?!\S)"}
 
 
 class TiktokenTokenizer(Tokenizer):
-    """ranks: bytes -> id, whose order is the order of merges; special: id -> token beside them."""
+    """A vocabulary for tiktoken. ranks: bytes -> id, in the order of merges; special: id -> special token."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TiktokenTokenizer(Tokenizer):
             pattern = pattern.replace(alternative, linear)
         self.bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         stop_ids = folder.stop_ids()
-        if not folder.config:  # its own folder says nowhere where a turn ends
+        if not folder.config:  # Meta's folder does not say where a turn ends
             stop_ids |= {self.special_ids[t] for t in turn_ends if t in self.special_ids}
         names = folder.special_names(
             bos=bos if bos in self.special_ids else None, eos=eos if eos in self.special_ids else None
@@ -62,7 +62,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def llama3(cls, folder: Folder, name: str, data: bytes) -> TiktokenTokenizer:
-        """One "base64(token) rank" a line, then 256 special tokens."""
+        """A file with one "base64(token) rank" per line; 256 special tokens follow the ranks."""
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(data.splitlines(), 1):
             if not TIKTOKEN_LINE.fullmatch(line):
@@ -79,7 +79,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def tekken(cls, folder: Folder, name: str) -> TiktokenTokenizer:
-        """Special tokens first, then as many of the vocabulary as the configuration says."""
+        """A file whose ids are special tokens first, then as much of the vocabulary as its configuration says."""
         spec = folder.json(name)
         config, given = spec["config"], spec.get("special_tokens")
         n = config["default_num_special_tokens"]

@@ -1,7 +1,7 @@
-"""Weights behind `Linear`: the files that hold them, what a matrix is held in, and quantization.
+"""Weights behind `Linear`: their files, the formats of matrices in memory, and quantization.
 
-reader.py                   `open_checkpoint`: what a path holds, and a pass over its tensors
-gguf*.py  gptq.py  awq.py   one published format a file, to tensors or `Codes` (codes.py); shards.py: safetensors
+reader.py                   `open_checkpoint`: the format of a path, and a pass over its tensors
+gguf*.py  gptq.py  awq.py   one published format per file, read as tensors or `Codes` (codes.py); shards.py: safetensors
 compressed_tensors.py
 quantization.py             --weights: rounding to 8 and 4 bits
 linear.py                   the modules that multiply

@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ's "gemm" version writes it: codes and zero points both packed along the output channels, interleaved.
+"""AWQ in AutoAWQ's "gemm" version: codes and zero points are packed along the output channels, interleaved.
 
 Per module: qweight int32 [in, out / 8]; scales fp16 [in / g, out]; qzeros int32 [in / g, out / 8]. The eight 4-bit
 numbers of a word, lowest bits first, are its channels 0, 2, 4, 6, 1, 3, 5, 7. w = scale * (code - zero). Reference:
@@ -16,11 +16,11 @@ from weights.codes import Codes, grouped, nibbles
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix
 
-PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # of channels 0 to 7 in a word
+PLACE = [0, 4, 1, 5, 2, 6, 3, 7]  # places of channels 0 to 7 in a word
 
 
 class AWQ:
-    """Reads a folder's modules. InputError if the settings are not those that are read exactly."""
+    """Reads a folder's modules. Raises InputError for settings that cannot be read exactly."""
 
     def __init__(self, settings: Settings):
         s = settings
@@ -32,7 +32,7 @@ class AWQ:
         self.group = s.group_size("group_size", "q_group_size")
 
     def read(self, shards: Shards) -> Iterator[tuple[str, Tensor | Codes]]:
-        """(name, tensor) of everything; modules that were not converted have a plain weight."""
+        """Yields (name, tensor) for all tensors; modules that were not converted have a plain weight."""
         modules = set(with_suffix(shards, ".qweight"))
         for name in shards:
             module, _, part = name.rpartition(".")
@@ -42,7 +42,7 @@ class AWQ:
                 yield name, shards.get(name, FLOATS)
 
     def layouts(self, shards: Shards) -> Layouts:
-        """How the weights are held, by the shapes of codes and scales."""
+        """The layouts of the weights, from the shapes of codes and scales."""
         found = {}
         for m in with_suffix(shards, ".qweight"):
             found[f"{m}.weight"] = (f"{m}.scales", 4, self.group or shards.shape(f"{m}.qweight")[0])

@@ -1,7 +1,7 @@
-"""Quantized weights as every format here tells them: integer codes, a scale a group, and perhaps a zero or a minimum.
+"""Quantized weights, the same for all formats: integer codes, a scale per group, and perhaps a zero or a minimum.
 
-The arithmetic is w = scale * (code - zero), or scale * code + minimum, in fp32, which is what GGUF, GPTQ, AWQ and
-compressed-tensors define; their files differ in how they pack the same numbers.
+The arithmetic is w = scale * (code - zero), or scale * code + minimum, in fp32, as GGUF, GPTQ, AWQ and
+compressed-tensors define it; their files differ in how they pack these numbers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kernels.linear import dequantize
 
 @dataclass(frozen=True)
 class Layout:
-    """The form in which a weight is held without rounding.
+    """The format of a weight in memory, which holds its numbers without rounding.
 
-    bits: of a code, 4 or 8; 16: bf16, with no scales. group: inputs that share a scale, None: a whole row. steps:
-    groups whose scales, integers of 8 bits, are multiples of one fp16 step (the K types of GGUF), None: scales are
-    fp16. minimum: whether each group has one, in the form of the scales.
+    bits: bits of a code, 4 or 8; 16: bf16 without scales. group: the number of inputs that share a scale; None: a row.
+    steps: the number of groups whose scales, 8-bit integers, are multiples of one fp16 step (GGUF's K types); None:
+    scales are fp16. minimum: whether each group has one, in the format of the scales.
     """
 
     bits: int
@@ -35,12 +35,12 @@ BF16 = Layout(16)
 
 @dataclass
 class Codes:
-    """A weight [out, in] whose rows are quantized in groups of `group` neighbours.
+    """A weight [out, in] whose rows are quantized in groups of `group` adjacent inputs.
 
-    codes [out, in], uint8 0..15 for 4 bits, int8 for 8 bits. scale [out, groups], as in the file; int8 where it counts
-    steps: step [out, groups / n]. zero [out, groups] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. minimum [out,
-    groups] is added to scale * code, and then there is no zero; int8 where it counts min_step [out, groups / n]. A
-    channel's one scale is group == in.
+    codes [out, in], uint8 0..15 for 4 bits, int8 for 8 bits. scale [out, groups], as in the file; int8 if in units of
+    step [out, groups / n]. zero [out, groups] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. minimum [out, groups]
+    is added to scale * code instead of a zero; int8 if in units of min_step [out, groups / n]. With one scale per
+    channel, group == in.
     """
 
     codes: Tensor
@@ -57,17 +57,18 @@ class Codes:
 
     @property
     def group(self) -> int:
-        """Neighbours in a row that share a scale."""
+        """The number of adjacent inputs that share a scale."""
         return self.codes.shape[1] // self.scale.shape[1]
 
     @property
     def steps(self) -> int | None:
-        """Groups that share a step."""
+        """The number of groups that share a step."""
         return None if self.step is None else self.scale.shape[1] // self.step.shape[1]
 
     @property
     def layout(self) -> Layout:
-        """What holds them; zeros, and minima of 8-bit codes in steps of their own, are held as they come."""
+        """The layout that holds these codes. Zeros, and minima of 8-bit codes with their own steps, are not part of
+        it: a PackedLinear adds them when they come."""
         minimum = self.minimum is not None and (self.min_step is None) == (self.step is None)
         return Layout(self.bits, self.group, self.steps, minimum)
 
@@ -77,10 +78,10 @@ class Codes:
         return Codes(**{name: x[index] if isinstance(x, Tensor) else x for name, x in parts.items()})  # type: ignore
 
     def cut(self, dim: int, part: slice, name: str = "a weight") -> Codes:
-        """Some rows, or some columns that are whole groups, and whole runs of groups that share a step."""
+        """Some rows (dim 0) or some columns, which must be whole groups and whole runs of groups that share a step."""
         if dim == 0:
             return self.rows(torch.arange(part.start, part.stop))
-        if self.scale.shape[1] == 1:  # of a row: every part of it has the same
+        if self.scale.shape[1] == 1:  # one scale per row, which every part of the row shares
             return replace(self, codes=self.codes[:, part].contiguous())
         unit = self.group * (self.steps or 1)
         if part.start % unit or part.stop % unit:
@@ -96,16 +97,16 @@ class Codes:
         return Codes(**{key: of(x) if isinstance(x, Tensor) else x for key, x in given.items()})  # type: ignore
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """-> [out, in] in fp32, then rounded to dtype."""
+        """The weight [out, in], computed in fp32, then rounded to dtype."""
         groups = self.scale, self.step, self.zero, self.minimum, self.min_step
         return dequantize(self.codes, *groups, self.bits).to(dtype)
 
 
 def grouped(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Codes | Tensor:
-    """Codes of unsigned codes and zeros, checked; fp32 [out, in] where Codes are not exact (`asymmetric`).
+    """Codes made of unsigned codes and zeros, with checks; fp32 [out, in] if Codes are not exact (`asymmetric`).
 
-    codes [out, in] uint8, 0..2^bits - 1; scale [out, in / group] of any float; zero [out, in / group] uint8, or None:
-    half the range. InputError begins with `source`.
+    codes [out, in] uint8, 0..2^bits - 1; scale [out, in / group] in any float dtype; zero [out, in / group] uint8, or
+    None: half the range. The message of an InputError begins with `source`.
     """
     check(source, codes, scale, zero)
     half = 1 << (bits - 1)
@@ -119,8 +120,8 @@ def grouped(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits
 
 
 def asymmetric(codes: Tensor, scale: Tensor, zero: Tensor) -> Codes | Tensor:
-    """8-bit codes with zero points int8 [out, in / group]: the minimum is -scale * zero, exact for scales of 11 bits.
-    With others it is fp32 [out, in]."""
+    """8-bit codes with zero points int8 [out, in / group], as codes with minimum -scale * zero. With scales that fp16
+    cannot hold, the weight in fp32 [out, in]."""
     if exact_in_fp16(scale):
         return Codes(codes, scale, None, 8, minimum=zero.contiguous(), min_step=-scale)
     w = codes.short().unflatten(1, (scale.shape[1], -1)) - zero.short()[..., None]
@@ -128,12 +129,12 @@ def asymmetric(codes: Tensor, scale: Tensor, zero: Tensor) -> Codes | Tensor:
 
 
 def exact_in_fp16(scale: Tensor) -> bool:
-    """Whether scales of any float can be held in fp16."""
+    """Whether fp16 holds these scales exactly."""
     return scale.dtype == torch.float16 or torch.equal(scale.half().double(), scale.double())
 
 
 def check(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
-    """InputError unless the shapes fit each other and every scale is finite."""
+    """Raises InputError unless the shapes fit each other and every scale is finite."""
     if codes.dim() != 2 or not codes.numel():
         raise InputError(f"{source} has shape {list(codes.shape)}, expected rows and columns: download it again")
     out, n = codes.shape
@@ -145,7 +146,7 @@ def check(source: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None)
 
 
 def check_finite(source: str, scale: Tensor) -> None:
-    """InputError unless every scale is a finite number."""
+    """Raises InputError unless every scale is finite."""
     if not scale.float().isfinite().all():
         raise InputError(f"{source} has scales that are NaN or infinity: download it again")
 

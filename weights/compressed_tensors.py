@@ -3,7 +3,7 @@
 Per module: weight_packed int32 [out, in * bits / 32] with weight_shape, or weight int8 or float8_e4m3fn [out, in];
 weight_scale [out, in / g] (group), [out, 1] (channel), [1] (tensor) or [out / b, in / c] (block, FP8 alone);
 weight_zero_point like the scales, packed along the outputs beside weight_packed, signed. w = scale * (code - zero).
-Which modules are quantized shows in the tensors, so that `ignore` and `targets` need no reading. Reference:
+The tensors show which modules are quantized, so `ignore` and `targets` are not read. Reference:
 compressed-tensors 0.20, compressors/pack_quantized, compressors/naive_quantized and quantization/lifecycle.
 """
 
@@ -25,7 +25,7 @@ PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "
 
 
 class CompressedTensors:
-    """Reads a folder's modules; `warning` says what the configuration asks for and this engine does not do."""
+    """Reads a folder's modules; `warning` names what the configuration asks for and this engine does not do."""
 
     def __init__(self, settings: Settings):
         s = settings
@@ -53,7 +53,7 @@ class CompressedTensors:
         )
 
     def _read_group(self, s: Settings, name: str, group: Any) -> int | None:
-        """Takes in a scheme; -> the bits of the activations it asks for."""
+        """Check and record a scheme -> the bits of activations it asks for."""
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise InputError(f"{s.source}: config_groups.{name} = {short(group)}, expected one with weights")
         own, w = Settings(group, f"{s.source}: {name}"), Settings(group["weights"], f"{s.source}: {name}: weights")
@@ -72,7 +72,7 @@ class CompressedTensors:
         return acts.get("num_bits", 8) if isinstance(acts, dict) else 8 if acts else None
 
     def read(self, shards: Shards) -> Iterator[tuple[str, Tensor | Codes]]:
-        """(name, tensor) of everything; modules that were ignored have a plain weight."""
+        """Yields (name, tensor) for all tensors; modules that were ignored have a plain weight."""
         packed = set(with_suffix(shards, ".weight_packed"))
         modules = packed | set(with_suffix(shards, ".weight_scale"))
         for name in shards:
@@ -89,7 +89,7 @@ class CompressedTensors:
                 yield name, shards.get(name, FLOATS)
 
     def layouts(self, shards: Shards) -> Layouts:
-        """How the weights are held, by the shapes of codes and scales; 8-bit floats are unpacked."""
+        """The layouts of the weights, from the shapes of codes and scales; 8-bit floats are unpacked."""
         found = {}
         for m in with_suffix(shards, ".weight_scale"):
             words, codes, scale = (shards.shape(f"{m}.{x}") for x in ("weight_packed", "weight", "weight_scale"))
@@ -102,7 +102,7 @@ class CompressedTensors:
         return layouts_of(shards, found)
 
     def packed(self, shards: Shards, module: str) -> Codes | Tensor:
-        """4 or 8 bits in words, each number plus half the range; -> [out, in]."""
+        """A weight [out, in] of 4- or 8-bit codes in words, each stored plus half the range."""
         by = f"{module}.weight_packed"
         source, words = shards.source(by), shards.get(by, (torch.int32,))
         scale = shards.get(f"{module}.weight_scale", FLOATS, by)
@@ -142,7 +142,7 @@ class CompressedTensors:
         return asymmetric(w, scale, zero)
 
     def zeros(self, shards: Shards, module: str, dtype: torch.dtype) -> Tensor | None:
-        """A module's zero points; InputError if they are missing where every scheme has them."""
+        """A module's zero points. Raises InputError if they are missing although every scheme has them."""
         name = f"{module}.weight_zero_point"
         if name in shards or True not in self.symmetric:
             return shards.get(name, (dtype,), f"{module}.weight")
@@ -162,7 +162,7 @@ class CompressedTensors:
         return (w.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
 
     def scales(self, scale: Tensor, out: int) -> Tensor:
-        """Scales or zeros of a tensor [], [1] or [1, 1], a channel [out] or [out, 1], or of groups -> [out, n]."""
+        """Scales or zeros per tensor [], [1] or [1, 1], per channel [out] or [out, 1], or per group -> [out, n]."""
         if scale.numel() == 1:
             return scale.reshape(1, 1).expand(out, 1).contiguous()
         return scale[:, None] if scale.dim() == 1 else scale

@@ -1,11 +1,11 @@
 """GGUF files of Llama (and Mistral), Qwen2 and Qwen3: llama.cpp's tensors -> Hugging Face's names, layout and order.
 
-Types of 4 and more bits are Codes, as the file has them: a block of 32 numbers is an fp16 scale d, perhaps an fp16
-minimum m, and codes, w = d * q + m (Q4_0 to Q8_0); one of 256 has an fp16 d and dmin whose multiples are scales and
-minima of its groups of 16 or 32 numbers (Q2_K to Q6_K, IQ4_XS). Others, of less bits and of tables, go through gguf's
-own `quants.dequantize`, in fp32. Layout of blocks: ggml/src/ggml-common.h of llama.cpp.
-llama.cpp turns neighbouring channels where Hugging Face turns channel i with i + D/2: for Llama its converter permutes
-the rows of q and k, which is undone here.
+Types of 4 and more bits become Codes, exactly as in the file: a block of 32 numbers has an fp16 scale d, perhaps an
+fp16 minimum m, and codes, w = d * q + m (Q4_0 to Q8_0); a block of 256 has an fp16 d and dmin whose multiples are
+scales and minima of its groups of 16 or 32 numbers (Q2_K to Q6_K, IQ4_XS). Other types, with fewer bits or tables, are
+dequantized in fp32 by gguf's own `quants.dequantize`. Layout of blocks: ggml/src/ggml-common.h of llama.cpp.
+llama.cpp rotates adjacent channels, Hugging Face channel i with i + D/2: for Llama its converter permutes the rows of q
+and k, which is undone here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weights.shards import Layouts
 
 F32, F16, BF16 = 0, 1, 30  # ggml's numbers
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23
-# What holds the numbers of a type exactly. Groups of 16 and 32; of the K types, steps for 256 numbers.
+# The layout that holds the numbers of a type exactly: groups of 16 and 32; for K types, steps for 256 numbers.
 LAYOUTS = {
     Q4_0: Layout(4, 32), Q4_1: Layout(4, 32, minimum=True), Q5_0: Layout(8, 32), Q5_1: Layout(8, 32, minimum=True),
     Q8_0: Layout(8, 32), Q2_K: Layout(4, 16, 16, True), Q3_K: Layout(4, 16, 16), Q4_K: Layout(4, 32, 8, True),
@@ -47,7 +47,7 @@ CHUNK = 1 << 24  # numbers dequantized at a time
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a file begins as GGUF does."""
+    """Whether a file begins with GGUF's magic."""
     try:
         with open(path, "rb") as f:
             return f.read(4) == MAGIC
@@ -56,16 +56,16 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def gguf_config(path: str | Path | GGUFFile) -> dict[str, Any]:
-    """The metadata as a config.json; InputError names what this engine does not compute."""
+    """The metadata as a config.json. An InputError names what this engine does not compute."""
     return config_of(_open(path))
 
 
 def gguf_layouts(path: str | Path | GGUFFile) -> Layouts:
-    """How the file's matrices are held, by Hugging Face's names, and a note on those that no codes hold exactly."""
+    """The layouts of the file's matrices by Hugging Face's names, and a note on those that no codes hold exactly."""
     file = _open(path)
     n_layer = config_of(file)["num_hidden_layers"]
     found = {t.name: LAYOUTS[t.type] for t in file.tensors.values() if t.type in LAYOUTS and len(t.shape) == 2}
-    if found:  # floats beside codes keep their two bytes where that is exact
+    if found:  # if there are codes, bf16 matrices stay in 16 bits
         found |= {t.name: HELD_BF16 for t in file.tensors.values() if t.type == BF16 and len(t.shape) == 2}
     rest = {t.name: t.type for t in file.tensors.values() if t.type not in (F32, F16, BF16, *LAYOUTS)}
     kinds = ", ".join(sorted({type_name(t) for t in rest.values()}))
@@ -74,11 +74,11 @@ def gguf_layouts(path: str | Path | GGUFFile) -> Layouts:
 
 
 def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Codes]]:
-    """(Hugging Face's name, tensor), one at a time: F32, F16, BF16 as they are, codes as Codes, else fp32."""
+    """Yields (Hugging Face's name, tensor): F32, F16 and BF16 as they are, codes as Codes, other types in fp32."""
     file = _open(path)
     config = config_of(file)
     for name in file.tensors:
-        if name == "rope_freqs.weight":  # is in the config
+        if name == "rope_freqs.weight":  # already in the config
             continue
         t, hf = _tensor(file, name), hf_name(file, name, config["num_hidden_layers"])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(hf.split(".")[-2])
@@ -96,7 +96,7 @@ def _open(path: str | Path | GGUFFile) -> GGUFFile:
 
 
 def hf_name(file: GGUFFile, name: str, n_layer: int) -> str:
-    """Hugging Face's name of a tensor. InputError if the model has none such."""
+    """Hugging Face's name of a tensor. Raises InputError if the model has no such tensor."""
     if name in NAMES:
         return NAMES[name]
     m = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", name)
@@ -120,7 +120,7 @@ def _tensor(file: GGUFFile, name: str) -> Tensor | Codes:
 
 
 def _codes(file: GGUFFile, t: TensorInfo) -> Codes:
-    """A matrix of one of LAYOUTS."""
+    """A matrix of a type in LAYOUTS."""
     out, n = t.shape
     layout, size = LAYOUTS[t.type], type_sizes()[t.type][0]
     blocks = torch.from_numpy(np.array(file.raw(t.name))).view(out, n // size, -1)
@@ -142,18 +142,18 @@ Unpacked = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _half(b: Tensor, offset: int) -> Tensor:
-    """The fp16 number at a byte of each block: [out, blocks, 1]."""
+    """The fp16 number at a byte offset of each block: [out, blocks, 1]."""
     return b[..., offset : offset + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(b: Tensor, offset: int) -> Tensor:
-    """The 16 bytes at a byte of each block: low halves are numbers 0 to 15, high halves 16 to 31."""
+    """The 16 bytes at a byte offset of each block: low halves are numbers 0 to 15, high halves 16 to 31."""
     q = b[..., offset : offset + 16]
     return torch.cat((q & 15, q >> 4), -1)
 
 
 def _fifths(b: Tensor, offset: int) -> Tensor:
-    """Bit j of the 4 bytes at a byte, at place 4: the highest bit of number j."""
+    """The highest bit of number j, bit j of the 4 bytes at a byte offset, shifted to bit 4."""
     return (b[..., offset : offset + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
 
 
@@ -178,13 +178,14 @@ def _q8_0(b: Tensor) -> Unpacked:
 
 
 def _pairs(q: Tensor, bits: int) -> Tensor:
-    """[..., n * 32] -> [..., n, 8 / bits, 32]: of 32 bytes the lowest bits are the first 32 numbers."""
+    """[..., n * 32] -> [..., n, 8 / bits, 32]: the lowest bits of 32 bytes are the first 32 numbers, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return q.unflatten(-1, (-1, 1, 32)) >> shifts & (1 << bits) - 1
 
 
 def _scales_and_minima(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes; the first 8 hold the upper 2 of the last four."""
+    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes; the upper 2 bits of the last four are in the first
+    8 bytes."""
     first, second, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scale = torch.cat((first & 63, rest & 15 | (first >> 6) << 4), -1)
     minimum = torch.cat((second & 63, rest >> 4 | (second >> 6) << 4), -1)
@@ -197,7 +198,7 @@ def _q2_k(b: Tensor) -> Unpacked:
 
 
 def _q3_k(b: Tensor) -> Unpacked:
-    """Codes of 3 bits around 4, the highest in a mask of its own; scales of 6 bits around 32."""
+    """Codes of 3 bits minus 4, with the highest bits in a separate mask; scales of 6 bits minus 32."""
     high = b[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8, 32]
     codes = _pairs(b[..., 32:96], 2).flatten(-3, -2) + (high << 2) + 4  # held around 8
     low = torch.cat((b[..., 96:104] & 15, b[..., 96:104] >> 4), -1)
@@ -218,7 +219,7 @@ def _q5_k(b: Tensor) -> Unpacked:
 
 
 def _q6_k(b: Tensor) -> Unpacked:
-    """Codes around 32: of each half of 128 numbers, 64 bytes hold the lower 4 bits and 32 the upper 2."""
+    """Codes of 6 bits minus 32: for each half of 128 numbers, 64 bytes hold the lower 4 bits and 32 the upper 2."""
     low = b[..., :128].unflatten(-1, (2, 1, 64)) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
     codes = low.unflatten(-1, (2, 32)).flatten(-3, -2) | _pairs(b[..., 128:192], 2) << 4  # [..., 2, 4, 32]
     return codes.view(torch.int8) - 32, b[..., 192:208].contiguous().view(torch.int8), _half(b, 208), None, None
@@ -229,7 +230,7 @@ def _iq4_nl(b: Tensor) -> Unpacked:
 
 
 def _iq4_xs(b: Tensor) -> Unpacked:
-    """Scales of 6 bits around 32: 4 bits in 4 bytes, the upper 2 in a word before."""
+    """Scales of 6 bits minus 32: the lower 4 bits in 4 bytes, the upper 2 in a word before them."""
     low = torch.stack((b[..., 4:8] & 15, b[..., 4:8] >> 4), -1).flatten(-2)
     high = (b[..., 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(-2)
     q = b[..., 8:136].unflatten(-1, (8, 16))
@@ -242,7 +243,7 @@ _UNPACK = {Q4_0: _q4_0, Q4_1: _q4_1, Q5_0: _q5_0, Q5_1: _q5_1, Q8_0: _q8_0, Q2_K
 
 
 def _dequantized(file: GGUFFile, t: TensorInfo) -> Tensor:
-    """By the gguf package, some rows at a time -> fp32."""
+    """Dequantize by the gguf package, some rows at a time -> fp32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

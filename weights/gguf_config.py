@@ -13,7 +13,7 @@ from kernels.rope import RopeArgs, rope_inv_freq
 from weights.gguf_file import GGUFFile, rows_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Keys that change the numbers and are not computed here, with the values that do not.
+# Unsupported keys that change the output, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0, 1),
     "use_parallel_residual": (False,),
@@ -40,8 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_attn_factor": (-1.0, 1.0),
 }
-NORMAL = 1  # the type of a token that is text
-# llama.cpp's end-of-generation tokens by name: of a turn, and of fill-in-the-middle.
+NORMAL = 1  # the token type of normal text
+# llama.cpp's end-of-generation tokens by name: those of turns and of fill-in-the-middle.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
              "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
              "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[")  # fmt: skip
@@ -50,11 +50,11 @@ FILL_IN_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-LLAMA3 = (1.0, 4.0, 8192)  # low_freq_factor, high_freq_factor, original context: of every model published with it
+LLAMA3 = (1.0, 4.0, 8192)  # low_freq_factor, high_freq_factor, original context of all published models
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """InputError names what is not supported; sizes are for args_from_hf to check."""
+    """The metadata as a config.json. An InputError names what is not supported; args_from_hf checks sizes."""
     arch = file.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise file.error(f"unsupported architecture {short(arch)}: supported are {', '.join(ARCHITECTURES)}")
@@ -104,8 +104,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def stop_ids(file: GGUFFile) -> list[int]:
-    """Ids that end an answer, as llama.cpp knows them: of a text, of a turn and of a message by key, tokens that end a
-    turn by name, and what pads or separates files for fill-in-the-middle by key or by name. The first is eos."""
+    """Ids that end an answer in llama.cpp: by key those that end a text, a turn or a message; by name those that end a
+    turn; by key or name those that pad or separate files for fill-in-the-middle. The first is eos."""
     tokens: Any = file.metadata.get("tokenizer.ggml.tokens")
     ids = {token: id for id, token in enumerate(tokens)} if isinstance(tokens, list) else {}
     default = {"eos": 2} if file.text("tokenizer.ggml.model", "") == "llama" and len(ids) > 2 else {}
@@ -123,7 +123,7 @@ def stop_ids(file: GGUFFile) -> list[int]:
 
 
 def _heads(file: GGUFFile, key: str, default: int | None = None) -> int:
-    """A number that may be told for each layer, and must be the same in all."""
+    """A number that the file may give per layer; it must be the same in all layers."""
     value = file.metadata.get(key)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and (value == value[0]).all():
         return int(value[0])
@@ -131,7 +131,7 @@ def _heads(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 
 def _real(file: GGUFFile, key: str, default: float | None = None) -> float:
-    """The shortest decimal that is this fp32 number: 1e-05, as it was before the file held it in 32 bits."""
+    """The shortest decimal for an fp32 number, such as 1e-05, as it was before it was stored in 32 bits."""
     value = file.number(key, default, whole=False)
     return float(str(np.float32(value))) if abs(value) < 1e30 else value
 
@@ -146,13 +146,13 @@ def _vocab_size(file: GGUFFile) -> int:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """What to compute in: the type of the matrices if they are floats, else bfloat16."""
+    """The compute dtype: the type of the matrices if they are floats, else bfloat16."""
     types = {t.type for t in file.tensors.values() if len(t.shape) == 2}
     return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
 
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Hugging Face's rope_scaling: linear and yarn by metadata, llama3 by the tensor of what it divides by."""
+    """Hugging Face's rope_scaling: linear and yarn from metadata, llama3 from the tensor of its divisors."""
     scaling = file.text(f"{arch}.rope.scaling.type", "none")
     factor = _real(file, f"{arch}.rope.scaling.factor", _real(file, f"{arch}.rope.scale_linear", 0.0))
     scaled = scaling != "none" and factor not in (0.0, 1.0)
@@ -176,7 +176,7 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str
 
 
 def _llama3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """rope_freqs.weight [D / 2] divides the inverse frequencies; the parameters that give these very numbers."""
+    """The llama3 parameters that give exactly rope_freqs.weight [D / 2], the divisors of inverse frequencies."""
     t, D = file.tensors["rope_freqs.weight"], config["head_dim"]
     if t.type != 0 or t.shape != (D // 2,) or config["rope_theta"] <= 0:
         raise file.error(f"rope_freqs.weight has shape {list(t.shape)}, expected {D // 2} numbers in fp32")

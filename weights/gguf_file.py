@@ -1,7 +1,7 @@
-"""The container of GGUF, versions 2 and 3: metadata, and where each tensor lies. The file is mapped, not read.
+"""GGUF files, versions 2 and 3: metadata and the places of tensors. The file is mapped, not read.
 
-Not gguf's own GGUFReader: it believes every length, so that on a damaged one it counts to 2^60, and it takes a minute
-for the 400,000 strings of Llama 3. tests/test_formats.py compares the two. Layout: ggml/docs/gguf.md.
+gguf's own GGUFReader trusts every length, so that a damaged one makes it count to 2^60, and it takes a minute for the
+400,000 strings of Llama 3. tests/test_formats.py compares the two. Layout: ggml/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from errors import InputError, short
 
 MAGIC = b"GGUF"
 CUT = "is truncated or damaged in its header: download it again"
-MOST = 1 << 24  # entries of a list; vocabularies have 2^18
+MOST = 1 << 24  # the most entries of a list; vocabularies have 2^18
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # value types
 
 
 @dataclass
 class TensorInfo:
-    """shape as torch has it: the last is the one that lies together; type is ggml's number."""
+    """shape is in torch's order, with the contiguous dimension last; type is ggml's number."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,8 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """metadata: key -> number, bool, string, list of strings, or numpy array; tensors: name -> TensorInfo."""
+    """A mapped file. metadata: key -> number, bool, string, list of strings or numpy array; tensors: name ->
+    TensorInfo."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -80,7 +81,7 @@ class GGUFFile:
             self.tensors[t.name] = t
 
     def _place(self, t: TensorInfo, start: int, align: int) -> None:
-        """Where a tensor lies; InputError if that is not all in the file."""
+        """Find the place of a tensor. Raises InputError if it is not completely in the file."""
         sizes = type_sizes()
         if t.type not in sizes:
             raise self.error(f"tensor {t.name} is of type {t.type}, which is not known: update the gguf package")
@@ -110,7 +111,7 @@ class GGUFFile:
         return str(self._bytes(self._number("Q")), "utf-8")
 
     def _strings(self, n: int) -> list[str]:
-        """The same n times, in a tight loop: vocabularies have 400,000 tokens and merges."""
+        """n strings, read in a tight loop: vocabularies have 400,000 tokens and merges."""
         data, position, end, size, out = self.data, self.offset, len(self.data) - 8, struct.Struct("<Q").unpack_from, []
         for _ in range(n):
             start = position + 8
@@ -151,7 +152,7 @@ class GGUFFile:
         return np.frombuffer(self.data[t.offset : t.offset + t.nbytes], np.uint8).reshape(rows_of(t), -1)[rows]
 
     def number(self, key: str, default: Any = None, whole: bool = True) -> Any:
-        """A number of the metadata; InputError if it is none, or missing and has no default."""
+        """A number of the metadata. Raises InputError if it is no number, or missing without a default."""
         value = self._typed(key, default, (int,) if whole else (int, float), "a number")
         if not math.isfinite(value):
             raise self.error(f"{key} is {value}, expected a number")
@@ -167,7 +168,7 @@ class GGUFFile:
         return self._typed(key, None, (list,), "a list of texts")
 
     def array(self, key: str, n: int) -> np.ndarray | None:
-        """A list of n numbers; None if there is none."""
+        """A list of n numbers of the metadata; None if there is none."""
         value = self.metadata.get(key)
         if value is not None and (not isinstance(value, np.ndarray) or len(value) != n):
             raise self.error(f"{key} is {short(value)}, expected {n} numbers")
@@ -187,13 +188,13 @@ def rows_of(t: TensorInfo) -> int:
 
 def type_sizes() -> dict[int, tuple[int, int]]:
     """ggml's type number -> (numbers in a block, bytes of a block)."""
-    from gguf.constants import GGML_QUANT_SIZES  # imported where a GGUF file is read: it takes its time
+    from gguf.constants import GGML_QUANT_SIZES  # imported only for GGUF files, because it is slow
 
     return {int(t): size for t, size in GGML_QUANT_SIZES.items()}
 
 
 def type_name(value_type: int) -> str:
-    """As ggml calls it: Q4_K."""
+    """ggml's name of a type, such as Q4_K."""
     from gguf.constants import GGMLQuantizationType
 
     return GGMLQuantizationType(value_type).name

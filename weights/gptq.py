@@ -1,4 +1,4 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: codes packed along the input channels, zero points along the outputs.
+"""GPTQ as AutoGPTQ and GPTQModel write it: codes are packed along the input channels, zero points along the outputs.
 
 Per module: qweight int32 [in / n, out], n = 32 / bits, lowest bits first; scales fp16 [in / g, out]; qzeros int32
 [in / g, out / n]; g_idx int32 [in], the group of each input. w = scale * (code - zero). Version 1 (`checkpoint_format`
@@ -22,7 +22,7 @@ PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 class GPTQ:
-    """Reads a folder's modules. InputError if the settings are not those that are read exactly."""
+    """Reads a folder's modules. Raises InputError for settings that cannot be read exactly."""
 
     def __init__(self, settings: Settings):
         s = settings
@@ -34,11 +34,11 @@ class GPTQ:
         s.one_of((False,), False, "is_marlin_format")
         self.first = s.one_of(("gptq", "gptq_v2"), "gptq", "checkpoint_format", "format") == "gptq"
         for pattern, change in (s.get("dynamic") or {}).items() if isinstance(s.get("dynamic"), dict) else ():
-            if change:  # an empty one leaves modules as they are, which shows in the tensors
+            if change:  # empty: such modules are not quantized, as their tensors show
                 raise InputError(f"{s.source}: dynamic gives {short(pattern)} other settings, which is not supported")
 
     def read(self, shards: Shards, biased: set[str] | None = None) -> Iterator[tuple[str, Tensor | Codes]]:
-        """(name, tensor) of everything; biases of zeros that the model has not (AutoGPTQ writes them) are left out."""
+        """Yields (name, tensor) for all tensors, except zero biases that the model lacks and AutoGPTQ writes."""
         modules = set(with_suffix(shards, ".qweight"))
         for name in shards:
             module, _, part = name.rpartition(".")
@@ -55,7 +55,7 @@ class GPTQ:
                 yield name, t
 
     def layouts(self, shards: Shards) -> Layouts:
-        """How the weights are held, by the shapes of codes and scales."""
+        """The layouts of the weights, from the shapes of codes and scales."""
         found = {}
         for m in with_suffix(shards, ".qweight"):
             inputs = shards.shape(f"{m}.qweight")[0] * 32 // self.bits
@@ -83,8 +83,8 @@ class GPTQ:
         return grouped(source, codes, scales.t(), zero, self.bits)
 
     def zeros(self, words: Tensor) -> Tensor:
-        """Version 1 -> 2: plus one each. As GPTQModel does it, on whole words: what borrowed when it was written
-        carries when it is read. Where AutoGPTQ wrote a zero of 0 its file is damaged, which no reading mends."""
+        """Version 1 -> 2: add one to each. As in GPTQModel, the addition is on whole words, which undoes the borrows of
+        the subtraction on writing. If AutoGPTQ wrote a zero of 0, the file is damaged beyond repair."""
         if not self.first:
             return words
         ones = 0x11111111 if self.bits == 4 else 0x01010101
@@ -93,6 +93,6 @@ class GPTQ:
 
 
 def biased_projections(config: dict) -> set[str]:
-    """Names of the linear layers that have a bias in the model of a config.json."""
+    """Names of the linear layers that have a bias, by config.json."""
     letters = "qkv" if config.get("model_type") == "qwen2" else "qkvo" if config.get("attention_bias") else ""
     return {f"{x}_proj" for x in letters} | ({"gate_proj", "up_proj", "down_proj"} if config.get("mlp_bias") else set())

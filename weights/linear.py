@@ -1,4 +1,4 @@
-"""What the model multiplies with: weights as they are, or packed in bf16, 8 or 4 bits, whatever it computes in."""
+"""The model's linear layers: weights in the compute dtype, or packed in bf16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from weights.codes import Codes, Layout
 from weights.quantization import quantize
 
 PART = 256  # rows that are quantized at a time, a multiple of 16: the copies that it takes stay small
-RANDOM_BLOCK = 1 << 24  # numbers that are drawn for random weights
+RANDOM_BLOCK = 1 << 24  # the most random numbers that are drawn for a weight
 
 
 def fill_normal(flat: Tensor, std: float, gen: torch.Generator) -> None:
-    """Normal numbers into flat [n], of which the first RANDOM_BLOCK are drawn and larger tensors repeat them."""
+    """Fill flat [n] with normal numbers. Only the first RANDOM_BLOCK are drawn, and larger tensors repeat them."""
     flat[:RANDOM_BLOCK].normal_(0, std, generator=gen)
     for part in flat.split(RANDOM_BLOCK)[1:]:
         part.copy_(flat[: len(part)])
 
 
 class Linear(nn.Linear):
-    """A linear layer of weights in the compute dtype."""
+    """A linear layer with weights in the compute dtype."""
 
     def __init__(self, n: int, out: int | list[int], bias: bool = True, **factory: Any):
-        """out: outputs, or those of each part of a fused layer."""
+        """out: the number of outputs, or a list of them for the parts of a fused layer."""
         self.sizes = [out] if isinstance(out, int) else out
         super().__init__(n, sum(self.sizes), bias, **factory)
 
@@ -52,10 +52,10 @@ class Linear(nn.Linear):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer of packed weights (kernels/linear.py); `put` fills it, some rows at a time.
+    """A linear layer with packed weights (kernels/linear.py), which `put` fills some rows at a time.
 
-    Zeros, and minima of 8-bit codes, are held once `put` is given some: symmetric codes, as of GGUF's Q4_0, are 4.5
-    bits a weight in groups of 32, others 4.625.
+    Zeros, and minima of 8-bit codes, are allocated when `put` first gets some: in groups of 32, symmetric codes, as of
+    GGUF's Q4_0, take 4.5 bits per weight, others 4.625.
     """
 
     packed: Tensor
@@ -83,7 +83,7 @@ class PackedLinear(nn.Module):
 
     @property
     def blocks(self) -> int:
-        """Of 16 rows."""
+        """The number of blocks of 16 rows."""
         return -(-self.out_features // ROWS)
 
     @property
@@ -98,12 +98,12 @@ class PackedLinear(nn.Module):
         return packed_linear(x, self.weight, self.bias, self.bits)[..., : self.out_features]
 
     def first(self, x: Tensor, n: int) -> Tensor:
-        """The first n outputs alone, n a multiple of 16."""
+        """Only the first n outputs, n a multiple of 16."""
         bias = None if self.bias is None else self.bias[:n]
         return packed_linear(x, self.weight.blocks(slice(n // ROWS)), bias, self.bits)
 
     def takes(self, c: Codes) -> bool:
-        """Whether codes are held here as they are."""
+        """Whether this layer can store codes as they are."""
         same = (c.bits, c.group, c.steps) == (self.bits, self.group, self.layout.steps)
         return same and (self.bits == 8 or (c.minimum is not None) == self.layout.minimum)
 
@@ -145,7 +145,7 @@ class PackedLinear(nn.Module):
             self.zero[blocks] = pack_zeros(by_groups(zero))
 
     def _allocate_zeros(self, c: Codes) -> None:
-        """Room for the first zeros, or minima of 8-bit codes, as of rows before that have none."""
+        """Allocate zeros, or minima of 8-bit codes, when the first come, filled with the values of rows without any."""
         device = self.packed.device
         if self.zero is None and c.zero is not None and bool((c.zero != 8).any()):
             self._allocate("zero", (self.groups, ROWS // 2), torch.uint8, device).fill_(8 | 8 << 4)
@@ -156,24 +156,24 @@ class PackedLinear(nn.Module):
                 self._allocate("min_step", (c.min_step.shape[1], ROWS), torch.float16, device).zero_()
 
     def dense(self, first: int, n: int) -> Tensor:
-        """The same in fp32 or bf16."""
+        """`rows` in fp32 or bf16."""
         rows = self.rows(first, n)
         return rows.dequantize() if isinstance(rows, Codes) else rows
 
     def numbers(self) -> list[Tensor]:
-        """Floats of which one is NaN or infinite if a weight is."""
+        """The float buffers, which contain NaN or infinity if a weight does."""
         if self.bits == 16:
             return [self.packed.view(torch.bfloat16)]
         return [x for x in self.weight[1:] if x is not None and x.is_floating_point()]
 
     def fill_random(self, std: float, gen: torch.Generator) -> None:
-        """Weights of this standard deviation around 0, for throughput runs."""
+        """Random weights with mean 0 and this standard deviation, for throughput runs."""
         if self.bits == 16:
             fill_normal(self.packed.view(-1).view(torch.bfloat16), std, gen)
         else:
             self.packed.view(-1).view(torch.int64).random_(generator=gen)
         if self.scale is not None:
-            self.scale.fill_(std / (4.61 if self.bits == 4 else 74.0))  # of codes that are spread evenly
+            self.scale.fill_(std / (4.61 if self.bits == 4 else 74.0))  # std of uniformly distributed codes
         if self.bias is not None:
             self.bias.zero_()
 
@@ -182,14 +182,14 @@ class PackedLinear(nn.Module):
         self.bias[first : first + len(value)] = value
 
     def rows(self, first: int, n: int) -> Codes | Tensor:
-        """What `put` was given, as codes, or in bf16."""
+        """n rows from `first` on, as stored by `put`: codes, or bf16."""
         blocks, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)
         w = separate_all(self.weight.blocks(blocks), self.bits).blocks(take)
         return w.packed if w.scale is None else Codes(w.packed, w.scale, w.zero, self.bits, *w[2:3], *w[4:])
 
 
 class Joined(nn.Module):
-    """A fused linear layer whose parts are held in different ways."""
+    """A fused linear layer whose parts have different formats."""
 
     def __init__(self, parts: Sequence[nn.Module]):
         super().__init__()
@@ -197,7 +197,7 @@ class Joined(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """[out], if there is one."""
+        """The bias [out], if there is one."""
         if self.parts[0].bias is None:
             return None
         return torch.cat([part.bias[: part.out_features] for part in self.parts])  # type: ignore[index, misc]
@@ -207,13 +207,13 @@ class Joined(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Rows of a packed matrix: tokens [...] -> [..., dim]."""
+    """An embedding by rows of a packed matrix: tokens [...] -> [..., dim]."""
 
     def __init__(self, rows: PackedLinear, dtype: torch.dtype, tied: bool):
-        """tied: the matrix is the output head, too, and counted there."""
+        """tied: the matrix is also the output head, which counts its bytes."""
         super().__init__()
         if tied:
-            object.__setattr__(self, "matrix", rows)  # no submodule
+            object.__setattr__(self, "matrix", rows)  # not as a submodule
         else:
             self.matrix = rows
         self.dtype = dtype
@@ -229,7 +229,7 @@ class PackedEmbedding(nn.Module):
 
 
 def first_outputs(linear: nn.Module, x: Tensor, n: int) -> Tensor:
-    """The first n outputs of a linear layer of any kind: x [..., in] -> [..., n]."""
+    """The first n outputs of any of these linear layers: x [..., in] -> [..., n]."""
     if isinstance(linear, PackedLinear):
         return linear.first(x, n)
     if isinstance(linear, Joined):
@@ -244,14 +244,14 @@ def first_outputs(linear: nn.Module, x: Tensor, n: int) -> Tensor:
     return dense_linear(x, linear.weight[:n], None if bias is None else bias[:n])  # type: ignore[index]
 
 
-# Of a linear layer's name in the model, which of its parts, and its inputs: the layout; None: in the compute dtype
+# (a linear layer's name in the model, the index of its part, its number of inputs) -> layout; None: the compute dtype
 Choose = Callable[[str, int, int], Layout | None]
 
 
 def pack(model: nn.Module, choose: Choose, device: torch.device) -> None:
-    """Put packed layers in place of the linear ones of a model on the meta device."""
+    """Replace linear layers of a model on the meta device by packed ones."""
     for name, linear in [(name, m) for name, m in model.named_modules() if isinstance(m, Linear)]:
-        runs: list[tuple[int, Layout | None]] = []  # parts that lie in one piece
+        runs: list[tuple[int, Layout | None]] = []  # adjacent parts that share a layout form one piece
         for i, rows in enumerate(linear.sizes):
             layout = choose(name, i, linear.in_features)
             if runs and runs[-1][1] == layout and (layout is None or runs[-1][0] % ROWS == 0):

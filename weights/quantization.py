@@ -1,10 +1,10 @@
-"""Weights in fewer bits than they came with: the formats of --weights, and rounding to them.
+"""The weight formats of --weights, and quantization to them by rounding.
 
     --weights int4          8- and 4-bit codes share a scale in groups of 32 inputs
-    --weights int4:128      or of 64 or 128; int8:channel, one scale a row
+    --weights int4:128      or in groups of 64 or 128; int8:channel: one scale per row
 
-The output head, and the embedding where it is the same matrix, are in 8 bits with 4-bit weights (`head`, as given).
-Quantization is by rounding: 8 bits symmetric by the largest |w| of a group, 4 bits between its least and largest w.
+With 4-bit weights, the output head, and the embedding if it is the same matrix, have 8 bits unless `head` is given.
+8 bits are symmetric, by the largest |w| of a group; 4 bits span the range between its smallest and largest w.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weights.codes import BF16, Codes, Layout
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 GROUPS = ("32", "64", "128", "channel")
-DENSE = 32  # "bits" of what is not packed, but held in the compute dtype
+DENSE = 32  # stands for weights that are not packed but in the compute dtype
 
 
 def quantize(w: Tensor, bits: int, group: int) -> Codes:
@@ -40,7 +40,7 @@ def quantize(w: Tensor, bits: int, group: int) -> Codes:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the weights of a model are held: bits, inputs that share a scale (None: all of a row), bits of the head."""
+    """The weight format of a model: bits, the number of inputs that share a scale (None: a row), bits of the head."""
 
     bits: int
     group: int | None = None
@@ -48,7 +48,8 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, text: str | None, head: str | None = None) -> WeightFormat | None:
-        """`int4`, `int8:channel`, `bf16`; `fp32`: not packed; None: as the checkpoint is. InputError if none."""
+        """Parse `int4`, `int8:channel`, `bf16`, or `fp32`, which is not packed. None keeps the checkpoint's formats.
+        Raises InputError for any other text."""
         if text is None or text == "fp32":
             if head not in (None, "fp32"):
                 raise InputError(f"--head {head} needs --weights bf16, int8 or int4")
@@ -63,7 +64,7 @@ class WeightFormat:
         return cls(BITS[name], size, BITS[head] if head else max(8, BITS[name]))
 
     def group_of(self, n: int, bits: int) -> int:
-        """For a row of n inputs. InputError if they do not divide."""
+        """The group for rows of n inputs. Raises InputError if it does not divide n."""
         group = n if self.group is None or bits == 16 else self.group
         if n % group or group % ROWS:
             raise InputError(f"weights of {n} inputs have no groups of {group}: use --weights int8:channel, "

@@ -1,8 +1,8 @@
-"""Quantized checkpoints as they are published: GGUF files, and safetensors folders of GPTQ, AWQ or compressed-tensors.
+"""Reads published checkpoints: GGUF files, and safetensors folders, also those of GPTQ, AWQ or compressed-tensors.
 
-`open_checkpoint` says what a path holds; its reader yields Hugging Face's tensor names with tensors, or with `Codes`
-where the format's numbers are integer codes and scales. Nothing is rounded: dequantized Codes are what the format's own
-tools compute in fp32. What cannot be read exactly is refused by name.
+`open_checkpoint` finds the format of a path; its reader yields Hugging Face's tensor names with tensors, or `Codes` if
+the format stores integer codes and scales. Nothing is rounded: dequantized Codes equal what the format's own tools
+compute in fp32. Anything that cannot be read exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Reader:
     """An opened checkpoint.
 
     path: the file or folder; format: "gguf", one of METHODS, or "dense"; config: a config.json without its
-    quantization_config; tensors(): a pass over (name, tensor), one read at a time; layouts(): how its matrices are held
-    as they are, known without reading them; warning: a line to show; gguf: the file; None: a folder.
+    quantization_config; tensors(): yields (name, tensor), reading one at a time; layouts(): the layouts that hold its
+    matrices exactly, found without reading them; warning: a line to show; gguf: the file, None for a folder.
     """
 
     path: Path
@@ -47,13 +47,13 @@ class Reader:
 
     @property
     def tokenizer(self) -> Path | GGUFFile:
-        """Where `load_tokenizer` finds it: a folder's files, or the vocabulary in the GGUF file, not opened again."""
+        """The source for `load_tokenizer`: the folder, or the GGUF file, which is already open."""
         return self.gguf or self.path
 
 
 def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> Reader:
-    """A GGUF file, a folder that holds one and no config.json, or a Hugging Face folder, whose `config` is config.json
-    unless given. Settings are checked here, tensors as they are read; InputError says what is not supported."""
+    """Open a GGUF file, a folder with one and no config.json, or a Hugging Face folder; `config` replaces its
+    config.json. Settings are checked here, tensors when they are read. An InputError says what is not supported."""
     path = Path(path)
     if path.is_dir() and config is None and not (path / "config.json").exists():
         path = find_gguf(path) or path
@@ -70,7 +70,7 @@ def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> R
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """A GGUF file, or the only one of a folder; None if there is none. InputError if a folder holds several."""
+    """A GGUF file, or the only one in a folder; None if there is none. Raises InputError if there are several."""
     path = Path(path)
     if not path.is_dir():
         return path if is_gguf(path) else None
@@ -82,7 +82,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
     source, quantization = "quantization_config in config.json", config.get("quantization_config")
-    if quantization is None:  # older ones say it in a file of their own
+    if quantization is None:  # older checkpoints have it in a separate file
         for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
             if (folder / name).is_file():
                 source, quantization = name, {"quant_method": method} | read_object(folder / name)

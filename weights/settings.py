@@ -1,4 +1,4 @@
-"""What a quantization_config says, read with types: a value of another kind is one InputError that names its key."""
+"""Typed access to a quantization_config: a value of the wrong type raises an InputError that names its key."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from errors import InputError, short
 
 
 class Settings:
-    """A dictionary, and what messages call it."""
+    """A dictionary of settings, and its name in messages."""
 
     def __init__(self, values: dict[str, Any], source: str):
         self.values, self.source = values, source
 
     def get(self, *keys: str) -> Any:
-        """The value of the first of these keys that is there and not null; None if none is."""
+        """The value of the first of these keys that exists and is not null; None if there is none."""
         return next((self.values[k] for k in keys if self.values.get(k) is not None), None)
 
     def refuse(self, key: str, expected: str) -> InputError:
         return InputError(f"{self.source}: {key} = {short(self.values.get(key))} is not supported, expected {expected}")
 
     def one_of(self, expected: tuple[Any, ...], default: Any, *keys: str) -> Any:
-        """The value of the first key there is, which must be one of `expected`, also in its type."""
+        """The value of the first key that exists. It must equal one of `expected` in value and type."""
         value = self.get(*keys)
         value = default if value is None else value.lower() if isinstance(value, str) else value
         if not any(type(value) is type(e) and value == e for e in expected):
@@ -30,7 +30,7 @@ class Settings:
         return value
 
     def group_size(self, *keys: str) -> int | None:
-        """Neighbours that share a scale; None: -1 in the file, a row's one scale."""
+        """The number of adjacent inputs that share a scale; None for -1 in the file, one scale per row."""
         value = self.get(*keys)
         if type(value) is not int or not (value == -1 or 0 < value < 1 << 24):
             key = next((k for k in keys if k in self.values), keys[0])

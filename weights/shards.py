@@ -1,4 +1,4 @@
-"""A folder's *.safetensors as one lazy table: a tensor is read from its mapped file when it is asked for."""
+"""A folder's *.safetensors as one lazy table: a tensor is read from its mapped file on demand."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kernels.linear import ROWS
 from runtime import check_fetched
 from weights.codes import BF16, Layout, dtype_name, exact_in_fp16
 
-# What older versions of transformers saved, and computes anew: no parameters.
+# Buffers that older versions of transformers saved and that are computed on loading: not parameters.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias", "attn.bias")
-Layouts = tuple[dict[str, Layout], str | None]  # layouts of matrices, and a note on those that are held in more bits
+Layouts = tuple[dict[str, Layout], str | None]  # of matrices, and a note on those that take more bits
 MERGE = "merge it into its model (peft's merge_and_unload) and save that"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; InputError if it cannot be read or is none."""
+    """The JSON object in a file. Raises InputError if it cannot be read or is no object."""
     check_fetched(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -41,7 +41,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards an index names, or every *.safetensors of the folder that is no calibration."""
+    """The shards named by the index, or every *.safetensors of the folder that is not a calibration."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = read_object(index).get("weight_map")
@@ -61,13 +61,13 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 class Shards:
-    """Names, shapes and tensors of a folder, without what is no parameter. InputError where a file is broken or a name
-    is in two of them. A base model's names, `layers.0...` (saved without its head), get the prefix of a whole one's.
+    """Names, shapes and tensors of a folder's parameters. Raises InputError if a file is broken or two files have the
+    same name. Names of a base model saved without its head, `layers.0...`, get the prefix of a full model.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files: dict[str, tuple[Path, Any, str]] = {}  # tensor name -> its file, that file opened, its name there
+        self.files: dict[str, tuple[Path, Any, str]] = {}  # tensor name -> path, opened file, name in that file
         for path in shard_files(folder):
             check_fetched(path)
             try:
@@ -93,18 +93,18 @@ class Shards:
         return iter(self.files)
 
     def source(self, name: str) -> str:
-        """How messages name a tensor."""
+        """The tensor's name for messages."""
         return f"tensor {name} in {self.files[name][0]}"
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it; () if there is none."""
+        """The shape of a tensor, without reading it; () if there is none."""
         if name not in self.files:
             return ()
         _, file, stored = self.files[name]
         return tuple(file.get_slice(stored).get_shape())
 
     def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
-        """The tensor, which must be of one of `dtypes`, if there are any."""
+        """The tensor, which must have one of `dtypes`, if any are given."""
         if name not in self.files:
             raise InputError(f"tensor {name} is missing from {self.folder}, {needed_by} needs it: download it again")
         path, file, stored = self.files[name]
@@ -125,10 +125,10 @@ class Shards:
 
 
 def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layouts:
-    """How matrices are held as they are, and a note on those that packed weights do not hold exactly.
+    """The layouts that hold matrices exactly, and a note on matrices that packed weights cannot hold exactly.
 
-    codes: a weight's name -> the name of its scales, the bits of a code, and the inputs that share a scale. Beside
-    codes, matrices in bf16 stay in 16 bits.
+    codes: a weight's name -> the name of its scales, the bits of a code, and the number of inputs that share a scale.
+    If there are codes, bf16 matrices stay in 16 bits.
     """
     out: dict[str, Layout] = {}
     for name, (scale, bits, group) in codes.items():
@@ -146,12 +146,12 @@ def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layout
 
 
 def with_suffix(shards: Shards, suffix: str) -> list[str]:
-    """Modules that have a tensor of that name: `a.b` of `a.b.qweight`."""
+    """Modules with a tensor of that suffix: `a.b` for `a.b.qweight`."""
     return [name.removesuffix(suffix) for name in shards if name.endswith(suffix)]
 
 
 def packed_module(shards: Shards, module: str) -> tuple[str, Tensor, Tensor, Tensor]:
-    """Where a module of GPTQ or AWQ comes from, its qweight, scales and qzeros."""
+    """A GPTQ or AWQ module: its name for messages, qweight, scales and qzeros."""
     name = f"{module}.qweight"
     packed = shards.get(name, (torch.int32,))
     scales = shards.get(f"{module}.scales", FLOATS, name)
@@ -159,7 +159,7 @@ def packed_module(shards: Shards, module: str) -> tuple[str, Tensor, Tensor, Ten
 
 
 def check_groups(source: str, inputs: int, out: int, group: int, per_word: int, scales: Tensor, zeros: Tensor) -> None:
-    """InputError unless scales are [inputs / group, out] and qzeros as many codes, `per_word` to an integer."""
+    """Raises InputError unless scales are [inputs / group, out] and qzeros hold as many codes, `per_word` each."""
     expected = [inputs // group, out], [inputs // group, out // per_word]
     if inputs % group or out % per_word or [list(scales.shape), list(zeros.shape)] != list(expected):
         raise InputError(

@@ -1,6 +1,6 @@
 """Operations in C++ for CPU tensors, compiled when first needed.
 
-What torch cannot say fast on a CPU: look-ups in tables of 16 numbers, a selection that does not sort, attention that
+They do what torch cannot do fast on a CPU: look-ups in tables of 16 numbers, selection without sorting, attention that
 unpacks tokens in registers or reads each row of a list once. Compiling takes a few seconds, once (build.py). Without a
 compiler a note says so, once, and the torch versions run.
 """

@@ -3,14 +3,14 @@
 
 namespace {
 
-// Slots start[b], or 0, to stop[b] of a row
+// Slots start[b] (0 without a start) to stop[b] of a row
 struct Range {
     const int64_t *start, *stop;
 
     int64_t first(int64_t b) const { return start ? start[b] : 0; }
 };
 
-// Tokens [B, H, D] that stand for count[b] others each; or none
+// Tokens [B, H, D], each of which stands for count[b] others; or null
 struct Means {
     const float *k, *v;
     const int64_t* count;
@@ -27,7 +27,7 @@ void attend_range(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, R
                        std::min(range.stop[b], lo + CHUNK));
         if (part == 0 && means.count && means.count[b] > 0) {
             const float *extra_k = means.k + group * D, *extra_v = means.v + group * D;
-            const float more = std::log2((float)means.count[b]) / seen.scale;  // for as many tokens as it stands for
+            const float more = std::log2((float)means.count[b]) / seen.scale;  // it counts as that many tokens
             seen.add(Plain{query}, &extra_k, &extra_v, 1, Next<float>{}, [&] {
                 for (int64_t g = 0; g < G; g++) seen.p[g * N] += more;
             });
@@ -35,8 +35,8 @@ void attend_range(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, R
     });
 }
 
-// n tokens of a row, as query heads of their own: head g of a group is token g % n, whose slots are those of the first
-// one, moved by its place. range.stop is where the last one's end
+// n tokens of a row as separate query heads: head g of a group is token g % n, whose slots are those of the first one
+// shifted by its place. range.stop is where the slots of the last one end
 template <class T>
 void attend_tokens(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, Range range, int64_t n) {
     const int64_t H = heads.H, G = heads.G;
@@ -67,4 +67,4 @@ template <class T> void attend_list(const Heads<T>& heads, const Cache<T>& k, co
 
 }  // namespace
 
-extern "C" int64_t kvf_multiplies_pairs() { return !std::is_same_v<QueriesFor<bf16>::type, Plain>; }  // as they are
+extern "C" int64_t kvf_multiplies_pairs() { return !std::is_same_v<QueriesFor<bf16>::type, Plain>; }  // as is

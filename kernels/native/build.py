@@ -1,10 +1,10 @@
-"""The library: compiled for the processor at hand, kept, and loaded.
+"""The C++ library: compiled for this machine's processor, cached, and loaded.
 
-It is kept in $XDG_CACHE_HOME/kv_fast, by default ~/.cache/kv_fast, under a name that tells sources, compiler and
+It is cached in $XDG_CACHE_HOME/kv_fast, by default ~/.cache/kv_fast, under a name that depends on sources, compiler and
 instruction set. It needs $CXX, g++ or c++, with an OpenMP that goes with torch's.
 
-What is loaded is run: a file counts only if it and its folder are ours and nobody else may write to them, and if it
-ends with its own key and hash (`seal`). Any other is made again, in a folder of this process alone if need be.
+Loading a library runs its code: a file is used only if it and its folder belong to us, nobody else may write to them,
+and it ends with its own key and hash (`seal`). Any other is rebuilt, if need be in a folder of this process alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ import torch
 
 FOLDER = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
-MAIN = "native.cpp"  # includes all others: compiled one by one, the headers five times, they took 13 s and not 8
-# no trapping, no errno: comparisons and roots may be vectors. Nothing that changes results
+MAIN = "native.cpp"  # includes all others: one by one, with the headers five times, they took 13 s instead of 8
+# no trapping, no errno: comparisons and roots can be vectorized. No flag changes results
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-Wno-psabi")
-LINKING = ("-shared", "-Wl,-Bsymbolic")  # its names are visible to all: it calls its own, not an older library's
+LINKING = ("-shared", "-Wl,-Bsymbolic")  # its symbols are global: it must call its own, not an older library's
 
 
 def compiler() -> str:
-    """The C++ compiler to be used; OSError if there is none."""
+    """The C++ compiler to use. Raises OSError if there is none."""
     for name in (os.environ.get("CXX", ""), "g++", "c++"):
         if found := shutil.which(name):
             return found
@@ -51,14 +51,14 @@ def run(*command: str) -> str:
 
 
 def openmp() -> str:
-    """The OpenMP library that torch has loaded: a second one would bring threads that wait for cores in vain."""
+    """The OpenMP library that torch has loaded: the threads of a second one would compete with torch's for cores."""
     loaded = re.findall(r" (/.*/lib(?:gomp|omp|iomp5)\b.*)", Path("/proc/self/maps").read_text())
-    # other packages bring theirs, too
+    # other packages bring their own, too
     return min(loaded, key=lambda path: "/torch" not in path, default="-lgomp")
 
 
 def cache_path(name: str) -> Path:
-    """Where a library is kept; if nothing can be, in a folder that goes with this process."""
+    """Where a library is cached; if that is not possible, in a folder that is removed with this process."""
     try:
         home = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(home) if home else Path.home() / ".cache") / "kv_fast"
@@ -71,7 +71,7 @@ def cache_path(name: str) -> Path:
                 return private_path(name)
         if (folder / name).exists() or os.access(folder, os.W_OK):
             return folder / name
-    except (OSError, RuntimeError):  # the latter where there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         pass
     return private_path(name)
 
@@ -83,18 +83,18 @@ def private_path(name: str) -> Path:
 
 
 def ours(path: Path) -> bool:
-    """Whether it belongs to us, and nobody else may write to it."""
+    """Whether the path belongs to us and nobody else may write to it."""
     s = path.stat()
     return s.st_uid == os.geteuid() and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def seal(key: str, content: bytes) -> bytes:
-    """What a library's file ends with: what it was made of, and a hash that tells a truncated one."""
+    """The end of a library's file: the key of what it was made of, and a hash that detects a truncated file."""
     return f"kv_fast {key} {hashlib.sha256(content).hexdigest()}".encode()
 
 
 def intact(path: Path, key: str) -> bool:
-    """Whether there is a library made by us from this. A damaged one is not even opened: that can end the process."""
+    """Whether we made a library of this key. A damaged file is never loaded, which could end the process."""
     try:
         data, size = path.read_bytes(), len(seal(key, b""))
         return ours(path) and not path.is_symlink() and data[-size:] == seal(key, data[:-size])
@@ -104,12 +104,12 @@ def intact(path: Path, key: str) -> bool:
 
 @contextlib.contextmanager
 def workshop(folder: Path) -> Iterator[str]:
-    """A new folder in `folder`, to build in. One process at a time has one; what killed builds left is removed."""
+    """A new folder in `folder` to build in, for one process at a time; what killed builds left is removed."""
     import fcntl  # not on Windows
 
     with open(folder / "lock", "w") as lock:
-        with contextlib.suppress(OSError):  # not every file system has locks: then each process builds for itself
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, by the system if need be
+        with contextlib.suppress(OSError):  # some file systems have no locks: then each process builds for itself
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, by the system if need be
             for left in folder.glob("tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
         # under a new name: the compiler of a killed build may still be writing to the old one
@@ -119,14 +119,14 @@ def workshop(folder: Path) -> Iterator[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The sources, compiled unless that was done before. OSError, with the reason in one line, if it cannot be.
+    """The library, compiled if it is not cached. Raises OSError, with the reason in one line, if that fails.
 
-    Loading it gives torch the operators of operators.cpp.
+    Loading it registers the operators of operators.cpp with torch.
     """
     if sys.platform != "linux":
         raise OSError(f"they are for Linux, this is {sys.platform}")
     cxx, omp = compiler(), openmp()
-    # what the compiler defines tells its version and every instruction set of the processor
+    # the compiler's macros name its version and every instruction set of the processor
     target = run(cxx, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null")
     sources = (x.read_text() for x in sorted(FOLDER.rglob("*")) if x.suffix in (".h", ".cpp"))
     made_of = (*sources, target, omp, torch.__version__, *FLAGS, *LINKING)
@@ -134,7 +134,7 @@ def library() -> ctypes.CDLL:
     path = cache_path(f"native-{key}.so")
     if not intact(path, key):
         with workshop(path.parent) as folder:
-            if not intact(path, key):  # another process may have made it meanwhile
+            if not intact(path, key):  # another process may have built it meanwhile
                 print(f"compiling kernels/native with {cxx}, once", file=sys.stderr)
                 made, built = f"{folder}/native.o", f"{folder}/native.so"
                 run(cxx, *FLAGS, f"-I{TORCH / 'include'}", "-fopenmp", "-c", str(FOLDER / MAIN), "-o", made)
@@ -142,19 +142,19 @@ def library() -> ctypes.CDLL:
                 with open(built, "ab") as f:
                     f.write(seal(key, Path(built).read_bytes()))
                 os.chmod(built, 0o700)
-                os.replace(built, path)  # complete, or not there
+                os.replace(built, path)  # atomic: the file is complete or absent
     lib = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)  # compiled steps call its operators (`Declarations`)
     lib.kvf_register()
     return lib
 
 
 def available() -> bool:
-    """Whether there is a library; the first time that there is none, a note on stderr says why."""
+    """Whether there is a library; if not, a note on stderr says why, once."""
     return _available()
 
 
-# A constant of a graph, and by that out of the reach of what traces it: torch.compiler.assume_constant_result sets this
-# and no more, but imports the compiler to do so: 2 s of every command's start.
+# Makes the result a constant of a graph, so that it is not traced. torch.compiler.assume_constant_result does nothing
+# but set this, but imports the compiler to do so: 2 s of every command's start.
 available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -169,9 +169,9 @@ def _available() -> bool:
 
 
 def ask(question: str, *args: int) -> bool:
-    """has_tiles: whether the processor multiplies tiles of bf16, and the system lets us. has_many_rows, bits: whether
-    there is a way of its own to multiply prompts with such weights. multiplies_one_row: whether `dense_linear`
-    multiplies a single row in fp32 faster than torch. multiplies_pairs: whether bf16 is multiplied as it is."""
+    """Ask the library. has_tiles: whether the processor multiplies tiles of bf16, and the system lets us.
+    has_many_rows, bits: whether the library multiplies prompts with such weights itself. multiplies_one_row: whether
+    `dense_linear` is faster than torch for a single row in fp32. multiplies_pairs: whether bf16 is multiplied as is."""
     return bool(getattr(library(), f"kvf_{question}")(*args))
 
 

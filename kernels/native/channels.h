@@ -1,5 +1,5 @@
-// Sums over tokens that lie side by side, a row of memory for each channel. A few rows are read along at a time: all
-// rows of a few tokens would be as many short pieces, which the memory gives more slowly.
+// Sums over tokens that lie side by side, with a row of memory for each channel. A few rows are read along at a time:
+// all rows of a few tokens would be many short pieces, which memory delivers more slowly.
 #pragma once
 #include "softmax.h"
 
@@ -15,8 +15,8 @@ template <class T> struct Apart {
     T* operator[](int i) const { return at + i * apart; }
 };
 
-// Adds to C scores of V vectors of tokens from t on the products of queries q, a row each, with n rows; fetches the n
-// rows behind them.
+// Adds the products of queries q, a row each, with n rows to C scores of V vectors of tokens from t on; prefetches the
+// next n rows.
 template <int C, int V, class T>
 void add_scores(Apart<const float> q, const T* const* rows, int n, bool more, int t, Apart<float> to) {
     vf acc[C][V];
@@ -33,9 +33,9 @@ void add_scores(Apart<const float> q, const T* const* rows, int n, bool more, in
         for (int j = 0; j < V; j++) store(to[c] + t + j * L, acc[c][j]);
 }
 
-// Scores of n tokens, which are whole vectors: C queries of R numbers times R rows.
+// Scores of n tokens, in whole vectors: C queries of R numbers times R rows.
 template <int C, class T> void score_rows(Apart<const float> q, const T* const* rows, int R, Apart<float> to, int n) {
-    constexpr int V = C > 2 ? L / 4 : L / 2;  // as many sums as leave registers
+    constexpr int V = C > 2 ? L / 4 : L / 2;  // as many sums as registers allow
     for (int c = 0; c < C; c++) std::fill_n(to[c], n, 0.0f);
     for (int r = 0; r < R; r += ALONG) {
         int some = std::min(ALONG, R - r), t = 0;
@@ -45,14 +45,14 @@ template <int C, class T> void score_rows(Apart<const float> q, const T* const* 
     }
 }
 
-// Multiplies sums [C, R, L] by shrink [C], and adds the products of C rows of weights of n tokens with R rows. n is
-// of whole vectors.
+// Multiplies sums [C, R, L] by shrink [C], and adds the products of C rows of weights of n tokens, in whole vectors,
+// with R rows.
 template <int C, class T>
 void weigh_rows(Apart<const float> weight, const T* const* rows, int R, const float* shrink, float* to, int n) {
-    constexpr int W = L / C;  // rows at a time, as many sums as leave registers
+    constexpr int W = L / C;  // rows at a time, as many sums as registers allow
     for (int r = 0; r < R; r += W) {
         const T *x[W], *next[W];
-        for (int w = 0; w < W; w++)  // the last may be there again
+        for (int w = 0; w < W; w++)  // the last row may be repeated
             x[w] = rows[std::min(r + w, R - 1)], next[w] = rows[std::min(r + w + 2 * W, R - 1)];
         vf sum[C][W] = {};
         for (int t = 0; t < n; t += L) {
@@ -66,7 +66,7 @@ void weigh_rows(Apart<const float> weight, const T* const* rows, int R, const fl
             }
         }
         for (int c = 0; c < C; c++)
-            for (int w = 0; w < W; w++)  // a bound that is no constant would keep the sums in memory
+            for (int w = 0; w < W; w++)  // with a bound that is not constant, the sums would be kept in memory
                 if (float* at = to + (c * R + r + w) * L; r + w < R) store(at, load(at) * shrink[c] + sum[c][w]);
     }
 }

@@ -1,4 +1,4 @@
-// y = x W^T for few rows of x and W as it is, fp32 or bf16 [out][in].
+// y = x W^T for few rows of x and an unpacked W, fp32 or bf16 [out][in].
 #include <algorithm>
 #include <vector>
 #include "shares.h"
@@ -6,11 +6,11 @@
 
 namespace {
 
-constexpr int SHORT = 4096;   // bytes of a row, a page, below which the processor fetches too little ahead by itself
-constexpr int TILE_ROWS = 4;  // of W, for as many of x as make L sums, which are added up together
-constexpr int PIECE_ROWS = 4 * TILE_ROWS;  // that a thread takes at a time
+constexpr int SHORT = 4096;                // bytes of a row, one page: below, the processor prefetches too little
+constexpr int TILE_ROWS = 4;               // rows of W, with as many of x as make L sums, which are added up together
+constexpr int PIECE_ROWS = 4 * TILE_ROWS;  // rows that a thread takes at a time
 
-// R rows of W times M rows of x -> y[m][r]; W is read from memory by the first rows of x, which fetch what follows
+// R rows of W times M rows of x -> y[m][r]; the first rows of x read W from memory and prefetch what follows
 template <int M, int R, class T> void dense_tile(const T* w, const float* x, int64_t in, bool fetch, float* y) {
     vf acc[L] = {};
     const char* next = (const char*)(w + 8 * R * in);
@@ -31,7 +31,7 @@ template <int M, int R, class T> void dense_tile(const T* w, const float* x, int
 
 // Sums of R rows of W, and the bias -> y
 template <class T> void put_rows(const float* sums, int R, const T* bias, T* y) {
-    const auto put = [&](int rows) {  // a constant: a loop of a number that is not known is a call
+    const auto put = [&](int rows) {  // with a constant `rows`: otherwise the loop becomes a call
         for (int r = 0; r < rows; r++) {
             const float z = bias ? sums[r] + number(bias[r]) : sums[r];
             if constexpr (std::is_same_v<T, float>) y[r] = z;
@@ -59,7 +59,7 @@ template <class T> void dense(const DenseWeight<T>& weight, const T* x, T* y, in
         rows = wide.data();
     }
     const bool few_bytes = in * (int64_t)sizeof(T) <= SHORT;
-    Shares shares((out + PIECE_ROWS - 1) / PIECE_ROWS, threads, 1);  // a tile reads at several places itself
+    Shares shares((out + PIECE_ROWS - 1) / PIECE_ROWS, threads, 1);  // a tile already reads at several places
     const auto tile = [&](int64_t o) {
         const int R = std::min<int64_t>(TILE_ROWS, out - o);
         for (int64_t m = 0; m < M;) {

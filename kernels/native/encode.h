@@ -1,4 +1,4 @@
-// Numbers in a few bits, as kernels/quantize.py has them.
+// Quantizing and packing, as in kernels/quantize.py.
 #pragma once
 #include "vectors.h"
 
@@ -6,8 +6,8 @@ namespace {
 
 constexpr int GROUP = 32;  // channels of a token that share a scale and a zero, or tokens of a channel
 
-// Codes of n numbers that share a scale and a zero, fp16 `pair`, against both as they are stored. Numbers, and codes,
-// are `apart` from each other.
+// Codes of n numbers that share a scale and a zero, fp16 `pair`, against both as stored. Numbers and codes lie `apart`
+// from each other.
 void codes_of(const float* x, int64_t n, int64_t apart, int64_t bits, float clip, uint8_t* codes, uint16_t* pair) {
     const float levels = (float)((1 << bits) - 1);
     float low = x[0], high = x[0];
@@ -22,7 +22,7 @@ void codes_of(const float* x, int64_t n, int64_t apart, int64_t bits, float clip
     }
 }
 
-// n codes that fill whole bytes, one behind the other, the first in the lowest bits; 3 bits as 2 and, behind those, 1
+// Packs n codes that fill whole bytes, the first in the lowest bits; 3-bit codes as all low 2 bits, then all third bits
 void pack_codes(const uint8_t* codes, int64_t n, int64_t bits, uint8_t* to) {
     auto plane = [&](int width, int shift, uint8_t* at) {
         for (int64_t i = 0, per = 8 / width; i < n / per; i++) {

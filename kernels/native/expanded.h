@@ -1,19 +1,19 @@
 // Keys that are coordinates in a basis, expanded and rotated at their positions: logits of a block of tokens.
 //
 // Tokens lie side by side in the lanes of a vector: angles are the same for all heads, and a logit needs no sum over a
-// vector. For that, coordinates and angles of a block are turned once.
+// vector. To this end, coordinates and angles of a block are transposed once.
 #pragma once
 #include "softmax.h"
 
 namespace {
 
-// Tokens of a work item, whole blocks, of n of a row: each costs as much as many tokens do elsewhere, and a few
-// hundred, which a list has, are work for several threads, too.
+// Tokens of a work item, in whole blocks, if a row has n: one token costs as much as many do elsewhere, so that a
+// list's few hundred are work for several threads, too.
 int64_t span_of(int64_t n) { return std::max<int64_t>(1, std::min<int64_t>(512, n / 8) / BLOCK) * BLOCK; }
 
 int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COORDINATES; }
 
-// One of the units that products.h tells of
+// One of the units declared in products.h
 struct ByFloats {
     typedef float Row;  // a panel is [R, PANEL]
     template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, float* to) {
@@ -54,7 +54,7 @@ struct ByFloats {
     }
 };
 
-// A basis as the products take it: panels of R coordinates, filled up with zeros, of PANEL channels each.
+// A basis in the layout of the products: panels of PANEL channels, each of R coordinates, padded with zeros.
 template <class Unit> struct Basis {
     typedef typename Unit::Row Row;
     int64_t R;
@@ -70,8 +70,8 @@ template <class Unit> struct Basis {
     const Row* panel(int64_t channel) const { return panels.at + channel * R; }  // a multiple of PANEL
 };
 
-// logits [M, BLOCK] of M queries from PANEL channels of each half, keys [2 * PANEL, BLOCK] before rotation by the
-// angles [PANEL, BLOCK]
+// Adds to logits [M, BLOCK] of M queries what PANEL channels of each half give: keys [2 * PANEL, BLOCK], not rotated,
+// and the angles [PANEL, BLOCK] to rotate them by
 template <int M>
 void rotated_dots(const float* q, int64_t D, const float* keys, const float* cos, const float* sin, float* logits) {
     for (int i = 0; i < BLOCK; i += 2 * L, keys += 2 * L, cos += 2 * L, sin += 2 * L, logits += 2 * L) {
@@ -95,7 +95,7 @@ void rotated_dots(const float* q, int64_t D, const float* keys, const float* cos
     }
 }
 
-// Tables [B or 1, positions, D / 2]; or those of one row of the batch
+// Tables of angles [B or 1, positions, D / 2]; or those of one row of the batch
 struct Angles {
     const float *cos, *sin;
     int64_t row;
@@ -103,15 +103,15 @@ struct Angles {
     Angles of(int64_t b) const { return {cos + b * row, sin + b * row, 0}; }
 };
 
-// A block of n <= BLOCK tokens of `heads` heads from `first` on, filled by its owner: `row` i and the position `at` i;
-// then `turn`, and `logits` of one head after the other. Panels are expanded one ahead: products come out of the matrix
-// unit late.
+// A block of n <= BLOCK tokens of `heads` heads from `first` on. Its owner fills `row` i and the position `at` i, then
+// calls `turn`, and `logits` for one head after another. Panels are expanded one ahead, as the matrix unit's products
+// come late.
 template <class Unit> struct Expanded {
     typedef typename Unit::Row Row;
     Unit unit;
     const Basis<Unit>& basis;
     const Angles angles;
-    int64_t first, heads, D, half, R;  // coordinates of a row, filled up
+    int64_t first, heads, D, half, R;  // R: coordinates of a row, padded
     int n = 0;
     int64_t at[BLOCK];
     Room<Row> rows, columns;
@@ -148,7 +148,7 @@ template <class Unit> struct Expanded {
         }
     }
 
-    // logits [G, BLOCK] of head h's queries [G, D]; mend(keys, channel) has its say on a panel
+    // logits [G, BLOCK] of head h's queries [G, D]; mend(keys, channel) may change the keys of a panel
     template <class Mend> void logits(int64_t h, const float* q, int G, float* out, Mend mend) {
         std::fill(out, out + G * BLOCK, 0.0f);
         int64_t panels = half / PANEL;
@@ -172,7 +172,7 @@ private:
     }
 };
 
-// f(unit) with the unit for a cache of T, in a type of its own, as it may be too large to hand over
+// Calls f with the unit for a cache of T, as a type, since the unit may be too large to pass
 template <class Unit> struct Named {
     typedef Unit type;
 };

@@ -1,5 +1,5 @@
-// The graphs of a compiled step, one after another. From Python a call took 30 us: its code has left the processor's
-// caches by the time that a layer's weights have been read.
+// Runs the graphs of a compiled step one after another. From Python a call took 30 us, because Python's code has left
+// the processor's caches by the time a layer's weights have been read.
 #include "tensor.h"
 
 #include <exception>
@@ -7,14 +7,14 @@
 
 namespace {
 
-// As inductor makes it: it takes over the tensors that it gets, and gives one
+// The signature that inductor generates: takes ownership of its arguments and returns one tensor
 typedef void Graph(AtenTensorHandle* given, AtenTensorHandle* made);
 
 }  // namespace
 
-// The first graph gets args[0], each further one what the graph before it made in its place; `out` is filled with what
-// the last one made, of int64. tensors: of all graphs, n_given[i] for each, the addresses of torch's TensorImpl, or
-// numbers of args. Called with Python's lock, which a graph gives back while it runs. The result is an error's text.
+// The first graph gets args[0], each later one the result of the graph before it instead; `out` gets the result of the
+// last one, int64. tensors: for each graph in turn, n_given[i] addresses of torch's TensorImpl, or indices of args.
+// Called with Python's lock, which a graph releases while it runs. Returns the text of an error, or null.
 extern "C" const char* kvf_run_graphs(int64_t n, Graph* const* graphs, const int64_t* n_given, const int64_t* tensors,
                                       int64_t n_args, const int64_t* args, int64_t* out) {
     static thread_local std::string error;

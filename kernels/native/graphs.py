@@ -15,19 +15,19 @@ ENTRY = "_Z19inductor_entry_implPP16AtenTensorOpaqueS1_"  # inductor_entry_impl,
 
 
 class Graphs:
-    """Graphs of which each gets what the one before it made; the last one makes int64.
+    """Graphs, each of which takes the result of the one before; the last one returns int64.
 
-    links: of each graph its library, and the tensors that it gets, or numbers of arguments. Argument 0 is for the
-    first graph; the others get in its place what was made. AttributeError if a library has no such graph.
+    links: for each graph its library, and the tensors that it takes, or indices of arguments. Argument 0 is for the
+    first graph; the others get the previous result instead. Raises AttributeError if a library has no such graph.
     """
 
     def __init__(self, links: Sequence[tuple[str, Sequence[Tensor | int]]]):
-        # with Python's lock: a graph gives it back
+        # PyDLL keeps Python's lock: a graph releases it itself
         self.run = ctypes.PyDLL(library()._name).kvf_run_graphs
         self.run.restype = ctypes.c_char_p
         self.libraries = [ctypes.CDLL(file) for file, _ in links]
         given = [x for _, tensors in links for x in tensors]
-        self.tensors = [x for x in given if isinstance(x, Tensor)]  # they live as long as this
+        self.tensors = [x for x in given if isinstance(x, Tensor)]  # keeps them alive
         entries = [ctypes.cast(getattr(lib, ENTRY), ctypes.c_void_p).value for lib in self.libraries]
         self.links = (
             ctypes.c_int64(len(links)),
@@ -37,7 +37,7 @@ class Graphs:
         )
 
     def __call__(self, *args: Tensor) -> Tensor:
-        """args[0]: int64, as what is made."""
+        """Run the graphs; args[0] is int64, like the result."""
         out = torch.empty_like(args[0])
         given = ctypes.c_int64(len(args)), int64s([x._cdata for x in args])
         if error := self.run(*self.links, *given, ctypes.c_void_p(out.data_ptr())):

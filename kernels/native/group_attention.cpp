@@ -1,16 +1,16 @@
-// Attention over coordinates that groups of KV heads share (Palu): keys are rebuilt and rotated a block at a time.
+// Attention over coordinates shared by groups of KV heads (Palu): keys are rebuilt and rotated a block at a time.
 #include "expanded.h"
 
 namespace {
 
 void store_exact(float* to, vf x) { store(to, x); }
-void store_exact(bf16* to, vf x) {  // of numbers that are bf16, as codes are
+void store_exact(bf16* to, vf x) {  // numbers that bf16 holds exactly, such as codes
     typedef uint16_t some __attribute__((vector_size(L * 2)));
     some half = __builtin_convertvector((vu)x >> 16, some);
     std::memcpy(to, &half, sizeof half);
 }
 
-// One group's keys or values: rows of R coordinates, of `bits` with a scale and a zero each, or of T.
+// One group's keys or values: rows of R coordinates, in `bits` with a scale and a zero per row, or in T.
 template <class T> struct Coordinates {
     const void* data;
     const uint16_t* params;
@@ -32,7 +32,7 @@ template <class T> struct Coordinates {
     float zero(int64_t t) const { return params ? half_to_float(params[2 * t + 1]) : 0.0f; }
 };
 
-// Keys or values of `groups` groups [B, groups, slots, R], and what makes heads of them: [groups * s * D, R]
+// Keys or values of `groups` groups [B, groups, slots, R], and the basis that expands them: [groups * s * D, R]
 template <class T> struct Grouped {
     const char* data;        // of `bits`, or of T
     const uint16_t* params;  // [B, groups, slots, 2], or none
@@ -54,7 +54,7 @@ template <class Unit, class T> void attend_coordinates(const Heads<T>& heads, in
     const int64_t threads = heads.threads;
     int64_t channels = groups * s * D;
     Basis<Unit> panels(k.basis, R, true, channels, R, threads);
-    std::vector<float> ones(channels);  // what coordinates of 1 give: a zero is added to every one of them
+    std::vector<float> ones(channels);  // the product for coordinates of 1: a zero is added to each coordinate
 #pragma omp parallel for num_threads(threads)
     for (int64_t c = 0; c < channels; c++) {
         vf total = {};

@@ -3,9 +3,9 @@
 
 namespace {
 
-// A ring [B, R] of the newest tokens and a store [B, slots] of those before, whole in memory. A key is `rank` numbers,
-// of which the store has the `leading` ones and the `others` apart. Values are `width` numbers: of T, or codes of 8
-// bits in the ring and of `bits` in the store.
+// A ring [B, R] of the newest tokens and a store [B, slots] of those before, contiguous in memory. A key is `rank`
+// numbers; the store keeps the `leading` ones and the `others` in separate buffers. Values are `width` numbers: of T,
+// or codes of 8 bits in the ring and of `bits` in the store.
 template <class T> struct Latents {
     struct {
         T* k;

@@ -1,13 +1,13 @@
-// Attention over tokens whose keys are latents of all heads together (SALS), expanded and rotated a block at a time.
+// Attention over tokens whose keys are joint latents of all heads (SALS), expanded and rotated a block at a time.
 #include "expanded.h"
 
 namespace {
 
-// Slots of all rows of the batch, or of one: keys as coordinates, the first of them apart, and the values of all heads,
-// W channels of 2, 4, 8 or 16 (T's) bits.
+// Slots of all rows of the batch, or of one row: keys as coordinates, the first ones in a buffer of their own, and the
+// values of all heads, W channels in 2, 4, 8 or 16 bits (16: of T).
 template <class T> struct LatentSlots {
     const T *lead, *rest;
-    int64_t first, second;  // coordinates of either
+    int64_t first, second;  // coordinates in either buffer
     const char* values;
     const uint16_t* params;
     int64_t bits, W, slots;
@@ -34,8 +34,8 @@ template <class T> struct LatentSlots {
     }
 };
 
-// Values in codes of a block of BLOCK tokens: a scale and a zero for 32 channels of a token. Weights are multiplied
-// with the scales, and what zeros give is the same for 32 channels.
+// Coded values of a block of BLOCK tokens, with a scale and a zero for 32 channels of a token. The weights are
+// multiplied with the scales; the zeros contribute the same sum to all 32 channels.
 template <class T> struct Coded {
     const LatentSlots<T>& from;
     int64_t pairs, padded;         // of a token
@@ -106,7 +106,7 @@ struct Tokens {
     int64_t K;
 };
 
-// The ring's keys have `rank` coordinates in the basis [rank, H * D], those of the store the first of them
+// Keys of the ring have `rank` coordinates in the basis [rank, H * D]; keys of the store have the first of these
 template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, const T* basis,
                                                         const LatentSlots<T>& ring, const LatentSlots<T>& store,
                                                         const Tokens& tokens, const Angles& angles) {
@@ -139,7 +139,7 @@ template <class Unit, class T> void attend_latents_with(const Heads<T>& heads, c
             if (coded) codes.turn(slot, keys.n);
             int64_t more = part && tokens.idx ? std::max<int64_t>(0, std::min<int64_t>(BLOCK, end - first - BLOCK)) : 0;
             for (int64_t h = 0; h < H; h++) {
-                // what a list names lies anywhere: the next block's tokens are fetched a few at a time
+                // listed tokens may be anywhere in memory: prefetch those of the next block a few at a time
                 for (int64_t i = h * more / H; i < (h + 1) * more / H; i++) {
                     int64_t next = tokens.idx[b * tokens.K + first + BLOCK + i];
                     from.fetch(next), keys.fetch(next);

@@ -6,20 +6,20 @@
 
 namespace {
 
-constexpr int64_t SPAN = 64;  // inputs in bf16 that are multiplied before those of another block
-constexpr int FEW = 4;        // rows of x that are multiplied while W is unpacked; more of them share what was unpacked
+constexpr int64_t SPAN = 64;  // inputs of a bf16 block that are multiplied before turning to another block
+constexpr int FEW = 4;        // rows of x that are multiplied while W is unpacked; more rows share what was unpacked
 
-// A page ahead, beyond whose end a processor does not fetch by itself: 15 to 40 % more bytes a second on an Intel Xeon.
-// On an AMD EPYC without AVX-512 a quarter of that: bf16 10 % more, and where a thread reads at three places a few
-// percent in any format. Zen 4 (with BF16, but not yet the narrow VNNI) reads 8 bits for one row 5 to 8 % faster
-// without, 4 bits up to 13 % slower
+// Prefetches a page ahead, since a processor does not prefetch beyond the end of a page: 15 to 40 % more bytes a second
+// on an Intel Xeon. On an AMD EPYC without AVX-512 a quarter of a page: 10 % more for bf16, and a few percent in any
+// format if a thread reads at three places. Without prefetching, Zen 4 (with BF16, but not yet the narrow VNNI) reads
+// 8 bits for one row 5 to 8 % faster, but 4 bits up to 13 % slower
 template <int BITS, int M> void fetch_ahead(const uint8_t* p) {
     constexpr int AHEAD = L == 8 ? 1024 : 4096;
     if (ZEN_4 && BITS == 8 && M == 1) return;
     for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + AHEAD + i);
 }
 
-typedef const int64_t* Blocks;  // some blocks of 16 rows of W, of which a span of inputs is multiplied in turns
+typedef const int64_t* Blocks;  // some blocks of 16 rows of W, multiplied a span of inputs at a time in turns
 
 // `count` blocks times M rows of x [M][in] -> y[count][M]; sums [M][groups] of x, if there are zeros or minima
 template <int BITS, int M>
@@ -28,7 +28,7 @@ void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const fl
     const vf table = table_of<BITS>(w);
     constexpr int A = L == 16 && M < 3 ? 4 / M
                       : M < 2          ? 2
-                                       : 1;  // sums of one row in turns: an addition waits for the one before
+                                       : 1;  // sums of one row in turns, as an addition waits for the one before
     for (int64_t from = 0, g = 0; from < w.in; from += span, g++)
         for (int64_t k = 0; k < count; k++) {
             const uint8_t* p = w.codes + (blocks[k] * w.in + from) * BITS * 2;
@@ -76,16 +76,16 @@ template <int M> void many(const float* unpacked, int64_t in, const float* x, vf
         }
 }
 
-// M rows of x are taken MOST at a time, as registers allow, the last ones by halves of that
+// M rows of x are taken MOST at a time, as registers allow; for the last ones, that is halved repeatedly
 template <int MOST> struct Together {
     int64_t first, count;
-    Together(int64_t row, int64_t M) : first(row - row % MOST), count(MOST) {  // those of which `row` is one
+    Together(int64_t row, int64_t M) : first(row - row % MOST), count(MOST) {  // the rows taken together with `row`
         if (first + MOST <= M) return;
         for (count = MOST / 2; !(M & count) || row >= first + count; count /= 2) first += M & count;
     }
 };
 
-template <int MOST, class F> void by_rows(int64_t M, F&& f) {  // f(count, first), the count a constant
+template <int MOST, class F> void by_rows(int64_t M, F&& f) {  // f(count, first) with a constant count
     for (int64_t m = 0, count; m < M; m += count) {
         count = Together<MOST>(m, M).count;
         if constexpr (MOST == 8)
@@ -113,24 +113,23 @@ void put_all(const Product<T>& of, int64_t row, Blocks blocks, int64_t count, co
 
 // ---- codes of 8 and 4 bits as integers ----
 //
-// x becomes integers of 16 bits, with a step for up to 128 inputs. Sums are integers, and exact.
+// x becomes 16-bit integers, with a step for up to 128 inputs. Sums are integers and exact.
 
-constexpr int64_t ALONE = 4096;       // inputs that one thread makes integers of sooner than threads meet
-constexpr float LARGEST = 127 * 256;  // of an integer; its upper byte is rounded to nearest, the lower one has a sign
+constexpr int64_t ALONE = 4096;       // inputs that one thread converts sooner than threads can synchronize
+constexpr float LARGEST = 127 * 256;  // largest integer; its upper byte is rounded to nearest, the lower one is signed
 
-struct Integers {                // of M rows of x
-    int64_t M, in, span, spans;  // inputs of a row, and that share a step
-    // [rows together][in / 4, in the order in which a lane has them][row][upper, lower bytes; or pairs of integers]
+struct Integers {                // integers for M rows of x
+    int64_t M, in, span, spans;  // inputs of a row, inputs that share a step, and spans of a row
+    // [rows together][in / 4, in lane order][row][upper, lower bytes; or pairs of integers]
     int32_t* lanes;
     float* step;         // [M][spans]
-    int32_t* minus_sum;  // of the integers
+    int32_t* minus_sum;  // minus the sum of the integers
 
     Integers(int64_t M, int64_t in, int64_t group) : M(M), in(in), span(group) {
         for (int64_t size : {16, 32, 64, 128})
             if (group > 128 && group % size == 0) span = size;
         spans = in / span;
-        // kept for the next product: some hundred of them a step, and each of a size that an allocator takes long to
-        // find
+        // kept for the next product: a step has some hundred products, and allocating these sizes takes long
         thread_local std::vector<int32_t> kept;
         if ((int64_t)kept.size() < M * in / 2 + 2 * M * spans) kept.resize(M * in / 2 + 2 * M * spans);
         lanes = kept.data(), minus_sum = lanes + M * in / 2, step = (float*)(minus_sum + M * spans);
@@ -142,13 +141,13 @@ struct Integers {                // of M rows of x
         x += row * in + s * span;
         vi most = {};
         for (int64_t i = 0; i < span; i += L) {
-            const vi size = (vi)load(x + i) & 0x7fffffff;  // as bits: NaN and infinity are the largest
+            const vi size = (vi)load(x + i) & 0x7fffffff;  // compared as bits: NaN and infinity are the largest
             most = size > most ? size : most;
         }
         const int32_t bits = largest(most);
         const float top = bits < 0x7f800000 ? load_as<float>(&bits) : NAN, per = top > 1e-30f ? LARGEST / top : 0.0f;
         vi total = {};
-        for (int64_t i = 0; i < span; i += L) {                         // L inputs, half of them as many lanes
+        for (int64_t i = 0; i < span; i += L) {                         // L inputs, in L / 2 lanes
             vi q = (vi)(load(x + i) * per + 12582912.0f) - 0x4b400000;  // 1.5 * 2^23: rounds to integers
             total += q;
             to = put_lanes<BITS>(q, own.count * 2, to);
@@ -158,10 +157,10 @@ struct Integers {                // of M rows of x
     }
 };
 
-// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long, and one span. PLAIN: scales are fp16, no
-// minima
+// COUNT blocks times M rows of x from `first` on. ONCE: a group is UNITS long and is one span. PLAIN: scales are fp16,
+// and there are no minima
 template <int BITS, int M, int COUNT, int UNITS, bool ONCE, bool PLAIN>
-__attribute__((noinline))  // or its registers do not suffice
+__attribute__((noinline))  // inlined, it would run out of registers
 void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t first, vf (*y)[M][VECTORS]) {
     const int64_t groups = w.in / w.group, spans = x.spans;
     const int64_t span = ONCE ? UNITS * UNIT : x.span, group = ONCE ? span : w.group;
@@ -182,7 +181,7 @@ void few_by_integers(const Weight& w, Blocks blocks, const Integers& x, int64_t 
         for (const int64_t to = i + group; i < to; i += span, lanes += span / 2 * M, minus_sum++, step++)
 #pragma GCC unroll 4
             for (int k = 0; k < COUNT; k++) {
-                asm volatile("" ::: "memory");  // one block after the other: registers do not suffice for two
+                asm volatile("" ::: "memory");  // one block after the other: there are not enough registers for two
                 const uint8_t* p = codes[k] + i * BITS * 2;
                 __builtin_prefetch(scale[k] + (g + 8) * SIDE * size);
                 if (zero[k]) __builtin_prefetch(zero[k] + (g + 16) * SIDE / 2);
@@ -268,8 +267,8 @@ template <int BITS, class T> void linear_by_floats(const Weight& w, const Produc
         }
     }
     Shares shares(of.blocks, threads);
-    // bf16 becomes fp32 by a shift, sooner than it is read back: blocks that are in the cache are unpacked for each few
-    // rows. On Zen 4, 5 and 8 rows take 2.8 and 3.9 times as long as one; where they share, 5.2 and 5.5
+    // bf16 becomes fp32 by a shift, which is faster than reading unpacked numbers back: cached blocks are unpacked
+    // again for every few rows. On Zen 4, 5 and 8 rows take 2.8 and 3.9 times as long as one; sharing, 5.2 and 5.5
     constexpr int AT_ONCE = BITS == 16 ? FEW : L / 2;
     const bool shared = BITS != 16 && M > FEW;
 #pragma omp parallel num_threads(threads)
@@ -301,7 +300,7 @@ template <int BITS, class T> void unpack_rows(const Weight& w, T* y, int64_t fir
     {
         std::vector<float> unpacked(w.in * SIDE);
 #pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++) {  // -> [in][blocks * 16]: what a matrix product takes as W^T
+        for (int64_t b = 0; b < blocks; b++) {  // -> [in][blocks * 16], W^T for a matrix product
             unpack_chunk<BITS>(w, first + b, 0, w.in, unpacked.data());
             for (int64_t i = 0; i < w.in; i++)
                 for (int v = 0; v < VECTORS; v++)

@@ -3,16 +3,16 @@
 
 namespace {
 
-// One head's latents: coordinates lie `chan` apart
+// One head's latents: coordinates of a token lie `chan` apart
 template <class T> struct Block {
     const T *k, *v;
     int64_t chan;
 };
 
-// What a part has seen of latents. The weighted coordinates stay L sums each until the end.
+// The running result of a part over latents. Each weighted coordinate stays L partial sums until the end.
 struct Weighted {
     int G, R_K, R_V;  // coordinates of a key and of a value
-    int M;            // tokens of a block: long runs of each row, and logits that stay in a first-level cache
+    int M;            // tokens of a block: long runs of each row, and logits that stay in L1
     std::vector<float> p, wide, shrink;
 
     Weighted(int G, int R_K, int R_V)
@@ -24,12 +24,12 @@ struct Weighted {
           wide(G * R_V * L),
           shrink(G) {}
 
-    // tokens lo..hi of one head; q [G, D], of which R_K coordinates count
+    // tokens lo..hi of one head; q [G, D], the first R_K coordinates of which count
     template <class T> void see(const float* q, const Block<T>& of, int64_t lo, int64_t hi, Seen& seen) {
         int64_t whole = lo + std::max<int64_t>(0, hi - lo) / L * L;
         for (int64_t first = lo; first < whole; first += M)
             block(q, Block<T>{of.k + first, of.v + first, of.chan}, (int)std::min<int64_t>(M, whole - first), seen);
-        if (whole < hi) {  // behind the last token may be anything, and the end of the buffer
+        if (whole < hi) {  // past the last token there may be anything, or the end of the buffer
             int n = (int)(hi - whole);
             std::vector<T> end((R_K + R_V) * L, T{});
             for (int r = 0; r < R_K; r++) std::copy_n(of.k + r * of.chan + whole, n, &end[r * L]);
@@ -55,8 +55,7 @@ struct Weighted {
     }
 };
 
-// Latents [B, H, slots, R_K or R_V], coordinate by coordinate in memory, of which row b holds the first stored[b]; a
-// coordinate of a token lies `chan` behind the one before
+// Latents [B, H, slots, R_K or R_V], stored coordinate by coordinate, `chan` apart; row b holds the first stored[b]
 template <class T> struct Latent {
     const T* at;
     int64_t row, head, chan, rank;
@@ -65,7 +64,7 @@ template <class T> struct Latent {
     const T* of(int64_t b, int64_t h) const { return at + b * row + h * head; }
 };
 
-// Tokens at full rank [B, H, F, D], whole in memory, of which those are there that `filled` [B, F] tells
+// Full-rank tokens [B, H, F, D], contiguous; those in use are flagged by `filled` [B, F]
 template <class T> struct Filled {
     const T *k, *v;
     const uint8_t* filled;
@@ -110,7 +109,7 @@ template <class T> void attend_lowrank(const Heads<T>& heads, const Latent<T>& k
         std::vector<float> query(G * D);
         scaled_query(heads.of(b, h), heads.head, (int)G, (int)D, LOG2_E / std::sqrt((float)D), query.data());
         const float* u = v.basis.of(b, h);
-        for (int64_t g = 0; g < G; g++) {  // all latents are as one token, whose value is what was attended to
+        for (int64_t g = 0; g < G; g++) {  // all latents count as one token, whose value is their weighted mean
             int64_t head = group * G + g;
             if (lse[head] == -INFINITY) continue;
             seen.top[g] = lse[head] * LOG2_E, seen.sum_parts[g * L] = 1;

@@ -1,9 +1,9 @@
-// y = x W^T for many rows of x, a prompt's, and packed W: by the matrix unit for bf16, or by vectors: of 8 numbers; of
-// 16 where the processor multiplies bytes (VNNI) and, for W in bf16, pairs of bf16.
+// y = x W^T for many rows of x, a prompt's, and packed W: by the matrix unit for bf16, or by vectors of 8 numbers; or
+// of 16 if the processor multiplies bytes (VNNI) and, for W in bf16, pairs of bf16.
 //
-// For the unit, and for pairs, a number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is
-// rounded to nearest, and a smaller one. All products of parts are added up in fp32 but those of two smaller ones: what
-// is left out is below 2^-16 of a product. In bf16, x has one part, and a weight is rounded to one.
+// For the unit and for pairs, a number in fp32 is the sum of two in bf16, but for its last bits: a larger part that is
+// rounded to nearest, and a smaller one. All products of parts are added up in fp32 except those of two smaller parts:
+// what is left out is below 2^-16 of a product. In bf16, x has one part, and a weight is rounded to one.
 #include <algorithm>
 #include "products.h"
 
@@ -26,10 +26,9 @@ void add_products(const float* x, int64_t in, const float* block, int64_t chunk,
 }
 
 template <int BITS, class T> void many_by_vectors(const Weight& w, const Product<T>& of) {
-    constexpr int TOGETHER = 6;  // rows of x that are multiplied with a block: 12 sums of 16 registers
-    constexpr int64_t AT_ONCE =
-        256;  // inputs that are multiplied at a time: what is unpacked of a block stays in the first-level cache
-    constexpr int64_t MOST_ROWS = 384;   // of x for which W is unpacked once
+    constexpr int TOGETHER = 6;         // rows of x that are multiplied with a block: 12 sums of 16 registers
+    constexpr int64_t AT_ONCE = 256;    // inputs that are multiplied at a time: what is unpacked of a block stays in L1
+    constexpr int64_t MOST_ROWS = 384;  // rows of x for which W is unpacked once
     constexpr int64_t PANEL_BLOCKS = 8;  // blocks of 16 rows of W that a thread unpacks at a time
     constexpr int64_t WIDE = PANEL_BLOCKS * SIDE;
     const int64_t rows = of.M, most = std::min(rows, MOST_ROWS), panels = (of.blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS;
@@ -78,7 +77,7 @@ template <int BITS, class T> void many_by_vectors(const Weight& w, const Product
 }
 
 template <int BITS, class T> void many_by_products(const Weight& w, const Product<T>& of) {
-    constexpr int64_t MOST_ROWS = 512;  // of x that are integers, or pairs, at a time
+    constexpr int64_t MOST_ROWS = 512;  // rows of x that are converted to integers, or pairs, at a time
     for (int64_t row = 0; row < of.M; row += MOST_ROWS) {
         Product<T> some = of;
         some.x += row * w.in, some.y += row * of.blocks * SIDE, some.M = std::min(MOST_ROWS, of.M - row);
@@ -87,7 +86,7 @@ template <int BITS, class T> void many_by_products(const Weight& w, const Produc
     }
 }
 
-// Whether there is a way for codes of so many bits. Without one torch multiplies unpacked rows
+// Whether codes of so many bits are multiplied here. If not, torch multiplies unpacked rows
 template <int BITS> constexpr bool BY_PRODUCTS = AVX512 && VNNI && (PAIRS || BITS < 16);
 template <int BITS> constexpr bool HAS_MANY_ROWS = TILES || AVX2 || BY_PRODUCTS<BITS>;
 

@@ -1,7 +1,7 @@
 // What decode does with a KV cache on a CPU: all files of this folder as one unit, which build.py compiles.
 //
-// The files of kernels/ say what every argument is. Work is cut by sizes alone, never by the number of threads: the
-// same numbers come out with any.
+// The files of kernels/ document every argument. Work is cut by sizes alone, never by the number of threads, so that
+// results do not depend on it.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

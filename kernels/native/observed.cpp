@@ -1,12 +1,11 @@
-// Attention over the filled slots that also says what it looked at: logits go to a buffer, and become weights at the
-// end.
+// Attention over the filled slots that also returns its weights: logits go to a buffer, and become weights at the end.
 #include <memory>
 
 #include "softmax.h"
 
 namespace {
 
-// weights [B, H, T_]: of each slot the softmax weights of a group's query heads, summed up; 0 from stop [B] on
+// weights [B, H, T_]: the softmax weights of each slot, summed over a group's query heads; 0 from stop [B] on
 template <class T> void attend_observed(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v,
                                         const int64_t* stop, float* weights, int64_t T_) {
     const int64_t B = heads.B, H = heads.H, G = heads.G, threads = heads.threads;

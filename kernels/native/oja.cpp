@@ -3,7 +3,7 @@
 
 namespace {
 
-// groups of m rows of D numbers, and a basis of `rank` directions of each
+// groups of m rows of D numbers, and for each a basis of `rank` directions
 struct OjaSizes {
     int64_t groups, m, D, rank, threads;
 };

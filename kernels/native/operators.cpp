@@ -1,8 +1,7 @@
-// What decode steps call for every layer, as operators of torch: a call takes 10 to 20 us, from Python it took 60 to
-// 150, and from a compiled step, which calls them as functions in C, 2 to 7 us less.
+// What decode steps call for every layer, as torch operators: a call takes 10 to 20 us, where Python took 60 to 150;
+// from a compiled step, which calls them as C functions, it takes 2 to 7 us less.
 //
-// Through torch's stable interface, which compiles in seconds. The files of kernels/ declare them, and say what they
-// give.
+// They use torch's stable interface, which compiles in seconds. The files of kernels/ declare and document them.
 #include "tensor.h"
 
 namespace {
@@ -19,7 +18,7 @@ template <class X> void expect(ScalarType type, const X& x, const char* name) {
                     torch::headeronly::toString(some(x)->scalar_type()));
 }
 
-// torch's pointer of a tensor without elements is null, too: here null is a tensor that was not given, and nothing else
+// torch's pointer is null for a tensor without elements, too: here null means a tensor that was not given
 alignas(64) char no_elements[64];
 template <class T, class X> T* data(const X& x) {
     if (!some(x)) return nullptr;
@@ -60,7 +59,7 @@ int64_t is_bf16(std::initializer_list<const Tensor*> some) {
     return type == ScalarType::BFloat16;
 }
 
-// Not by the dispatcher, which takes longer than to allocate
+// Without the dispatcher, which takes longer than the allocation
 Tensor like(const Tensor& q, const std::vector<int64_t>& size, std::optional<ScalarType> type = {}) {
     std::vector<int64_t> strides(size.size());
     for (size_t i = size.size(), n = 1; i-- > 0; n *= size[i]) strides[i] = n;
@@ -71,7 +70,7 @@ Tensor like(const Tensor& q, const std::vector<int64_t>& size, std::optional<Sca
     return Tensor::made(made);
 }
 
-// [..., T] of fp32, a row of whole vectors in memory, as empty_scores gives it: a graph counts on that
+// [..., T] of fp32, each row padded to whole vectors, as empty_scores makes it: a graph relies on these strides
 Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
     std::vector<int64_t> size = lead, strides(lead.size() + 1, 1);
     int64_t n = (T + WHOLE - 1) / WHOLE * WHOLE;
@@ -86,13 +85,13 @@ Tensor rows_like(const Tensor& q, std::vector<int64_t> lead, int64_t T) {
 
 int64_t threads() { return torch::stable::get_num_threads(); }
 
-// f(a number of the type that all of these have)
+// Calls f with a number of the type that all of these have
 template <class F> void by_type(std::initializer_list<const Tensor*> some, F f) {
     if (is_bf16(some)) f(bf16{});
     else f(0.0f);
 }
 
-// ---- operands, of tensors whose type was looked at ----
+// ---- operands, made of tensors whose type has been checked ----
 
 template <class T> Heads<T> heads_of(const Tensor& q, int64_t H, const Tensor& out) {
     STD_TORCH_CHECK(q.stride(2) == 1, "the channels of queries must be contiguous");
@@ -110,7 +109,7 @@ template <class T> Cache<T> cache_of(const Tensor& x) {
     STD_TORCH_CHECK(x.stride(3) == 1, "the last dimension must be contiguous");
     return {.at = data<const T>(x), .row = x.stride(0), .head = x.stride(1), .slot = x.stride(2)};
 }
-// One row may serve the whole batch, and one list all heads
+// One row may be for the whole batch, and one list for all heads
 template <class T> PerHead<T> per_head(T* at, const Tensor& x) {
     return {.at = at, .row = x.size(0) > 1 ? x.stride(0) : 0, .head = x.size(1) > 1 ? x.stride(1) : 0};
 }
@@ -179,7 +178,7 @@ Tensor ragged_attention(Tensor q, Tensor k, Tensor v, Tensor start, Tensor stop)
                              .row = G * D,
                              .head = D,
                              .out = data<T>(out),
-                             .B = B * H,  // heads are rows, of the same slots
+                             .B = B * H,  // heads are rows over the same slots
                              .H = 1,
                              .G = G,
                              .D = D,
@@ -233,9 +232,9 @@ Tensor packed_gather_attention(Tensor q, Tensor idx, Tensor count, Tensor k, Ten
                                           .k_params = halves(k_params, "k_params"),
                                           .v_params = halves(v_params, "v_params"),
                                           .signs = bytes(codes, "codes")},
-                               .whole = {.k = data<T>(k), .v = data<T>(v), .slots = k.size(2)},
+                               .full_precision = {.k = data<T>(k), .v = data<T>(v), .slots = k.size(2)},
                                .alpha = floats(alpha, "alpha")};
-        const Whole<T> sinks{.k = data<T>(sink_k), .v = data<T>(sink_v), .slots = sink_k.size(2)},
+        const FullPrecision<T> sinks{.k = data<T>(sink_k), .v = data<T>(sink_v), .slots = sink_k.size(2)},
             ring{.k = data<T>(tail_k), .v = data<T>(tail_v), .slots = tail_k.size(2)};
         attend_packed(
             heads_of<T>(q, idx.size(1), out), list_of(idx, count), listed, sinks, ring,
@@ -287,7 +286,7 @@ Tensor top_p_count(Tensor weights, Tensor pos, double p, int64_t sinks, int64_t 
     return count;
 }
 
-// Scores [B, H, T] of codes [B, H, T, W]; `of` has the table, and what goes with it
+// Scores [B, H, T] of codes [B, H, T, W]; `of` has the table and its parameters
 Tensor looked_up(LookedUp of, const Tensor& like_this, const Tensor& codes) {
     STD_TORCH_CHECK(codes.stride(3) == 1 && codes.stride(2) == codes.size(3), "the codes of a head must be contiguous");
     of.codes = per_head<const uint8_t>(bytes(codes, "codes"), codes);
@@ -359,7 +358,7 @@ Tensor label_score(Tensor q, Tensor labels, Tensor params, int64_t bits, Maybe p
     return looked_up(of, q, labels);
 }
 
-std::vector<float> as_floats(const Tensor& x) {  // x lies whole
+std::vector<float> as_floats(const Tensor& x) {  // x is contiguous
     std::vector<float> out(x.numel());
     if (is_bf16({&x}))
         for (size_t i = 0; i < out.size(); i++) out[i] = number(((const bf16*)x.data_ptr())[i]);
@@ -367,7 +366,7 @@ std::vector<float> as_floats(const Tensor& x) {  // x lies whole
     return out;
 }
 
-// Queries [B, H, C, R], which become fp32 in `numbers`, for n tokens
+// Queries [B, H, C, R], converted to fp32 in `numbers`, for n tokens
 Scored scored(const Tensor& q, std::vector<float>& numbers, const int64_t* pos, int64_t n) {
     numbers = as_floats(q);
     return {.q = numbers.data(),
@@ -433,7 +432,7 @@ constexpr int64_t MANY = 32;  // rows from which a matrix product of unpacked ro
 constexpr int64_t UNPACKED_AT_ONCE =
     1 << 21;  // numbers that are unpacked for one matrix product: 8 MB in fp32, which caches hold
 
-// The same memory as a matrix [rows, columns], a row `stride` numbers behind the one before it
+// The same memory as a matrix [rows, columns] with rows `stride` numbers apart
 Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t stride, int64_t first = 0) {
     const int64_t size[] = {rows, columns}, strides[] = {stride, 1};
     AtenTensorHandle view;
@@ -441,7 +440,7 @@ Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t stride, in
     return Tensor::made(view);
 }
 
-// Of numbers a group in fp16, or int8 that counts steps in fp16: how many groups share a step
+// The groups' numbers, fp16 or int8 that counts fp16 steps: how many groups share a step
 int64_t sharing(const Maybe& x, const Maybe& step, const char* name) {
     STD_TORCH_CHECK(lies_whole(x) && lies_whole(step), name, " must be contiguous");
     expect(ScalarType::Half, step, name), expect(step ? ScalarType::Char : ScalarType::Half, x, name);
@@ -617,7 +616,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
         typedef decltype(zero) T;
         const QuantizedHead<T> first{.packed = data<char>(packed),
                                      .params = halves(params, "params"),
-                                     .whole = data<T>(kept),
+                                     .full_precision = data<T>(kept),
                                      .slots = slots,
                                      .bits = bits,
                                      .group = params && !block ? D / params->size(3) : D,
@@ -632,7 +631,7 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
 #pragma omp parallel for num_threads(threads()) if (block)
         for (int64_t i = 0; i < B * H; i++) {
             QuantizedHead<T> to = first;
-            to.packed += i * slots * row, to.whole += i * (sinks + ring) * D;
+            to.packed += i * slots * row, to.full_precision += i * (sinks + ring) * D;
             if (to.params) to.params += i * each;
             append_quantized(to, from + i * D, at[i / H]);
         }
@@ -657,7 +656,7 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
                                bool by_channel) {
             return QuantizedCache<T>{.packed = data<char>(x),
                                      .params = pairs,
-                                     .whole = data<T>(kept),
+                                     .full_precision = data<T>(kept),
                                      .slots = x.size(2),
                                      .bits = bits,
                                      .group = group,
@@ -705,7 +704,7 @@ Tensor lowrank_attention(Tensor q, Tensor k, Tensor v, Tensor k_basis, Tensor v_
 Tensor group_attention(Tensor q, Tensor k, Maybe k_params, Tensor v, Maybe v_params, Tensor k_basis, Tensor v_basis,
                        Tensor k_bias, Tensor v_bias, Tensor pos, Tensor cos, Tensor sin, int64_t bits) {
     int64_t B = q.size(0), Hq = q.size(1), D = q.size(2), groups = k.size(1), R = k_basis.size(2);
-    int64_t H = groups * (k_basis.size(1) / D);  // heads whose keys come of coordinates
+    int64_t H = groups * (k_basis.size(1) / D);  // heads whose keys are made from coordinates
     for (auto x : {&k, &v, &k_basis, &v_basis, &k_bias, &v_bias, &cos, &sin})
         STD_TORCH_CHECK(lies_whole(*x), "caches, bases and tables must be contiguous");
     STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params), "caches must be contiguous");
@@ -770,11 +769,11 @@ Tensor oja_sequential(Tensor basis, Tensor x) {
     EACH(top_p_count, top_p_count)                         \
     EACH(topk_select, topk_select)
 
-// Under the names by which inductor calls what it is told of
+// Under the names by which inductor calls declared operators
 #define DIRECT(name, f) extern "C" auto* const aoti_torch_cpu_##name = Operator<&f>::direct();
 OPERATORS(DIRECT)
 
-extern "C" void kvf_register() {  // they stay registered until the next library is loaded, and it registers its own
+extern "C" void kvf_register() {  // they stay registered until the next library loads and registers its own
     using torch::stable::detail::StableLibrary;
     auto& lib = *new StableLibrary(StableLibrary::Kind::IMPL, "kv_fast", "CPU", __FILE__, __LINE__);
 #define BOXED(name, f) lib.impl(#name ".cpp", &Operator<&f>::boxed);

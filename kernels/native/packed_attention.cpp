@@ -1,13 +1,13 @@
-// Attention over sinks, a list of packed tokens, unpacked block by block, and the newest tokens.
+// Attention over sinks, a list of packed tokens, which are unpacked block by block, and the newest tokens.
 #include "softmax.h"
 
 namespace {
 
-// Tokens in 2, 4 or 8 bits, [B, H, slots, ...] whole in memory, or those of one head
+// Tokens in 2, 4 or 8 bits, [B, H, slots, ...] contiguous, or those of one head
 struct Packed {
     const uint8_t *k, *v;
-    const uint16_t *k_params, *v_params;  // scale and zero of 32 channels
-    const uint8_t* signs;                 // a bit for each channel of a key; or none
+    const uint16_t *k_params, *v_params;  // scale and zero per 32 channels
+    const uint8_t* signs;                 // a bit for each channel of a key; or null
 
     Packed of(int64_t first, int64_t D, int64_t bits) const {  // from token `first` on
         const int64_t bytes = first * D * bits / 8, pairs = first * (D / 32) * 2;
@@ -39,8 +39,8 @@ void add_packed(Seen& seen, const float* q, const Packed& of, const int64_t* idx
     }
 }
 
-// Tokens in full precision, [B, H, slots, D] whole in memory
-template <class T> struct Whole {
+// Tokens in full precision, [B, H, slots, D] contiguous
+template <class T> struct FullPrecision {
     const T *k, *v;
     int64_t slots;
 
@@ -49,21 +49,22 @@ template <class T> struct Whole {
     }
 };
 
-// Tokens that a list is of: packed, or whole where they have 16 bits. alpha [B, H, D], or none: factors of the keys
+// Tokens that a list refers to: packed, or whole at 16 bits. alpha [B, H, D]: factors of the keys, or null
 template <class T> struct Listed {
     int64_t bits;
     Packed packed;
-    Whole<T> whole;
+    FullPrecision<T> full_precision;
     const float* alpha;
 };
 
-// Each of [B]; the ring has those decoded from `flushed` [1] on
+// Positions, each [B]; the ring has the tokens decoded from `flushed` [1] on
 struct Lengths {
     const int64_t *pos, *prompt, *flushed;
 };
 
 template <class T> void attend_packed(const Heads<T>& heads, const List& list, const Listed<T>& listed,
-                                      const Whole<T>& sinks, const Whole<T>& ring, const Lengths& lengths) {
+                                      const FullPrecision<T>& sinks, const FullPrecision<T>& ring,
+                                      const Lengths& lengths) {
     const int64_t H = heads.H, G = heads.G, D = heads.D, bits = listed.bits, parts = parts_of(list.K);
     attention(heads, parts + 1, [&](int64_t group, int64_t part, const float* query, Seen& seen) {
         int64_t b = group / H;
@@ -78,10 +79,10 @@ template <class T> void attend_packed(const Heads<T>& heads, const List& list, c
         }
         const int64_t *idx = list.idx.of(b, group % H), n = *list.count.of(b, group % H);
         int64_t lo = part * CHUNK, hi = std::min({list.K, n, lo + CHUNK});
-        if (bits == 16) return seen.add_slots(query, listed.whole.of(group, D, idx), lo, hi);
+        if (bits == 16) return seen.add_slots(query, listed.full_precision.of(group, D, idx), lo, hi);
         std::vector<float> x(query, query + G * D);
         for (int64_t i = 0; listed.alpha && i < G * D; i++) x[i] *= listed.alpha[group * D + i % D];
-        const Packed own = listed.packed.of(group * listed.whole.slots, D, bits);
+        const Packed own = listed.packed.of(group * listed.full_precision.slots, D, bits);
         (bits == 2 ? add_packed<2> : bits == 4 ? add_packed<4> : add_packed<8>)(seen, x.data(), own, idx, lo, hi);
     });
 }

@@ -1,15 +1,14 @@
 // Weights packed in bf16 or in 8 or 4 bits, and what unpacks them in registers.
 //
-// 16 rows of W lie side by side, a block, so that a vector has the same inputs of L outputs, and needs no sum over its
-// lanes: a block is one vector or two beside each other. A group of inputs shares a scale, and a zero or a minimum if
-// the codes are not symmetric.
+// A block is 16 rows of W side by side, one or two vectors: a vector has the same inputs of L outputs, and needs no sum
+// over its lanes. A group of inputs shares a scale, and a zero or a minimum if the codes are not symmetric.
 #pragma once
 #include "vectors.h"
 
 namespace {
 
 constexpr int SIDE = 16;           // rows of W side by side
-constexpr int VECTORS = SIDE / L;  // that hold them
+constexpr int VECTORS = SIDE / L;  // vectors that hold them
 constexpr int WORDS = SIDE * 4;    // bytes from a word of 32 bits to the next one of the same rows
 constexpr int UNIT = 8;            // inputs that are unpacked at a time
 
@@ -41,18 +40,18 @@ template <> struct Unit<4> {  // lanes of eight inputs
     }
 };
 
-vf signed_at(const int8_t* p) {  // L bytes with a sign
+vf signed_at(const int8_t* p) {  // L signed bytes
     return __builtin_convertvector((vi)(bytes_at((const uint8_t*)p) << 24) >> 24, vf);
 }
 
-// A number a group of inputs for each row: fp16, or 8 bits that count steps in fp16 which some groups share
+// One number per group of inputs and row: fp16, or 8 bits that count fp16 steps, which several groups share
 struct PerGroup {
     const void* at;        // [blocks][groups][16]
     const uint16_t* step;  // [blocks][groups / 2^shift][16], or none
     int shift;
 
     explicit operator bool() const { return at; }
-    vf read(int64_t g, int v) const {  // of group g, counted over blocks, and vector v of a block
+    vf read(int64_t g, int v) const {  // group g, counted over all blocks, and vector v of a block
         if (!step) return halves((const uint16_t*)at + g * SIDE + v * L);
         return signed_at((const int8_t*)at + g * SIDE + v * L) * halves(step + (g >> shift) * SIDE + v * L);
     }
@@ -60,7 +59,7 @@ struct PerGroup {
 
 struct Weight {
     const uint8_t* codes;  // [blocks of 16 rows][inputs], laid out as Unit reads them
-    PerGroup scale;        // none in bf16
+    PerGroup scale;        // null in bf16
     const uint8_t* zero;   // [blocks][groups][8] of 4-bit codes, a byte those of two rows 8 apart; or none
     PerGroup minimum;      // w = scale * code + minimum; or none
     int64_t in, group;
@@ -81,12 +80,12 @@ template <class T> struct Product {
     }
 };
 
-template <int BITS> vf table_of(const Weight& w) {  // symmetric codes of four bits are around 8
+template <int BITS> vf table_of(const Weight& w) {  // symmetric 4-bit codes are centred at 8
     vf t = LANES;
     return w.zero || w.minimum ? t : t - 8.0f;
 }
 
-// Inputs from.. of a block -> fp32 [inputs][16]
+// Inputs `from` and on of a block -> fp32 [inputs][16]
 template <int BITS> void unpack_chunk(const Weight& w, int64_t block, int64_t from, int64_t chunk, float* to) {
     const vf table = table_of<BITS>(w);
     for (int64_t i = from; i < from + chunk;) {

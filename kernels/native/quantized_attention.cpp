@@ -1,15 +1,15 @@
-// Attention over every token, in few bits but for the first and the newest, unpacked block by block.
+// Attention over every token, quantized but for the first and the newest, unpacked block by block.
 #include "encode.h"
 #include "softmax.h"
 
 namespace {
 
-// Channels are unpacked in an order of their own, as many of L neighbouring bytes at once as a byte holds: the first
-// ones of the bytes, then the second ones, and so on. Queries are put in it once for 2048 tokens, outputs back.
+// Channels are unpacked in an order of their own, L neighbouring bytes at once: the first channel of each byte, then
+// the second, and so on. Queries are put into this order once per 2048 tokens, and outputs back.
 template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
-template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels of L bytes
+template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels in L bytes
 
-// Codes of L bytes of a row of D channels, from channel d on.
+// Codes in L bytes of a row of D channels, from channel d on.
 template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* out) {
     constexpr int B = STORED<BITS>;
     vu w = bytes_at(row + d * B / 8), third = {};
@@ -24,13 +24,13 @@ template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* ou
     }
 }
 
-// Packed rows of D channels, one behind the other, as they are read: in order, or, where L bytes are no part of them,
-// as they come.
+// Consecutive packed rows of D channels. They are read in that order; or, if L bytes do not divide a row, in the order
+// of channels.
 template <int BITS, bool IN_ORDER> struct Rows {
-    static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, which divide D
+    static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, a divisor of D
     static constexpr int V = C / L;
     const uint8_t* at;
-    const float* pairs;  // scale and zero of each group, or none
+    const float* pairs;  // scale and zero of each group, or null
     int D, group, bytes, groups;
 
     Rows(const uint8_t* at, const float* pairs, int D, int group)
@@ -42,7 +42,7 @@ template <int BITS, bool IN_ORDER> struct Rows {
 
     struct Groups {
         int one, two;
-    };  // of the first and the last channels from d on
+    };  // of the first and the last of the C channels from d on
     Groups groups_of(int d) const {  // a division takes longer than 16 channels do
         if (group == D || !pairs) return {0, 0};
         if (group == 32) return {d / 32 * 2, (d + C - 1) / 32 * 2};
@@ -111,30 +111,29 @@ void floats_of(const uint16_t* halves, int n, float* out) {
     for (; i < n; i++) out[i] = half_to_float(halves[i]);
 }
 
-// Keys or values of all heads: `slots` = positions, packed, and `held` whole ones, of which sinks come first, then a
-// ring
+// Keys or values of all heads: packed ones in `slots` = positions, and `held` whole ones, first sinks, then a ring
 template <class T> struct QuantizedCache {
-    const void* packed;  // [B, H, slots, D] in so many bits
+    const void* packed;  // [B, H, slots, D] in `bits`
     const uint16_t*
-        params;      // scales and zeros: of `group` channels of a token, or, by_channel, of a channel of N tokens
-    const T* whole;  // [B, H, held, D]
+        params;  // scales and zeros: of `group` channels of a token, or, by_channel, of a channel of N tokens
+    const T* full_precision;  // [B, H, held, D]
     int64_t slots, bits, group, sinks, held;
     bool by_channel;
 };
 
-// Those of one head
+// Keys or values of one head
 template <class T> struct Quantized {
     const uint8_t* packed;
     const uint16_t* params;
-    const T* whole;
+    const T* full_precision;
     int64_t bits, group, sinks, ring;
-    int D, per;  // channels that a byte of the first plane holds, where they are unpacked in that order; else 1
+    int D, per;  // channels in a byte of the first plane, if they are unpacked in that order; otherwise 1
 
     Quantized(const QuantizedCache<T>& of, int64_t head, int D)
         : packed((const uint8_t*)of.packed +
                  head * of.slots * D * (of.bits == 16 ? (int64_t)sizeof(T) * 8 : of.bits) / 8),
           params(of.params ? of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2 : nullptr),
-          whole(of.whole + head * of.held * D),
+          full_precision(of.full_precision + head * of.held * D),
           bits(of.bits),
           group(of.group),
           sinks(of.sinks),
@@ -145,11 +144,11 @@ template <class T> struct Quantized {
     }
 
     int64_t slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring; }
-    int at(int c) const { return c / (L * per) * (L * per) + c % per * L + c % (L * per) / per; }  // of channel c
+    int at(int c) const { return c / (L * per) * (L * per) + c % per * L + c % (L * per) / per; }  // place of channel c
 
     const uint16_t* params_of(int64_t t) const { return params + t * (D / group) * 2; }
 
-    // f(rows from t on), where they are packed; pairs: as Rows has them
+    // f(packed rows from t on); pairs as in Rows
     template <class F> void packed_rows(int64_t t, const float* pairs, F f) const {
         const uint8_t* at = packed + t * D * bits / 8;
         bool in_order = per > 1;
@@ -169,32 +168,31 @@ template <class T> struct Quantized {
     void take_whole(int64_t t, float* out) const {
         vf x;
         for (int d = 0; d < D; d += L) {
-            x = load(whole + slot(t) * D + d);
+            x = load(full_precision + slot(t) * D + d);
             for (int j = 0; j < L; j++) out[at(d + j)] = x[j];
         }
     }
 };
 
-// One head's keys or values, to be written: as QuantizedCache. Tokens share scales by blocks of `block`, or, where it
-// is 0, channels of a token do by groups
+// One head's keys or values for writing, as in QuantizedCache. Blocks of `block` tokens share scales; if it is 0,
+// groups of a token's channels do
 template <class T> struct QuantizedHead {
     char* packed;
     uint16_t* params;
-    T* whole;
+    T* full_precision;
     int64_t slots, bits, group, sinks, ring, block, D;
     float clip;
 };
 
-// A token of one head joins the ring, x [D] at pos; what leaves it is packed: the token whose place it takes, or, where
-// tokens share scales, a block of tokens of which the last, or if the ring has room for one more the one behind it, is
-// x.
+// Puts a token of one head, x [D] at pos, into the ring and packs what leaves it: the token that x replaces or, if
+// tokens share scales, a block of tokens that ends with x, or just before x if the ring has room for one more.
 template <class T> void append_quantized(const QuantizedHead<T>& to, const T* x, int64_t pos) {
     const int64_t bits = to.bits, sinks = to.sinks, ring = to.ring, block = to.block, D = to.D, group = to.group;
-    auto slot_of = [&](int64_t t) { return to.whole + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
+    auto slot_of = [&](int64_t t) { return to.full_precision + (t < sinks ? t : sinks + (t - sinks) % ring) * D; };
     T* slot = slot_of(pos);
     int64_t row_bytes = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8;
-    int64_t end = pos + 1 - (ring - block), n = block ? block : 1;  // of the block that leaves, if one does
-    // where nothing leaves, the slot's contents go to one that is never read
+    int64_t end = pos + 1 - (ring - block), n = block ? block : 1;  // end of the block that leaves, if one does
+    // if nothing leaves, the slot's contents go to a slot that is never read
     int64_t first = block ? end - block : ((pos - ring) % to.slots + to.slots) % to.slots;
     if (block) std::copy_n(x, D, slot);
     if (bits == 16) std::copy_n(slot, D, (T*)(to.packed + first * row_bytes));
@@ -219,7 +217,7 @@ template <class T> void append_quantized(const QuantizedHead<T>& to, const T* x,
     if (!block) std::copy_n(x, D, slot);
 }
 
-// Keys are packed from their sinks to k [B], values to v [B] <= k; all others up to pos [B] are whole
+// Keys are packed from the sinks up to k [B], values up to v [B] <= k; all others up to pos [B] are whole
 struct Ends {
     const int64_t *pos, *k, *v;
 };
@@ -231,11 +229,11 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
     attention(heads, packed + 1, [&](int64_t head, int64_t part, const float* query, Seen& seen) {
         int64_t b = head / H;
         Quantized<T> keys(k, head, D), values(v, head, D);
-        if (part == packed) {  // what is whole
+        if (part == packed) {  // the whole tokens
             std::vector<int64_t> slots;
             for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) slots.push_back(t);
             for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) slots.push_back(keys.slot(t));
-            return seen.add_slots(query, Slots<T>{keys.whole, values.whole, D, D, slots.data()}, 0,
+            return seen.add_slots(query, Slots<T>{keys.full_precision, values.full_precision, D, D, slots.data()}, 0,
                                   (int64_t)slots.size());
         }
         std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
@@ -246,7 +244,7 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
         for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
         for (int g = 0; g < G; g++)
             for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
-        // q . (scale * code + zero): where all of a key, or of a channel, has one scale, codes alone are multiplied
+        // q . (scale * code + zero): if all of a key, or of a channel, has one scale, only codes are multiplied
         bool by_channel = k.by_channel && k.bits < 16, by_token = k.bits < 16 && !k.by_channel && k.group == D;
         const Next<float> nothing{};
         int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK);

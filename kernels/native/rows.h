@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int N = 32;  // tokens of a block: keys and values of 128 channels fill a first-level cache
+constexpr int N = 32;  // tokens of a block: keys and values of 128 channels fill L1
 
-// f(n, g) for the n query heads from g on, n a constant: as many at a time as leave registers for the rows.
+// f(n, g) for the n query heads from g on, n a constant: as many at a time as leave enough registers for the rows.
 template <class F> void by_heads(int G, F f) {
     int g = 0;
     for (; G - g >= 4; g += 4) f(std::integral_constant<int, 4>(), g);
@@ -16,15 +16,14 @@ template <class F> void by_heads(int G, F f) {
     for (; G - g >= 1; g += 1) f(std::integral_constant<int, 1>(), g);
 }
 
-// The rows of the block that follows. They are fetched a few at a time between computations: all at once, the processor
-// would wait for them first and compute then.
+// The rows of the next block. They are prefetched a few at a time between computations: if all were requested at once,
+// the processor would wait for them before computing.
 template <class T> struct Next {
     const T *k[N], *v[N];
     int n = 0;
 };
 
-template <class T>
-void prefetch_row(const T* row, int D) {  // into the second level: more may be under way than to the first
+template <class T> void prefetch_row(const T* row, int D) {  // into L2, to which more may be in flight than to L1
     for (int b = 0; b < D * (int)sizeof(T); b += 64) __builtin_prefetch((const char*)row + b, 0, 2);
 }
 
@@ -69,7 +68,7 @@ template <int G, int WIDTH = N, class T> void weigh(const float* p, const T* con
     }
 }
 
-// A group's queries [G, D] in fp32, and how they, and softmax's weights, are multiplied with rows
+// A group's queries [G, D] in fp32, and how they, and the softmax weights, are multiplied with rows
 struct Plain {
     const float* q;
     explicit Plain(const float* q, int = 0, int = 0) : q(q) {}

@@ -5,13 +5,13 @@ namespace {
 
 constexpr int64_t SCORED = 4096;  // tokens of a work item
 
-// What lies a page behind some bytes: a processor does not fetch beyond the end of a page by itself
+// Prefetches what lies a page behind some bytes: a processor does not prefetch beyond the end of a page
 void fetch_ahead(const void* from, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)from + 4096 + b);
 }
 
-// The words of n tokens of W bytes each, the last filled up with zeros -> [words, n], `row` apart. Behind the n tokens
-// `behind` more may be read.
+// The words of n tokens of W bytes each, the last word padded with zeros -> [words, n], `row` apart. `behind` more
+// tokens after these may be read.
 void words_of(const uint8_t* from, int64_t W, int n, int64_t behind, uint32_t* to, int64_t row) {
     int t = 0;
     if (W == 4) return (void)std::memcpy(to, from, n * 4);
@@ -29,7 +29,7 @@ void words_of(const uint8_t* from, int64_t W, int n, int64_t behind, uint32_t* t
         }
 }
 
-// Scores [B, H, C, n] that are written: strides in numbers
+// Scores [B, H, C, n] to write: strides in numbers
 struct Scores {
     float* at;
     int64_t row, head, query;
@@ -37,8 +37,8 @@ struct Scores {
     float* of(int64_t b, int64_t h, int64_t c) const { return at + b * row + h * head + c * query; }
 };
 
-// C queries [B * H, C, R] in fp32, whole in memory, and for how many tokens they are scored: n, but for those behind
-// pos [B], if there is one
+// C queries [B * H, C, R] in fp32, contiguous, and the number of tokens to score: n, or only those up to pos [B] if it
+// is given
 struct Scored {
     const float* q;
     int64_t B, H, C, R, n;
@@ -77,11 +77,11 @@ template <class T> void head_scores(const Scored& of, const Cache<T>& x, const S
     }
 }
 
-// Sums over R channels [B * H, R] of the queries times keys that lie channel by channel, the slots of a Cache
+// Sums over R channels [B * H, R] of queries times keys that lie channel by channel: channels are the slots of a Cache
 template <class T>
 void channel_scores(const Scored& of, const int64_t* channels, const Cache<T>& keys, const Scores& out) {
     const int64_t B = of.B, H = of.H, C = of.C, R = of.R, n = of.n, threads = of.threads;
-    constexpr int64_t RUN = 512;  // tokens whose scores stay in a first-level cache while the channels pass by
+    constexpr int64_t RUN = 512;  // tokens whose scores stay in L1 while all channels are added
     int64_t parts = (n + SCORED - 1) / SCORED;
 #pragma omp parallel num_threads(threads)
     {
@@ -115,9 +115,9 @@ void channel_scores(const Scored& of, const int64_t* channels, const Cache<T>& k
 struct LookedUp {
     const float* table;  // [B * H, words * 8, 16]: what each value of each code adds to a token's score
     PerHead<const uint8_t> codes;
-    PerHead<const uint16_t> params;  // [B, H, T, 2], or none: a score is scale * sum + zero * total
+    PerHead<const uint16_t> params;  // [B, H, T, 2], or null: a score is scale * sum + zero * total
     const float* total;              // [B * H], with params
-    const int64_t *pos, *skip;       // pos [B], or none; skip [B, H, n_skip]: slots whose score is -infinity
+    const int64_t *pos, *skip;       // pos [B], or null; skip [B, H, n_skip]: slots whose score is -infinity
     int64_t n_skip, B, H, T, W, threads;
 };
 

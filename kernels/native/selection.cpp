@@ -21,7 +21,7 @@ float of_key(int32_t key) {
 constexpr int64_t SAMPLE = 512;
 constexpr int BINS = 512, SORTED = 128;
 
-// the places of the numbers x for which keep(x), in order, of n -> how many
+// places of those of n numbers x for which keep(x), in order -> their number
 template <class Keep> int64_t places(const int32_t* x, int64_t n, int32_t* out, Keep keep) {
     int64_t i, m = whole_places(x, n, i, out, keep);
     for (; i < n; i++) out[m] = (int32_t)i, m += keep(x[i]) != 0;
@@ -32,10 +32,10 @@ struct Picker {
     std::vector<int32_t> keys, some, slots, bins;
 
     // The want-th largest of the n numbers in `some`, which it reorders. Counts them in bins between the least and the
-    // greatest, and goes on with the bin that it is in: no branch that cannot be predicted, of which nth_element is
-    // made
+    // greatest, and goes on within the bin of the wanted one: this avoids unpredictable branches, of which nth_element
+    // has many
     int32_t largest_but(int64_t n, int64_t want) {
-        const int32_t finite = key_of(1e38f);  // those beyond are in the first and the last bin
+        const int32_t finite = key_of(1e38f);  // larger ones go to the first and the last bin
         bins.resize(n), slots.resize(std::max<int64_t>(slots.size(), n + L));
         while (n > SORTED) {
             int32_t low = INT32_MAX, high = INT32_MIN;
@@ -47,7 +47,7 @@ struct Picker {
             if (!(scale > 0 && scale < 3e38f)) break;
             for (int64_t i = 0; i < n; i++)
                 bins[i] = (int32_t)((of_key(std::min(std::max(some[i], low), high)) - from) * scale);
-            int32_t counts[2][BINS] = {};  // two, as a sum that is still being written makes the next wait
+            int32_t counts[2][BINS] = {};  // two sets, as adding to a count that is still being written waits
             for (int64_t i = 0; i + 1 < n; i += 2) counts[0][bins[i]]++, counts[1][bins[i + 1]]++;
             if (n % 2) counts[0][bins[n - 1]]++;
             int bin = BINS - 1;
@@ -66,8 +66,8 @@ struct Picker {
         if (want <= 0) return;
         slots.resize(n + L);
         some.assign(keys.begin(), n < 4 * SAMPLE ? keys.end() : keys.begin());
-        // A sample tells roughly where the lowest key to be taken is. Four standard deviations below that, all but a
-        // few of the others are left out; if too many are, all are kept
+        // A sample tells roughly where the lowest key to select is. A floor four standard deviations below that drops
+        // almost all others; if it drops too many, all keys are kept
         if (n >= 4 * SAMPLE) {
             int32_t floor = INT32_MIN;
             for (int64_t i = 0; i < SAMPLE; i++) some.push_back(keys[i * n / SAMPLE]);
@@ -81,7 +81,7 @@ struct Picker {
         }
         int32_t lowest = largest_but(m, want);
         m = places(keys.data(), n, slots.data(), [=](auto x) { return x >= lowest; });
-        int64_t equal = want;  // how many of those that equal the lowest are taken
+        int64_t equal = want;  // how many keys equal to the lowest are taken
         for (int64_t i = 0; i < m; i++) equal -= keys[slots[i]] > lowest;
         for (int64_t i = 0, found = 0; found < want; i++) {
             int32_t key = keys[slots[i]];
@@ -90,9 +90,9 @@ struct Picker {
     }
 };
 
-// How many of the largest weights of a row sum to p or more, those of forced slots first. Weights are >= 0, or NaN.
+// The number of a row's largest weights that sum to p or more, forced slots first. Weights are >= 0, or NaN.
 struct Nucleus {
-    static constexpr int BINS = 4096, SHIFT = 19;  // of the bits of a weight: 16 to an octave
+    static constexpr int BINS = 4096, SHIFT = 19;  // bins by the bits of a weight: 16 per octave
     std::vector<double> mass;
     std::vector<int64_t> many;
     std::vector<float> rest;
@@ -114,7 +114,7 @@ struct Nucleus {
         int64_t taken = forced;
         int at = BINS - 1;
         for (; at > 0 && sum + mass[at] < p; at--) sum += mass[at], taken += many[at];
-        rest.clear();  // the bin in which p is reached, by falling weight
+        rest.clear();  // the weights of the bin in which p is reached, in falling order
         for (int64_t t = first; t < last; t++)
             if (bin(weights[t]) == at) rest.push_back(weights[t]);
         std::sort(rest.begin(), rest.end(), std::greater<float>());
@@ -123,7 +123,7 @@ struct Nucleus {
     }
 };
 
-// Scores, or weights, [B, H, T], of which those behind pos [B] do not count, if there is one
+// Scores, or weights, [B, H, T]; those past pos [B] do not count, if it is given
 struct ScoredRows {
     PerHead<const float> at;
     const int64_t* pos;
@@ -135,13 +135,13 @@ struct Forced {
     int64_t sinks, recent;
 };
 
-// The slots of each head [B, H, K], of which count [B, H] are filled
+// The slots chosen for each head [B, H, K], the first count [B, H] of them
 struct Chosen {
     int64_t *idx, *count;
     int64_t K;
 };
 
-// count [B, H]: how many of a row's largest weights sum to p or more
+// count [B, H]: the number of a row's largest weights that sum to p or more
 void count_nucleus(const ScoredRows& rows, double p, Forced forced, int64_t* count) {
     const int64_t H = rows.H;
 #pragma omp parallel num_threads(rows.threads)
@@ -155,7 +155,7 @@ void count_nucleus(const ScoredRows& rows, double p, Forced forced, int64_t* cou
     }
 }
 
-// The slots of as many of the largest scores as are wanted, and that the mask lets pass; or, without one, some forced
+// The slots of the `wanted` largest scores that the mask allows; or, without a mask, with some slots forced in
 void select_largest(const ScoredRows& rows, const PerHead<const uint8_t>& mask, const PerHead<const int64_t>& wanted,
                     Forced forced, const Chosen& chosen) {
     const int64_t H = rows.H, T = rows.T;

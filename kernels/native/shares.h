@@ -7,15 +7,15 @@
 
 namespace {
 
-// Pieces 0..n of a loop, shared by threads. Each takes a stretch of its own in order, a round at a time: a piece of
-// each of STREAMS parts of the stretch, since a core that reads at some places in turns gets more of a memory's
+// Pieces 0..n of a loop, shared by threads. Each thread takes a stretch of its own in order, round by round: one piece
+// from each of STREAMS parts of the stretch, since a core that reads at several places in turns gets more memory
 // bandwidth than one that reads at one. The last pieces of a stretch are rounds by themselves, and a thread that is
-// done takes the last rounds of others' stretches: threads get unequal parts of the bandwidth, and of a core.
+// done takes the last rounds of others' stretches: threads get unequal shares of the bandwidth, and of a core.
 class Shares {
     struct alignas(64) Stretch {
         std::atomic<uint64_t>
-            left;              // rounds that are not taken: the first one, and in the upper half the one after the last
-        int64_t first, whole;  // piece, and rounds of several pieces
+            left;              // rounds not taken yet: the first one, and in the upper half the one after the last
+        int64_t first, whole;  // first piece; number of rounds of several pieces
     };
     std::vector<Stretch> stretches;
     const int64_t streams;
@@ -31,10 +31,10 @@ class Shares {
     }
 
 public:
-    // 4 are slower: parts of 2^n bytes meet in the same places of caches and memory. With AVX-512 a core that reads in
-    // order, a page ahead, has enough under way: on Zen 5 it reads 8 to 27 % more bytes a second than at 3 places
+    // 4 are slower: parts of 2^n bytes collide in caches and memory. With AVX-512, a core that reads in order, a page
+    // ahead, has enough in flight: on Zen 5 it reads 8 to 27 % more bytes a second than at 3 places
     static constexpr int64_t STREAMS = L == 8 ? 3 : 1;
-    static constexpr int64_t ENOUGH = 8;  // pieces of a part, or there is only one
+    static constexpr int64_t ENOUGH = 8;  // pieces of a part; with fewer, there is only one part
 
     Shares(int64_t n, int threads, int64_t most = STREAMS)
         : stretches(threads), streams(n / threads < most * ENOUGH ? 1 : most) {
@@ -42,20 +42,20 @@ public:
             Stretch& s = stretches[t];
             s.first = n * t / threads;
             const int64_t pieces = n * (t + 1) / threads - s.first;
-            s.whole = streams > 1 ? pieces / streams - 1 : 0;  // one round less than there could be
+            s.whole = streams > 1 ? pieces / streams - 1 : 0;  // one round fewer than there could be
             s.left.store((uint64_t)(s.whole + pieces - s.whole * streams) << 32);
         }
     }
 
     template <class F>
-    void each(F&& f) {  // f(pieces, how many of them), by a team: all its threads are to come here, none waits
+    void each(F&& f) {  // f(pieces, their number), by a team: all its threads must come here; none waits
         const int threads = stretches.size();
 #pragma omp for schedule(static, 1) nowait
         for (int t = 0; t < threads; t++)
             for (int k = 0; k < threads; k++) {
                 Stretch& s = stretches[(t + k) % threads];
                 for (int64_t round; take(s.left, k > 0, round);) {
-                    const bool several = round < s.whole;  // or one of those behind the parts
+                    const bool several = round < s.whole;  // otherwise one of the last pieces
                     const int64_t count = several ? streams : 1;
                     int64_t pieces[STREAMS];
                     for (int64_t i = 0; i < count; i++)

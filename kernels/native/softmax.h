@@ -10,17 +10,18 @@ namespace {
 constexpr int64_t CHUNK = 2048;  // tokens of a work item
 constexpr float LOG2_E = 1.44269504f;
 
-// Keys and values of one head; of a list of slots, or of all
+// Keys and values of one head, for a list of slots or for all
 template <class T> struct Slots {
     const T *k, *v;
-    int64_t k_slot, v_slot;  // numbers from one to the next
+    int64_t k_slot, v_slot;  // numbers from one slot to the next
     const int64_t* idx = nullptr;
 };
 
-// What a work item has seen: per query head the largest logit, the sum of 2^(logit - largest), the weighted values.
+// The running softmax of a work item: per query head the largest logit, the sum of 2^(logit - largest), weighted
+// values.
 struct Seen {
     int G, D;
-    float scale = 1;  // that products of queries and keys are multiplied with, to be logits in log 2
+    float scale = 1;  // factor from products of queries and keys to logits in log 2
     std::vector<float> top, sum_parts, y, p;
     Seen(int G, int D) : G(G), D(D), top(G), sum_parts(G * L), y(G * D), p(G * N) {}
 
@@ -31,8 +32,8 @@ struct Seen {
     }
     float total(int g) const { return sum(load(&sum_parts[g * L])); }
 
-    // Of query head g, turns the first n of `width` products into weights, the others into zeros. Returns by what is to
-    // be multiplied that was added up before.
+    // For query head g, turns the first n of `width` products into weights, the others into zeros. Returns the factor
+    // for what was added up before.
     float soften(int g, float* row, int n, int width) {
         for (int i = n; i < width; i++) row[i] = -INFINITY;
         vf high = all(top[g]), part = {};
@@ -40,8 +41,8 @@ struct Seen {
             vf x = load(row + i) * scale;
             high = x > high ? x : high;
         }
-        const float most = any(high > all(top[g])) ? largest(high) : top[g];  // seldom, after the first few blocks
-        const float base = most == -INFINITY ? 0.0f : most;  // of infinite keys alone: -inf less itself would be NaN
+        const float most = any(high > all(top[g])) ? largest(high) : top[g];  // rare after the first few blocks
+        const float base = most == -INFINITY ? 0.0f : most;  // all logits may be -inf, and -inf less itself is NaN
         for (int i = 0; i < width; i += L) {
             vf x = load(row + i) * scale, e = exp2_of(x - base);
             e = x == -INFINITY ? vf{} : e;
@@ -54,7 +55,7 @@ struct Seen {
         return shrink;
     }
 
-    // n <= N rows of keys and values; look() sees, and may change, the products in p
+    // n <= N rows of keys and values; look() may read and change the products in p
     template <class Query, class T, class Look>
     void add(const Query& q, const T* const* k, const T* const* v, int n, const Next<T>& next, Look look) {
         static const Next<T> nothing{};  // for all query heads but the first few
@@ -100,8 +101,8 @@ template <class T> void scaled_query(const T* q, int64_t head, int G, int D, flo
 }
 
 // Runs work(group, part, q [G, D] fp32, seen) for `parts` parts of each of B * H groups, and joins the parts. Products
-// are scaled by 1 / sqrt(channels), by default D, logits are in log 2; without q, work has its own. lse, if given, gets
-// the logarithm of what each softmax summed up to.
+// are scaled by 1 / sqrt(channels), by default D, and logits are in log 2; without q, work makes its own. lse, if
+// given, gets the logarithm of each softmax's sum.
 template <class T, class Work>
 void attention(const Heads<T>& heads, int64_t parts, Work work, int64_t channels = 0, float* lse = nullptr) {
     const int B = (int)heads.B, H = (int)heads.H, G = (int)heads.G, D = (int)heads.D;

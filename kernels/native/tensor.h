@@ -1,5 +1,5 @@
-// Tensors through torch's stable C interface. A call lends them, which costs nothing; torch's own class for this
-// interface allocates twice for each.
+// Tensors through torch's stable C interface. A call lends its tensors, which costs nothing; torch's own class for this
+// interface allocates twice for each tensor.
 
 #pragma once
 
@@ -18,7 +18,7 @@ public:
     }
 
     AtenTensorHandle get() const { return handle; }
-    AtenTensorHandle give() { return own = false, handle; }  // one that was made
+    AtenTensorHandle give() { return own = false, handle; }  // only for one that was made
     int64_t size(int64_t d) const { return asked<int64_t>(aoti_torch_get_size, d); }
     int64_t stride(int64_t d) const { return asked<int64_t>(aoti_torch_get_stride, d); }
     int64_t dim() const { return asked<int64_t>(aoti_torch_get_dim); }
@@ -53,7 +53,7 @@ template <class R, class... A, R (*f)(A...)> struct Operator<f> {
         std::conditional_t<std::is_same_v<T, Maybe>, Handle*, std::conditional_t<std::is_same_v<T, bool>, int32_t, T>>>;
 
     static AOTITorchError one(Passed<A>... given, Handle* out) {
-        if constexpr (std::is_void_v<R>) {  // inductor gives a place for what there is not, or none
+        if constexpr (std::is_void_v<R>) {  // inductor passes a place for the missing result, or null
             f(lent<A>(given)...);
             if (out) *out = nullptr;
         } else *out = f(lent<A>(given)...).give();

@@ -1,9 +1,10 @@
-// Vectors of floats as wide as the processor's, 16 with AVX-512, else 8. Numbers of 16, 8, 4 and 2 bits become fp32.
+// Vectors of floats as wide as the processor's: 16 with AVX-512, otherwise 8. Numbers of 16, 8, 4 and 2 bits become
+// fp32.
 //
-// What is written in the instructions of a processor is in a file by its instruction set (isa/), included here and, for
-// products, by products.h.
+// Code in a processor's own instructions is in one file per instruction set (isa/), included here and, for products, by
+// products.h.
 //
-// (gcc takes vectors apart that are wider than the processor's, and copies them through memory: three times as slow.)
+// (gcc splits vectors that are wider than the processor's, and copies them through memory: three times as slow.)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -23,8 +24,8 @@ constexpr int L = 16;  // floats of a vector. Kernels have as many sums at once:
 constexpr int L = 8;
 #define LANES {0, 1, 2, 3, 4, 5, 6, 7}
 #endif
-constexpr int WHOLE = 16;    // numbers that rows are multiples of: VECTOR of ops.py
-constexpr int ENTRIES = 16;  // of a table, one for each value of 4 bits
+constexpr int WHOLE = 16;    // rows have a multiple of this many numbers: VECTOR of kernels/native/__init__.py
+constexpr int ENTRIES = 16;  // entries of a table, one for each value of 4 bits
 typedef float vf __attribute__((vector_size(L * 4)));
 typedef int32_t vi __attribute__((vector_size(L * 4)));
 typedef uint32_t vu __attribute__((vector_size(L * 4)));
@@ -40,13 +41,13 @@ template <class V, class P> V load_as(const P* p) {
     return x;
 }
 template <class V, class P> V load_some(const P* p, int n) {  // n of L numbers of 4 bytes, then zeros
-    if (n == L) return load_as<V>(p);                         // a copy of a size that is known is one instruction
+    if (n == L) return load_as<V>(p);                         // a copy of a constant size is one instruction
     V x = {};
     std::memcpy(&x, p, n * 4);
     return x;
 }
 vf load(const float* p) { return load_as<vf>(p); }
-vf all(float x) { return x - vf{}; }  // plus zero would be computed: -0 + 0 is 0
+vf all(float x) { return x - vf{}; }  // adding zero would not be free: -0 + 0 is 0
 float number(float x) { return x; }
 float number(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;
@@ -91,7 +92,7 @@ template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's b
 #endif
 }
 
-// Of vectors x[0], x[S], ...: numbers whose lanes differ in bits from S to M are added, and M / S vectors become one
+// For vectors x[0], x[S], ...: adds numbers whose lanes differ in bits from S to M, so that M / S vectors become one
 template <int S, int M = L> __attribute__((always_inline)) inline vf joined(const vf* x) {
     if constexpr (S == M) return *x;
     else {
@@ -120,14 +121,14 @@ inline void transpose(const void* const* rows, int64_t at, void* to, int64_t to_
     for (int i = 0; i < L; i++) std::memcpy((char*)to + i * to_row, &x[i], sizeof x[i]);
 }
 
-vf half_to_float(vu h) {  // finite fp16, subnormals too: the exponent's bias is made up by a multiplication
+vf half_to_float(vu h) {  // finite fp16, subnormals too: a multiplication corrects the exponent's bias
     vf x = (vf)((h & 0x7fff) << 13) * 0x1p112f;
     return (vf)((vu)x | (h & 0x8000) << 16);
 }
 
 typedef std::conditional_t<L == 16, uint16_t, uint8_t> Bits;  // a bit for each number of a vector
 
-// Room for n numbers, in whole vectors: a row that lies across two lines of the cache costs twice.
+// Room for n numbers, aligned to whole vectors: a vector that lies across two cache lines costs twice.
 template <class T> struct Room {
     std::vector<vf> lines;
     T* at;

@@ -152,7 +152,7 @@ def recording() -> Iterator[Launches]:
         (torch.Tensor, "data_ptr", lambda self: 0),
         (double_sparsity_offload, "host_buffer", lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device)),
         (RandomCalibration, "get", statistic),
-        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "most_held"))),
+        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "max_kept"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
         # h2o's prompt: hundreds of thousands of torch's products, and no kernel
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (

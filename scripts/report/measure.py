@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,8 +102,8 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
-        ruler_long=[f"{RULED} --lengths 4096 --samples 20 {FOUND} --method {OWN}",
-                    f"{RULED} --lengths 8192 --samples 10 {FOUND} --method {LONGER}"],
+        ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --method {OWN}",
+                    f"{RULED} --lengths 8192 --samples 5 {FOUND} --method {LONGER}"],
         ruler_known=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --query-in-prompt --kv 1/2,1/4,1/8 "
                      "--method h2o tova snapkv pyramidkv streaming"],
         ruler_newer=[f"{RULED} --lengths 2048 --samples {n} {FOUND} --kv 1/2,1/4,1/8 --method {methods}"
@@ -142,7 +143,10 @@ def part(question: str, i: int, command: str, limit: float) -> dict | None:
     key = f"{commit()} {command}"
     if not (mark.exists() and mark.read_text() == key):
         if path.exists() and json.loads(path.read_text()).get("commit") != commit():
-            path.unlink()
+            if out.is_dir():
+                shutil.rmtree(out)  # with its samples, which --resume would take for this commit's
+            else:
+                path.unlink()
         argv += ["--out", str(out.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
         status = run([sys.executable, "-m", f"scripts.{module}", *argv], limit)
         if status:

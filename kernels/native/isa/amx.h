@@ -4,7 +4,7 @@
 
 namespace {
 
-// The system gives the unit's registers to those who ask (ARCH_REQ_XCOMP_PERM).
+// The system grants the unit's registers on request (ARCH_REQ_XCOMP_PERM).
 bool has_tiles() {
     static const bool given = !syscall(SYS_arch_prctl, 0x1023, 18);
     return given;
@@ -57,13 +57,13 @@ struct ByTiles : InPairs {
 
 // ---- many rows of x ----
 //
-// A number in fp32 is the sum of two in bf16, as for pairs (many_rows.cpp).
+// A number in fp32 is the sum of two bf16 parts, as for pairs (many_rows.cpp).
 
 constexpr int TILE = 16;  // rows of x, and of W, in a register
 constexpr int DEEP = 32;  // inputs of a register
 constexpr int64_t TILE_SIZE = TILE * DEEP;
 
-// fp32 numbers of inputs i and i + 1 -> one lane of both in bf16, and in `rest` what is lost
+// fp32 numbers of inputs i and i + 1 -> one lane of both in bf16; `rest` gets the rounding errors
 template <int PARTS> void split(vf a, vf b, uint16_t* to, uint16_t* rest) {
     const vu half = vu{} + 0x7fff, one = vu{} + 1, upper = vu{} + 0xffff0000u;
     vu x = (vu)a, y = (vu)b;
@@ -140,10 +140,9 @@ template <int XP, int WP> __attribute__((noinline)) void multiply_tiles(Register
     _tile_loadd(1, sums + TILE, stride * 4);
     _tile_loadd(2, sums + TILE * stride, stride * 4);
     _tile_loadd(3, sums + TILE * stride + TILE, stride * 4);
-    for (int64_t s = 0; s < steps;
-         s++, x += TILE_SIZE, w += TILE_SIZE) {  // loading a register takes longer than a product
+    for (int64_t s = 0; s < steps; s++, x += TILE_SIZE, w += TILE_SIZE) {  // loading a tile takes longer than a product
         if (fetch)
-            for (int i = 0; i < TILE_SIZE; i += 32)  // as of packed weights for few rows
+            for (int i = 0; i < TILE_SIZE; i += 32)  // as for few rows of packed weights
                 __builtin_prefetch(w + 2048 + i), __builtin_prefetch(w + w_tile + 2048 + i);
         _tile_loadd(4, x, 64);
         _tile_loadd(5, x + x_tile, 64);
@@ -183,14 +182,14 @@ template <int XP, int WP> __attribute__((noinline)) void multiply_tiles(Register
 }
 
 template <int BITS, class T> void many_by_tiles(const Weight& w, const Product<T>& of) {
-    constexpr int64_t AT_ONCE = 512;     // inputs that are multiplied at a time: what is unpacked of W stays in a cache
-    constexpr int64_t MOST_ROWS = 1024;  // of x for which W is unpacked once
+    constexpr int64_t AT_ONCE = 512;     // inputs multiplied at a time: what is unpacked of W stays in a cache
+    constexpr int64_t MOST_ROWS = 1024;  // rows of x for which W is unpacked once
     constexpr int64_t PANEL_BLOCKS = 8;  // blocks of 16 rows of W that a thread unpacks at a time
     constexpr int XP = std::is_same_v<T, float> ? 2 : 1, WP = XP == 2 && BITS < 16 ? 2 : 1;
     const int64_t deep = (w.in + DEEP - 1) / DEEP * DEEP, panels = (of.blocks + PANEL_BLOCKS - 1) / PANEL_BLOCKS,
                   rows = of.M;
     const int64_t most = (std::min(rows, MOST_ROWS) + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
-    const bool in_place = BITS == 16 && w.in % DEEP == 0;  // in bf16, W lies as registers want it
+    const bool in_place = BITS == 16 && w.in % DEEP == 0;  // in bf16, W already has the layout of tiles
     const uint16_t* as_it_is = (const uint16_t*)w.codes;
     Room<uint16_t> split_x(XP * most * deep);
 #pragma omp parallel num_threads(of.threads)

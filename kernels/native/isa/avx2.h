@@ -57,8 +57,8 @@ void bytes_apart(const __m256i* x, __m256i* y) {
     y[2] = _mm256_unpacklo_epi64(ab, cd), y[3] = _mm256_unpackhi_epi64(ab, cd);
 }
 
-// One instruction looks up 32 bytes in 16, where 8 floats in 16 take two slow ones and a third: each byte of an entry
-// is looked up for itself.
+// One instruction looks up 32 bytes in tables of 16, where 8 floats in 16 take three, two of them slow: so each byte of
+// an entry is looked up by itself.
 struct Tables {
     Room<vi> bytes;
     Tables(const float* entries, int64_t n) : bytes(4 * n) {
@@ -86,7 +86,7 @@ struct Tables {
         }
     }
 };
-__m256i apart(const uint8_t* p, int behind) {  // 16 bytes, and 16 from `behind` on
+__m256i apart(const uint8_t* p, int behind) {  // 16 bytes, and 16 more from `behind` on
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)p)),
                                    _mm_loadu_si128((const __m128i*)(p + behind)), 1);
 }
@@ -110,7 +110,7 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] wor
 
 // ---- selection ----
 
-struct Places {  // of the bits of a byte that are set
+struct Places {  // places of the set bits of a byte
     uint8_t of[256][L] = {};
     constexpr Places() {
         for (int mask = 0; mask < 256; mask++)

@@ -62,7 +62,7 @@ template <class Keep> int64_t whole_places(const int32_t* x, int64_t n, int64_t&
     for (i = 0; i + L <= n; i += L, at = _mm512_add_epi32(at, _mm512_set1_epi32(L))) {
         vi kept = keep(load_as<vi>(x + i));  // -1 or 0
         __mmask16 mask = _mm512_movepi32_mask((__m512i)kept);
-        _mm512_storeu_si512(out + m, _mm512_maskz_compress_epi32(mask, at));  // the rest is written over
+        _mm512_storeu_si512(out + m, _mm512_maskz_compress_epi32(mask, at));  // the rest is overwritten later
         m += __builtin_popcount(mask);
     }
     return m;
@@ -80,7 +80,7 @@ Halves dot_bytes(vu w, int32_t four) { return (Halves)_mm512_maddubs_epi16((__m5
 Halves narrowed(vi a, vi b) { return (Halves)_mm512_packs_epi32((__m512i)a, (__m512i)b); }  // in turns of 4 of either
 Bytes narrowed(Halves a, Halves b) { return (Bytes)_mm512_packs_epi16((__m512i)a, (__m512i)b); }
 
-// Intel processors with AVX-512 are what torch's library (MKL) is made for
+// torch's library (MKL) is optimized for Intel processors with AVX-512
 bool multiplies_one_row() { return !__builtin_cpu_is("intel"); }
 
 }  // namespace

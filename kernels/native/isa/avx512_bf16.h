@@ -3,8 +3,8 @@ namespace {
 
 // ---- two numbers of bf16 at a time ----
 //
-// Rows of bf16 as they are, where they became fp32 half a vector at a time. What they are multiplied with is a sum of
-// two numbers of bf16, so that 16 of fp32's 24 bits count. Measured on Zen 4; where there are tiles not tried.
+// Rows of bf16 are multiplied as they are, not converted to fp32 half a vector at a time. The other factor is a sum of
+// two bf16 numbers, which keep 16 of fp32's 24 bits. Measured on Zen 4; not tried on processors with tiles.
 
 const int PAIR = 2 * L;  // numbers of a vector
 typedef uint16_t Each __attribute__((vector_size(L * 4)));
@@ -13,7 +13,7 @@ __mmask32 those(int n) { return n < PAIR ? (1u << n) - 1 : ~0u; }  // the first 
 Each load_pairs(const bf16* p, __mmask32 some) { return (Each)_mm512_maskz_loadu_epi16(some, p); }
 vf add_products(vf sum, Each x, Each y) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
 
-void two_parts(vf a, vf b, bf16* high, bf16* low) {  // of L numbers each
+void two_parts(vf a, vf b, bf16* high, bf16* low) {  // L numbers each
     for (bf16* to : {high, low}) {
         const auto both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
         std::memcpy(to, &both, sizeof both);
@@ -21,9 +21,9 @@ void two_parts(vf a, vf b, bf16* high, bf16* low) {  // of L numbers each
     }
 }
 
-// A group's queries [G, D] as two parts of bf16; of one if nothing is left for the other, as of queries that were bf16.
-// M = L / n lanes of a vector belong to each of n heads that are multiplied at a time, for 2 M channels: a row's are
-// spread over all lanes, and what a lane adds up is only to be added to its M - 1 neighbours' of the same head.
+// A group's queries [G, D] as two bf16 parts, or one if the other would be zero, as for queries that were bf16. Of n
+// heads that are multiplied at a time, each has M = L / n lanes of a vector, for 2 M channels: these channels of a row
+// are repeated over all lanes, and the sum of a lane only has to be added to its M - 1 neighbours' of the same head.
 struct Paired {
     int64_t size;
     bool two = false;
@@ -68,7 +68,7 @@ template <int M> Each spread(const bf16* p, __mmask32 some) {  // 2 M numbers ov
 
 template <int G, bool TWO> __attribute__((noinline))  // or its pointers do not stay in registers
 void Paired::dots(const bf16* q, const bf16* const* k, int n, int D, float* logits, const Next<bf16>& next) const {
-    constexpr int M = L / G, ROWS = M > 8 ? M : 8;  // as many sums at a time as hide how late a product comes
+    constexpr int M = L / G, ROWS = M > 8 ? M : 8;  // as many sums at a time as hide a product's latency
     for (int i = 0; i < n; i += ROWS) {
         const bf16* rows[ROWS];
         for (int m = 0; m < ROWS; m++) rows[m] = k[std::min(i + m, n - 1)];
@@ -122,14 +122,14 @@ template <int G> __attribute__((noinline)) void Paired::weigh(const float* p, co
     }
 }
 
-// Where there are tiles, too, rows become fp32: it was not tried which is faster
+// On processors that also have tiles, rows become fp32: it was not measured which is faster
 template <> struct QueriesFor<bf16> {
     typedef std::conditional_t<TILES, Plain, Paired> type;
 };
 
 // ---- keys that are coordinates in a basis ----
 
-struct InPairs {       // lanes of two coordinates, for processors that multiply such
+struct InPairs {       // lanes of two coordinates, for processors that multiply pairs
     typedef bf16 Row;  // a panel is [R / 32, PANEL, 32]
     static void pack_coordinates(const bf16* from, int64_t step, int64_t rank, bf16* to) {
         vu pairs[L];
@@ -179,7 +179,7 @@ struct ByPairs : InPairs {
 
 constexpr int PAIRED_ROWS = 8;  // rows of x that are multiplied with two blocks: 16 sums
 
-// x [rows][in] -> lanes of two inputs [in / 2][part][PAIRED_ROWS]: numbers in bf16, and what is lost
+// x [rows][in] -> lanes of two inputs [in / 2][part][PAIRED_ROWS]: bf16 numbers, and their rounding errors
 template <int PARTS, class T> void pairs_of(const T* x, int64_t rows, int64_t in, uint32_t* to) {
     for (int64_t i = 0; i < in; i += L)
         for (int r = 0; r < PAIRED_ROWS; r++) {

@@ -1,8 +1,7 @@
-// Products of integers of 16 bits with codes, for AVX2 and AVX-512: how they lie, and two by two where there is no
-// VNNI.
+// Products of 16-bit integers with codes, for AVX2 and AVX-512: their layout, and products two at a time without VNNI.
 namespace {
 
-// L inputs, half of them as many lanes, `apart` by twos
+// L inputs, in L / 2 lanes, each two of them `apart`
 template <int BITS> int32_t* put_lanes(vi q, int64_t apart, int32_t* to) {
     typedef int64_t Twos __attribute__((vector_size(L * 4)));
     const vi in_8 = LANE % 8, in_4 = LANE % 4;
@@ -24,7 +23,7 @@ template <int BITS> int32_t* put_lanes(vi q, int64_t apart, int32_t* to) {
     return to;
 }
 
-// Sums of 4-bit codes fit into 16 bits for a while. 8-bit codes are multiplied with integers as they are, not by bytes.
+// Sums of 4-bit codes fit into 16 bits for a while. 8-bit codes are multiplied with whole integers, not with bytes.
 template <int BITS, int M> struct ByTwo {
     vi sum[VECTORS][M] = {};
 
@@ -67,7 +66,7 @@ template <int BITS, int M> struct ByTwo {
 
 private:
     template <int ROWS>
-    static void in_order(vi& sum) {  // or gcc adds up in another order, for which registers do not suffice
+    static void in_order(vi& sum) {  // otherwise gcc adds up in another order and runs out of registers
         if (ROWS < 4) asm("" : "+v"(sum));
     }
 };

@@ -1,5 +1,5 @@
-// Which instruction sets this is compiled for: here alone the compiler is asked. Kernels, and the other files of this
-// folder, ask these constants.
+// The instruction sets this is compiled for. Only this file asks the compiler; kernels and the other files of this
+// folder use these constants.
 #pragma once
 
 #if defined(__AVX512BW__) && defined(__AVX512DQ__)
@@ -23,7 +23,7 @@
 #define PAIRS false
 #endif
 #if PAIRS && defined(__AMX_BF16__)
-#define TILES true  // of bf16; no processor has them alone
+#define TILES true  // of bf16; no processor has them without the above
 #else
 #define TILES false
 #endif

@@ -1,4 +1,4 @@
-// Vectors by what every compiler has: for processors that no other file here is for, and where those have no better.
+// Vectors in terms that every compiler has: for processors without a file here, and for what those files leave out.
 namespace {
 namespace plain {
 
@@ -10,14 +10,14 @@ vu bytes_at(const uint8_t* p) {  // L bytes
     typedef uint8_t some __attribute__((vector_size(L)));
     return __builtin_convertvector(load_as<some>(p), vu);
 }
-vu two_words(uint32_t a, uint32_t) { return vu{} + a; }  // the second one is for numbers from the ninth on
-void keep(vf&) {}  // in a register: gcc would read it from memory again for each product, and a processor reads two at
-                   // a time
+vu two_words(uint32_t a, uint32_t) { return vu{} + a; }  // the second word is for numbers from the ninth on
+void keep(vf&) {}  // keeps it in a register: gcc would read it again for each product, and a processor reads two at a
+                   // time
 void store(bf16* p, vf x) {  // to nearest, ties to even
     vu u = (vu)x, rounded = (u + (0x7fff + ((u >> 16) & 1))) >> 16;
     for (int i = 0; i < L; i++) p[i].bits = x[i] != x[i] ? 0x7fc0 : (uint16_t)rounded[i];
 }
-bool any(vi mask) { return largest(-mask) != 0; }  // of a comparison
+bool any(vi mask) { return largest(-mask) != 0; }  // whether a comparison holds for any number
 
 // Number i of the result is the sum over x[i]. x is used up.
 vf sums(vf* x) {
@@ -36,7 +36,7 @@ uint16_t to_half(float x) {  // to nearest, ties to even
     uint32_t sign = bits >> 16 & 0x8000, f = bits & 0x7fffffff;
     if (f > 0x7f800000) return sign | 0x7e00;
     if (f >= 0x477ff000) return sign | 0x7c00;
-    if (f < 0x38800000) {  // subnormal: the sum's rounding is the one that is wanted
+    if (f < 0x38800000) {  // subnormal: the sum rounds as needed
         float y;
         std::memcpy(&y, &f, 4);
         y += 0.5f;
@@ -51,7 +51,7 @@ uint16_t to_half(float x) {  // to nearest, ties to even
 template <int BITS> vf low_bits(vu x) {  // the lowest bits of each lane, as a number
     return __builtin_convertvector((vi)(x & ((1u << BITS) - 1)), vf);
 }
-vf coded(vu x, vf table) {  // what the lowest four bits are in a table of numbers in steps of one
+vf coded(vu x, vf table) {  // the table entry of the lowest four bits; entries rise by one
     return __builtin_convertvector((vi)(x & 15), vf) + table[0];
 }
 vi zeros_at(const uint8_t* p, int v) {  // codes of 4 bits, a byte those of two rows 8 apart: of vector v of 16 rows
@@ -63,8 +63,8 @@ vi zeros_at(const uint8_t* p, int v) {  // codes of 4 bits, a byte those of two 
 
 constexpr int LOOKED_UP = 2;
 
-// What each of a word's eight codes of 4 bits adds to a token's score, of LOOKED_UP * L tokens at once: tables are
-// prepared once, for all tokens of a work item.
+// What each of a word's eight 4-bit codes adds to a token's score, for LOOKED_UP * L tokens at once: tables are
+// prepared once for all tokens of a work item.
 struct Tables {
     const float* entries;
     Tables(const float* entries, int64_t) : entries(entries) {}
@@ -101,8 +101,8 @@ void transpose4(const uint8_t* from, uint32_t* to, int64_t row) {  // [L, 4] wor
 
 // ---- selection ----
 
-// Places of the numbers x for which keep(x), in order, of as many of n as are whole vectors. Returns how many there
-// are; i becomes the first place that was not looked at.
+// Places of the numbers x for which keep(x), in order, among those of n that fill whole vectors. Returns their number;
+// i becomes the first place that was not checked.
 template <class Keep> int64_t whole_places(const int32_t*, int64_t, int64_t& i, int32_t*, Keep) { return i = 0; }
 
 // ---- products ----

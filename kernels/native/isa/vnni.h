@@ -1,7 +1,7 @@
 // Products of integers by bytes, four by four (VNNI).
 namespace {
 
-vi dot(vi acc, vu w, int32_t four) {  // four unsigned bytes of each lane of w times four with a sign
+vi dot(vi acc, vu w, int32_t four) {  // four unsigned bytes of each lane of w times four signed ones
 #if AVX512
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, everywhere(four));
 #else
@@ -26,7 +26,7 @@ template <int BITS, int M> struct ByFour {
                 for (int h = 0; h < 2; h++)
                     for (int m = 0; m < M; m++) {
                         const int32_t* from = x + (h * M + m) * 2;
-                        int a = M < 4 ? h : 0;  // sums of one row in turns: an addition waits for the one before
+                        int a = M < 4 ? h : 0;  // sums of one row in turns, as an addition waits for the one before
                         high[v][m][a] = dot(high[v][m][a], two[h], from[0]);
                         rest[v][m][a] = dot(rest[v][m][a], two[h], from[1]);
                     }

@@ -10,16 +10,16 @@ from torch import Tensor
 from cache.base import CacheShape, Storage
 from errors import InputError
 from kernels.gather_attention import gather_rows
-from kernels.ring import held
+from kernels.ring import ring_positions
 
 
 class Tail(Storage):
-    """Decoded tokens in a ring, behind slots of the prompt's own if there are some.
+    """A ring of decoded tokens, behind `lead` slots for tokens of the prompt.
 
-    Between steps, once it is full, its oldest tokens move to a compressed store, `flush` at a time.
+    When the ring is full, its oldest tokens move to a compressed store between steps, `flush` at a time.
     """
 
-    k: Tensor  # [B, Hkv, lead + size, D]: the token s steps behind the prompt in slot lead + s % size
+    k: Tensor  # [B, Hkv, lead + size, D]: the s-th decoded token is in slot lead + s % size
     v: Tensor
     prompt_len: Tensor  # [B] int64
 
@@ -27,15 +27,15 @@ class Tail(Storage):
         super().__init__(shape)
         self.lead, self.size, self.flush = lead, size, flush
         if 0 < size - shape.drafts < flush and size < shape.max_decoded:
-            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts are more than the {size} "
-                             "that are held whole: make more room for them, or draft fewer")  # fmt: skip
+            raise InputError(f"{flush} tokens that move at a time and {shape.drafts} drafts exceed the {size} slots in "
+                             "full precision: give more of these, or draft fewer")  # fmt: skip
         for name in "kv":
             self.buffer(name, (shape.max_batch, shape.n_kv_head, lead + size, shape.head_dim))
         self.buffer("prompt_len", (shape.max_batch,), torch.int64)
-        self.moved = 0  # decoded tokens that have moved
+        self.moved = 0  # decoded tokens that have left the ring
 
     def put(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """One token per row, k and v [B, Hkv, D], in place of the oldest."""
+        """Store one token per row in place of the oldest: k and v [B, Hkv, D] at pos [B]."""
         row, slot = torch.arange(len(pos), device=pos.device), self.newest(pos)
         self.k[row, :, slot], self.v[row, :, slot] = k, v
 
@@ -44,17 +44,18 @@ class Tail(Storage):
         return self.lead + (pos - self.prompt_len[: len(pos)]) % self.size
 
     def position(self, pos: Tensor) -> Tensor:
-        """[B, size] of the ring with the newest token at pos [B]; -2 where nothing is, or what has moved."""
+        """Positions of the ring's tokens [B, size], with the newest at pos [B]; -2 for empty slots and moved tokens."""
         prompt_len = self.prompt_len[: len(pos)]
-        step = held(pos - prompt_len, self.size)
+        step = ring_positions(pos - prompt_len, self.size)
         return torch.where(step >= self.moved, step + prompt_len[:, None], -2)
 
     def due(self, step: int) -> bool:
-        """Whether tokens must move after `step` decoded ones: what comes next would overwrite the oldest."""
+        """Whether tokens must move after `step` decoded ones, because the next tokens would overwrite the oldest."""
         return step + self.shape.drafts - self.moved >= self.size
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Let the oldest move -> their k and v [max_batch, Hkv, flush, D], and steps [flush] behind the prompt."""
+        """Remove the oldest `flush` tokens -> their k and v [max_batch, Hkv, flush, D], and steps since the prompt
+        [flush]."""
         step = torch.arange(self.flush, device=self.k.device) + self.moved
         slot = self.lead + step % self.size
         self.moved += self.flush
@@ -66,22 +67,22 @@ class Tail(Storage):
 
 
 class Exempt(Tail):
-    """A prompt's first and last tokens, and behind them decoded ones, which all move at once."""
+    """A prompt's first and last tokens, followed by a block of decoded tokens, which all move at once."""
 
     def __init__(self, shape: CacheShape, first: int, last: int, block: int):
         super().__init__(shape, block, block, lead=min(first + last, shape.max_seq_len))
         self.first, self.last = first, last
 
     def layout(self, tokens: int) -> dict[str, Any]:
-        return dict(k=self.lead, v=self.lead)  # decoded tokens lie behind it
+        return dict(k=self.lead, v=self.lead)  # decoded tokens come after the lead
 
     def mask(self, lengths: Tensor, S: int) -> Tensor:
-        """Which tokens of prompts of lengths [B], padded to S, are not in the middle: bool [B, S]."""
+        """Which tokens of prompts of lengths [B], padded to S, are among the first or last: bool [B, S]."""
         t = torch.arange(S, device=lengths.device)
         return (t < self.first) | (t >= lengths[:, None] - self.last)
 
     def put_prompt(self, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """k, v [B, Hkv, S, D], lengths [B]."""
+        """Store the first and last tokens of prompts: k, v [B, Hkv, S, D], lengths [B]."""
         B, S = len(k), k.shape[2]
         self.prompt_len[:B] = lengths
         at = self._place(min(self.lead, S), lengths).clamp(max=S - 1)[:, None]
@@ -89,7 +90,7 @@ class Exempt(Tail):
         self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, at), gather_rows(v, at)
 
     def _place(self, n: int, lengths: Tensor) -> Tensor:
-        """[B, n]: slot i is token i, and then from the end; where first and last overlap, the prompt once."""
+        """The prompt token in each of the first n slots, [B, n]: first ones, then last ones, none twice."""
         slot, middle = torch.arange(n, device=lengths.device), (lengths - self.first - self.last).clamp(min=0)
         return torch.where(slot < self.first, slot, slot + middle[:, None])
 
