@@ -143,7 +143,7 @@ class Calibration:
         """Returns itself if it holds these statistics completely and in the model's shapes. Otherwise raises InputError
         that says what is wrong and what to run."""
         for s in unique(statistics):
-            again = self._again(s.method)
+            again = self._again(s.spec)
             if not self.parts(0, s.name):
                 raise InputError(f"{self._where()} has no {s.name!r}, which this method needs; {again}")
             for part, want in s.layout(self.args).items() if self.args else ():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cache.evicting import Evicting
 from kernels.gather_attention import gather_rows
-from kernels.prompt_scores import best_tokens
+from kernels.prompt_scores import best_tokens, newest_first
 from kernels.ring import ring_positions
 
 
@@ -92,7 +92,7 @@ class Compacting(Evicting):
         q = self.queries.masked_fill((q_pos < 0)[:, None, :, None], 0)
         scores = self.later_scores(q, q_pos, k, v, place, self.filled)
         newest = place >= (read - self.recent(read))[:, None, None]
-        rank = scores.masked_fill(newest, float("inf")).masked_fill(~there, float("-inf"))
+        rank = newest_first(scores, newest).masked_fill(~there, float("-inf"))
         chosen = best_tokens(rank, N)
         self.k.copy_(gather_rows(k, chosen)), self.v.copy_(gather_rows(v, chosen))
         self.place.copy_(place.gather(2, chosen))

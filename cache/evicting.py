@@ -26,7 +26,7 @@ from errors import InputError
 from kernels.dense_attention import attend_where, decode_attention
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
-from kernels.prompt_scores import best_tokens
+from kernels.prompt_scores import best_tokens, newest_first
 
 
 class Evicting(KVMethod):
@@ -132,7 +132,7 @@ class Evicting(KVMethod):
         read = lengths if read is None else read
         newest = (t if place is None else place) >= (read - self.recent(read)).view(B, 1, 1)
         outside = t >= lengths.view(B, 1, 1)
-        rank = scores.expand(B, H, S).masked_fill(newest, float("inf")).masked_fill(outside, float("-inf"))
+        rank = newest_first(scores.expand(B, H, S), newest).masked_fill(outside, float("-inf"))
         chosen = best_tokens(rank, self.k.shape[2])
         n = chosen.shape[2]
         self.k[:B, :, :n], self.v[:B, :, :n] = gather_rows(k, chosen), gather_rows(v, chosen)

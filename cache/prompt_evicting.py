@@ -9,6 +9,7 @@ the size of what the token's value adds to the layer's output, |W_O v|_1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.evicting import Evicting
 from errors import InputError
-from kernels.prompt_scores import best_tokens
+from kernels.prompt_scores import best_tokens, newest_first
 from kernels.ragged_attention import ragged_attention
 
 
@@ -64,12 +65,16 @@ class PromptEvicting(Evicting):
         count = count + recent[:, None]
         self.first[:B, 1:] = (count - kept[:, None] + self.k.shape[2]).cumsum(1)  # heads get equally many free slots
         newest = ~before & (t < lengths[:, None])[:, None]
-        order = best_tokens(scores.masked_fill(newest, float("inf")), S)
-        row, head, i = (t < count[..., None]).nonzero(as_tuple=True)
-        token, slot = order[row, head, i], self.first[row, head] + i
+        order = best_tokens(newest_first(scores, newest), S)
+        # every slot takes a token of the head that it lies in; what lies behind a head's last one is never read
+        slot = torch.arange(H * self.k.shape[2], device=k.device).repeat(B, 1)  # of a row
+        head = torch.searchsorted(self.first[:B, 1:].contiguous(), slot, right=True)
+        nth = (slot - self.first[:B].gather(1, head)).clamp(max=S - 1)
+        token = order.flatten(1).gather(1, head * S + nth)  # [B, Hkv * N]
+        row = torch.arange(B, device=k.device)[:, None]
         for store, x in ((self.k, k), (self.v, v)):
-            store.flatten(1, 2)[row, slot] = x[row, head, token]
-        self.place.flatten(1, 2)[row, slot] = token.int()
+            store.flatten(1, 2)[:B] = x.flatten(1, 2)[row, head * S + token]
+        self.place.flatten(1, 2)[:B] = token.int()
         self.filled[:B] = kept
 
     def value_sizes(self, v: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ class PromptEvicting(Evicting):
         w = w.unflatten(0, (-1, g))
         w = w if self.heads is None else w[self.heads.to(w.device)]
         out = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
-        for row, head in torch.cartesian_prod(*(torch.arange(n) for n in v.shape[:2])).tolist():
+        for row, head in product(*map(range, v.shape[:2])):
             out[row, head] = sum((v[row, head].float() @ each).abs().sum(-1) for each in w[head]) / w.shape[1]
         return out
 

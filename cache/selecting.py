@@ -55,7 +55,7 @@ class Selecting(Dense):
         self.selection = args.selection()
         self.k_static = self.selection.of(shape.max_seq_len)
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
-        self.by = getattr(args, "heads", "group")  # of type Heads; in hshare, `heads` is a share of the heads
+        self.by = getattr(args, "heads", "group")  # of type Heads
         self.by_query = self.by == "query"
         if self.p is not None:
             if type(self).logits is Selecting.logits:

@@ -111,6 +111,7 @@ class Statistic:
     """
 
     name: str  # its tensors are named `{name}.{part}`
+    knobs: str = ""  # knobs at which its method needs it, if the defaults do not, as "queries=calibration"
 
     def __init__(self, name: str = "", measure: Step | None = None, finish: Step | None = None):
         for key, value in dict(name=name, measure=measure, finish=finish).items():
@@ -167,6 +168,11 @@ class Statistic:
         """The method whose file declares it."""
         package, _, name = self._module.rpartition(".")
         return name if package == "kv_methods" else None
+
+    @property
+    def spec(self) -> str | None:
+        """What --method has to name for it."""
+        return self.method and ",".join(filter(None, (self.method, self.knobs)))
 
     def __str__(self) -> str:
         return f"statistic {self.name!r} of {self.file or 'this program'}"

@@ -2,6 +2,7 @@
 
     python -m contract my_method.py          # a file anywhere
     python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
+    python -m contract snapkv,adaptive=True  # with knobs that all checks keep
     python -m contract mine.py --only ragged --traceback
 
 Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method runs in the real model, small
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -23,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-from cache.spec import method_class, method_files
+from cache.spec import method_files
 from contract import checks as c
 from contract import step_checks as s
 from contract.explain import Broken, explain, file_of
-from contract.harness import now_doing
+from contract.harness import class_of, now_doing
 from errors import InputError, Parser, run_cli
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
@@ -38,7 +40,7 @@ def _each(check: Callable[..., str | None], more: bool = False) -> Run:
 
     @functools.wraps(check)
     def run(name: str) -> str | None:
-        notes = [check(name, knobs) for knobs in c.settings(name) + ([method_class(name).lossless] if more else [])]
+        notes = [check(name, knobs) for knobs in c.settings(name) + ([class_of(name).lossless] if more else [])]
         return notes[-1]
 
     return run
@@ -52,13 +54,13 @@ def _lossless(name: str) -> None:
 
 def _turn(name: str) -> str | None:
     """A second turn, fed through decode, continues the cache."""
-    c.check_second_turn(name, method_class(name).lossless, True)
+    c.check_second_turn(name, class_of(name).lossless, True)
     return _each(c.check_second_turn)(name)
 
 
 def _compiled(name: str) -> None:
     """A compiled step equals the eager one: one graph, no recompilation, buffers that stay in place."""
-    s.check_compiled(name, method_class(name).stress or {})
+    s.check_compiled(name, class_of(name).stress or {})
 
 
 def _inductor(name: str) -> None:
@@ -68,7 +70,7 @@ def _inductor(name: str) -> None:
 
 def _presets(name: str) -> str | None:
     """Every preset keeps the contract, too."""
-    cls = method_class(name)
+    cls = class_of(name)
     table = getattr(sys.modules[cls.__module__], "PRESETS", {})
     for preset, knobs in table.items():
         try:
@@ -141,14 +143,18 @@ def run_check(name: str, check: str) -> Result:
     try:
         result = Result(check, True, note=CHECKS[check](name) or "")
     except Exception as e:
-        broken = explain(e, file_of(method_class(name)))
+        broken = explain(e, file_of(class_of(name)))
         result = Result(check, False, what=broken.what, todo=broken.todo, error=e)
     result.seconds = round(time.perf_counter() - start, 2)
     return result
 
 
 def load(method: str) -> str:
-    """A method's name or a file's path -> its name, made known to `setup_cache`. Raises InputError if it is neither."""
+    """A method's name or a file's path, with or without knobs -> its name and the knobs, made known to `setup_cache`.
+
+    Raises InputError if it is neither.
+    """
+    method, knobs = re.fullmatch(r"(.*?\.py|[^,]*)(|,.*)", method, re.DOTALL).groups()  # type: ignore[union-attr]
     path = Path(method)
     if path.suffix != ".py":
         if method not in method_files():
@@ -168,14 +174,14 @@ def load(method: str) -> str:
             raise InputError(f"{path.name} begins with an underscore and is not found as a method: rename it")
         if found.resolve() != path:
             raise InputError(f"{found} has the name {method}, too, and goes first: rename {path.name}")
-    method_class(method)
-    return method
+    class_of(method + knobs)
+    return method + knobs
 
 
 def main() -> int:
     parser = Parser(__doc__)
     a = parser.add_argument
-    a("method", nargs="?", help="path of a method's file, or a name of kv_methods/")
+    a("method", nargs="?", help="path of a method's file, or a name of kv_methods/; with knobs: NAME,K=V")
     a("--only", metavar="CHECK", action="append", help=f"run only this one of {', '.join(CHECKS)}; may be repeated")
     a("--slow", action="store_true", help="also run checks that take minutes: all shapes, all presets, inductor")
     a("--traceback", action="store_true", help="show where a check failed")
@@ -209,7 +215,7 @@ def main() -> int:
     ok = all(r.ok for r in results)
     if args.json:
         rows = [{k: v for k, v in vars(r).items() if k != "error"} for r in results]
-        print(json.dumps(dict(method=name, file=file_of(method_class(name)), ok=ok, checks=rows)))
+        print(json.dumps(dict(method=name, file=file_of(class_of(name)), ok=ok, checks=rows)))
     elif not ok:
         failed = [r.check for r in results if not r.ok]
         print(f"{name} breaks the contract in {len(failed)} of {len(results)} checks: {', '.join(failed)}")

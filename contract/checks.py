@@ -16,12 +16,12 @@ from torch import Tensor
 
 from cache.base import Attended, KVMethod
 from cache.evicting import Evicting
-from cache.spec import method_class
 from cache.trace import observe
 from contract.explain import Broken, Ties, file_of
 from contract.harness import (
     TOL,
     buffers,
+    class_of,
     knob_text,
     methods_of,
     now_doing,
@@ -52,7 +52,7 @@ Knobs = dict[str, Any]
 
 def settings(name: str) -> list[Knobs]:
     """The settings to test a method at: defaults, stress, and stress with budgets as shares of about the same size."""
-    cls = method_class(name)
+    cls = class_of(name)
     out: list[Knobs] = [{}]
     if cls.stress:
         kinds = {f.name: re.findall(r"\w+", str(f.type)) for f in dataclasses.fields(cls.Args)}
@@ -66,7 +66,7 @@ def settings(name: str) -> list[Knobs]:
 def nothing_chosen(name: str) -> list[Knobs]:
     """`stress` with budgets that sinks and recent tokens use up, so that the list of chosen tokens is empty. Returns
     nothing for a method without such knobs."""
-    cls = method_class(name)
+    cls = class_of(name)
     given: Knobs = {f.name: f.default for f in dataclasses.fields(cls.Args)} | (cls.stress or {})
     out = []
     if "budget" in given:
@@ -109,7 +109,7 @@ def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
 
 def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any = EDGES, steps: int = 40) -> None:
     """At its `lossless` knobs the method equals dense attention."""
-    model, prompts, knobs = tiny(*shape), [prompt(n) for n in lengths], method_class(name).lossless
+    model, prompts, knobs = tiny(*shape), [prompt(n) for n in lengths], class_of(name).lossless
     model.setup_cache(name, len(prompts), max(lengths) + steps, **knobs)
     got, fed = run(model, prompts, steps)
     n_head, n_kv_head, head_dim = model.args.n_head, model.args.n_kv_head, model.args.head_dim
@@ -124,7 +124,7 @@ def check_lossless(name: str, shape: tuple[int, ...] = SAMPLE[0], lengths: Any =
 
 def check_stress(name: str) -> str | None:
     """The method's limits bind in these tests, so that they test more than dense attention."""
-    cls, model = method_class(name), tiny()
+    cls, model = class_of(name), tiny()
 
     def binds(knobs: Knobs, lengths: tuple[int, ...], steps: int) -> bool:
         prompts = [prompt(n) for n in lengths]
@@ -199,7 +199,7 @@ def check_deep(name: str) -> str | None:
     A prompt's last hidden state must be the same bit for bit: in layers that round, sums in another order would change
     the text.
     """
-    knobs = method_class(name).stress or {}
+    knobs = class_of(name).stress or {}
     check_ragged(name, knobs, lengths=DEEP_RAGGED, steps=12, n_layer=DEEP)
     model, prompts, T = tiny(n_layer=DEEP), [prompt(n) for n in DEEP_RAGGED], max(DEEP_RAGGED)
     x = torch.randn(len(prompts) * T, model.args.dim)
@@ -351,7 +351,7 @@ def check_second_turn(name: str, knobs: Knobs, lossless: bool = False, device: A
 def check_window(name: str) -> str | None:
     """A model's sliding window is honoured or refused. Layer 0 slides over 20 tokens, layer 1 sees everything."""
     model, prompts = tiny(windows=(20, None)), [prompt(n) for n in (5, 19, 20, 21, 70)]
-    cls = method_class(name)
+    cls = class_of(name)
     if not cls.supports_window:
         with_window = "it says supports_window = False but accepts a model with a sliding window of 20"
         try:

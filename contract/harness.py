@@ -84,6 +84,11 @@ def tiny(
     return Model(args, dtype, device)
 
 
+def class_of(name: str) -> type[KVMethod]:
+    """Of a method's name, knobs behind it or none, as `snapkv,adaptive=True`."""
+    return layer_methods(name, 1)[0][0]
+
+
 # ---- runs ----
 
 _DOING = [""]

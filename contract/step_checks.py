@@ -11,10 +11,22 @@ import torch
 from torch import Tensor
 
 from cache.base import connected
-from cache.spec import make_args, method_class
+from cache.spec import layer_methods
 from contract.checks import ROUNDED, Knobs, at_knobs, same
 from contract.explain import Broken
-from contract.harness import LLAMA, TOL, VOCAB, buffers, now_doing, prompt, rounds, run, tiny
+from contract.harness import (
+    LLAMA,
+    TOL,
+    VOCAB,
+    buffers,
+    class_of,
+    now_doing,
+    prompt,
+    rounding_explains,
+    rounds,
+    run,
+    tiny,
+)
 from kernels.op import bytes_read
 
 # ---- bytes ----
@@ -33,9 +45,9 @@ def meta_method(
     new: int | None = None,
 ) -> Any:
     """One layer's method on the meta device, for its sizes. new: the most tokens that are decoded."""
-    cls, shape = method_class(name), args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
+    (cls, made), shape = layer_methods(name, 1, knobs)[0], args.cache_shape(0, batch, T, dtype, "cpu", new).on("meta")
     now_doing(f"a set-up on the meta device, for {args.n_kv_head} KV heads of {args.head_dim} channels")
-    return connected([cls(make_args(cls, knobs), shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
+    return connected([cls(made, shape, 0, args.rotary(batch, 1, shape.device), calib)])[0]
 
 
 def check_nbytes(name: str, knobs: Knobs) -> None:
@@ -68,8 +80,8 @@ def check_nbytes(name: str, knobs: Knobs) -> None:
             )
     if not model.kv_bytes():
         raise Broken("no layer has buffers", "allocate with self.buffer(name, size) in __init__")
-    cls, real = method_class(name), model.cache[0]
-    calib = model.measured(needed) if (needed := cls.needs(make_args(cls, knobs))) else None
+    (cls, made), real = layer_methods(name, 1, knobs)[0], model.cache[0]
+    calib = model.measured(needed) if (needed := cls.needs(made)) else None
     meta = meta_method(name, model.args, 3, 77, torch.float32, knobs, calib)
     if meta.nbytes() != real.nbytes():
         raise Broken(f"its bytes are {meta.nbytes()} on the meta device and {real.nbytes()} on the CPU")
@@ -116,7 +128,7 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
     from torch._dynamo.testing import CompileCounterWithBackend  # imported here, because it takes seconds
 
     torch._dynamo.reset()
-    model, prompts, feed = tiny(), [prompt(n) for n in (5, 40)], None
+    model, prompts, feed, second = tiny(), [prompt(n) for n in (5, 40)], None, [prompt(9), prompt(3)]
     if backend == "inductor":
         # In the first layer a repeated token has the score of its copy, and the last bit decides between them. Inductor
         # sums in another order, so no token comes twice.
@@ -126,12 +138,14 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
     model.setup_cache(name, 2, 40 + steps, **knobs)
     want, fed = run(model, prompts, steps, feed)
     model.reset_cache()
+    want_second, fed_second = run(model, second, 5)
+    model.reset_cache()
     places = {k: b.data_ptr() for k, b in buffers(model).items()}
     decode = torch.compile(model.decode, fullgraph=True, backend=counter)
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = run(model, prompts, steps, fed, decode)[0]
         model.reset_cache()  # a second conversation runs the same graph
-        again = run(model, [prompt(9), prompt(3)], 5, decode=decode)[0]
+        got_second = run(model, second, 5, fed_second, decode)[0]
     if counter.frame_count != 1:
         raise Broken(f"{counter.frame_count} graphs were compiled {at_knobs(knobs)}", "a step has fixed shapes")
     moved = [k for k, b in buffers(model).items() if places.get(k) != b.data_ptr()]
@@ -139,10 +153,20 @@ def check_compiled(name: str, knobs: Knobs, backend: str = "aot_eager", steps: i
         raise Broken(f"buffer {moved[0]} moved", "write into it (x.copy_, x[...] = ), never assign another tensor")
     tol = ROUNDED if backend == "inductor" and rounds(model) else TOL
     todo = "a step may not depend on what Python remembers: a graph is traced once"
-    same(got, want, f"compiled, it differs from eager mode {at_knobs(knobs)}", tol, todo)
-    model.reset_cache()
-    want = run(model, [prompt(9), prompt(3)], 5)[0]
-    same(again, want, f"compiled, a second prompt differs from eager mode {at_knobs(knobs)}", tol, todo)
+
+    def agree(got: Tensor, want: Tensor, prompts: list[Tensor], fed: Tensor, what: str) -> None:
+        """Inductor's sums, in another order, may swap two equal scores: those of two keys are to keydiff."""
+
+        def swapped(row: int) -> bool:
+            off, one = (got[row] - want[row]).abs().max() > tol, fed[row : row + 1]
+            return bool(off) and rounding_explains(model, prompts[row], one, want[row], got[row])
+
+        if backend == "inductor":
+            got = torch.stack([want[row] if swapped(row) else got[row] for row in range(len(prompts))])
+        same(got, want, f"{what} differs from eager mode {at_knobs(knobs)}", tol, todo)
+
+    agree(got, want, prompts, fed, "compiled, it")
+    agree(got_second, want_second, second, fed_second, "compiled, a second prompt")
 
 
 class _Seen(Exception):
@@ -182,7 +206,7 @@ def check_copies(name: str, T: int = 2053) -> None:
     """A compiled step writes in place and allocates no tensor as large as a cache buffer."""
     model, B = tiny(2, 64), 2
     # T is prime and the batch smaller than the cache, so that no other tensor of a step has the size of a buffer
-    for knobs in ({}, method_class(name).lossless):
+    for knobs in ({}, class_of(name).lossless):
         model.setup_cache(name, B + 1, T, **knobs)
         large: dict[Any, set[str]] = {}
         for k, b in buffers(model).items():

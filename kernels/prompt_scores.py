@@ -37,6 +37,11 @@ def best_tokens(scores: Tensor, n: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 
+def newest_first(scores: Tensor, newest: Tensor) -> Tensor:
+    """Scores by which the newest tokens, where newest says so, come before all others: those of infinity, too."""
+    return scores.clamp(max=torch.finfo(scores.dtype).max).masked_fill(newest, float("inf"))
+
+
 def best_in_order(scores: Tensor, n: int, count: Tensor) -> tuple[Tensor, Tensor]:
     """The best count [B] <= n tokens of each row in the order of the text: scores [B, S] -> int64 [B, n], and which of
     these are valid, the first count: bool [B, n]."""

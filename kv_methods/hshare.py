@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage, knob
+from errors import InputError
 from kernels.select import budget_select, with_run
 from kv_methods.double_sparsity import DoubleSparsity
 
 PRESETS = {
     "hshare-4k": dict(),  # SALS, Table 4: 16 + 432 + 64
-    "hshare-half": dict(layers=0.5, heads=0.5),  # "1/2-1/2-1/2"
+    "hshare-half": dict(layer_ratio=0.5, head_ratio=0.5),  # "1/2-1/2-1/2"
     # GSM8K and CoQA (published code: 8 + 88 + 32, of layers and heads a half)
-    "hshare-128": dict(budget=128, sinks=8, recent=32, layers=0.5, heads=0.5),
+    "hshare-128": dict(budget=128, sinks=8, recent=32, layer_ratio=0.5, head_ratio=0.5),
 }
 
 
@@ -91,7 +92,7 @@ def greedy(alike: Tensor, n: int) -> Tensor:
 
 class HShare(DoubleSparsity):
     paper = "Wu et al. 2025, HShare: Fast LLM Decoding by Hierarchical Key-Value Sharing"
-    stress = dict(budget=24, sinks=4, recent=8, layers=0.5, heads=0.5, steps=3)
+    stress = dict(budget=24, sinks=4, recent=8, layer_ratio=0.5, head_ratio=0.5, steps=3)
     skip_layers = ()  # type: ignore[assignment]
     reads_queries = True
     joins_heads = True
@@ -100,16 +101,22 @@ class HShare(DoubleSparsity):
     sets: SharedSets
     head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks
     newer: Tensor  # int64 [B]: newer tokens than those the set was chosen from begin here
+    number: Tensor  # int64 [1]: of the layer; a buffer, so that layers share a graph
 
     @dataclass
     class Args(DoubleSparsity.Args):
         budget: int | float = knob(512, "tokens attended: sinks, critical ones and recent ones (SALS, Table 4)")
         sinks: int = knob(16, "first tokens always attended", low=0)
         recent: int = knob(64, "newest tokens always attended", low=1)
-        layers: float = knob(0.75, "share of the layers that choose for themselves (3/4-3/4-1/2)", 0, 1)
-        heads: float = knob(0.75, "share of a layer's KV heads that choose for themselves", 0, 1)  # type: ignore
+        layer_ratio: float = knob(0.75, "share of the layers that choose for themselves (3/4-3/4-1/2)", 0, 1)
+        head_ratio: float = knob(0.75, "share of a layer's KV heads that choose for themselves", 0, 1)
         steps: int = knob(2, "steps that one set serves: 2 are the ratio of 1/2", 1, 4096)
         queries: int = knob(8, "last queries of a prompt that tell who is alike (ours; published code: all)", 1, 4096)
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.heads != "group":
+                raise InputError("hshare shares the sets of KV heads, chosen by the sum over a group: use heads=group")
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -117,6 +124,7 @@ class HShare(DoubleSparsity):
         self.n_critical = max(1, self.k_static - min(args.recent, self.k_static))  # sinks among them
         self.k_static = self.n_critical + args.recent + args.steps - 1
         self.buffer("head_source", (B, H), torch.int64), self.buffer("newer", (B,), torch.int64)
+        self.constant("number", (1,), torch.tensor([layer]), torch.int64)
 
     def connect(self, layers):
         """Layers that choose the same number of tokens share their sets."""
@@ -151,8 +159,8 @@ class HShare(DoubleSparsity):
         told = self.of_all_heads(torch.stack(flags, 1), 2)  # [B, Q, Hkv, S]
         alike = torch.einsum("bqis,bqjs->bij", told.float(), told.float())
         n, own = told.shape[2], self.shape.own_heads
-        self.head_source[:B] = greedy(alike, n - chosen_of(n, self.args.heads))[:, own.start : own.stop]
-        self.sets.compare(self.layer, told, self.args.layers)
+        self.head_source[:B] = greedy(alike, n - chosen_of(n, self.args.head_ratio))[:, own.start : own.stop]
+        self.sets.compare(self.layer, told, self.args.layer_ratio)
 
     def _critical(self, q, pos):
         """Sinks and the best tokens before the recent ones, pos [B, Hkv] by head; below 0, no token is read."""
@@ -164,8 +172,8 @@ class HShare(DoubleSparsity):
         return idx.view(B, H, -1), count.view(B, H)
 
     def select(self, q, pos):
-        (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.layer
-        due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B]
+        (B, recent), sets, layer = (len(pos), self.args.recent), self.sets, self.number
+        due, source = (pos + 1) % self.args.steps == 0, sets.source[layer, :B][0]
         mine = self.shape.own_heads
         own = torch.arange(mine.start, mine.stop, device=pos.device) == self.head_source[:B]
         chooses = (due & (source == layer))[:, None] & own  # [B, Hkv]
@@ -174,13 +182,13 @@ class HShare(DoubleSparsity):
         heads, row = self.head_source[:B], torch.arange(B, device=pos.device)
         idx = self.of_all_heads(idx).gather(1, heads[..., None].expand_as(idx))
         count = self.of_all_heads(count).gather(1, heads)
-        follows, old = (source != layer)[:, None], (sets.idx[layer, :B], sets.count[layer, :B])
+        follows, old = (source != layer)[:, None], (sets.idx[layer, :B][0], sets.count[layer, :B][0])
         count = torch.where(follows, sets.count[source, row], count)
         idx = torch.where(follows[..., None], sets.idx[source, row], idx)
         count = torch.where(due[:, None], count, old[1])
         idx = torch.where(due[:, None, None], idx, old[0])
         first = torch.where(due, (pos + 1 - recent).clamp(min=0), self.newer[:B])
-        sets.idx[layer, :B], sets.count[layer, :B], self.newer[:B] = idx, count, first
+        sets.idx[layer, :B], sets.count[layer, :B], self.newer[:B] = idx[None], count[None], first
         # tokens that left the recent window since are still attended to (published code)
         run = with_run(idx, count, first, self.shape.max_seq_len - 1, self.k_static)
         return run, count + (pos - first + 1)[:, None]
@@ -190,7 +198,7 @@ class HShare(DoubleSparsity):
     def score_bytes(self, pos):
         """Layers, heads and steps that choose read every label: the mean over all of them."""
         a, H, L = self.args, self.shape.layer_heads, len(self.sets.layers)
-        share = chosen_of(H, a.heads) / H * chosen_of(L, a.layers) / L / a.steps
+        share = chosen_of(H, a.head_ratio) / H * chosen_of(L, a.layer_ratio) / L / a.steps
         return round((pos + 1) * self.label.token_bytes * share)
 
     def chosen(self, pos):
@@ -200,7 +208,7 @@ class HShare(DoubleSparsity):
     def card_nbytes(self):
         """The sets of all layers count as the first layer's."""
         sets = sum(b.nbytes for b in self.sets.buffers()) if "sets" in self._modules else 0
-        return super().card_nbytes() + 8 * self.shape.max_batch * (self.shape.n_kv_head + 1) + sets
+        return super().card_nbytes() + 8 * (self.shape.max_batch * (self.shape.n_kv_head + 1) + 1) + sets
 
     def traffic(self, pos):
         heads = self.shape.max_batch * self.shape.n_kv_head

@@ -33,7 +33,7 @@ class KeyDiff(Evicting):
 
     @dataclass
     class Args(Evicting.Args):
-        budget: int | float = knob(2048, "tokens kept, or their share of the length (KeyDiff: 2K to 8K)")
+        budget: int | float = knob(2048, "tokens kept, or their share of the length (KeyDiff: 8K of LongBench's texts)")
         recent: int = knob(0, "newest tokens never evicted (KeyDiff: none; its sliding-window variant: some)", low=0)
 
     def prompt_scores(self, q, k, v, mass, lengths):

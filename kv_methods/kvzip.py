@@ -39,10 +39,10 @@ class KVzip(PromptEvicting):
 
     @dataclass
     class Args(PromptEvicting.Args):
-        budget: int | float = knob(0.3, "tokens kept of a prompt, or their share (KVzip: 0.3 loses little)")
+        budget: int | float = knob(0.3, "tokens kept of a prompt, or their share (published README: 0.3)")
         recent: int = knob(0, "last tokens of a prompt that are kept in any case (ours; published: none)", low=0)
         sinks: int = knob(4, "first tokens, kept and seen by every chunk (KVzip: the system prompt; kvpress: 4)", low=0)
-        chunk: int = knob(2048, "tokens repeated at a time (KVzip: 2K)", 1)
+        chunk: int = knob(2048, "tokens repeated at a time (kvpress; published code: 2000)", 1)
         tail: int = knob(8, "tokens of the chunk before that the request ends with (published code)", 0)
         adaptive: bool = knob(True, "share a layer's budget over its KV heads by score (KVzip)")
         safeguard: float = knob(0.0, "with adaptive: the part of its budget that each head has (KVzip: none)", 0, 1)

@@ -46,7 +46,7 @@ class KeyComponentsBefore(KeyComponents):
     """Components of keys before rotation; Loki applies them to rotated keys all the same."""
 
     rotated = False
-    name = "pca_before"
+    name, knobs = "pca_before", "calibrated=before"
 
 
 class Loki(Selecting):

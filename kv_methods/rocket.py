@@ -22,7 +22,7 @@ from kernels.page_score import page_bounds
 from kernels.select import budget_select, with_run
 from kv_methods.snapkv import SnapKV
 
-PRESETS = {f"rocket-{budget}": dict(budget=budget) for budget in (256, 512, 2048)}  # RocketKV: budgets of its tables
+PRESETS = {f"rocket-{budget}": dict(budget=budget) for budget in (256, 512, 2048)}  # of no seed paper
 
 
 class Rocket(SnapKV):

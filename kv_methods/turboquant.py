@@ -18,7 +18,7 @@ from cache.packed import check_groups
 from cache.quantized import QuantizedStore, Turned
 from errors import InputError
 
-PRESETS = {  # the bytes of TurboQuant's Table 1, which instead gives 32 of 128 channels one bit more
+PRESETS = {  # the bytes of TurboQuant's runs, which instead give 32 of 128 channels one bit more
     "turboquant-3.5": dict(k_bits=4, v_bits=3),
     "turboquant-2.5": dict(k_bits=3, v_bits=2),
 }
@@ -31,10 +31,10 @@ class TurboQuant(Turned):
 
     @dataclass
     class Args:
-        bits: Literal[2, 3, 4, 16] = knob(4, "bits of a coordinate of keys and values (Sec. 3.1; 16: as they are)")
+        bits: Literal[2, 3, 4, 16] = knob(4, "bits of a coordinate of keys and values (2 to 4: TurboQuant; 16: as is)")
         k_bits: int | None = knob(None, "bits of keys; None: `bits`")
         v_bits: int | None = knob(None, "bits of values; None: `bits`")
-        recent: int = knob(1, "newest tokens in the cache's dtype: 1 is the current one (Sec. 4.3 codes all)", 1)
+        recent: int = knob(1, "newest tokens in the cache's dtype: 1 is the current one (ours)", 1)
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
         seed: int = knob(0, "of the rotation, which every layer has of its own (ours)", 0)
 

@@ -19,7 +19,7 @@ import torch
 from helps import helps
 
 from cache.calibration import Calibration
-from cache.spec import make_args, method_files
+from cache.spec import layer_methods, make_args, method_files, method_name
 from checkpoint import args_from_hf, random_transformer
 from errors import InputError
 from kv_methods.razor import Razor
@@ -27,7 +27,7 @@ from model import NAMED
 from scripts.bench import bench_attention, bench_generate, bench_linear, bench_restore, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, compare, weights_quality
-from scripts.report import gpu, measure, plots, tables, update_readme
+from scripts.report import gpu, launches, measure, plots, tables, update_readme
 from scripts.report.markdown import share, wilson
 from scripts.shared import options, timing
 from scripts.shared import progress as progress_module
@@ -575,6 +575,18 @@ def test_committed_results_can_be_drawn(cli, tmp_path):
         "kvpress",
     }
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
+
+
+@pytest.mark.parametrize("specs, aside", [
+    (launches.METHODS, set()),
+    (measure.METHODS.split(), {"oracle", "random", "double_sparsity_offload"}),  # controls, and what waits for a bus
+    (measure.ACCURACY.split(), {"double_sparsity_offload"}),  # finds what double_sparsity does
+])  # fmt: skip
+def test_all_methods_are_in_the_lists_of_all(specs, aside):
+    """And the knobs of every evicting method."""
+    found = {method_name(cls) for spec in specs for cls, _ in layer_methods(spec, 1)}
+    assert method_files().keys() - found == aside
+    assert {"snapkv,adaptive=True", "snapkv,value_aware=True"} <= {*specs}
 
 
 @pytest.mark.parametrize("name", [t for t in tables.TABLES if t != "gpu"])

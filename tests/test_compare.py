@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoint import load_checkpoint
+from kv_methods.kvzip import ASK
 from model import Transformer
 from runtime import TINY
 from scripts.eval import answers, compare, perplexity, samples
@@ -195,6 +196,14 @@ def test_a_snapshot_is_needed(monkeypatch):
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
     with pytest.raises(AssertionError):
         test_a_snapshot_brings_back_the_state_after_the_prompt(METHODS[1])
+
+
+def test_a_method_can_ask_the_model_in_words():
+    """kvzip's request reaches the model in an evaluation, as it does in `LLM`."""
+    ev = Evaluation(TINY, torch.device("cpu"), 1, False, 1, known_model())
+    ev.setup({"kvzip": ("kvzip", {})}, 60)
+    asked = ev.caches["kvzip"][0].second_pass(torch.tensor([[5, 6]]), torch.tensor([2]), ev.model.encode)[0].tokens
+    assert ev.tk.decode(asked[0, :-2].tolist()).strip() == ASK.strip()
 
 
 def test_answers_do_not_depend_on_what_else_runs():

@@ -377,12 +377,15 @@ def test_names(tmp_path, monkeypatch, capsys):
     (tmp_path / "razor.py").write_text(TOY)
     for given, message in (
         (tmp_path / "razor.py", "rename razor.py"),
+        ("snapkv,no_such=1", "no knob 'no_such'"),
         ("no_such", "no method 'no_such': give the path of a .py file, or one of double_sparsity"),
     ):
         code, _, err = command(monkeypatch, capsys, given)
         assert code == 2 and message in err
     code, out, _ = command(monkeypatch, capsys, ROOT / "kv_methods" / "full.py", "--only", "stress")
     assert code == 0 and "no limits to test" in out
+    code, out, _ = command(monkeypatch, capsys, "snapkv,decode_budget=4,decode_every=4,recent=4", "--only", "lossless")
+    assert code == 1 and "not dense attention" in out  # the knobs are kept in every check
     code, out, _ = command(monkeypatch, capsys, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(CHECKS)
 

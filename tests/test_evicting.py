@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from oracle_evicting import (
 )
 from oracles import rotate
 
+from cache.calibration import Calibration, collect
 from cache.spec import make_args, method_class, presets, resolve
 from contract import checks as c
 from contract import step_checks as s
@@ -76,6 +78,14 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
         EXPECTED | dict(covariance=False, value_norm=False, recent=3),
         (5, 1, 32),
         (40,),
+    ),
+    # sinks and the newest tokens do not all fit: the newest stay
+    "expected_attention-full": ("expected_attention", dict(budget=0.3, recent=4), (1, 2, 32), (7, 40)),
+    "expected_attention-full-alike": (
+        "expected_attention",
+        EXPECTED | dict(budget=5, recent=4, adaptive=False),
+        (2, 2, 32),
+        (7, 40),
     ),
     "expected_attention-value-aware": ("expected_attention", EXPECTED | dict(value_aware=True), (8, 2, 96), (40,)),
     "keydiff-default": ("keydiff", {}, (2, 2, 32), (31, 60)),
@@ -147,7 +157,7 @@ def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
     if "decode_slots" in args:
         args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
-        args.pop("decode_slots")
+        args.pop("decode_slots"), args.pop("queries", None)  # of the prompt, if a method asks
     if name == "pyramidkv":
         args |= dict(layer=at, n_layer=N_LAYER)
     return ORACLES[name](q, k, v, **args)
@@ -456,6 +466,35 @@ def test_ragged_attention(g, d, dtype, tol, monkeypatch):
         monkeypatch.setenv("KV_FAST_BACKEND", backend) if backend else None
         if backend != "triton" or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
             assert (ragged_attention(q, k, v, start, stop).double() - want).abs().max() < tol, backend
+
+
+# ---- expected_attention ----
+
+
+@torch.inference_mode()
+def test_statistics_of_the_prompt_itself_keep_what_its_queries_keep(monkeypatch):
+    """A calibration measured on nothing but the prompt; on another text it keeps something else."""
+    model, knobs = tiny(3, 32), dict(budget=12, future=40)
+    held = {}
+    for text in (None, prompt(50), prompt(60, seed=5)):
+        monkeypatch.setattr(model, "calibration", text if text is None else calibrated(model, text))
+        model.setup_cache("expected_attention", 1, 60, queries="prompt" if text is None else "calibration", **knobs)
+        run(model, [prompt(50)], 3)
+        held[0 if text is None else len(text)] = [kept(m, 0, head) for m in model.cache for head in range(2)]
+    assert held[0] == held[50] != held[60]
+    made = model.cache[0].nbytes()
+    assert made["mean"] == 6 * 32 * 4 and made["moments"] == 6 * 32 * 32 * 4
+
+
+def calibrated(model, text):
+    statistics = method_class("expected_attention").needs(SimpleNamespace(queries="calibration"))
+    return collect(model.args, model.layer_tokens, [text], statistics, 40)
+
+
+def test_a_calibration_without_queries_says_how_they_are_measured():
+    needed = method_class("expected_attention").needs(SimpleNamespace(queries="calibration"))
+    with pytest.raises(InputError, match="calibrate.py .* --method expected_attention,queries=calibration"):
+        Calibration({}, 2).require(needed)
 
 
 # ---- kvzip ----

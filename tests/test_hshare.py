@@ -12,7 +12,9 @@ from kv_methods.hshare import chosen_of, greedy
 from model import ModelArgs
 
 L, H, G, D, R = 4, 4, 2, 32, 8  # layers, KV heads, queries of a group, head_dim, label channels
-KNOBS = dict(budget=20, sinks=3, recent=6, layers=0.5, heads=0.5, steps=3, queries=4, channels=R, label_bits=16)
+KNOBS = dict(
+    budget=20, sinks=3, recent=6, layer_ratio=0.5, head_ratio=0.5, steps=3, queries=4, channels=R, label_bits=16
+)
 
 
 def channels():
@@ -24,7 +26,7 @@ def channels():
 class Row:
     """One row of a cache of L layers, q [L, Hq, n, D] and k [L, Hkv, n, D] rotated."""
 
-    def __init__(self, q, k, length, budget, sinks, recent, layers, heads, steps, queries, **_):
+    def __init__(self, q, k, length, budget, sinks, recent, layer_ratio, head_ratio, steps, queries, **_):
         self.q, self.k, self.budget, self.sinks, self.recent, self.steps = (
             q.double(),
             k.double(),
@@ -38,10 +40,10 @@ class Row:
             [[self.critical(i, h, length - 1 - back) for h in range(H)] for back in range(queries)] for i in range(L)
         ]
         heads_of = [[[sum(len(t[a] & t[b]) for t in told[i]) for b in range(H)] for a in range(H)] for i in range(L)]
-        self.heads = [self.pairs(x, round(heads * H)) for x in heads_of]
+        self.heads = [self.pairs(x, round(head_ratio * H)) for x in heads_of]
         layers_of = [[sum(len(x[h] & y[h]) for x, y in zip(told[a], told[b], strict=True) for h in range(H))
                       for b in range(L)] for a in range(L)]  # fmt: skip
-        self.layers = self.pairs(layers_of, round(layers * L))
+        self.layers = self.pairs(layers_of, round(layer_ratio * L))
         self.sets = [told[i][0] for i in range(L)]
         self.first = max(0, length - recent)
 
@@ -110,14 +112,16 @@ def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):
     return shared
 
 
-@pytest.mark.parametrize("knobs", [{}, dict(layers=1.0, heads=1.0, steps=1), dict(heads=0.25, steps=2)], ids=str)
+@pytest.mark.parametrize(
+    "knobs", [{}, dict(layer_ratio=1.0, head_ratio=1.0, steps=1), dict(head_ratio=0.25, steps=2)], ids=str
+)
 def test_equals_the_simulation(knobs):
-    assert (compare(KNOBS | knobs) > 0) == ((KNOBS | knobs)["layers"] < 1)
+    assert (compare(KNOBS | knobs) > 0) == ((KNOBS | knobs)["layer_ratio"] < 1)
 
 
 @pytest.mark.parametrize(
     "told",
-    [dict(layers=1.0), dict(heads=1.0), dict(steps=2), dict(recent=7), dict(budget=21), dict(queries=1)],
+    [dict(layer_ratio=1.0), dict(head_ratio=1.0), dict(steps=2), dict(recent=7), dict(budget=21), dict(queries=1)],
     ids=str,
 )
 def test_the_simulation_catches(told):
@@ -139,7 +143,7 @@ def test_presets():
     cls = method_class("hshare")
     a = make_args(cls, presets()["hshare-4k"][1])
     assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (16, 432, 64)
-    assert (a.layers, a.heads, a.steps) == (0.75, 0.75, 2)
+    assert (a.layer_ratio, a.head_ratio, a.steps) == (0.75, 0.75, 2)
     a = make_args(cls, presets()["hshare-128"][1])  # published configuration of GSM8K and CoQA
     assert (a.sinks, a.budget - a.sinks - a.recent, a.recent) == (8, 88, 32)
-    assert (a.layers, a.heads, a.steps) == (0.5, 0.5, 2)
+    assert (a.layer_ratio, a.head_ratio, a.steps) == (0.5, 0.5, 2)

@@ -13,7 +13,7 @@ the pair's note says so. Pairs with a method or knob that does not exist here ar
 
 kvpress compresses the context once; our h2o and tova also evict while the question and the answer are decoded.
 Presses do not change what a prompt's tokens attend to, so one prefill serves all of them, as it does for ours. Presses
-that mark tokens instead of dropping them get a prefill of their own.
+that mark tokens instead of dropping them share a second one, and KVzipPress reads every prompt twice.
 
 kvpress needs an older transformers than our other tests: install it in its own environment (pip install kvpress).
 """
@@ -70,7 +70,8 @@ class Pair:
     ours: Callable[[int], str]  # tokens kept -> spec
     note: str
     keeps: bool = True  # ours keeps some of the tokens; False: it keeps all, or selects at every step
-    marks: bool = False  # theirs marks dropped tokens per head, which needs SDPA and a prefill of its own
+    marks: bool = False  # theirs marks dropped tokens per head, which needs SDPA
+    again: bool = False  # theirs reads the prompt a second time, whatever the ratio
 
 
 def heavy_and_recent(ratio: float) -> Any:
@@ -97,6 +98,23 @@ def steeper(kept: int, window: int) -> float:
     """The beta at which our layers, which do not count the window in the sequence of sizes, hold as many tokens as
     theirs, which do."""
     return 1 / (1 - (1 - 1 / BETA) * kept / (kept - window))
+
+
+def beside_window(kept: int, part: float) -> float:
+    """That part of what is kept, the window counted in it, as a part of what is kept beside the window."""
+    return (max(0, int(kept * part) - WINDOW) + 0.5) / (kept - WINDOW)
+
+
+def plain_request(ratio: float) -> Any:
+    """KVzipPress with a budget for each layer, whose request has nothing of a chat template around it."""
+    import kvpress
+
+    class Plain(kvpress.KVzipPress):
+        def prepare(self, *args, **kwargs):
+            self.prefix_length, self._suffix_ids = 0, self._suffix_ids[:, :0]
+            return super().prepare(*args, **kwargs)
+
+    return Plain(ratio + 2e-9, layerwise=True)  # what it drops is rounded down
 
 
 def pairs() -> list[Pair]:
@@ -137,17 +155,34 @@ def pairs() -> list[Pair]:
              lambda r: k.PyramidKVPress(r, window_size=8, beta=BETA),
              lambda n: f"pyramidkv,budget={n},recent=8,kernel={KERNEL},pool=avg,beta={steeper(n, 8)}",
              "their window as ours; they count it in the sequence of sizes, a larger beta of ours makes up for it"),
-        Pair("keydiff", "default", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
-             "theirs has no recent tokens"),
+        Pair("keydiff", "alike", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
+             "both as they come; ours evicts at every step"),
         Pair("expected_attention", "default", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
-             lambda n: f"expected_attention,budget={n}", "both as they come"),
+             lambda n: f"expected_attention,budget={n}", "theirs: heads hold equally many, no epsilon"),
+        Pair("expected_attention", "alike", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
+             lambda n: f"expected_attention,budget={n},adaptive=False,epsilon=0.0", "ours set so, too"),
+        Pair("expected_attention", "alike", "AdaKVPress(ExpectedAttentionPress(epsilon=0.01))",
+             lambda r: k.AdaKVPress(k.ExpectedAttentionPress(r, epsilon=0.01)),
+             lambda n: f"expected_attention,budget={n}", "as their evaluation has it, and ours comes", marks=True),
         Pair("kvzip", "default", "KVzipPress", lambda r: k.KVzipPress(r), lambda n: f"kvzip,budget={n}",
-             "both as they come", marks=True),
-        Pair("snapkv adaptive", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
-             lambda n: f"snapkv,budget={n},{like},adaptive=True", "our window and pooling as theirs", marks=True),
-        Pair("snapkv value-aware", "alike", "CriticalKVPress(SnapKVPress)",
+             "theirs: one budget for all layers, the chat template around the request and not repeated",
+             marks=True, again=True),
+        Pair("kvzip", "alike", "KVzipPress(layerwise=True), no template", plain_request,
+             lambda n: f"kvzip,budget={n}", "a budget for each layer, and the request alone", marks=True, again=True),
+        Pair("adakv", "default", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+             lambda n: f"snapkv,budget={n},{like},adaptive=True",
+             "theirs counts the window in what each head has by itself", marks=True),
+        Pair("adakv", "alike", "AdaKVPress(SnapKVPress)", lambda r: k.AdaKVPress(k.SnapKVPress(r)),
+             lambda n: f"snapkv,budget={n},{like},adaptive=True,safeguard={beside_window(n, 0.2)}",
+             "our safeguard as theirs", marks=True),
+        Pair("criticalkv", "default", "CriticalKVPress(SnapKVPress)",
              lambda r: k.CriticalKVPress(k.SnapKVPress(r)),
-             lambda n: f"snapkv,budget={n},{like},value_aware=True", "our window and pooling as theirs"),
+             lambda n: f"snapkv,budget={n},{like},value_aware=True",
+             "theirs counts the window in its first stage, and adds 1e-4 to the scores"),
+        Pair("criticalkv", "alike", "CriticalKVPress(SnapKVPress, epsilon=0)",
+             lambda r: k.CriticalKVPress(k.SnapKVPress(r), epsilon=0.0),
+             lambda n: f"snapkv,budget={n},{like},value_aware=True,first_stage={beside_window(n, 0.5)}",
+             "our first stage as theirs, and nothing added"),
     ]  # fmt: skip
 
 
@@ -215,13 +250,14 @@ class Theirs:
         self.attention = [layer.self_attn for layer in model.model.layers]
         for attention in self.attention:
             attention.rotary_emb = model.model.rotary_emb  # as applying a press does
+            attention.masked_key_indices = None
 
-    def prefill(self, ids: list[int], presses: dict[str, Any]) -> tuple[dict[str, Held], Tensor]:
-        """What each press leaves of one prompt, and the last token's logits [V]."""
+    def prefill(self, ids: list[int], presses: dict[str, Any], how: str = "eager") -> tuple[dict[str, Held], Tensor]:
+        """What each press leaves of one prompt, and the last token's logits [V]. Eager attention tells its weights,
+        which ObservedAttentionPress needs; those that mark refuse it."""
         from transformers import DynamicCache
 
-        # eager attention returns its weights, which ObservedAttentionPress needs
-        self.model.set_attn_implementation("eager")
+        self.model.set_attn_implementation(how)
         left: dict[str, Held] = {name: Held([], []) for name in presses}
 
         def compress(module, inputs, kwargs, output):
@@ -231,7 +267,8 @@ class Theirs:
                 if press is not None:
                     kv = press.compress(module, kwargs["hidden_states"], *kv, output[1], kwargs)
                 left[name].layers.append(kv)
-                left[name].dropped.append(None)
+                left[name].dropped.append(module.masked_key_indices)
+                module.masked_key_indices = None
 
         for press in presses.values():
             if press is not None:
@@ -244,16 +281,25 @@ class Theirs:
                 hook.remove()
         return left, self.model.lm_head(hidden[0, -1])
 
-    def marked(self, ids: list[int], press: Any) -> Held:
-        """What a press that marks leaves of a prompt."""
+    def read_again(self, ids: list[int], presses: dict[str, Any]) -> dict[str, Held]:
+        """What presses that read a prompt a second time leave of it, and differ in their ratios alone."""
         from transformers import DynamicCache
 
         self.model.set_attn_implementation("sdpa")
-        cache = DynamicCache()
-        with press(self.model):
+        cache, one, dropped = DynamicCache(), next(iter(presses.values())), dict[str, list[Any]]()
+        drop = one.compress_post
+
+        def drop_each(model):
+            for name, press in presses.items():
+                one.compression_ratio = press.compression_ratio
+                drop(model)
+                dropped[name] = [attention.masked_key_indices for attention in self.attention]
+
+        one.compress_post = drop_each
+        with one(self.model):
             self._run(ids, cache)
-        dropped = [attention.masked_key_indices for attention in self.attention]
-        return Held([(layer.keys, layer.values) for layer in cache.layers], dropped)
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        return {name: Held(layers, marks) for name, marks in dropped.items()}
 
     def _run(self, ids: list[int], cache: Any) -> Tensor:
         tokens = torch.tensor([ids], device=self.model.device)
@@ -392,10 +438,15 @@ def compare(
         said[spec] = [out[len(ids) :] for out, ids in zip(outs, asked, strict=True)]
     for i, c in enumerate(batch):
         row, length = c.rows[0], len(c.prompt)
-        torch.manual_seed(row["index"])  # for RandomPress
-        presses = {case.theirs: case.press(length) for case in cases if not case.pair.marks} | {WHOLE: None}
-        left, logits = theirs.prefill(c.prompt, presses)
-        left |= {case.theirs: theirs.marked(c.prompt, case.press(length)) for case in cases if case.pair.marks}
+        torch.manual_seed(row["index"])  # of RandomPress
+        by: dict[str, dict[str, Any]] = {"eager": {WHOLE: None}}  # how a prompt is read -> presses
+        for case in cases:
+            p = case.pair
+            how = p.theirs if p.again else "sdpa" if p.marks else "eager"
+            by.setdefault(how, {})[case.theirs] = case.press(length)
+        left, logits = theirs.prefill(c.prompt, by.pop("eager"))
+        for how, presses in by.items():
+            left |= theirs.prefill(c.prompt, presses, how)[0] if how == "sdpa" else theirs.read_again(c.prompt, presses)
         answers: dict[str, list[int]] = {}
         for sizes in {x.lengths() for x in left.values()}:
             alike = {name: x for name, x in left.items() if x.lengths() == sizes}

@@ -125,6 +125,7 @@ class Evaluation:
                  model: Transformer | None = None):  # fmt: skip
         self.model = model or load_checkpoint(checkpoint, device)
         self.tk = load_tokenizer(checkpoint)
+        self.model.encode = functools.partial(self.tk.encode, bos=False)  # of methods that ask the model something
         self.device, self.batch, self.query_in_prompt, self.seed = device, batch, query_in_prompt, seed
         self.stops = self.tk.eos_ids | frozenset(self.model.args.eos_ids)
         self.checkpoint = checkpoint

@@ -39,7 +39,8 @@ METHODS = (
     "sals-12.5", "sals,budget=1.0", "sals,score=softmax", "sals,budget=p0.9", "ojakv-0.6", "ojakv-snapkv", "razor",
     "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv",
     "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30",
-    "palu-50", "hshare", "double_sparsity_offload", "flexgen", "oracle", "random",
+    "palu-50", "hshare", "keydiff", "expected_attention", "kvzip", "snapkv,adaptive=True", "snapkv,value_aware=True",
+    "double_sparsity_offload", "flexgen", "oracle", "random",
 )  # fmt: skip
 # with `full` only, since the method makes no difference to the kernels of weights
 WEIGHTS = ("bf16", "int8", "int4")

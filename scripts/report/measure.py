@@ -27,11 +27,12 @@ from runtime import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from scripts.report.published import OF_RULER
 from scripts.shared.results import commit, machine, write_json
 
-METHODS = ("full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 h2o tova snapkv "
-           "pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare")  # fmt: skip
+# kvzip reads every prompt twice, for each of its settings
+NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
+OTHERS = f"h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare {NEWER} kvzip rocket"
+METHODS = f"full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 {OTHERS}"
 ACCURACY = ("full oracle random streaming self_index double_sparsity double_sparsity,channels=0.5 sals-25 sals-12.5 "
-            "ojakv ojakv-0.8 razor,window=128 h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard "
-            "palu-50 hshare self_index,store_bits=4,budget=512")  # fmt: skip
+            f"ojakv ojakv-0.8 razor,window=128 {OTHERS} self_index,store_bits=4,budget=512")  # fmt: skip
 RULER = "niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe"  # those that need no data
 LONG = "full self_index double_sparsity sals-12.5 sals-12.5,budget=512"
 DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
@@ -53,8 +54,6 @@ GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "sof
 GROUPS += " sals,score=sum sals,score=softmax"
 RESTORE = (f"bench.bench_restore --threads 1 --checkpoint {PUBLISHED} --calibration {CALIBRATION} --kv-dtype bf16 "
            "--length 8000")  # fmt: skip
-# without kvzip, which reads every prompt twice for each setting
-NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init"
 
 
