@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import engine as E
-from engine import LLM, Sampling
+from engine import LLM, Text
 from errors import InputError
+from sampling import Sampling, exponential_noise, noise_keys
 
 PROMPTS = ["import os\n", "def f(x):", "import os\n", "import os\n"]
 WARM = Sampling(temperature=1.0, seed=5)
@@ -18,7 +18,7 @@ def llm():
 
 def draw(sampling, logits):
     """Each row of logits [B, V] with noise of its own."""
-    keys = torch.tensor(E.noise_keys(sampling.seed, [[1]] * len(logits)))
+    keys = torch.tensor(noise_keys(sampling.seed, [[1]] * len(logits)))
     return sampling.draw(logits, torch.zeros_like(keys), keys)
 
 
@@ -55,10 +55,10 @@ def test_another_seed_is_another_text(llm):
 def test_noise_is_exponential_and_independent_in_every_direction():
     """Kolmogorov-Smirnov against Exp(1), and no correlation between rows, positions, columns or seeds."""
     rows, n = 64, 4096
-    keys = torch.tensor(E.noise_keys(0, [[1]] * rows))
+    keys = torch.tensor(noise_keys(0, [[1]] * rows))
     pos = torch.arange(rows)
-    by_row, by_pos = (E.exponential_noise(k, p, n) for k, p in ((keys, pos * 0), (keys[:1].expand(rows), pos)))
-    near = E.exponential_noise(torch.arange(rows), pos * 0, n)  # keys that differ in few bits
+    by_row, by_pos = (exponential_noise(k, p, n) for k, p in ((keys, pos * 0), (keys[:1].expand(rows), pos)))
+    near = exponential_noise(torch.arange(rows), pos * 0, n)  # keys that differ in few bits
     for x in (by_row, by_pos, near):
         u = (1 - (-x.double()).exp()).flatten().sort().values
         steps = torch.arange(1, len(u) + 1) / len(u)
@@ -76,7 +76,7 @@ def test_every_key_gives_every_column_noise():
     """Also one whose high word is the number of a column."""
     pos = torch.arange(2000)
     for word, column in ((0, 0), (7, 7), (99, 99)):
-        noise = E.exponential_noise(torch.full_like(pos, (word << 32) + 5), pos, 100)
+        noise = exponential_noise(torch.full_like(pos, (word << 32) + 5), pos, 100)
         assert noise[:, column].mean() == pytest.approx(1, abs=0.1) and noise.argmin(1).unique().numel() == 100
 
 
@@ -127,7 +127,7 @@ def test_tokens_with_a_penalty_are_those_of_hugging_faces_processor(llm, tempera
     prompts = [llm.encode(p) for p in ("import os\nimport sys\n", "def f(x):\n    return")]
     sampling = Sampling(temperature, repetition_penalty=1.3, seed=2)
     got = [c.tokens for c in llm.generate(prompts, 12, sampling)]
-    for prompt, tokens, key in zip(prompts, got, E.noise_keys(2, prompts), strict=True):
+    for prompt, tokens, key in zip(prompts, got, noise_keys(2, prompts), strict=True):
         ids = torch.tensor([prompt + tokens])
         with torch.inference_mode():
             logits = llm.model(ids)
@@ -175,7 +175,7 @@ def test_what_may_become_a_stop_string_waits():
             return ""
 
     def pieces(stop, *said):
-        text = E.Text(Pieces(), stop)
+        text = Text(Pieces(), stop)
         return [*map(text.put, said), text.flush()]
 
     assert pieces(["END"], "a", "E", "N", "x", "EN", "D", "b") == ["a", "", "", "ENx", "", "", "", ""]

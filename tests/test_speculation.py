@@ -13,11 +13,12 @@ from test_contract import TOL, prompt, tiny
 
 import generate
 from cache.spec import method_class, method_files
-from engine import LLM, Sampling, Session, draw_finite, eager_step, noise_keys
+from engine import LLM, Session, eager_step
 from errors import InputError
 from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
 from runtime import SMOLLM2_CALIBRATION, TINY, smollm2
+from sampling import Sampling, draw_finite, noise_keys
 from scripts.eval import acceptance
 from scripts.report.speculation import gain
 from speculation import Speculator, seen_behind

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled import Step, compiler_options
-from engine import Result, Sampling, Session, continue_rows, draw_finite, make_step
+from engine import Result, Session, continue_rows, make_step
 from model import Transformer
 from runtime import synchronize
+from sampling import Sampling, draw_finite
 from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Run, Work
 from speculation import Speculator, tokens_a_round

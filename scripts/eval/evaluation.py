@@ -21,12 +21,13 @@ from cache.base import KVMethod
 from cache.calibration import fingerprint
 from checkpoint import load_checkpoint
 from corpus import collect
-from engine import NO_TOKEN, Sampling, Session, make_step, pad
+from engine import Session, make_step, pad
 from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import Transformer
 from parallel import ONE, PATIENCE, start, started_by_torchrun
 from runtime import TINY, add_calibration, add_precision, check_out, pick_device
+from sampling import NO_TOKEN, Sampling
 from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
 from scripts.shared.options import load_model, parse_lengths

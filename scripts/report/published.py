@@ -71,7 +71,7 @@ def published() -> str:
 
 # ---- RULER ----
 
-OF_RULER = tuple(f"ruler_{of}" for of in ("full", "held", "newer", "known", "read", "defaults", "long", "groups"))
+OF_RULER = tuple(f"ruler_{of}" for of in ("full", "held", "newer", "kvzip", "known", "read", "defaults", "long", "groups"))
 
 
 def ruler_full() -> str:
@@ -89,9 +89,9 @@ def pooled(row: Row, tasks: Sequence[str]) -> str:
 
 
 def ruler_bytes() -> str:
-    """ruler_held, _newer, _known, _read.json: one row per method, one column per target of bytes held or read."""
+    """ruler_held, _newer, _kvzip, _known, _read.json: one row per method, one column per target of bytes held or read."""
     out = []
-    for run in (r for q in ("ruler_held", "ruler_newer", "ruler_known", "ruler_read") for r in runs(q)):
+    for run in (r for q in ("ruler_held", "ruler_newer", "ruler_kvzip", "ruler_known", "ruler_read") for r in runs(q)):
         of = dict(kv="held", read="read")[run["cells"][0]["axis"]]
         known = ", the question known" if run["rows"][0]["query_in_prompt"] else ""
         length = run["rows"][0]["seq_len"]
