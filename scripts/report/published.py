@@ -71,7 +71,9 @@ def published() -> str:
 
 # ---- RULER ----
 
-OF_RULER = tuple(f"ruler_{of}" for of in ("full", "held", "newer", "kvzip", "known", "read", "defaults", "long", "groups"))
+OF_RULER = tuple(
+    f"ruler_{of}" for of in ("full", "held", "newer", "kvzip", "known", "read", "defaults", "long", "groups")
+)
 
 
 def ruler_full() -> str:
