@@ -91,7 +91,7 @@ def pooled(row: Row, tasks: Sequence[str]) -> str:
 
 
 def ruler_bytes() -> str:
-    """ruler_held, _newer, _kvzip, _known, _read.json: one row per method, one column per target of bytes held or read."""
+    """ruler_held, _newer, _kvzip, _known, _read.json: a row per method, a column per target of bytes held or read."""
     out = []
     for run in (r for q in ("ruler_held", "ruler_newer", "ruler_kvzip", "ruler_known", "ruler_read") for r in runs(q)):
         of = dict(kv="held", read="read")[run["cells"][0]["axis"]]
