@@ -80,17 +80,19 @@ class KVzip(PromptEvicting):
         inside = at < lengths[:, None]  # [B, chunk]
         there = torch.cat((inside.new_ones(B, sinks), inside, i < text.lengths[:, None]), 1)
         keys = keys.float().masked_fill(~there[:, None, :, None], 0)
-        most = torch.zeros(B, H, len(at), device=k.device)
+        most = torch.full((B, H, len(at)), float("-inf"), device=k.device)  # logarithms
         for first in range(0, n, QUERIES):
             rows = i[first : first + QUERIES]
-            causal = torch.cat((inside.new_ones(len(rows), sinks + len(at)), i <= rows[:, None]), 1)
-            mask = (there[:, None] & causal)[:, None]  # [B, 1, rows, keys]
+            seen = sinks + len(at) + first + len(rows)  # keys that one of these queries may see
+            causal = i[: first + len(rows)] <= rows[:, None]
+            causal = torch.cat((inside.new_ones(len(rows), sinks + len(at)), causal), 1)
+            hidden = ~(there[:, None, :seen] & causal)[:, None]  # [B, 1, rows, keys]
             real = (rows < text.lengths[:, None])[:, None, :, None]
             for x in q[:, :, rows].unflatten(1, (H, -1)).unbind(2):  # x [B, H, rows, D]
-                logits = x.float() @ keys.mT * D**-0.5
-                p = logits.masked_fill(~mask, float("-inf")).softmax(-1)[..., sinks : sinks + len(at)]
-                most = most.maximum(p.masked_fill(~real, 0).amax(2))
-        return most
+                logits = (x.float() * D**-0.5 @ keys[:, :, :seen].mT).masked_fill_(hidden, float("-inf"))
+                p = logits[..., sinks : sinks + len(at)] - logits.logsumexp(-1, keepdim=True)
+                most = most.maximum(p.masked_fill_(~real, float("-inf")).amax(2))
+        return most.exp()
 
     def prompt_scores(self, q, k, v, mass, lengths):
         votes, self.votes = self.votes, None
