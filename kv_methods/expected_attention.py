@@ -1,9 +1,9 @@
 """Expected Attention: keep the tokens that future queries are expected to attend to, judging by the prompt's queries.
 
-The prompt's queries before rotation, the first few aside, or those of a calibration's text, are taken for a Gaussian,
-and rotated by the mean of the next positions' rotations, q ~ N(m, C). Then E exp(q . k / sqrt(D)) = exp(m . k / sqrt(D)
-+ k C k / 2D) of every key, which is normalized over the keys and multiplied by the length of the value. What is decoded
-afterwards stays.
+The queries before rotation, of the prompt without its first tokens or of a calibration's text, are modelled as a
+Gaussian and rotated by the mean of the next positions' rotations: q ~ N(m, C). The expected weight of a key is then
+E exp(q . k / sqrt(D)) = exp(m . k / sqrt(D) + k C k / 2D), normalized over the keys and multiplied by the norm of its
+value. Decoded tokens stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SINKS = 4  # first tokens, whose queries are like no others (published code)
 
 
 class Queries(Statistic):
-    """Mean and covariance of each head's queries before rotation, those of a text's first tokens aside."""
+    """Mean and covariance of each head's queries before rotation, without those of a text's first tokens."""
 
     name, knobs = "queries", "queries=calibration"
 
@@ -45,20 +45,20 @@ class ExpectedAttention(PromptEvicting):
     lookback = 0
     scores_pre_rope = True
 
-    mean: Tensor  # fp32 [Hkv, g, D] and
-    moments: Tensor  # [Hkv, g, D, D], central: with queries="calibration" alone
+    mean: Tensor  # fp32 [Hkv, g, D], with queries="calibration" only
+    moments: Tensor  # fp32 [Hkv, g, D, D], central; likewise
 
     @dataclass
     class Args(PromptEvicting.Args):
         budget: int | float = knob(0.5, "tokens kept of a prompt, or their share (half, as in kvpress's README)")
         recent: int = knob(0, "last tokens of a prompt that are kept in any case (ours; published: none)", low=0)
         queries: Literal["prompt", "calibration"] = knob(
-            "prompt", "whose mean and covariance: the prompt's, or a calibration's (published code: either)"
+            "prompt", "queries behind mean and covariance: the prompt's, or a calibration's (published code: either)"
         )
-        sinks: int = knob(SINKS, "first tokens: they are kept, and no sample of the queries (published code)", low=0)
-        future: int = knob(512, "positions to come whose rotations are averaged (published code)", 1, 10**5)
-        covariance: bool = knob(True, "False: by the mean query alone (published code: an option)")
-        value_norm: bool = knob(True, "False: by attention alone (published code: an option, off with value_aware)")
+        sinks: int = knob(SINKS, "first tokens: kept, and left out of the queries' statistics (published code)", low=0)
+        future: int = knob(512, "next positions whose rotations are averaged (published code)", 1, 10**5)
+        covariance: bool = knob(True, "False: score by the mean query only (published code: an option)")
+        value_norm: bool = knob(True, "False: score by attention only (published code: an option, off with value_aware)")
         epsilon: float = knob(0.01, "added to the attention before |v| (published evaluation)", 0)
         adaptive: bool = knob(True, "share a layer's budget over its KV heads by score (published evaluation: AdaKV)")
 
@@ -85,7 +85,7 @@ class ExpectedAttention(PromptEvicting):
             mean, moments = self.distribution(i, x, seen)
             logits = keys @ apply_rope(mean, cos, sin).mT * D**-0.5  # [B, H, S, 1]
             if a.covariance:
-                half = apply_rope(moments, cos, sin)  # rows turned, then columns
+                half = apply_rope(moments, cos, sin)  # rotates the rows, then the columns
                 logits = logits + ((keys @ apply_rope(half.mT, cos, sin)) * keys).sum(-1, keepdim=True) / (2 * D)
             score += logits[..., 0].masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num()
         score = score / (self.shape.n_head // H)
@@ -94,8 +94,8 @@ class ExpectedAttention(PromptEvicting):
         return score.masked_fill((t < a.sinks) & (t < n)[:, None], float("inf"))
 
     def distribution(self, i: int, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the queries of each group's head i: their mean [.., Hkv, 1, D] and central moments [.., Hkv, D, D].
-        x [B, Hkv, S, D]: those of the prompts, which count where seen [B, S]."""
+        """Mean [.., Hkv, 1, D] and central moments [.., Hkv, D, D] of the queries of each group's head i.
+        x [B, Hkv, S, D]: the prompts' queries, which count where seen [B, S] is true."""
         if self.args.queries == "calibration":
             return self.mean[:, i, None], self.moments[:, i]
         there, n = seen[:, None, :, None], seen.sum(1).clamp(min=1).view(-1, 1, 1, 1)
@@ -105,7 +105,7 @@ class ExpectedAttention(PromptEvicting):
         return mean, x.mT @ x / n
 
     def mean_rotation(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, 1, D/2], each the mean over the `future` positions behind prompts of lengths [B]."""
+        """cos and sin [B, 1, 1, D/2], each the mean over the `future` positions after prompts of lengths [B]."""
         pos = lengths.cpu()[:, None] + torch.arange(self.args.future)
         frequency, scale = rope_inv_freq(*self.rope.of, pos + 1)
         angle = pos[..., None].double() * frequency

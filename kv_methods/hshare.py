@@ -48,7 +48,7 @@ class SharedSets(Storage):
             self.source[layer], self.count[layer] = layer, 0
 
     def compare(self, layer: int, flags: Tensor, share: float) -> None:
-        """Note what a prompt's last queries chose, flags [B, Q, Hkv, S]; after the last layer, decide who shares."""
+        """Record what a prompt's last queries chose, flags [B, Q, Hkv, S]; after the last layer, decide which share."""
         if layer == self.layers[0]:
             self.seen.clear()
         self.seen[layer] = flags

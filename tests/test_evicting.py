@@ -280,7 +280,7 @@ def test_defaults_are_the_papers():
         adaptive=True, recent=0, sinks=4
     )
     assert args["expected_attention"] == shared | dict(
-        budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2
+        budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2, queries="prompt"
     )
     kvzip = vars(method_class("kvzip").Args())
     assert kvzip == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
