@@ -58,7 +58,9 @@ class ExpectedAttention(PromptEvicting):
         sinks: int = knob(SINKS, "first tokens: kept, and left out of the queries' statistics (published code)", low=0)
         future: int = knob(512, "next positions whose rotations are averaged (published code)", 1, 10**5)
         covariance: bool = knob(True, "False: score by the mean query only (published code: an option)")
-        value_norm: bool = knob(True, "False: score by attention only (published code: an option, off with value_aware)")
+        value_norm: bool = knob(
+            True, "False: score by attention only (published code: an option, off with value_aware)"
+        )
         epsilon: float = knob(0.01, "added to the attention before |v| (published evaluation)", 0)
         adaptive: bool = knob(True, "share a layer's budget over its KV heads by score (published evaluation: AdaKV)")
 

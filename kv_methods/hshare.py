@@ -73,10 +73,11 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
 
 
 def greedy(alike: Tensor, n: int) -> Tensor:
-    """Whose set each of N takes, its own or an earlier one's: alike [B, N, N], of which i > j count -> [B, N]; n share.
+    """The index of the set that each of N uses, its own or an earlier one's, [B, N]; n of them share. alike [B, N, N]:
+    the similarity of i and j, used where i > j.
 
-    The most alike pair comes first: the later takes the earlier's set. What takes one is no longer taken from, and
-    those that took from it follow it (HShare, greedy sharing, as published).
+    The most similar pair comes first: the later one uses the earlier one's set. Whoever uses another's set no longer
+    gives its own, and those that used it follow (HShare, greedy sharing, as published).
     """
     B, N, _ = alike.shape
     row, source = torch.arange(B, device=alike.device), torch.arange(N, device=alike.device).repeat(B, 1)
