@@ -393,7 +393,7 @@ def answer(
     stop_ids: frozenset[int],
     on_token: Callable[[int, int], Any] | None,
 ) -> None:
-    """`generate`, from a session that has read the prompts; the time of the question counts as prefill."""
+    """The part of `generate` after the prompts: feed the question, whose time counts as prefill, and decode."""
     start = time.perf_counter()
     session.feed(question)
     synchronize(session.device)
@@ -726,8 +726,8 @@ class LLM:
         stop: Sequence[str],
         on_text: Callable[[int, str], None] | None,
     ) -> bool:
-        """Run a batch by `go`, a `generate` or an `answer` into `result`, and add its completions to those before it.
-        False after Ctrl-C. `Ended` if a step fails; with nothing to show, what was raised."""
+        """Run a batch with `go`, a `generate` or an `answer` into `result`, and append its completions to `out`.
+        Returns False after Ctrl-C. If a step fails, raises `Ended`, or the error itself if there is no text yet."""
         texts, first, error = [Text(self.tokenizer.stream(), stop) for _ in result.tokens], len(out), None
 
         def show(row: int, piece: str) -> None:

@@ -75,7 +75,7 @@ class LatentStore(Storage):
         for part, r in zip(self.parts, ranks, strict=True):
             self.buffer(part, (*where, r))
         self.values = self.vectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
-        self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # of all KV heads
+        self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # all KV heads together
 
     @property
     def lead(self) -> Tensor:
@@ -89,14 +89,14 @@ class LatentStore(Storage):
 
 
 class Ring(Storage):
-    """Slot = position modulo the slots, of which there are more where tokens may be taken back."""
+    """Slots by position modulo their number, which is larger if appended tokens may be taken back."""
 
     def layout(self, tokens):
         slots = {name: b.shape[1] for name, b in self.named_buffers(recurse=False)}
         return {name: n for name, n in slots.items() if n < tokens}
 
     def carry(self, name, saved, layout, pos):
-        """From a ring of `layout` slots, or a larger one; tokens that it does not have any more are never read."""
+        """The tokens of a ring of `layout` slots, or of all its slots. Those that it has overwritten are never read."""
         slot = ring_positions(pos, self.get_buffer(name).shape[1]).clamp(min=0) % (layout or saved.shape[1])
         return saved[torch.arange(len(saved), device=saved.device)[:, None], slot]
 
@@ -118,7 +118,7 @@ class Sals(KVMethod):
     pre_rope = True
     reads_queries = False
     rewinds = True
-    joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks, which each rank stores whole
+    joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks; each rank stores all of them
     statistics = (JointKeys(),)
     skip_layers = (0, 1, -1)  # Sec. 5.1: "we skip the sparsification", not the compression:
     skip_knobs = dict(budget=1.0)  # with these layers uncompressed, the memory access of Table 2 would be out of reach
@@ -162,11 +162,12 @@ class Sals(KVMethod):
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
         self.k_static = self.selection.of(T)
         self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
-        # what is no longer recent, slot = position: the last `recent` slots are never of use to a token
+        # tokens that are no longer recent, slot = position; the last `recent` slots never hold a token
         self.recent = min(args.recent, T)
         self.store = LatentStore(shape, T, (self.score_rank, rank - self.score_rank), args.value_bits)
-        # the newest, slot = position mod its slots; Sec. 5.1: recent tokens "are compressed by only 50%". What a check
-        # appends, drafts and the token before them, may all come again: it takes no slot that is then read once more
+        # the newest tokens, slot = position mod the ring's slots; Sec. 5.1: they "are compressed by only 50%". A check
+        # appends its drafts and the token before them, all of which may be taken back: with spare slots they
+        # overwrite no token that is then read again
         ring_rank, spare = round(max(args.rank, 0.5) * width), shape.drafts + 1 if shape.drafts else 0
         self.ring = LatentRing(shape, min(self.recent + spare, T), (ring_rank,), max(8, args.value_bits))
         # U^T, leading eigenvectors in rows: the first r rows are the basis of rank r
@@ -198,11 +199,11 @@ class Sals(KVMethod):
         append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos, self.recent)
 
     def select(self, q, pos):
-        """Positions in the store, beside which all recent tokens are attended to; None: all. One set for all heads."""
+        """Positions chosen in the store, one set for all heads; None: all. Recent tokens are always attended to."""
         if self.dense:
             return None, None
         n, scores, wanted = self.recent, self._scores(q, pos), self.selection.at(pos + 1)
-        if self.p is not None:  # scores are attention: what the ring gets, all of which is attended, stands at pos
+        if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)
             wanted = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
