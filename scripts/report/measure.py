@@ -24,10 +24,12 @@ from pathlib import Path
 
 from errors import InputError, Parser, run_cli
 from runtime import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
+from scripts.eval.ladders import HELD
 from scripts.report.published import OF_RULER
 from scripts.shared.results import commit, machine, write_json
 
 # kvzip, which reads every prompt twice for each of its settings, is a question of its own
+WITH_LADDERS = " ".join(m for m in HELD if m != "kvzip")
 NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
 OTHERS = f"h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare {NEWER} kvzip rocket"
 METHODS = f"full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 {OTHERS}"
@@ -98,9 +100,16 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
         ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048 --samples 10 --method full"],
+        ruler_full_long=[f"{RULED} --tasks {RULER} --lengths 4096,8192 --samples 5 --method full"],
         bases=[f"eval.analyze --checkpoint {PUBLISHED} --calibration {CALIBRATION} --only bases --threads 1"],
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
+        ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND} --kv 1/2,1/4,1/8 "
+                       f"--method {WITH_LADDERS}"],
+        ruler_read_4k=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
+        ruler_8k=[f"{RULED} --lengths 8192 --samples 5 {FOUND} {targets}"
+                  for targets in ("--kv 1/2,1/4,1/8 --method ojakv razor sals self_index",
+                                  "--read 1/4,1/8,1/16 --method double_sparsity sals self_index")],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
         ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --method {OWN}",
                     f"{RULED} --lengths 8192 --samples 5 {FOUND} --method {LONGER}"],

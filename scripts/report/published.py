@@ -72,8 +72,10 @@ def published() -> str:
 # ---- RULER ----
 
 OF_RULER = tuple(
-    f"ruler_{of}" for of in ("full", "held", "newer", "kvzip", "known", "read", "defaults", "long", "groups")
-)
+    f"ruler_{of}"
+    for of in ("full", "full_long", "held", "newer", "kvzip", "held_4k", "known", "read", "read_4k", "8k", "defaults",
+               "long", "groups")
+)  # fmt: skip
 
 
 def ruler_full() -> str:
