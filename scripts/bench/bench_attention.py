@@ -46,7 +46,7 @@ from errors import InputError, Parser, run_cli
 from model import ModelArgs
 from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads
 from scripts.bench.dense import prepare_dense
-from scripts.bench.layer import build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
+from scripts.bench.layer import STAGES, build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
 from scripts.shared.options import SPECS, add_run, check_run, earlier, expand, shapes
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
@@ -65,7 +65,6 @@ from scripts.shared.timing import (
 
 SPARE = 16  # slots beyond the filled ones
 MEMORY = 0.8  # share of the free memory that the caches of methods timed together may take
-STAGES = ("prefetch", "append", "score", "select", "attend")
 Row = dict[str, Any]
 
 

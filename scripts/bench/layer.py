@@ -21,6 +21,7 @@ from scripts.shared.options import shapes
 from scripts.shared.timing import Call
 
 LAYER = 8  # a layer that no paper leaves dense
+STAGES = ("prefetch", "append", "score", "select", "attend")  # of a decode step, in order
 
 
 def one_layer(spec: str) -> tuple[type[KVMethod], Any]:

@@ -52,11 +52,11 @@ def parse_args() -> argparse.Namespace:
     a = p.add_argument
     a("--checkpoint", required=True, help="Hugging Face folder or GGUF file, with a chat template")
     a("--method", nargs="+", default=["all"], help=f"{SPECS_BY_LAYER}; `all`: every method")
-    a("--length", dest="lengths", metavar="N", default="3000", help="about how many tokens the text has; default: 3000")
+    a("--length", type=int, metavar="N", default=3000, help="about how many tokens the text has; default: 3000")
     a("--max-new-tokens", type=int, default=24, metavar="N", help="the most tokens of an answer; default: 24")
     opt = parse_flags(p, "answers.json")
-    if len(opt.lengths) > 1 or opt.lengths[0] < 256 or opt.max_new_tokens < 1:
-        raise InputError("--length must be one number of at least 256, --max-new-tokens at least 1")
+    if opt.length < 256 or opt.max_new_tokens < 1:
+        raise InputError("--length must be at least 256, --max-new-tokens at least 1")
     WeightFormat.parse(opt.weights, opt.head)
     opt.method = list(dict.fromkeys(["full", *expand(opt.method)]))
     args = read_args(opt.checkpoint)
@@ -89,13 +89,13 @@ def split(turns: list[list[int]]) -> int:
 def main() -> None:
     opt = parse_args()
     ev, ranks = open_evaluation(opt, 1), opt.ranks
-    text = text_of(ev.tk, opt.lengths[0])
+    text = text_of(ev.tk, opt.length)
     turns = [
         ev.tk.encode_chat([{"role": "user", "content": f"{text}\n\n{question}"}]) + ev.tk.encode(beginning, bos=False)
         for question, beginning, _, _ in FACTS
     ]
     shared = split(turns)
-    settings = dict(length=opt.lengths[0], new=opt.max_new_tokens, query_in_prompt=opt.query_in_prompt)
+    settings = dict(length=opt.length, new=opt.max_new_tokens, query_in_prompt=opt.query_in_prompt)
     settings |= dict(text_tokens=shared) | precision(opt, ev.model)
     data = record(ev.device, checkpoint=Path(opt.checkpoint).name, settings=settings)
     resume = opt.resume and ranks.rank == 0

@@ -265,7 +265,7 @@ def join(opt: argparse.Namespace) -> None:
 def parse_flags(
     p: argparse.ArgumentParser, name: str, in_folder: str = "", questions: bool = True
 ) -> argparse.Namespace:
-    """Adds the flags that evaluations share and parses; --lengths, one of their own, becomes a list of numbers.
+    """Adds the flags that evaluations share and parses; --lengths, if an evaluation has it, becomes a list of numbers.
 
     name: an example name for --out, a file or a folder; in_folder: a file of that folder. questions: whether the
     evaluation has questions, which may be known."""
@@ -286,6 +286,7 @@ def parse_flags(
     join(opt)
     if opt.resume and not opt.out:
         raise InputError("--resume needs --out, the result to continue from")
-    opt.lengths = parse_lengths(opt.lengths)
+    if "lengths" in opt:
+        opt.lengths = parse_lengths(opt.lengths)
     check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
     return opt

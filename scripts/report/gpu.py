@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
+from scripts.bench.layer import STAGES
 from scripts.report.markdown import RESULTS, folded, percent, table
 from scripts.report.papers import DOUBLE_SPARSITY_6C, SELF_INDEX_4, SELF_INDEX_5, reported
 
 Row = dict[str, Any]
 FAR = 0.5  # rows below this share of the byte limit are broken down into stages
 GOALS = [("llama-3.1-8b", 8, 32768), ("llama-2-7b", 8, 4096)]
-STAGES = ("prefetch", "append", "score", "select", "attend")
 
 
 def load(folder: Path) -> list[Row]:

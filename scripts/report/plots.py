@@ -18,17 +18,19 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from cache.evicting import Evicting
+from cache.spec import method_class
 from errors import InputError, Parser, run_cli
 from scripts.eval.ladders import BOUNDS
 from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
 from scripts.report.markdown import RESULTS, measuring, runs
+from scripts.report.published import OF_BYTES
 from scripts.report.speculation import plot as speculation
 from scripts.report.speed import decoded, width
 from scripts.shared.results import check_out, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
-AXES = dict(held="kv_share", read="read_share")
 TICKS = [1 / 4, 1 / 8, 1 / 16]
 Points = dict[tuple[str, str], float]  # (label, machine) -> value
 
@@ -135,34 +137,64 @@ def accuracy() -> Any:
 
 
 def ruler() -> Any:
-    """What each method finds on the published model, against the bytes it holds and the bytes a step reads."""
-    files = dict(held=("held", "newer", "kvzip"), read=("read",))  # the first file of an axis has the bounds
-    found = {of: some for of, names in files.items() if (some := [r for n in names for r in runs(f"ruler_{n}")])}
-    cells = [c for some in found.values() for run in some for c in run["cells"]]
-    names = sorted({c["method"] for c in cells}, key=lambda m: (m in BOUNDS, m))
-    looks = looks_of(names)
-    fig, axes = plt.subplots(1, max(1, len(found)), figsize=(11, 4.8), sharey=True, squeeze=False)
-    for ax, (of, some) in zip(axes[0], found.items(), strict=False):
-        length = some[0]["rows"][0]["seq_len"]
-        tasks = measuring(some[0]["rows"], length)
-        for method, look in looks.items():
-            run = next((run for run in some if any(c["method"] == method for c in run["cells"])), some[0])
-            rows, mine = {r["method"]: r for r in run["rows"]}, [c for c in run["cells"] if c["method"] == method]
-            xs = [float(Fraction(c["target"])) if method in BOUNDS else rows[c["spec"]][AXES[of]] for c in mine]
-            xy = sorted(zip(xs, (100 * mean(rows[c["spec"]][t] for t in tasks) for c in mine), strict=True))
-            if xy:
-                ax.plot(*zip(*xy, strict=True), **look, markersize=5)
-                ax.annotate(method, xy[-1], xytext=(5, 0), textcoords="offset points", fontsize=7, va="center")
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([1 / 2, *TICKS], [f"1/{1 / t:.0f}" for t in (1 / 2, *TICKS)])
-        ax.minorticks_off()
-        ax.set_xlim(1 / 18, 0.75 if of == "held" else 0.36)
-        ax.set_ylim(-4, 106)
-        ax.set_xlabel("bytes held, share of full" if of == "held" else "bytes that a step reads, share of full")
-        ax.set_ylabel(f"% found of {', '.join(tasks)}, {length:,} tokens", fontsize=9)
-        ax.grid(alpha=0.3)
+    """What each method finds on the published model: a row per length; against the bytes held, a column for the methods
+    that drop tokens and one for the others, and against the bytes that a step reads, one for the methods that select.
+    """
+    found: dict[str, dict[int, dict[str, list[tuple[float, float]]]]] = {"drop": {}, "keep": {}, "read": {}}
+    full: dict[int, float] = {}
+    for run in (r for q in OF_BYTES for r in runs(q) if not r["rows"][0]["query_in_prompt"]):
+        rows, length = {r["method"]: r for r in run["rows"]}, run["rows"][0]["seq_len"]
+        tasks, axis = measuring(run["rows"], length), run["cells"][0]["axis"]
+        share = "kv_share" if axis == "kv" else "read_share"
+        full[length] = 100 * mean(rows["full"][t] for t in tasks)
+        for c in run["cells"]:
+            if "," in c["method"]:  # a variant, which the table has
+                continue
+            name = c["method"]
+            of = "read" if axis == "read" else "drop" if drops(name) else "keep"
+            x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"]][share]
+            y = 100 * mean(rows[c["spec"]][t] for t in tasks)
+            found[of].setdefault(length, {}).setdefault(name, []).append((x, y))
+    lengths = sorted(n for n, methods in found["read"].items() if {*BOUNDS} <= {*methods})  # where all methods ran
+    xlabels = dict(drop="bytes held, share of full: methods that drop tokens",
+                   keep="bytes held, share of full: methods that keep all",
+                   read="bytes that a step reads, share of full")  # fmt: skip
+    fig, axes = plt.subplots(len(lengths), 3, figsize=(13, 0.6 + 4 * len(lengths)), sharey=True, squeeze=False)
+    for (of, by_length), column in zip(found.items(), axes.T, strict=True):
+        names = sorted({m for n in lengths for m in by_length.get(n, {})}, key=lambda m: (m in BOUNDS, m))
+        looks = looks_of(names)
+        for ax, length in zip(column, lengths, strict=True):
+            for method, xy in by_length.get(length, {}).items():
+                ax.plot(*zip(*sorted(xy), strict=True), **looks[method], markersize=5)
+            name_lines(ax, {m: max(xy) for m, xy in by_length.get(length, {}).items()}, looks)
+            ax.axhline(full[length], color="black", linewidth=1, linestyle="--")
+            ticks = [1 / 4, 1 / 8, 1 / 16] if of == "read" else [1 / 2, 1 / 4, 1 / 8]
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(ticks, [f"1/{1 / t:.0f}" for t in ticks])
+            ax.minorticks_off()
+            ax.set_xlim(0.85 * ticks[-1], 2.2 * ticks[0])
+            ax.set_ylim(-4, 106)
+            ax.grid(alpha=0.3)
+            if ax is column[-1]:
+                ax.set_xlabel(xlabels[of])
+            if of == "drop":
+                ax.set_ylabel(f"% found, {length:,} tokens (dashed: full)")
     fig.tight_layout()
     return fig
+
+
+def drops(name: str) -> bool:
+    """Whether a method drops tokens: in razor's case, from the heads that are not retrieval heads."""
+    return issubclass(method_class(name), Evicting) or name in ("razor", "streaming")
+
+
+def name_lines(ax: Any, ends: dict[str, tuple[float, float]], looks: dict[str, dict[str, Any]]) -> None:
+    """Writes each line's name in its colour beside its last point, and moves names apart that would overlap."""
+    least, at = 4.2, -4.0  # in units of y
+    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
+        at = max(y, at + least)
+        ax.annotate(name, (x, y), xytext=(x * 1.08, at), fontsize=7, va="center", color=looks[name]["color"],
+                    arrowprops=dict(arrowstyle="-", color="0.8", linewidth=0.6) if at > y + 1 else None)  # fmt: skip
 
 
 def panel(ax: Any, here: list[Cell], task: str, looks: dict[str, dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ KINDS = {"vocabularies": "GGUF vocabularies", "mistral": "Mistral's tokenizers",
 
 def speed() -> str:
     """smollm2.json: loading and decoding of each quantization, one row per machine and file."""
-    rows, names = [], []
+    rows, names = [], list[str]()
     for run in runs("smollm2"):
         at = {r.get("method", "llama.cpp"): r for r in run["rows"] if "tokens_per_s" in r}
         names = list(dict.fromkeys([*names, *at]))
@@ -71,20 +71,18 @@ def published() -> str:
 
 # ---- RULER ----
 
-OF_RULER = tuple(
-    f"ruler_{of}"
-    for of in ("full", "full_long", "held", "newer", "kvzip", "held_4k", "known", "read", "read_4k", "8k", "defaults",
-               "long", "groups")
-)  # fmt: skip
+OF_BYTES = tuple(f"ruler_{of}" for of in ("held", "newer", "kvzip", "held_4k", "known", "read", "read_4k", "8k"))
+OF_RULER = ("ruler_full", "ruler_full_long", *OF_BYTES, "ruler_defaults", "ruler_long", "ruler_groups")
 
 
 def ruler_full() -> str:
-    """ruler_full.json: what `full` finds in each task, by length."""
-    for run in runs("ruler_full"):
-        rows = {r["seq_len"]: r for r in run["rows"]}
-        cells = [[f"`{t}`", *(share(r[f"{t}_each"]) for r in rows.values())] for t in tasks_of(run["rows"])]
-        return table(["`full` on RULER's tasks that need no data", *(f"{n:,} tokens" for n in rows)], cells)
-    return ""
+    """ruler_full.json, ruler_full_long.json: what `full` finds in each task, by length."""
+    rows = {r["seq_len"]: r for q in ("ruler_full", "ruler_full_long") for run in runs(q) for r in run["rows"]}
+    if not rows:
+        return ""
+    cells = [[f"`{t}`", *(share(r[f"{t}_each"]) if t in r else "-" for r in rows.values())]
+             for t in tasks_of(list(rows.values()))]  # fmt: skip
+    return table(["`full` on RULER's tasks that need no data", *(f"{n:,} tokens" for n in rows)], cells)
 
 
 def pooled(row: Row, tasks: Sequence[str]) -> str:
@@ -93,20 +91,38 @@ def pooled(row: Row, tasks: Sequence[str]) -> str:
 
 
 def ruler_bytes() -> str:
-    """ruler_held, _newer, _kvzip, _known, _read.json: a row per method, a column per target of bytes held or read."""
-    out = []
-    for run in (r for q in ("ruler_held", "ruler_newer", "ruler_kvzip", "ruler_known", "ruler_read") for r in runs(q)):
-        of = dict(kv="held", read="read")[run["cells"][0]["axis"]]
-        known = ", the question known" if run["rows"][0]["query_in_prompt"] else ""
-        length = run["rows"][0]["seq_len"]
-        tasks, rows = measuring(run["rows"], length), {r["method"]: r for r in run["rows"]}
-        targets = sorted({c["target"] for c in (*run["cells"], *run["missing"])}, key=Fraction, reverse=True)
-        found = {(c["method"], c["target"]): pooled(rows[c["spec"]], tasks) for c in run["cells"]}
-        names = ["full", *sorted({m for m, _ in found})]
-        found |= {("full", t): pooled(rows["full"], tasks) for t in targets}
-        header = [f"{', '.join(tasks)}, {length:,} tokens{known}", *(f"{of} {t}" for t in targets)]
-        out.append(table(header, [[f"`{m}`", *(found.get((m, t), "-") for t in targets)] for m in names]))
-    return "\n\n".join(out)
+    """The files OF_BYTES: a table for bytes held, one for them with the question known, and one for bytes read; a row
+    per method, a column per length and target."""
+    tables: dict[tuple[str, bool], dict[int, list[Row]]] = {}
+    for run in (r for q in OF_BYTES for r in runs(q)):
+        key = run["cells"][0]["axis"], run["rows"][0]["query_in_prompt"]
+        tables.setdefault(key, {}).setdefault(run["rows"][0]["seq_len"], []).append(run)
+    return "\n\n".join(bytes_table(*key, by_length) for key, by_length in sorted(tables.items()))
+
+
+def bytes_table(axis: str, known: bool, by_length: dict[int, list[Row]]) -> str:
+    """One table of `ruler_bytes`: "-" where a method has no setting for a target, empty where it did not run. A cell
+    says how many samples it has if they are fewer than those of `full`, which the first header has."""
+    found: dict[tuple[str, int, str], str] = {}
+    ran, columns, counts = set[tuple[str, int]](), list[tuple[int, str]](), list[str]()
+    for length, these in sorted(by_length.items()):
+        tasks = measuring(these[0]["rows"], length)
+        targets = {c["target"] for run in these for c in (*run["cells"], *run["missing"])}
+        most = max(these, key=lambda run: run["settings"]["samples"])
+        for run in these:
+            rows, fewer = {r["method"]: r for r in run["rows"]}, run["settings"]["samples"] * len(tasks)
+            note = f" of {fewer}" if run["settings"]["samples"] < most["settings"]["samples"] else ""
+            found |= {(c["method"], length, c["target"]): pooled(rows[c["spec"]], tasks) + note for c in run["cells"]}
+            ran |= {(c["method"], length) for c in (*run["cells"], *run["missing"])}
+            if run is most:
+                found |= {("full", length, t): pooled(rows["full"], tasks) for t in targets}
+                counts.append(f"{fewer} samples at {length // 1024}K")
+        columns += [(length, t) for t in sorted(targets, key=Fraction, reverse=True)]
+    header = [", ".join([f"found{', the question known' if known else ''}", *counts])]
+    header += [f"{length // 1024}K, {dict(kv='held', read='read')[axis]} {t}" for length, t in columns]
+    names = ["full", *sorted({m for m, *_ in found} - {"full"})]
+    cells = [[found.get((m, *at), "-" if (m, at[0]) in ran else "") for at in columns] for m in names]
+    return table(header, [[f"`{m}`", *row] for m, row in zip(names, cells, strict=True)])
 
 
 def ruler_defaults() -> str:
