@@ -21,7 +21,7 @@ def test_a_part_of_another_commit_is_measured_anew(tmp_path, monkeypatch, comman
         else:
             out.mkdir(exist_ok=True)
             (out / "samples.jsonl").write_text("{}\n")
-            (out / "compare.json").write_text(json.dumps(dict(commit=now[0])))
+            (out / "compare.json").write_text(json.dumps(dict(commit=now[0], rows=[])))
         return 0
 
     monkeypatch.setattr(measure, "run", run)
@@ -30,3 +30,19 @@ def test_a_part_of_another_commit_is_measured_anew(tmp_path, monkeypatch, comman
     now[0] = "second"
     assert measure.part("q", 0, command, 1)["commit"] == "second"
     assert found == [False, False]  # nothing of the first commit was left to go on with
+
+
+def test_a_comparison_that_took_too_long_is_left_out(tmp_path, monkeypatch):
+    """It writes its rows at its end; its samples stay, for the next run."""
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    monkeypatch.setattr(measure, "commit", lambda: "first")
+
+    def run(argv, limit):
+        out = tmp_path / argv[argv.index("--out") + 1]
+        out.mkdir(exist_ok=True)
+        (out / "compare.json").write_text(json.dumps(dict(commit="first")))
+        (out / "samples.jsonl").write_text("{}\n")
+
+    monkeypatch.setattr(measure, "run", run)
+    assert measure.part("q", 0, "eval.compare --lengths 64", 1) is None
+    assert (tmp_path / "runs/q-0/samples.jsonl").read_text() == "{}\n"
