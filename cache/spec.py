@@ -276,14 +276,15 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
     given = dict(knobs or {})
     parts = layer_parts(spec, n_layer)
     all_keep = given.get("keep") == "full" and given.pop("keep")
-    taken = {"skip_layers"}.union(*(knob_names(resolve(part.name)[0]) for part in parts))
+    found = {name: resolve(name) for name in {part.name for part in parts}}  # reads folders: once for all layers
+    taken = {"skip_layers"}.union(*(knob_names(cls) for cls, _ in found.values()))
     if unknown := sorted(set(given) - taken):
         inner = [f"{k}={v}" for part in parts for k, v in part.knobs.items() if k.endswith("_method")]
         hint = f"; a knob of {inner[0]} stands behind it, {inner[0]}:{unknown[0]}={given[unknown[0]]}" if inner else ""
         raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(taken))}{hint}")
     out = []
     for layer, part in enumerate(parts):
-        cls, preset = resolve(part.name)
+        cls, preset = found[part.name]
         own = {k: v for k, v in given.items() if k in knob_names(cls)} | part.knobs
         skip_layers = str(own.pop("skip_layers", given.get("skip_layers", "auto")))
         keep = (own.get("keep") == "full" and own.pop("keep")) or all_keep

@@ -107,9 +107,9 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND} --kv 1/2,1/4,1/8 "
                        f"--method {WITH_LADDERS}"],
         ruler_read_4k=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
-        ruler_8k=[f"{RULED} --lengths 8192 --samples 5 {FOUND} {targets}"
-                  for targets in ("--kv 1/2,1/4,1/8 --method ojakv razor sals self_index",
-                                  "--read 1/4,1/8,1/16 --method double_sparsity sals self_index")],
+        # ojakv, whose prompts differ from full's, reads them again for every setting: ruler_long has it
+        ruler_8k=[f"{RULED} --lengths 8192 --samples 5 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 "
+                  "--method double_sparsity razor sals self_index"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
         ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --method {OWN}",
                     f"{RULED} --lengths 8192 --samples 5 {FOUND} --method {LONGER}"],

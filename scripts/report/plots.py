@@ -25,7 +25,7 @@ from scripts.eval.ladders import BOUNDS
 from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
 from scripts.report.markdown import RESULTS, measuring, runs
-from scripts.report.published import OF_BYTES
+from scripts.report.published import by_bytes
 from scripts.report.speculation import plot as speculation
 from scripts.report.speed import decoded, width
 from scripts.shared.results import check_out, save_figure
@@ -142,9 +142,11 @@ def ruler() -> Any:
     """
     found: dict[str, dict[int, dict[str, list[tuple[float, float]]]]] = {"drop": {}, "keep": {}, "read": {}}
     full: dict[int, float] = {}
-    for run in (r for q in OF_BYTES for r in runs(q) if not r["rows"][0]["query_in_prompt"]):
+    for axis, run in by_bytes():
+        if run["rows"][0]["query_in_prompt"]:
+            continue
         rows, length = {r["method"]: r for r in run["rows"]}, run["rows"][0]["seq_len"]
-        tasks, axis = measuring(run["rows"], length), run["cells"][0]["axis"]
+        tasks = measuring(run["rows"], length)
         share = "kv_share" if axis == "kv" else "read_share"
         full[length] = 100 * mean(rows["full"][t] for t in tasks)
         for c in run["cells"]:

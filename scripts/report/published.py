@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -94,10 +94,19 @@ def ruler_bytes() -> str:
     """The files OF_BYTES: a table for bytes held, one for them with the question known, and one for bytes read; a row
     per method, a column per length and target."""
     tables: dict[tuple[str, bool], dict[int, list[Row]]] = {}
-    for run in (r for q in OF_BYTES for r in runs(q)):
-        key = run["cells"][0]["axis"], run["rows"][0]["query_in_prompt"]
-        tables.setdefault(key, {}).setdefault(run["rows"][0]["seq_len"], []).append(run)
+    for axis, run in by_bytes():
+        key, length = (axis, run["rows"][0]["query_in_prompt"]), run["rows"][0]["seq_len"]
+        tables.setdefault(key, {}).setdefault(length, []).append(run)
     return "\n\n".join(bytes_table(*key, by_length) for key, by_length in sorted(tables.items()))
+
+
+def by_bytes() -> Iterator[tuple[str, Row]]:
+    """The runs of the files OF_BYTES, each with the cells of one axis: "kv", the bytes held, or "read"."""
+    for run in (r for q in OF_BYTES for r in runs(q)):
+        for axis in ("kv", "read"):
+            cells, missing = ([c for c in run[of] if c["axis"] == axis] for of in ("cells", "missing"))
+            if cells:
+                yield axis, run | dict(cells=cells, missing=missing)
 
 
 def bytes_table(axis: str, known: bool, by_length: dict[int, list[Row]]) -> str:
