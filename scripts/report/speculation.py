@@ -62,26 +62,24 @@ def measured() -> str:
 
 def accepted() -> str:
     """acceptance.json: the share of right drafts and the tokens per check on the published model, by text."""
-    out = []
-    for run in runs("acceptance"):
-        kinds = list(dict.fromkeys(r["text"] for r in run["rows"]))
-        by: dict[tuple[int, str], dict[str, Row]] = {}
-        for r in run["rows"]:
-            by.setdefault((r["length"], r["method"]), {})[r["text"]] = r
-        rows = []
-        for (length, method), of in by.items():
-            drafted, kept, checks = (sum(r[k] for r in of.values()) for k in ("drafted", "kept", "checks"))
-            apart = [r for r in of.values() if r["apart"] is not None]
-            same = f"{len(of) - len(apart)} of {len(of)}" + (
-                f", else logits {max(r['gap'] for r in apart):.0e} apart" if apart else ""
-            )
-            each = [percent(of[k]["kept"] / of[k]["drafted"]) if k in of else "-" for k in kinds]
-            tokens = f"{(kept + checks) / checks:.2f}"
-            rows.append([f"{length:,}", f"`{method}`", *each, percent(kept / drafted), tokens, same])
-        n = run["settings"]["speculate"]
-        head = ["tokens", "drafts by", *kinds, "all", f"tokens a check, of {n + 1}", "full's text"]
-        out.append(table(head, rows))
-    return "\n\n".join(out)
+    by: dict[tuple[int, str], dict[str, Row]] = {}
+    every = list(runs("acceptance"))
+    for r in (r for run in every for r in run["rows"]):
+        by.setdefault((r["length"], r["method"]), {})[r["text"]] = r
+    if not by:
+        return ""
+    kinds, rows = list(next(iter(by.values()))), []
+    for (length, method), of in by.items():
+        drafted, kept, checks = (sum(r[k] for r in of.values()) for k in ("drafted", "kept", "checks"))
+        apart = [r for r in of.values() if r["apart"] is not None]
+        same = f"{len(of) - len(apart)} of {len(of)}"
+        if apart:
+            same += f", else logits {max(r['gap'] for r in apart):.0e} apart"
+        each = [percent(of[k]["kept"] / of[k]["drafted"]) if k in of else "-" for k in kinds]
+        tokens = f"{(kept + checks) / checks:.2f}"
+        rows.append([f"{length:,}", f"`{method}`", *each, percent(kept / drafted), tokens, same])
+    n = every[0]["settings"]["speculate"]
+    return table(["tokens", "drafts by", *kinds, "all", f"tokens a check, of {n + 1}", "full's text"], rows)
 
 
 def speculation() -> str:
