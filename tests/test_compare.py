@@ -311,6 +311,21 @@ def test_a_dataset_in_turn_with_the_first_question_known(cli, tmp_path):
     assert [(x["question"], x["turns"], x["index"]) for x in lines] == [("known", True, 0), ("known", True, 1)]
 
 
+def test_the_context_bounds_each_row_and_not_the_longest_parts_of_two(cli, tmp_path):
+    def write(tokens, asked):
+        rows = [dict(context="a " * n, question="b " * m, answer_prefix="", answer=["c"], max_new_tokens=8, task="t")
+                for n, m in ((tokens, 8), (64, asked))]  # fmt: skip
+        write_rows(tmp_path / "x.jsonl", rows)
+        return cli(compare, "--dataset", tmp_path / "x.jsonl", "--settings", "--device", "cpu", "--no-chat")
+
+    tk = load_tokenizer(TINY)
+    unit = len(tk.encode("a " * 1000)) / 1000
+    status, out, err = write(int(4000 / unit), int(400 / unit))
+    assert status == 0 and "full" in out, err
+    status, out, err = write(int(4200 / unit), 8)
+    assert status == 2 and "the model's context 4096" in err
+
+
 def test_means_leave_out_what_full_cannot_do():
     rows = [dict(method=m, seq_len=64, query_in_prompt=False, kv_share=s, read_share=s, a=a, a_each=[a], b=b,
                  b_each=[b]) for m, s, a, b in (("full", 1, 1, 0), ("tova", 0.5, 0, 1))]  # fmt: skip

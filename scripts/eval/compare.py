@@ -161,11 +161,12 @@ class Run:
                 rows = list(rows_of(ev, task, length, opt.samples, opt, reserve))
             self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
         every = [c for groups in self.groups.values() for c in groups]
-        self.new = max(len(a) + r["max_new_tokens"] for c in every for a, r in zip(c.asked, c.rows, strict=True))
-        self.size = max(length, self.new + max(len(c.prompt) for c in every))
-        if self.size > (most := ev.model.args.context):
-            raise InputError(f"a prompt and its answer have {self.size} tokens, the model's context {most}: give "
+        after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
+        if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
+            raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
+        self.new = max(n for _, n in after)
+        self.size = max(length, self.new + max(len(c.prompt) for c in every))  # a row that is done steps on with others
         self.sizes = Sizes(ev.model, opt.batch_size, self.size, self.new)
         self.cells, self.missing = self.sizes.cells(opt.targets, opt.method, length)
         chosen = [c["spec"] for c in self.cells] if opt.targets else opt.method

@@ -100,13 +100,14 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         equal_bytes=["eval.compare --threads 1 --at-once 24 --batch-size 25 --lengths 1024,2048 --samples 100 "
                      "--kv 1/2,1/4,1/8 --read 1/2,1/4,1/8,1/16"],
         ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048 --samples 10 --method full"],
-        ruler_full_long=[f"{RULED} --tasks {RULER} --lengths 4096,8192 --samples 5 --method full"],
+        ruler_full_long=[f"{RULED} --tasks {RULER} --lengths {n} --samples {samples} --method full"
+                         for n, samples in ((4096, 5), (8192, 3))],
         bases=[f"eval.analyze --checkpoint {PUBLISHED} --calibration {CALIBRATION} --only bases --threads 1"],
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
         ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND} --kv 1/2,1/4,1/8 "
                        f"--method {WITH_LADDERS}"],
-        ruler_read_4k=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
+        ruler_read_4k=[f"{RULED} --batch-size 3 --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
         # ojakv, whose prompts differ from full's, reads them again for every setting: ruler_long has it
         ruler_8k=[f"{RULED} --lengths 8192 --samples 5 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 "
                   "--method double_sparsity razor sals self_index"],
