@@ -109,7 +109,7 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
                        f"--method {WITH_LADDERS}"],
         ruler_read_4k=[f"{RULED} --batch-size 3 --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
         # ojakv, whose prompts differ from full's, reads them again for every setting: ruler_long has it
-        ruler_8k=[f"{RULED} --lengths 8192 --samples 5 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 "
+        ruler_8k=[f"{RULED} --batch-size 3 --lengths 8192 --samples 5 {FOUND} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 "
                   "--method double_sparsity razor sals self_index"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
         ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND} --method {OWN}",
