@@ -353,6 +353,15 @@ def test_wrong_use(cli, argv, monkeypatch):
     assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1, err
 
 
+def test_caches_that_do_not_fit_together(cli, few_texts, monkeypatch):
+    check = compare.require_memory
+    monkeypatch.setattr(compare, "require_memory", lambda need, *args: check(need << 30, *args))
+    argv = ("--lengths", 256, "--tasks", "needle", "--samples", 1, "--method", "full", "tova", "--device", "cpu")
+    status, out, err = cli(compare, *argv)
+    assert status == 2 and not out
+    assert "a cache for each of 2 settings needs" in err and "lower --at-once" in err and err.count("\n") == 1
+
+
 def test_settings_alone(cli, few_texts):
     argv = ("--settings", "--lengths", 256, "--method", "tova", "loki", "--kv", "1/2", "--read", "1/4", "--samples", 1)
     status, out, _ = cli(compare, *argv, "--device", "cpu")

@@ -38,7 +38,7 @@ from cache.spec import layer_methods
 from checkpoint import read_args
 from errors import InputError, Parser, run_cli
 from parallel import ONE, Ranks
-from runtime import TINY, set_threads, written
+from runtime import TINY, require_memory, set_threads, written
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, check_metric, read_rows
@@ -193,7 +193,11 @@ class Run:
             units = [u for u in self.units if any(wanted[s].intersection(self._keys(s, u)) for s in part)]
             if not units:
                 continue
-            ev.setup({s: (s, {}) for s in part if wanted[s]}, self.size, self.new)
+            todo = [s for s in part if wanted[s]]
+            need = int(sum(self.sizes.of(s)[0] for s in todo) * self.sizes.full[0])
+            what = f"a cache for each of {len(todo)} settings"
+            require_memory(need, ev.device, what, "lower --at-once or --batch-size")
+            ev.setup({s: (s, {}) for s in todo}, self.size, self.new)
             every = ev.caches
 
             def ask(unit: Sequence[Context], every: dict = every, wanted: dict = wanted) -> list[Row]:
