@@ -107,13 +107,13 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
     )  # fmt: skip
 
 
-def _in_cpp(x: Tensor, *books: Tensor | None) -> bool:
-    """Whether C++ serves: it has integer codes alone, in whole groups of 32 channels."""
-    return use_native(x, x.shape[2]) and x.shape[2] % GROUP == 0 and all(book is None for book in books)
+def _in_cpp(x: Tensor) -> bool:
+    """Whether C++ serves: it has whole groups of 32 channels."""
+    return use_native(x, x.shape[2]) and x.shape[2] % GROUP == 0
 
 
 @operation(
-    cpp=lambda x, pos, full_precision, data, params, book, *_: _in_cpp(x, book) and x.dtype == full_precision.dtype,
+    cpp=lambda x, pos, full_precision, *_: _in_cpp(x) and x.dtype == full_precision.dtype,
     opaque=True,
     mutates=("full_precision", "data", "params"),
     reads=lambda x, pos, full_precision, *_: dict(full_precision=nbytes(x)),
@@ -196,7 +196,7 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     )  # fmt: skip
 
 
-@operation(triton=lambda *args: launch(*args), cpp=lambda q, *args: _in_cpp(q, *args[9:11]))
+@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: _in_cpp(q))
 def _quantized_attention(
     q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
     v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,

@@ -274,13 +274,17 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
         asked.append("run")
 
     monkeypatch.setattr(Evaluation, "ask", stops)
-    codes = []
+    codes, rows = [], []
     while not codes or codes[-1] == 130:
         codes.append(cli(compare, *argv, "--resume", "--out", parts)[0])
+        data = json.loads((parts / "compare.json").read_text())
+        rows.append([[t for t in ("needle", "repeats") if t in r] for r in data.get("rows", [])])
+        assert ("interrupted" in data) == (codes[-1] == 130 and rows[-1] != [])
         if codes[-1] == 130:
             with open(parts / "samples.jsonl", "ab") as f:
                 f.write(b'{"method": "full", "ta')
     assert codes == [130] * 6 + [0] and asked.count("run") == 6
+    assert rows == [[]] * 3 + [[["needle"]] * 2] * 3 + [[["needle", "repeats"]] * 2]  # what all settings have answered
     for name in ("samples.jsonl", "cells.csv", "table.md"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled import compiler_options
 from kernels import backend, latent_attention, native
+from kernels.codebook import e4m3, lloyd_max
 from kernels.dense_attention import decode_attention
 from kernels.gather_attention import gather_attention
 from kernels.label_score import label_score, store_labels
@@ -487,10 +488,13 @@ def test_a_token_joins_the_ring_and_one_leaves_it(bits, dtype, recent):
     assert not ours[0].latents[0][B:].any() and not ours[1].values[0][B:].any(), "a row that is not of the batch"
 
 
-QUANTIZED = dict(  # bits, tokens that leave together and share scales, else channels that do, sinks, ring, clip
+QUANTIZED = dict(  # bits, tokens that leave together and share scales, else channels that do, sinks, ring, clip; a book
     whole=(16, 0, 32, 3, 5, 1.0), bytes=(8, 0, 96, 0, 1, 0.95), three=(3, 0, 32, 2, 7, 1.0),
     head=(4, 0, 96, 3, 40, 0.95), two=(2, 0, 32, 0, 5, 1.0), keys=(2, 32, 0, 0, 33, 1.0),
     more_keys=(4, 64, 0, 0, 64, 1.0), odd_keys=(3, 32, 0, 0, 32, 1.0),
+    e4m3=(8, 32, 96, 0, 32, 1.0, e4m3()), more_e4m3=(8, 64, 96, 0, 64, 1.0, e4m3()),
+    lloyd_4=(4, 0, 96, 3, 5, 1.0, lloyd_max(96, 4)), lloyd_3=(3, 0, 96, 0, 1, 1.0, lloyd_max(96, 3)),
+    lloyd_2=(2, 0, 96, 2, 7, 1.0, lloyd_max(96, 2)),
 )  # fmt: skip
 
 
@@ -498,16 +502,17 @@ QUANTIZED = dict(  # bits, tokens that leave together and share scales, else cha
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
     """As the torch version, to the bit but for codes on a rounding border: rows at positions of their own."""
-    bits, block, group, sinks, ring, clip = QUANTIZED[case]
-    gen, B, H, T, D = generator(bits), 2, 2, 160, 96
+    bits, block, group, sinks, ring, clip, *books = QUANTIZED[case]
+    gen, B, H, T, D, book = generator(bits), 2, 2, 160, 96, next(iter(books), None)
 
     def empty():
         whole = torch.zeros(B + 1, H, sinks + ring, D, dtype=dtype)
         if bits == 16:
             return QuantizedTokens(torch.zeros(B + 1, H, T, D, dtype=dtype), None, whole, bits, sinks)
         data = torch.zeros(B + 1, H, T, D * bits // 8, dtype=torch.uint8)
-        params = torch.zeros(B + 1, H, *((T // 32, D) if block else (T, D // group)), 2, dtype=torch.float16)
-        return QuantizedTokens(data, params, whole, bits, sinks, block, clip)
+        scales = (T // 32 if block else T, 1) if books else (T // 32, D, 2) if block else (T, D // group, 2)
+        params = torch.zeros(B + 1, H, *scales, dtype=torch.float16)
+        return QuantizedTokens(data, params, whole, bits, sinks, block, clip, book)
 
     ours, theirs = empty(), empty()
     start = torch.tensor([0, 3])

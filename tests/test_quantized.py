@@ -250,6 +250,8 @@ MORE = [
     (3, 3, 0, 0, 1, (3, 1, 80), True),
     (8, 8, 32, 0, 32, (4, 1, 64), True),
     (8, 8, 64, 0, 64, (2, 2, 40), True),
+    (2, 3, 0, 0, 1, (4, 1, 128), True),
+    (3, 16, 0, 2, 4, (1, 2, 96), True),
     (3, 3, 0, 2, 7, (2, 1, 40)),
     (2, 4, 32, 0, 33, (1, 2, 80)),
     (8, 2, 0, 0, 3, (2, 1, 40)),
@@ -270,7 +272,7 @@ def filled(k_bits, v_bits, block, sinks, ring, shape, book=False, dtype=torch.fl
             scales = (1,) if book else (d, 2) if per else (groups_of(d), 2)
             params = torch.full((B, h, T // 32 if per else T, *scales), torch.nan, dtype=torch.float16)
         whole = torch.full((B, h, sinks + ring, d), torch.nan, dtype=dtype)
-        codes = (e4m3() if bits == 8 else lloyd_max(d, bits)) if book else None
+        codes = (e4m3() if bits == 8 else lloyd_max(d, bits)) if book and bits < 16 else None
         tokens = QuantizedTokens(data, params, whole, bits, sinks, per, book=codes)
         store_prompt(tokens, x[:, :, :75], torch.tensor(lengths))
         for i in range(3):

@@ -605,7 +605,13 @@ Tensor latent_attention(Tensor q, Tensor basis, Tensor ring_k, Tensor ring_v, Ma
     return out;
 }
 
-void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, Maybe, int64_t bits,
+// What codes stand for, or null: integers
+const float* book_of(const Maybe& book, int64_t bits) {
+    STD_TORCH_CHECK(!book || (lies_whole(book) && book->numel() == 1 << bits), "a book has an entry for each code");
+    return floats(book, "book");
+}
+
+void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe params, Maybe book, int64_t bits,
                       int64_t sinks, int64_t block, double clip) {
     int64_t B = x.size(0), H = x.size(1), D = x.size(2), slots = packed.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(lies_whole(kept) && lies_whole(packed) && lies_whole(params), "a cache must be contiguous");
@@ -621,12 +627,13 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
                                      .full_precision = data<T>(kept),
                                      .slots = slots,
                                      .bits = bits,
-                                     .group = params && !block ? D / params->size(3) : D,
+                                     .group = params && !block && !book ? D / params->size(3) : D,
                                      .sinks = sinks,
                                      .ring = ring,
                                      .block = block,
                                      .D = D,
-                                     .clip = (float)clip};
+                                     .clip = (float)clip,
+                                     .book = book_of(book, bits)};
         const int64_t row = D * (bits == 16 ? (int64_t)sizeof(T) * 8 : bits) / 8,
                       each = params ? params->numel() / params->size(0) / H : 0;
         const T* from = data<const T>(x);
@@ -641,8 +648,8 @@ void quantized_append(Tensor x, Tensor pos, Tensor kept, Tensor packed, Maybe pa
 }
 
 Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Tensor v, Maybe v_params, Tensor v_kept,
-                           Tensor pos, Tensor k_stop, Tensor v_stop, Maybe, Maybe, int64_t sinks, int64_t k_bits,
-                           int64_t v_bits, bool channels) {
+                           Tensor pos, Tensor k_stop, Tensor v_stop, Maybe k_book, Maybe v_book, int64_t sinks,
+                           int64_t k_bits, int64_t v_bits, bool channels) {
     const int64_t D = q.size(2);
     for (auto x : {&k, &k_kept, &v, &v_kept}) STD_TORCH_CHECK(lies_whole(*x), "a cache must be contiguous");
     STD_TORCH_CHECK(lies_whole(k_params) && lies_whole(v_params), "caches must be contiguous");
@@ -654,22 +661,22 @@ Tensor quantized_attention(Tensor q, Tensor k, Maybe k_params, Tensor k_kept, Te
     Tensor out = like(q, {q.size(0), q.size(1), D});
     by_type({&q, &k_kept, &v_kept}, [&](auto zero) {
         typedef decltype(zero) T;
-        const auto cache = [&](const Tensor& x, const Tensor& kept, const uint16_t* pairs, int64_t bits, int64_t group,
-                               bool by_channel) {
+        const auto cache = [&](const Tensor& x, const Tensor& kept, const Maybe& params, const Maybe& book,
+                               int64_t bits, bool by_channel) {
             return QuantizedCache<T>{.packed = data<char>(x),
-                                     .params = pairs,
+                                     .params = halves(params, "params"),
                                      .full_precision = data<T>(kept),
                                      .slots = x.size(2),
                                      .bits = bits,
-                                     .group = group,
+                                     .group = params && !book && !by_channel ? D / params->size(3) : D,
                                      .sinks = sinks,
                                      .held = kept.size(2),
-                                     .by_channel = by_channel};
+                                     .by_channel = by_channel,
+                                     .book = book_of(book, bits),
+                                     .share = book ? x.size(2) / params->size(2) : 1};
         };
-        const int64_t k_group = k_params && !channels ? D / k_params->size(3) : D,
-                      v_group = v_params ? D / v_params->size(3) : D;
-        const auto keys = cache(k, k_kept, halves(k_params, "k_params"), k_bits, k_group, channels),
-                   values = cache(v, v_kept, halves(v_params, "v_params"), v_bits, v_group, false);
+        const auto keys = cache(k, k_kept, k_params, k_book, k_bits, channels),
+                   values = cache(v, v_kept, v_params, v_book, v_bits, false);
         const Ends ends{.pos = ints(pos, "pos"), .k = ints(k_stop, "k_stop"), .v = ints(v_stop, "v_stop")};
         if (q.size(0)) attend_quantized(heads_of<T>(q, k_kept.size(1), out), keys, values, ends);
     });

@@ -9,8 +9,34 @@ namespace {
 template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
 template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels in L bytes
 
-// Codes in L bytes of a row of D channels, from channel d on.
-template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* out) {
+// What codes stand for.
+struct IntegerCodes {
+    template <int BITS> vf numbers(vu code) const {
+        if constexpr (BITS == 3) return __builtin_convertvector((vi)code, vf);
+        else return low_bits<BITS>(code);
+    }
+    vf of(vf code) const { return code; }
+};
+struct BookCodes {  // an entry for each code of at most 4 bits, repeated up to 16, so that bits above a code do not
+                    // matter
+    vf entries[ENTRIES / L];
+    BookCodes(const float* book, int bits) {
+        float all[ENTRIES];
+        for (int i = 0; i < ENTRIES; i++) all[i] = book[i & ((1 << bits) - 1)];
+        std::memcpy(entries, all, sizeof all);
+    }
+    template <int BITS> vf numbers(vu code) const { return looked_up(code, entries); }
+    vf of(vf code) const { return looked_up((vu) __builtin_convertvector(code, vi), entries); }
+};
+struct E4M3Codes {  // as in half_to_float
+    template <int BITS> vf numbers(vu code) const {
+        vf x = (vf)((code & 0x7f) << 20) * 0x1p120f;
+        return (vf)((vu)x | (code & 0x80) << 24);
+    }
+};
+
+// Codes in L bytes of a row of D channels, from channel d on, as numbers.
+template <int BITS, class Of> void codes_in_order(const Of& of, const uint8_t* row, int D, int d, vf* out) {
     constexpr int B = STORED<BITS>;
     vu w = bytes_at(row + d * B / 8), third = {};
     if constexpr (BITS == 3) {  // channel 4 j + r has its third bit at 4 j + r of the second plane
@@ -19,22 +45,23 @@ template <int BITS> void codes_in_order(const uint8_t* row, int D, int d, vf* ou
     }
     for (int r = 0; r < STEP<BITS> / L; r++) {
         vu code = w >> (B * r);
-        if constexpr (BITS == 3) out[r] = __builtin_convertvector((vi)((code & 3) | (third >> r & 1) << 2), vf);
-        else out[r] = low_bits<BITS>(code);
+        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
+        out[r] = of.template numbers<BITS>(code);
     }
 }
 
 // Consecutive packed rows of D channels. They are read in that order; or, if L bytes do not divide a row, in the order
 // of channels.
-template <int BITS, bool IN_ORDER> struct Rows {
+template <int BITS, bool IN_ORDER, class Codes = IntegerCodes> struct Rows {
     static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, a divisor of D
     static constexpr int V = C / L;
     const uint8_t* at;
     const float* pairs;  // scale and zero of each group, or null
     int D, group, bytes, groups;
+    Codes codes;
 
-    Rows(const uint8_t* at, const float* pairs, int D, int group)
-        : at(at), pairs(pairs), D(D), group(group), bytes(D * BITS / 8), groups(D / group) {}
+    Rows(const uint8_t* at, const float* pairs, int D, int group, Codes codes = {})
+        : at(at), pairs(pairs), D(D), group(group), bytes(D * BITS / 8), groups(D / group), codes(codes) {}
 
     void prefetch(int i) const {  // the row of the next block
         for (int b = 0; b < bytes; b += 64) __builtin_prefetch(at + (N + i) * bytes + b, 0, 2);
@@ -52,9 +79,9 @@ template <int BITS, bool IN_ORDER> struct Rows {
     void read(int i, int d, Groups g, vf* out) const {
         const uint8_t* row = at + i * bytes;
         if constexpr (IN_ORDER)
-            for (int c = 0; c < C; c += STEP<BITS>) codes_in_order<BITS>(row, D, d + c, out + c / L);
+            for (int c = 0; c < C; c += STEP<BITS>) codes_in_order<BITS>(codes, row, D, d + c, out + c / L);
         else
-            for (int c = 0; c < C; c += L) out[c / L] = codes_at<BITS>(row, D, d + c);
+            for (int c = 0; c < C; c += L) out[c / L] = codes.of(codes_at<BITS>(row, D, d + c));
         if (!pairs) return;
         const float* pair = pairs + i * groups * 2;
         vf scale = all(pair[g.one]), zero = all(pair[g.one + 1]);
@@ -119,6 +146,8 @@ template <class T> struct QuantizedCache {
     const T* full_precision;  // [B, H, held, D]
     int64_t slots, bits, group, sinks, held;
     bool by_channel;
+    const float* book;  // or null: what codes stand for; then a scale without a zero is for `share` tokens
+    int64_t share;
 };
 
 // Keys or values of one head
@@ -127,17 +156,23 @@ template <class T> struct Quantized {
     const uint16_t* params;
     const T* full_precision;
     int64_t bits, group, sinks, ring;
+    const float* book;
+    int64_t share;
     int D, per;  // channels in a byte of the first plane, if they are unpacked in that order; otherwise 1
 
     Quantized(const QuantizedCache<T>& of, int64_t head, int D)
         : packed((const uint8_t*)of.packed +
                  head * of.slots * D * (of.bits == 16 ? (int64_t)sizeof(T) * 8 : of.bits) / 8),
-          params(of.params ? of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2 : nullptr),
+          params(!of.params ? nullptr
+                 : of.book  ? of.params + head * (of.slots / of.share)
+                            : of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2),
           full_precision(of.full_precision + head * of.held * D),
           bits(of.bits),
           group(of.group),
           sinks(of.sinks),
           ring(of.held - of.sinks),
+          book(of.book),
+          share(of.share),
           D(D) {
         per = bits == 16 ? 1 : 8 / (bits == 3 ? 2 : (int)bits);
         if (D % (L * per)) per = 1;
@@ -146,12 +181,26 @@ template <class T> struct Quantized {
     int64_t slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring; }
     int at(int c) const { return c / (L * per) * (L * per) + c % per * L + c % (L * per) / per; }  // place of channel c
 
-    const uint16_t* params_of(int64_t t) const { return params + t * (D / group) * 2; }
+    void pairs_of(int64_t t, int n, float* out) const {  // of n tokens that are quantized by themselves
+        if (!book) return floats_of(params + t * (D / group) * 2, n * (int)(D / group) * 2, out);
+        for (int i = 0; i < n; i++) out[2 * i] = half_to_float(params[(t + i) / share]), out[2 * i + 1] = 0;
+    }
 
     // f(packed rows from t on); pairs as in Rows
     template <class F> void packed_rows(int64_t t, const float* pairs, F f) const {
         const uint8_t* at = packed + t * D * bits / 8;
         bool in_order = per > 1;
+        if (book && bits == 8) return f(Rows<8, true, E4M3Codes>(at, pairs, D, D));
+        if (book) {
+            const BookCodes of(book, (int)bits);
+            if (bits == 2 && in_order) f(Rows<2, true, BookCodes>(at, pairs, D, D, of));
+            else if (bits == 2) f(Rows<2, false, BookCodes>(at, pairs, D, D, of));
+            else if (bits == 3 && in_order) f(Rows<3, true, BookCodes>(at, pairs, D, D, of));
+            else if (bits == 3) f(Rows<3, false, BookCodes>(at, pairs, D, D, of));
+            else if (in_order) f(Rows<4, true, BookCodes>(at, pairs, D, D, of));
+            else f(Rows<4, false, BookCodes>(at, pairs, D, D, of));
+            return;
+        }
         if (bits == 2 && in_order) f(Rows<2, true>(at, pairs, D, (int)group));
         else if (bits == 2) f(Rows<2, false>(at, pairs, D, (int)group));
         else if (bits == 3 && in_order) f(Rows<3, true>(at, pairs, D, (int)group));
@@ -174,14 +223,15 @@ template <class T> struct Quantized {
     }
 };
 
-// One head's keys or values for writing, as in QuantizedCache. Blocks of `block` tokens share scales; if it is 0,
-// groups of a token's channels do
+// One head's keys or values for writing, as in QuantizedCache. `block` tokens leave the ring together; each GROUP of
+// them share a scale and a zero per channel, or with a book a scale. Otherwise groups of a token's channels do, or all
 template <class T> struct QuantizedHead {
     char* packed;
     uint16_t* params;
     T* full_precision;
     int64_t slots, bits, group, sinks, ring, block, D;
     float clip;
+    const float* book;
 };
 
 // Puts a token of one head, x [D] at pos, into the ring and packs what leaves it: the token that x replaces or, if
@@ -203,7 +253,11 @@ template <class T> void append_quantized(const QuantizedHead<T>& to, const T* x,
             const T* from = block ? slot_of(first + i) : slot;
             for (int64_t d = 0; d < D; d += L) store(&numbers[i * D + d], load(from + d));
         }
-        if (block)
+        if (to.book)
+            for (int64_t i = 0, share = block ? GROUP : 1; i < n; i += share)
+                codes_of_book(&numbers[i * D], share * D, bits, to.book, &codes[i * D],
+                              to.params + (first + i) / share);
+        else if (block)
             for (int64_t i = 0; i < n; i += GROUP)
                 for (int64_t d = 0; d < D; d++)
                     codes_of(&numbers[i * D + d], GROUP, D, bits, to.clip, &codes[i * D + d],
@@ -265,7 +319,7 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
                     sums[g] = sum(total);
                 }
                 x = scaled.data();
-            } else if (k.bits < 16) floats_of(keys.params_of(first), n * (int)(D / k.group) * 2, k_pairs.data());
+            } else if (k.bits < 16) keys.pairs_of(first, n, k_pairs.data());
             if (k.bits == 16) {
                 for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
                 by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
@@ -284,7 +338,7 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
                     for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
             }
             if (v.bits < 16 && first < ends.v[b]) {
-                floats_of(values.params_of(first), n * (int)(D / v.group) * 2, v_pairs.data());
+                values.pairs_of(first, n, v_pairs.data());
                 values.packed_rows(first, v_pairs.data(), [&](const auto& of) {
                     by_heads(G, [&](auto m, int g) { of.template weigh<m>(&seen.p[g * N], n, &seen.y[g * D]); });
                 });

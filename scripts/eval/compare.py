@@ -14,8 +14,9 @@ Several questions about one context each start from the state after it, or follo
 context is prefilled once for all methods whose prefill is exact attention.
 
 --out DIR gets samples.jsonl (one line per sample, appended after every batch, from which --resume continues),
-compare.json, table.md, cells.csv, held.png, read.png, and depth.png if a task has depths. Means over tasks leave out
-tasks of which full finds less than half, because these measure nothing.
+compare.json, table.md, cells.csv, held.png, read.png, and depth.png if a task has depths; after Ctrl-C, they have the
+tasks that every setting has answered. Means over tasks leave out tasks of which full finds less than half, because
+these measure nothing.
 """
 
 from __future__ import annotations
@@ -213,15 +214,20 @@ class Run:
     def _keys(self, method: str, unit: Sequence[Context]) -> list[Key]:
         return [Store.key(self.keyed(method, row)) for c in unit for row in c.rows]
 
+    def complete(self, store: Store) -> list[list[Context]]:
+        """The groups of tasks that every setting has answered."""
+        return [g for g in self.groups.values() if all({*self._keys(m, g)} <= store.known.keys() for m in self.specs)]
+
     def rows(self, store: Store) -> list[Row]:
-        """One row per setting: its bytes, and per task the mean, Wilson's interval and each sample's score."""
-        out = []
+        """One row per setting: its bytes, and per task the mean, Wilson's interval and each sample's score. A task
+        that some setting has not answered is left out."""
+        out, complete = [], self.complete(store)
         for method in self.specs:
             held, read = self.sizes.of(method)
             row = dict(method=method, knobs={}, seq_len=self.length, samples=self.opt.samples,
                        query_in_prompt=self.opt.query_in_prompt)  # fmt: skip
             row |= dict(kv_share=round(held, 4), read_share=round(read, 4))
-            for groups in self.groups.values():
+            for groups in complete:
                 found = [store.known[key] for key in self._keys(method, groups)]
                 each = [r["score"] for r in found]
                 task = found[0]["task"]
@@ -359,11 +365,23 @@ def main() -> None:
         out.mkdir(exist_ok=True)
         write_json(out / FILES[0], data)
     store = Store(out / FILES[1] if out else None, opt.resume, ranks)
-    for run in runs:
-        run.answer(store)
+    try:
+        for run in runs:
+            run.answer(store)
+    except KeyboardInterrupt:
+        runs = [run for run in runs if run.complete(store)]
+        if out and runs and ranks.rank == 0:
+            report(data | dict(interrupted=True), runs, store, out)
+        raise
     if ranks.rank:
         return
-    data |= dict(cells=[c for r in runs for c in r.cells], missing=[c for r in runs for c in r.missing])
+    data = report(data, runs, store, out)
+    print(json.dumps(data) if opt.json else markdown(data))
+
+
+def report(data: Row, runs: Sequence[Run], store: Store, out: Path | None) -> Row:
+    """The result object of what is in the store; also as files in the folder `out`."""
+    data = data | dict(cells=[c for r in runs for c in r.cells], missing=[c for r in runs for c in r.missing])
     data["rows"] = [row for r in runs for row in r.rows(store)]
     if out:
         write_json(out / FILES[0], data)
@@ -373,7 +391,7 @@ def main() -> None:
         for axis, file in zip(AXES, FILES[4:6], strict=True):
             draw_pareto(data, axis, out / file)
         draw_depths(data, out / FILES[6])
-    print(json.dumps(data) if opt.json else markdown(data))
+    return data
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ vf halves(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
 
+vf looked_up(vu x, const vf* table) {
+    __m256 low = _mm256_permutevar8x32_ps((__m256)table[0], (__m256i)x);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)table[1], (__m256i)x);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(x << 28));  // by bit 3
+}
 vi zeros_at(const uint8_t* p, int v) {
     const vu two = bytes_at(p);
     return (vi)(v ? two >> 4 : two & 15);

@@ -32,6 +32,7 @@ template <int BITS> vf low_bits(vu x) {
     return plain::low_bits<BITS>(x);
 }
 vf coded(vu x, vf table) { return (vf)_mm512_permutexvar_ps((__m512i)x, (__m512)table); }
+vf looked_up(vu x, const vf* table) { return coded(x, *table); }
 vi zeros_at(const uint8_t* p, int) {
     return (vi)((vu)_mm512_cvtepu8_epi32(_mm_set1_epi64x(load_as<int64_t>(p))) >> (vu)(LANE / 8 * 4) & 15);
 }

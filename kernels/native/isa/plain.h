@@ -54,6 +54,13 @@ template <int BITS> vf low_bits(vu x) {  // the lowest bits of each lane, as a n
 vf coded(vu x, vf table) {  // the table entry of the lowest four bits; entries rise by one
     return __builtin_convertvector((vi)(x & 15), vf) + table[0];
 }
+vf looked_up(vu x, const vf* table) {  // the table entry of the lowest four bits
+    float entries[ENTRIES];
+    std::memcpy(entries, table, sizeof entries);
+    vf y;
+    for (int i = 0; i < L; i++) y[i] = entries[x[i] & (ENTRIES - 1)];
+    return y;
+}
 vi zeros_at(const uint8_t* p, int v) {  // codes of 4 bits, a byte those of two rows 8 apart: of vector v of 16 rows
     const vu two = bytes_at(p);
     return (vi)(v ? two >> 4 : two & 15);
