@@ -106,12 +106,12 @@ def commands(llama_bench: str | None, ggufs: Sequence[str] = ()) -> dict[str, li
         bases=[f"eval.analyze --checkpoint {PUBLISHED} --calibration {CALIBRATION} --only bases --threads 1"],
         ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
         ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
-        ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND_LONG} --kv 1/2,1/4,1/8 "
-                       f"--method {WITH_LADDERS}"],
+        ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND_LONG} "
+                       f"--kv 1/2,1/4,1/8 --method {WITH_LADDERS}"],
         ruler_read_4k=[f"{RULED} --batch-size 3 --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
         # ojakv, whose prompts differ from full's, reads them again for every setting: ruler_long has it
-        ruler_8k=[f"{RULED} --batch-size 3 --lengths 8192 --samples 10 {FOUND_LONG} --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 "
-                  "--method double_sparsity razor sals self_index"],
+        ruler_8k=[f"{RULED} --batch-size 3 --lengths 8192 --samples 10 {FOUND_LONG} "
+                  "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --method double_sparsity razor sals self_index"],
         ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
         ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND_LONG} --method {OWN}",
                     f"{RULED} --lengths 8192 --samples 5 {FOUND_LONG} --method {LONGER}"],

@@ -125,9 +125,9 @@ def bytes_table(axis: str, known: bool, by_length: dict[int, list[Row]]) -> str:
             ran |= {(c["method"], length) for c in (*run["cells"], *run["missing"])}
             if run is most:
                 found |= {("full", length, t): pooled(rows["full"], tasks) for t in targets}
-                counts.append(f"{fewer} samples at {length // 1024}K")
+                counts.append(f"at {length // 1024}K {fewer} samples of {' and '.join(tasks)}")
         columns += [(length, t) for t in sorted(targets, key=Fraction, reverse=True)]
-    header = [", ".join([f"found{', the question known' if known else ''}", *counts])]
+    header = [f"found{', the question known' if known else ''}: {'; '.join(counts)}"]
     header += [f"{length // 1024}K, {dict(kv='held', read='read')[axis]} {t}" for length, t in columns]
     names = ["full", *sorted({m for m, *_ in found} - {"full"})]
     cells = [[found.get((m, *at), "-" if (m, at[0]) in ran else "") for at in columns] for m in names]
