@@ -192,11 +192,18 @@ def drops(name: str) -> bool:
 
 def name_lines(ax: Any, ends: dict[str, tuple[float, float]], looks: dict[str, dict[str, Any]]) -> None:
     """Writes each line's name in its colour beside its last point, and moves names apart that would overlap."""
-    least, at = 4.2, -4.0  # in units of y
-    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
-        at = max(y, at + least)
+    least, top = 4.4, 103.0  # in units of y
+    order = sorted(ends, key=lambda name: ends[name][1])
+    places = [ends[name][1] for name in order]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + least)
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], top - least * (len(places) - 1 - i))
+    for name, at in zip(order, places, strict=True):
+        (x, y), line = ends[name], dict(arrowstyle="-", color="0.8", linewidth=0.6)
         ax.annotate(name, (x, y), xytext=(x * 1.08, at), fontsize=7, va="center", color=looks[name]["color"],
-                    arrowprops=dict(arrowstyle="-", color="0.8", linewidth=0.6) if at > y + 1 else None)  # fmt: skip
+                    bbox=dict(facecolor="white", edgecolor="none", pad=0.3),
+                    arrowprops=line if abs(at - y) > 1 else None)  # fmt: skip
 
 
 def panel(ax: Any, here: list[Cell], task: str, looks: dict[str, dict[str, Any]]) -> None:
