@@ -5,6 +5,7 @@ The oracles are written from the docstrings of kernels/: loops over rows and hea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -536,6 +537,35 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
         assert (x - y).abs().max() <= 1 and (x != y).float().mean() < 2e-3 and x.any()
         assert torch.allclose(ours.params.float(), theirs.params.float(), rtol=1e-3, atol=0)
     assert not ours.full_precision[B:].any() and not ours.data[B:].any(), "a row that is not of the batch"
+
+
+def test_e4m3_numbers_are_those_of_torch():
+    """To the bit: every number, the middle between two, what lies next to it, and NaN, in blocks of scale 1."""
+    known = e4m3()[:127]
+    middles = (known[1:] + known[:-1]) / 2
+    up, down = (torch.nextafter(middles, torch.tensor(to)) for to in (torch.inf, -torch.inf))
+    x = torch.cat([known, middles, up, down])
+    x = torch.cat([x, -x])
+    x = torch.cat([x, torch.zeros(32 * 64 - len(x))])
+    numbers = x.view(32, 64)[torch.randperm(32, generator=generator(0))].clone()
+    numbers[:, 0], bad = 448.0, numbers.clone()
+    bad[3, 5] = torch.nan
+    blocks = torch.stack([numbers, bad])[:, None]  # [B, H, 32, D]
+    stores = []
+    for versions in (contextlib.nullcontext(), torch_versions()):
+        whole, params = torch.zeros(2, 1, 32, 64), torch.zeros(2, 1, 2, 1, dtype=torch.float16)
+        store = QuantizedTokens(torch.zeros(2, 1, 64, 64, dtype=torch.uint8), params, whole, 8, 0, 32, book=e4m3())
+        with versions:
+            for t in range(32):
+                append_whole(store, blocks[:, :, t], torch.tensor([t, t]))
+        stores.append(store)
+    ours, theirs = stores
+    assert torch.equal(ours.data[0, 0, :32], theirs.data[0, 0, :32]) and len(ours.data[0, 0, :32].unique()) > 250
+    assert (
+        torch.equal(ours.params[0], theirs.params[0])
+        and ours.params[1, 0, 0].isnan()
+        and theirs.params[1, 0, 0].isnan()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
