@@ -156,7 +156,7 @@ def pairs() -> list[Pair]:
              lambda n: f"pyramidkv,budget={n},recent=8,kernel={KERNEL},pool=avg,beta={steeper(n, 8)}",
              "their window as ours; they count it in the sequence of sizes, a larger beta of ours makes up for it"),
         Pair("keydiff", "alike", "KeyDiffPress", lambda r: k.KeyDiffPress(r), lambda n: f"keydiff,budget={n}",
-             "both as they come; ours evicts at every step"),
+             "at their defaults they score alike; ours evicts at every step"),
         Pair("expected_attention", "default", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
              lambda n: f"expected_attention,budget={n}", "theirs: heads hold equally many, no epsilon"),
         Pair("expected_attention", "alike", "ExpectedAttentionPress", lambda r: k.ExpectedAttentionPress(r),
