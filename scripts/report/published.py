@@ -135,15 +135,21 @@ def bytes_table(axis: str, known: bool, by_length: dict[int, list[Row]]) -> str:
 
 
 def ruler_defaults() -> str:
-    """ruler_defaults.json, ruler_long.json: the papers' methods at their defaults and at settings for this model."""
-    out = []
+    """ruler_defaults.json, ruler_long.json: the papers' methods at their defaults and at settings for this model; a row
+    per setting, columns per length."""
+    header, cells = ["at its own settings"], dict[str, list[str]]()
     for run in (*runs("ruler_defaults"), *runs("ruler_long")):
-        tasks = measuring(run["rows"], run["rows"][0]["seq_len"])
-        cells = [[f"`{r['method']}`", f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks),
-                  *(share(r[f"{t}_each"]) for t in tasks)] for r in run["rows"]]  # fmt: skip
-        n = run["rows"][0]["seq_len"]
-        out.append(table([f"at its own settings, {n:,} tokens", "KV bytes", "bytes read", "found", *tasks], cells))
-    return "\n\n".join(out)
+        n, width = run["rows"][0]["seq_len"], len(header) - 1
+        tasks = measuring(run["rows"], n)
+        each = tasks if len(tasks) > 1 else []
+        header += [f"{n // 1024}K: {name}" for name in ("KV bytes", "bytes read", "found", *each)]
+        for r in run["rows"]:
+            row = cells.setdefault(r["method"], [""] * width)
+            row += [f"{r['kv_share']:.2f}", f"{r['read_share']:.3f}", pooled(r, tasks)]
+            row += [share(r[f"{t}_each"]) for t in each]
+        for row in cells.values():
+            row += [""] * (len(header) - 1 - len(row))
+    return table(header, [[f"`{m}`", *row] for m, row in cells.items()]) if cells else ""
 
 
 def ruler_groups() -> str:
