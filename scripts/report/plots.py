@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 from cache.evicting import Evicting
 from cache.spec import method_class
 from errors import InputError, Parser, run_cli
+from scripts.eval.compare import AXES
 from scripts.eval.ladders import BOUNDS
 from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of
 from scripts.report.compiled import CARD
@@ -147,14 +148,13 @@ def ruler() -> Any:
             continue
         rows, length = {r["method"]: r for r in run["rows"]}, run["rows"][0]["seq_len"]
         tasks = measuring(run["rows"], length)
-        share = "kv_share" if axis == "kv" else "read_share"
         full[length] = 100 * mean(rows["full"][t] for t in tasks)
         for c in run["cells"]:
             if "," in c["method"]:  # a variant, which the table has
                 continue
             name = c["method"]
             of = "read" if axis == "read" else "drop" if drops(name) else "keep"
-            x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"]][share]
+            x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"]][AXES[axis][1]]
             y = 100 * mean(rows[c["spec"]][t] for t in tasks)
             found[of].setdefault(length, {}).setdefault(name, []).append((x, y))
     lengths = sorted(n for n, methods in found["read"].items() if {*BOUNDS} <= {*methods})  # where all methods ran

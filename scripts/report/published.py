@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from scripts.eval.compare import AXES
 from scripts.report.markdown import NONE, Row, folded, measuring, runs, share, sources, table, tasks_of, wilson
 from scripts.report.papers import ACCURACY
 from scripts.report.speed import rate
@@ -103,7 +104,7 @@ def ruler_bytes() -> str:
 def by_bytes() -> Iterator[tuple[str, Row]]:
     """The runs of the files OF_BYTES, each with the cells of one axis: "kv", the bytes held, or "read"."""
     for run in (r for q in OF_BYTES for r in runs(q)):
-        for axis in ("kv", "read"):
+        for axis in AXES:
             cells, missing = ([c for c in run[of] if c["axis"] == axis] for of in ("cells", "missing"))
             if cells:
                 yield axis, run | dict(cells=cells, missing=missing)
@@ -128,7 +129,7 @@ def bytes_table(axis: str, known: bool, by_length: dict[int, list[Row]]) -> str:
                 counts.append(f"at {length // 1024}K {fewer} samples of {' and '.join(tasks)}")
         columns += [(length, t) for t in sorted(targets, key=Fraction, reverse=True)]
     header = [f"found{', the question known' if known else ''}: {'; '.join(counts)}"]
-    header += [f"{length // 1024}K, {dict(kv='held', read='read')[axis]} {t}" for length, t in columns]
+    header += [f"{length // 1024}K, {AXES[axis][0]} {t}" for length, t in columns]
     names = ["full", *sorted({m for m, *_ in found} - {"full"})]
     cells = [[found.get((m, *at), "-" if (m, at[0]) in ran else "") for at in columns] for m in names]
     return table(header, [[f"`{m}`", *row] for m, row in zip(names, cells, strict=True)])
