@@ -17,8 +17,7 @@ struct IntegerCodes {
     }
     vf of(vf code) const { return code; }
 };
-struct BookCodes {  // an entry for each code of at most 4 bits, repeated up to 16, so that bits above a code do not
-                    // matter
+struct BookCodes {  // an entry for each code, repeated up to 16: bits above a code do not matter
     vf entries[ENTRIES / L];
     BookCodes(const float* book, int bits) {
         float all[ENTRIES];
@@ -189,25 +188,20 @@ template <class T> struct Quantized {
     // f(packed rows from t on); pairs as in Rows
     template <class F> void packed_rows(int64_t t, const float* pairs, F f) const {
         const uint8_t* at = packed + t * D * bits / 8;
-        bool in_order = per > 1;
-        if (book && bits == 8) return f(Rows<8, true, E4M3Codes>(at, pairs, D, D));
-        if (book) {
-            const BookCodes of(book, (int)bits);
-            if (bits == 2 && in_order) f(Rows<2, true, BookCodes>(at, pairs, D, D, of));
-            else if (bits == 2) f(Rows<2, false, BookCodes>(at, pairs, D, D, of));
-            else if (bits == 3 && in_order) f(Rows<3, true, BookCodes>(at, pairs, D, D, of));
-            else if (bits == 3) f(Rows<3, false, BookCodes>(at, pairs, D, D, of));
-            else if (in_order) f(Rows<4, true, BookCodes>(at, pairs, D, D, of));
-            else f(Rows<4, false, BookCodes>(at, pairs, D, D, of));
-            return;
-        }
-        if (bits == 2 && in_order) f(Rows<2, true>(at, pairs, D, (int)group));
-        else if (bits == 2) f(Rows<2, false>(at, pairs, D, (int)group));
-        else if (bits == 3 && in_order) f(Rows<3, true>(at, pairs, D, (int)group));
-        else if (bits == 3) f(Rows<3, false>(at, pairs, D, (int)group));
-        else if (bits == 4 && in_order) f(Rows<4, true>(at, pairs, D, (int)group));
-        else if (bits == 4) f(Rows<4, false>(at, pairs, D, (int)group));
-        else f(Rows<8, true>(at, pairs, D, (int)group));
+        const auto rows = [&](auto width, auto codes) {
+            constexpr int BITS = decltype(width)::value;
+            if (per > 1) f(Rows<BITS, true, decltype(codes)>(at, pairs, D, (int)group, codes));
+            else f(Rows<BITS, false, decltype(codes)>(at, pairs, D, (int)group, codes));
+        };
+        const auto few_bits = [&](auto codes) {
+            if (bits == 2) rows(std::integral_constant<int, 2>(), codes);
+            else if (bits == 3) rows(std::integral_constant<int, 3>(), codes);
+            else rows(std::integral_constant<int, 4>(), codes);
+        };
+        if (bits == 8 && book) f(Rows<8, true, E4M3Codes>(at, pairs, D, (int)group));
+        else if (bits == 8) f(Rows<8, true>(at, pairs, D, (int)group));
+        else if (book) few_bits(BookCodes(book, (int)bits));
+        else few_bits(IntegerCodes());
     }
 
     void take(int64_t t, float* out) const {  // a token of 16 bits
