@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cache.base import knob
 from errors import InputError
+
+
+def min_tokens() -> Any:
+    """The common knob of methods whose budget may be a share: a sixteenth of a short question is two tokens."""
+    return knob(128, "least tokens of a budget that is a share (ours; 0: the paper's letter)", low=0)
 
 
 def check_budget(budget: int | float) -> None:
@@ -57,16 +63,18 @@ def part_of(value: int | float, n: int) -> int:
     return max(1, round(value * n)) if isinstance(value, float) else value
 
 
-def budget_cap(budget: int | float, length: int) -> int:
-    """The budget at a length, at most the length. At max_seq_len it is the static number of slots needed."""
-    return min(length, math.ceil(budget * length - 1e-6) if isinstance(budget, float) else budget)
+def budget_cap(budget: int | float, length: int, least: int = 0) -> int:
+    """The budget at a length, at most the length. At max_seq_len it is the static number of slots needed.
+
+    least: the least tokens of a share."""
+    return min(length, max(least, math.ceil(budget * length - 1e-6)) if isinstance(budget, float) else budget)
 
 
-def budget_tokens(budget: int | float, length: Tensor) -> Tensor:
-    """The budget at the current lengths [B] -> [B] int64, at most the length."""
+def budget_tokens(budget: int | float, length: Tensor, least: int = 0) -> Tensor:
+    """`budget_cap` at the current lengths [B] -> [B] int64."""
     # in fp64, minus 1e-6: in fp32, 0.075 of 200 tokens is slightly more than 15 and would round up to 16
     wanted = (
-        (length.double() * budget - 1e-6).ceil().long()
+        (length.double() * budget - 1e-6).ceil().long().clamp(min=least)
         if isinstance(budget, float)
         else torch.full_like(length, budget)
     )
@@ -81,6 +89,7 @@ class Selection:
     sinks: int
     recent: int
     beside: bool = False
+    min_tokens: int = 0  # of a budget that is a share
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -99,15 +108,15 @@ class Selection:
         """How many of `length` tokens are attended to. At max_seq_len it is the static size of a selection."""
         forced = min(length, self.forced)
         if self.beside:
-            return forced + budget_cap(self.budget, length - forced)
-        return max(budget_cap(self.budget, length), forced)
+            return forced + budget_cap(self.budget, length - forced, self.min_tokens)
+        return max(budget_cap(self.budget, length, self.min_tokens), forced)
 
     def at(self, length: Tensor) -> Tensor:
         """`of` at the current lengths [B] -> [B] int64, for kernels that force sinks and recent tokens themselves."""
         if not self.beside:
-            return budget_tokens(self.budget, length)
+            return budget_tokens(self.budget, length, self.min_tokens)
         forced = length.clamp(max=self.forced)
-        return forced + budget_tokens(self.budget, length - forced)
+        return forced + budget_tokens(self.budget, length - forced, self.min_tokens)
 
     def is_all(self, max_seq_len: int) -> bool:
         """Whether every token is attended to, however long the text."""

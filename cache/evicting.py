@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, KVMethod, knob
-from cache.budget import budget_tokens, check_budget
+from cache.budget import budget_tokens, check_budget, min_tokens
 from errors import InputError
 from kernels.dense_attention import attend_where, decode_attention
 from kernels.gather_attention import gather_attention, gather_rows
@@ -48,6 +48,7 @@ class Evicting(KVMethod):
     class Args:
         budget: int | float = knob(0.25, "tokens kept, or their share of the length; recent included")
         recent: int = knob(32, "newest tokens, never evicted", low=1)
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
             check_budget(self.budget)
@@ -77,7 +78,7 @@ class Evicting(KVMethod):
 
         A layer may have a budget of its own, by self.layer of self.shape.n_layer.
         """
-        return budget_tokens(self.args.budget, length).maximum(self.recent(length))
+        return budget_tokens(self.args.budget, length, self.args.min_tokens).maximum(self.recent(length))
 
     def max_kept(self, n: int) -> int:
         """The largest `num_kept` of all lengths up to n."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, knob
-from cache.budget import Selection, TopP
+from cache.budget import Selection, TopP, min_tokens
 from cache.dense import Dense
 from errors import InputError
 from kernels.gather_attention import gather_attention, gather_rows, weighted_gather_attention
@@ -43,12 +43,14 @@ class Selecting(Dense):
         sinks: int = knob(4, "first tokens always attended", low=0)
         recent: int = knob(16, "newest tokens always attended", low=1)
         cap: int | float = knob(0.25, "most tokens attended with budget=p0.95 (ours; Twilight: 8192 of 32K)")
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
             self.selection()
 
         def selection(self) -> Selection:
-            return Selection(self.cap if isinstance(self.budget, TopP) else self.budget, self.sinks, self.recent)
+            budget = self.cap if isinstance(self.budget, TopP) else self.budget
+            return Selection(budget, self.sinks, self.recent, min_tokens=self.min_tokens)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

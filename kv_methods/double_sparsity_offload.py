@@ -90,7 +90,7 @@ class DoubleSparsityOffload(KVMethod):
         n_layer = shape.n_layer
         synchronous = (0, 1, n_layer - 1) if n_layer >= 16 else (0,)
         self.predicts = args.predict and layer not in synchronous  # differs between layers
-        self.selection = Selection(args.budget, args.sinks, self.recent)
+        self.selection = Selection(args.budget, args.sinks, self.recent, min_tokens=args.min_tokens)
         cap = T if args.fetch == "all" else self.selection.of(T)
         self.n_fetch = max(1, cap - self.recent)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache.base import knob
-from cache.budget import budget_tokens, check_budget
+from cache.budget import budget_tokens, check_budget, min_tokens
 from cache.evicting import Evicting
 
 
@@ -23,13 +23,15 @@ class H2O(Evicting):
     class Args:
         heavy: int | float = knob(0.1, "tokens with the most attention, kept beside the recent ones, or a share")
         recent: int | float = knob(0.1, "newest tokens, never evicted, or a share (half of H2O's budget)")
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
             for tokens in (self.heavy, self.recent):
                 check_budget(tokens)
 
     def num_kept(self, length):
-        return (budget_tokens(self.args.heavy, length) + self.recent(length)).minimum(length)
+        heavy = budget_tokens(self.args.heavy, length, self.args.min_tokens)
+        return (heavy + self.recent(length)).minimum(length)
 
     def observe(self, weights):
         """Scores accumulate the attention of every step, per KV head summed over its group's queries."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
-from cache.budget import budget_cap, budget_tokens
+from cache.budget import budget_cap, budget_tokens, min_tokens
 from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
 from errors import InputError
@@ -145,14 +145,15 @@ class BesideExempt:
 
     budget: int | float | None
     exempt: int
+    min_tokens: int = 0  # of a budget that is a share
 
     def of(self, length: int) -> int:
-        kept = length if self.budget is None else budget_cap(self.budget, length)
+        kept = length if self.budget is None else budget_cap(self.budget, length, self.min_tokens)
         return max(0, kept - min(length, self.exempt))
 
     def at(self, length: Tensor) -> Tensor:
         """`of` for lengths [B] -> int64 [B]."""
-        kept = length if self.budget is None else budget_tokens(self.budget, length)
+        kept = length if self.budget is None else budget_tokens(self.budget, length, self.min_tokens)
         return (kept - length.clamp(max=self.exempt)).clamp(min=0)
 
 
@@ -192,6 +193,7 @@ class OjaKV(KVMethod):
             None, "prompt tokens stored per KV head, or their share: exempt ones and SnapKV's choice (Sec. 7)"
         )
         decode_slots: int = knob(512, "slots for decoded tokens with keep, if max_new_tokens is not known (ours)", 0)
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
             for name in ("rank", "energy", "important"):
@@ -205,7 +207,7 @@ class OjaKV(KVMethod):
         T = shape.max_seq_len
         self.exempt = Exempt(shape, args.n_start, args.n_recent, min(args.update_every, T))
         # Sec. 7: m counts the exempt tokens, as SnapKV's capacity counts its window (Table 6: half at 0.6 are 30 %)
-        self.middle = BesideExempt(args.keep, args.n_start + args.n_recent)
+        self.middle = BesideExempt(args.keep, args.n_start + args.n_recent, args.min_tokens)
         # Without `keep`, every token has a slot. With it, there are slots for what is kept of the longest prompt and
         # for decoded tokens. If their number is not known, it might be all of T: then `decode_slots`, see `maintain`.
         decode_slots = args.decode_slots if shape.max_new_tokens is None else shape.max_decoded

@@ -32,7 +32,7 @@ class PyramidKV(SnapKV):
     def num_kept(self, length):
         """The pyramid: beside the window k_l falls from k_0 = 2 k - k_last to k_last = k / beta; k is the mean."""
         a, last, window = self.args, self.shape.n_layer - 1, self.recent(length)
-        k = budget_tokens(a.budget, length) - window
+        k = budget_tokens(a.budget, length, a.min_tokens) - window
         # no layer gets more than there is; the others get what it leaves (published code)
         first = ((length - window) / k.clamp(min=1)).clamp(1, 2 - 1 / a.beta)
         first = torch.where(length < 2 * k, 1.0, first)  # too short for a pyramid: layers are alike (published code)

@@ -77,16 +77,16 @@ class Rocket(SnapKV):
     def num_kept(self, length):
         """L / c^a, with a = 0.2 + 0.06 log2 c up to 0.8 (published code)."""
         if self.args.kept is not None:
-            return budget_tokens(self.args.kept, length).maximum(self.recent(length))
-        ratio = length / budget_tokens(self.args.budget, length).double()
+            return budget_tokens(self.args.kept, length, self.args.min_tokens).maximum(self.recent(length))
+        ratio = length / budget_tokens(self.args.budget, length, self.args.min_tokens).double()
         kept = length / ratio ** (0.2 + 0.06 * ratio.log2()).clamp(max=0.8)
         return (kept + 1e-6).long().maximum(self.recent(length))
 
     def share(self, budget_of, length):
         """The number of tokens to attend to at a length, or at lengths, as `budget_of` takes them."""
         if self.args.attended is not None:
-            return budget_of(self.args.attended, length)
-        return (budget_of(self.args.budget, length) + 1) // 2
+            return budget_of(self.args.attended, length, self.args.min_tokens)
+        return (budget_of(self.args.budget, length, self.args.min_tokens) + 1) // 2
 
     # ---- storage: slots in the order of the text ----
 

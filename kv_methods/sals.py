@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
-from cache.budget import Selection, TopP
+from cache.budget import Selection, TopP, min_tokens
 from cache.packed import PackedVectors, check_groups
 from cache.statistic import Statistic, principal, principal_of_heads
 from errors import InputError
@@ -139,6 +139,7 @@ class Sals(KVMethod):
             "sum of all heads' products, or of each head's softmax over the tokens (ours; with budget=p0.95 always)",
         )
         cap: int | float = knob(0.25, "most tokens attended with budget=p0.95 (ours; Twilight: 8192 of 32K)")
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
             if not (0 < self.rank <= 1 and 0 < self.score_rank <= 1):
@@ -147,7 +148,7 @@ class Sals(KVMethod):
 
         def selection(self) -> Selection:
             budget = self.cap if isinstance(self.budget, TopP) else self.budget
-            return Selection(budget, self.sinks, self.recent, beside=self.budget_of == "rest")
+            return Selection(budget, self.sinks, self.recent, self.budget_of == "rest", self.min_tokens)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

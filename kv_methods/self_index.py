@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
-from cache.budget import budget_cap, budget_tokens, check_budget
+from cache.budget import budget_cap, budget_tokens, check_budget, min_tokens
 from cache.full_precision import Tail
 from cache.packed import PackedVectors, check_groups
 from errors import InputError
@@ -49,6 +49,7 @@ class BesideSinks:
     budget: int | float
     sinks: int
     counted: bool | None = None
+    min_tokens: int = 0  # of a budget that is a share
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -66,7 +67,7 @@ class BesideSinks:
         is taken off for sinks, as a prompt may have fewer."""
         if isinstance(self.budget, int):
             return min(length, self.budget - self._inside)
-        return budget_cap(self.budget, length)
+        return budget_cap(self.budget, length, self.min_tokens)
 
     def at(self, prompt: Tensor, rivals: Tensor, length: Tensor) -> Tensor:
         """The number chosen, int64 [B]; prompt: its tokens, rivals: those that compete, sinks among them, length: all
@@ -75,9 +76,10 @@ class BesideSinks:
         if isinstance(self.budget, int):
             wanted = torch.full_like(prompt, self.budget - self._inside)
         elif self.counted:
-            wanted = budget_tokens(self.budget, length) - sinks
+            wanted = budget_tokens(self.budget, length, self.min_tokens) - sinks
         else:
-            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long()  # so that 0.7 of 10 tokens are 7
+            # + 1e-6, so that 0.7 of 10 tokens are 7
+            wanted = ((rivals - sinks).double() * self.budget + 1e-6).long().clamp(min=self.min_tokens)
         return wanted.clamp(min=0).minimum(rivals - sinks)
 
 
@@ -141,9 +143,10 @@ class SelfIndex(KVMethod):
         keep_decoded: bool = knob(True, "compressed decoded tokens stay attended (paper); False: they compete (ours)")
         tail: int = knob(512, "decoded tokens in full precision, older ones compressed (ours; published code: 0)", 1)
         flush: int = knob(64, "decoded tokens compressed at a time once the tail is full (ours)", 1)
+        min_tokens: int = min_tokens()
 
         def __post_init__(self):
-            BesideSinks(self.budget, self.sinks, self.sinks_in_budget)
+            BesideSinks(self.budget, self.sinks, self.sinks_in_budget, self.min_tokens)
             if self.flush > self.tail:
                 raise InputError(f"self_index: flush={self.flush} tokens are more than tail={self.tail} holds")
 
@@ -157,7 +160,7 @@ class SelfIndex(KVMethod):
         self.flushes = shape.max_decoded > args.tail
         self.chooses = self.flushes or self.sinks.n < P
         self.slots = T if self.flushes else P if self.chooses else 1
-        self.budget = BesideSinks(args.budget, self.sinks.n, args.sinks_in_budget)
+        self.budget = BesideSinks(args.budget, self.sinks.n, args.sinks_in_budget, args.min_tokens)
         self.k_chosen = max(1, min(self.slots, self.budget.of(T)))
         # a list has room for the decoded tokens of the store, fewer of them if max_new_tokens is known
         room = shape.max_decoded - args.tail + args.flush if self.flushes and args.keep_decoded else 0

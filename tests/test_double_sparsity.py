@@ -57,7 +57,8 @@ def layer(knobs, shape, batch, T, layer=LAYER, calib=None, name="double_sparsity
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size = args.cache_shape(layer, batch, T, dtype, device)
     cls = method_class(name)
-    return connected([cls(make_args(cls, knobs), size, layer, args.rotary(batch, T), calib or calibration(h, d))])[0]
+    made = make_args(cls, dict(min_tokens=0) | knobs)
+    return connected([cls(made, size, layer, args.rotary(batch, T), calib or calibration(h, d))])[0]
 
 
 def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], LabelHead]:
@@ -272,7 +273,7 @@ def test_offload_without_prediction_is_double_sparsity(knobs):
 
 
 def test_prediction_changes_what_is_attended():
-    model, prompts, knobs = tiny(4, 64), [prompt(n) for n in (33, 100)], dict(budget=0.15, recent=5)
+    model, prompts, knobs = tiny(4, 64), [prompt(n) for n in (33, 100)], dict(budget=0.15, recent=5, min_tokens=0)
     model.setup_cache("double_sparsity_offload", 2, 150, predict=False, **knobs)
     want, fed = run(model, prompts, 10)
     model.setup_cache("double_sparsity_offload", 2, 150, predict=True, **knobs)

@@ -148,13 +148,15 @@ def layer(name, knobs, shape, batch, T, at=3, new=None, dtype=torch.float32):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size = args.cache_shape(at, batch, T, dtype, "cpu", new)
     cls, preset = resolve(name)
-    method = cls(make_args(cls, preset | knobs), size, at, args.rotary(batch, T))
+    letter = {} if name == "full" else dict(min_tokens=0)
+    method = cls(make_args(cls, letter | preset | knobs), size, at, args.rotary(batch, T))
     method.output_weights = lambda: output_weights(g * h, d)
     return method
 
 
 def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
+    del args["min_tokens"]  # test_budget.py
     if "decode_slots" in args:
         args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
         args.pop("decode_slots"), args.pop("queries", None)  # of the prompt, if a method asks
@@ -269,7 +271,8 @@ def test_the_oracle_catches(name, told):
 
 
 def test_defaults_are_the_papers():
-    args = {name: vars(method_class(name).Args()) for name in ORACLES}
+    args = {name: vars(method_class(name).Args()) for name in (*ORACLES, "kvzip")}
+    assert {knobs.pop("min_tokens") for knobs in args.values()} == {128}  # ours
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
     snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", decode_slots=512, decode_budget=None,
@@ -282,8 +285,7 @@ def test_defaults_are_the_papers():
     assert args["expected_attention"] == shared | dict(
         budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2, queries="prompt"
     )
-    kvzip = vars(method_class("kvzip").Args())
-    assert kvzip == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
+    assert args["kvzip"] == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     assert args["rkv"] == dict(budget=1024, recent=8, buffer=128, mix=0.1, kernel=7, alike=0.5, spared=1)
     assert args["rocket"] == snapkv | dict(kernel=63, kept=None, attended=None, page=3, channels=0.5)
@@ -513,7 +515,7 @@ def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeyp
     """Scores and choice in float64 from teacher forcing over the prompt and each repetition behind it."""
     model, prompts = tiny(g, d), [prompt(30), prompt(19), prompt(3)]
     monkeypatch.setattr(model, "encode", lambda text: [*ask, len(text) % 50] if ask else [])
-    model.setup_cache("kvzip", 3, 60, **knobs)
+    model.setup_cache("kvzip", 3, 60, min_tokens=0, **knobs)
     got, fed = run(model, prompts, 8, chunk=chunk)
     args = vars(model.cache[0].args)
     size, tail, sinks = args["chunk"], args["tail"], args["sinks"]

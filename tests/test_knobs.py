@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.spec import make_args, method_class
+from cache.spec import knob_names, make_args, method_class, method_files
+from contract.harness import prompt, run, tiny
 from errors import InputError
 from model import ModelArgs
 
@@ -67,3 +68,21 @@ def test_wrong_knobs_are_input_errors(name):
 def test_models_that_a_method_cannot_hold_are_input_errors(name, knobs, sizes, says):
     with pytest.raises(InputError, match=says):
         make(name, knobs, *sizes)
+
+
+# the knob that is a budget, and how a share differs from a number beside that
+SHARES = {"h2o": ("heavy", {}), "ojakv": ("keep", {}), "self_index": ("budget", dict(sinks_in_budget=False))}
+FLOORED = sorted(n for n in method_files() if "min_tokens" in knob_names(method_class(n)))
+
+
+@pytest.mark.parametrize("name", FLOORED)
+def test_a_share_of_a_short_text_is_not_two_tokens(name):
+    """A share has a floor: below it, it is the budget of that number; with min_tokens=0 it is less."""
+    (knob, more), model = SHARES.get(name, ("budget", {})), tiny(2, 32)
+    knobs = (method_class(name).stress or {}) | more
+    logits, fed = [], None
+    for budget, floor in ((22, 0), (0.1, 22), (0.1, 0)):
+        model.setup_cache(name, 2, 70, 8, **knobs | {knob: budget, "min_tokens": floor})
+        got, fed = run(model, [prompt(60), prompt(9)], 8, fed)
+        logits.append(got)
+    assert (logits[0] - logits[1]).abs().max() < 1e-4 < (logits[1] - logits[2]).abs().max()

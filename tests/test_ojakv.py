@@ -113,7 +113,7 @@ def layer(knobs, g, h, d, batch, T, calib=None, dtype=torch.float32, device="cpu
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
     shape = args.cache_shape(0, batch, T, dtype, device)
     rope = args.rotary(batch, 1 if device == "meta" else T, device)
-    return ojakv()(make_args(ojakv(), knobs), shape, 0, rope, calib)
+    return ojakv()(make_args(ojakv(), dict(min_tokens=0) | knobs), shape, 0, rope, calib)
 
 
 def rotated(rope, x, n):
@@ -131,7 +131,7 @@ def oracle_knobs(args, calib, d):
     ranks = [rank, rank]
     if share is not None:  # one for the keys of a layer and one for its values: the largest of all heads
         ranks = [energy_rank(calib.get(0, f"oja.{x}_eigenvalues").double().numpy(), share) for x in "kv"]
-    del knobs["latent"], knobs["decode_slots"]  # these do not change the numbers
+    del knobs["latent"], knobs["decode_slots"], knobs["min_tokens"]  # these do not change the numbers
     return knobs | dict(rank_k=ranks[0], rank_v=ranks[1])
 
 
@@ -533,6 +533,7 @@ def test_a_known_limit_is_decoded_to_its_end(keep, prompt):
     *x, calib = numbers(0, 2, 2, 32, 1, prompt + new)
     args = ModelArgs(n_head=4, n_kv_head=2, head_dim=32, n_layer=1)
     shape = args.cache_shape(0, 1, prompt + new, torch.float32, "cpu", new)
+    knobs = dict(min_tokens=0) | knobs
     method = ojakv()(make_args(ojakv(), knobs), shape, 0, args.rotary(1, prompt + new), calib)
     decode_all(method, x, prompt, new)
     assert method.stored.item() <= method.keys.slots < method.stored.item() + 6 + 16

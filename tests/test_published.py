@@ -27,9 +27,7 @@ HARD = [
 ]  # fmt: skip
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a village far away, there lived a"]
 QUESTION = "What is the capital of France?"
-# Shares of a prompt of some 30 tokens are two or three tokens; and a model this small does not bear less rank.
-SPECS = {m: f"{m},budget=64" for m in ("double_sparsity", "double_sparsity_offload", "loki")}
-SPECS["palu"] = "palu,rank=0.97"
+SPECS = {"palu": "palu,rank=0.97"}  # this model does not bear its default (docs/methods.md)
 # What these keep is rounded by a number that all the prompt's keys have a part in, so that rounding of the products
 # themselves, which a batch may change, can move it by a step.
 ROUNDED = {"fp8", "hadamard", "kivi", "palu", "self_index", "sals", "turboquant", "ojakv"}
@@ -105,7 +103,8 @@ def test_it_writes_what_transformers_does(llm, reference):
             assert ours == theirs[0, len(ids) :].tolist(), prompt
 
 
-@pytest.mark.parametrize("method", sorted(method_files()))
+# shares of a prompt of some 30 tokens would be two or three tokens
+@pytest.mark.parametrize("method", [*sorted(method_files()), "quest-7.5", "loki-12.5", "snapkv-7.5", "self_index-7.5"])
 def test_every_method_answers(llm, method):
     (c,) = llm.use(SPECS.get(method, method)).generate(QUESTION, 12, chat=True)
     assert "Paris" in c.text, c.text

@@ -85,7 +85,8 @@ def layer(knobs, g, h, d, batch, T, basis=None, dtype=torch.float32, device="cpu
     if basis is not None:
         falling = torch.linspace(2, 1, h * d)
         calib = Calibration({"layers.0.sals.basis": basis, "layers.0.sals.eigenvalues": falling}, 1)
-    return sals()(make_args(sals(), knobs), shape, 0, args.rotary(batch, 1 if device == "meta" else T, device), calib)
+    rope = args.rotary(batch, 1 if device == "meta" else T, device)
+    return sals()(make_args(sals(), dict(min_tokens=0) | knobs), shape, 0, rope, calib)
 
 
 def attended(idx, count, row: int, pos: int, recent: int) -> list[int]:
@@ -111,7 +112,8 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=SalsRow
     B, S, T = len(lengths), max(lengths), max(lengths) + steps
     q, k, v, basis = numbers(seed, g, h, d, B, T)
     method = layer(knobs, g, h, d, B, T + 3, basis)
-    knobs = {k: x for k, x in asdict(method.args).items() if k != "cap"}  # of budgets of p alone: test_selecting.py
+    knobs = asdict(method.args)
+    del knobs["cap"], knobs["min_tokens"]  # of budgets of p alone, and of short texts: test_selecting.py
     chosen: list = []
     select = method.select
     method.select = lambda q, pos: chosen.append(select(q, pos)) or chosen[-1]

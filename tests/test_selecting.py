@@ -57,7 +57,8 @@ def layer(name, knobs, shape, batch, T, dtype=torch.float32, device="cpu"):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size, cls = args.cache_shape(LAYER, batch, T, dtype, device), method_class(name)
     calib = calibration(h, d) if device == "cpu" else None
-    return cls(make_args(cls, knobs), size, LAYER, args.rotary(batch, T, device), calib)
+    letter = {} if name == "full" else dict(min_tokens=0)
+    return cls(make_args(cls, letter | knobs), size, LAYER, args.rotary(batch, T, device), calib)
 
 
 def head_of(name, args, shape, i):
@@ -222,7 +223,7 @@ def test_bytes_and_reads():
 
 def test_shares_are_rounded_up():
     """Loki's published code takes int(0.25 * 10) = 2 of 10 tokens; here one more, as in every method that selects."""
-    wanted = method_class("loki").Args().selection().at(torch.tensor([4, 10, 11, 12, 13]))
+    wanted = method_class("loki").Args(min_tokens=0).selection().at(torch.tensor([4, 10, 11, 12, 13]))
     assert wanted.tolist() == [1, 3, 3, 3, 4]
 
 

@@ -72,7 +72,7 @@ def keys(seed: int, g: int, h: int, d: int, lengths, steps):
 def layer(knobs, g, h, d, batch, T, dtype=torch.float32):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=1)
     shape = args.cache_shape(0, batch, T, dtype, "cpu")
-    return SelfIndex(make_args(SelfIndex, knobs), shape, 0, args.rotary(batch, T))
+    return SelfIndex(make_args(SelfIndex, dict(min_tokens=0) | knobs), shape, 0, args.rotary(batch, T))
 
 
 def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=1e-3):
@@ -101,13 +101,15 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=1e-3):
         return got
 
     at, heads, opened = {}, {}, 0
+    knobs = asdict(method.args)
+    del knobs["min_tokens"]
     for b, n in enumerate(lengths):
         at[b] = rotated(q[b], n + steps), rotated(k[b], n + steps), v[b].double().numpy()
         for i in range(h):
             group = slice(i * g, i * g + g)
             for nudge in NUDGES:
                 taken = method.sinks.idx[b, i, : min(n, method.sinks.n)].tolist()
-                head = SelfIndexHead(at[b][0][group, :n], at[b][1][i, :n], at[b][2][i, :n], **asdict(method.args),
+                head = SelfIndexHead(at[b][0][group, :n], at[b][1][i, :n], at[b][2][i, :n], **knobs,
                                      max_seq_len=T, nudge=nudge, sink_set=taken)  # fmt: skip
                 check_top(head.snapkv, taken, min(n, method.sinks.n), 1e-4, f"sinks of row {b} head {i}")
                 heads[b, i, nudge] = head
