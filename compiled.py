@@ -171,7 +171,8 @@ class CompiledStep:
         if not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self(tokens, pos, *given)
-        key: Any = (*(x.shape for x in (tokens, pos, *given)), torch.get_num_threads())
+        # not of the number of threads, which `SpareCores` changes: a graph's own stays
+        key: Any = tuple(x.shape for x in (tokens, pos, *given))
         if key != self.key or self.key is not self.layers.key:
             return self.look_up(key, tokens, pos, *given)
         if self.graphs is not None:

@@ -26,7 +26,7 @@ from compiled import Step, compile_step, eager_step
 from errors import InputError, check_count, short
 from model import ModelArgs, Transformer
 from parallel import ONE, Ranks
-from runtime import TINY, check_out, pick_device, pick_dtype, synchronize
+from runtime import TINY, SpareCores, check_out, pick_device, pick_dtype, synchronize
 from sampling import NO_TOKEN, Sampling, draw_finite, noise_keys
 from snapshot import CacheFile, Snapshot, State, identity, save
 from speculation import Speculator, Tally, behind
@@ -74,11 +74,18 @@ class Session:
     """A batch of rows and its KV cache: `prefill` once, then `generate`, and `feed` for the turns that follow.
 
     A cache has one owner, the session that prefilled it last; a step of another session raises InputError. With a
-    speculator the method drafts, and every token is drawn by exact attention.
+    speculator the method drafts, and every token is drawn by exact attention. cores: adapts the number of threads.
     """
 
-    def __init__(self, model: Transformer, step: Step, sampling: Sampling, speculator: Speculator | None = None):
-        self.model, self.step, self.sampling, self.speculator = model, step, sampling, speculator
+    def __init__(
+        self,
+        model: Transformer,
+        step: Step,
+        sampling: Sampling,
+        speculator: Speculator | None = None,
+        cores: SpareCores | None = None,
+    ):
+        self.model, self.step, self.sampling, self.speculator, self.cores = model, step, sampling, speculator, cores
         self.device = model.device
         self.lag = LAG if self.device.type == "cuda" else 0
         self.done: list[bool] = []  # which rows have ended, in `rows`
@@ -119,6 +126,8 @@ class Session:
         """Right-pad the prompts, run them, draw each row's first new token. keys: by default `noise_keys` of them."""
         for prompt in prompts:
             self.model.args.check_ids(prompt)
+        if self.cores is not None:
+            self.cores.adapt()
         tokens, lengths = pad(prompts, self.device)
         self.model.cache.owner = None  # even if the next lines fail
         given = self._given(torch.tensor(keys or noise_keys(self.sampling.seed, prompts), device=self.device), prompts)
@@ -222,6 +231,8 @@ class Session:
         self.done = [False] * len(self.next)
         source: Iterator[Any] = self.tokens(n) if self.speculator is None else self.checked_tokens(n)
         for step, drawn in enumerate(source):
+            if self.cores is not None:
+                self.cores.adapt()
             self.done = [done or token in stop_ids for done, token in zip(self.done, drawn, strict=True)]
             kept = [None if done else token for done, token in zip(self.done, drawn, strict=True)]
             if NO_TOKEN in kept:
@@ -530,6 +541,7 @@ class LLM:
         if speculate is not None:
             check_count("--speculate", speculate, 1, 64, "leave it out to answer by the method alone")
         self.speculate, self.adaptive = speculate or 0, adaptive
+        self.cores = SpareCores()
         device = pick_device(None if device is None else str(device))
         dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
         weight_format = WeightFormat.parse(weights, head)
@@ -587,7 +599,7 @@ class LLM:
         start = time.perf_counter()
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         step, speculator = made or (make_step(self.model, sampling, self.compile, like), self._speculator(sampling))
-        session = Session(self.model, step, sampling, speculator)
+        session = Session(self.model, step, sampling, speculator, self.cores)
         self._steps[key] = step, speculator  # the most recently used is last
         if len(self._steps) > STEPS:
             del self._steps[next(iter(self._steps))]

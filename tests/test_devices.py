@@ -152,3 +152,39 @@ print(json.dumps([tiles._PRECISION.value, sorted({{x for e in found for x in e["
 """
     assert in_process(code.format(hip="6.4")) == ["ieee", ["enable_fp_fusion", "num_stages", "num_warps"]]
     assert in_process(code.format(hip=None)) == ["tf32x3", ["enable_fp_fusion", "maxnreg", "num_stages", "num_warps"]]
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("others, threads", [(0.0, 4), (0.4, 4), (0.6, 3), (1.0, 3), (2.7, 1), (4.0, 1), (9.0, 1)])
+def test_threads_leave_the_cores_that_others_use(others, threads, monkeypatch):
+    """Beside one busy core, two threads on two cores were 4.5 times slower than alone, one thread 1.6 times."""
+    was, clock, used = torch.get_num_threads(), [100.0], [50.0]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(runtime.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(runtime.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(runtime.SpareCores, "busy", staticmethod(lambda: used[0]))
+    torch.set_num_threads(4)
+    try:
+        cores = runtime.SpareCores()
+        for busy, want in ((others, threads), (0.0, 4)):
+            clock[0], used[0] = clock[0] + 2, used[0] + 2 * busy
+            cores.adapt()
+            assert torch.get_num_threads() == want
+        clock[0], used[0] = clock[0] + 0.1, used[0] + 0.4
+        cores.adapt()
+        assert torch.get_num_threads() == 4  # too soon to tell
+        runtime.set_threads(4)  # chosen by the user
+        cores = runtime.SpareCores()
+        clock[0], used[0] = clock[0] + 2, used[0] + 8
+        cores.adapt()
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(was)
+
+
+def test_the_time_of_other_processes_is_read():
+    busy = runtime.SpareCores.busy()
+    assert busy is None or busy > -1
+    assert sys.platform != "linux" or busy is not None
