@@ -61,6 +61,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0, 1),
     "no_rope_layers": (),
     "attention_chunk_size": (),
+    "is_causal": (True,),
+    "per_layer_config": ({},),
 }
 ROPE_KEYS = {
     "default": set(),
@@ -237,11 +239,13 @@ def load_checkpoint(
         choose = weight_format.choose if weight_format.bits != DENSE else None
     model = empty_transformer(args, device, dtype, choose)
     model.folder = path
-    targets, head, again = tensors_of(model), None, 0
+    targets, head, embedding, again = tensors_of(model), None, None, 0
     for name, value in reader.tensors():
         if name == "lm_head.weight" and args.tie_embeddings:
-            head = value if isinstance(value, Tensor) else None
+            head = value
             continue
+        if name == "model.embed_tokens.weight":
+            embedding = value
         if name not in targets:
             why = f"it is of an adapter: {MERGE}" if ".lora_" in name else "the model of config.json has none such"
             raise InputError(f"unexpected tensor {name} in {path}: {why}")
@@ -255,7 +259,14 @@ def load_checkpoint(
             value = value.dequantize()
         target.put(value)
     if [*targets] == ["model.embed_tokens.weight"] and head is not None:  # safetensors' save_model keeps the first name
-        targets.pop("model.embed_tokens.weight").put(head)
+        targets.pop("model.embed_tokens.weight").put(_dense(head))
+    elif head is not None and embedding is not None:  # as stored, since --weights may round
+        given, tied = _dense(head), _dense(embedding)
+        if not torch.equal(given.to(tied.dtype), tied):
+            raise InputError(
+                f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says: "
+                "set it to false if the head is a matrix of its own"
+            )
     if [*targets] == ["lm_head.weight"]:
         raise InputError(f"tensor lm_head.weight is missing from {path}: a base model without its output head; "
                          "save the model that generates (AutoModelForCausalLM), or set tie_word_embeddings in "
@@ -268,9 +279,11 @@ def load_checkpoint(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     _check_finite(model)
-    if head is not None and choose is None and not torch.equal(head.to(model.output.weight), model.output.weight):
-        raise InputError(f"lm_head.weight in {path} is not the embedding, as tie_word_embeddings in config.json says")
     return model.eval()
+
+
+def _dense(value: Tensor | Codes) -> Tensor:
+    return value.dequantize() if isinstance(value, Codes) else value
 
 
 def _check_finite(model: Transformer) -> None:

@@ -28,7 +28,7 @@ from model import ModelArgs, Transformer
 from parallel import ONE, Ranks
 from runtime import TINY, SpareCores, check_out, pick_device, pick_dtype, synchronize
 from sampling import NO_TOKEN, Sampling, draw_finite, noise_keys
-from snapshot import CacheFile, Snapshot, State, identity, save
+from snapshot import CacheFile, Snapshot, State, check_layouts, identity, save
 from speculation import Speculator, Tally, behind
 from tokenizer import load_tokenizer
 from tokenizer.random import RandomVocabulary
@@ -781,14 +781,18 @@ class LLM:
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         further: int = 0,
+        saves: bool = False,
     ) -> Session:
         """Prefill prompts together and return their session, for `feed` and `rows`, until another call takes the cache.
-        further: the number of tokens that may be fed beside the new ones. Raises InputError as `generate`."""
+        further: the number of tokens that may be fed beside the new ones. saves: before the prompts are read, refuse a
+        method that `save` would refuse. Raises InputError as `generate`."""
         given = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(given, list | tuple) or not given:
             raise InputError("no prompt was given: give a text, or a list of them")
         rows = [self.encode(p) for p in given]
         session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further), sampling or Sampling())
+        if saves:
+            check_layouts(self.model.cache)
         session.prefill(rows)
         return session
 
@@ -867,7 +871,7 @@ class LLM:
         else:
             texts_of = [prompts] if isinstance(prompts, str) else prompts or []
             rows = [parts.opening(self.tokenizer, p) if parts.head and isinstance(p, str) else p for p in texts_of]
-            session = self.read(rows, max_new_tokens, sampling, further)
+            session = self.read(rows, max_new_tokens, sampling, further, save is not None)
         synchronize(session.device)
         read_s, out = time.perf_counter() - start - session.compile_s, list[Completion]()
         if save is not None:

@@ -2,7 +2,7 @@
 
 A file is a safetensors file with every buffer that prompts write, cut to its filled part. Methods do not declare that
 part: a cache of the same methods with capacity for just these tokens, made on the meta device, has buffers of its size,
-and the first slots of a larger cache hold the same (`Storage.layout` names the exceptions). A file also holds every
+and the first slots of a larger cache hold the same, or `Storage.layout` names the exceptions. A file also holds every
 number attribute that differs from an empty cache's. Constants follow from the calibration and are not stored.
 """
 
@@ -46,11 +46,6 @@ class State:
     @property
     def decoded(self) -> int:
         return self.fed.shape[1]
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest row in the cache, in tokens."""
-        return max(map(len, self.prompts)) + self.decoded
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -104,19 +99,38 @@ def sized(cache: nn.Module, tokens: int, decoded: int | None) -> nn.ModuleList:
     return nn.ModuleList(connected(small(m) for m in cache.children()))
 
 
-def filled(cache: nn.Module, tokens: int, decoded: int) -> dict[str, Tensor]:
-    """Views of the filled parts of a cache's buffers, by name; its longest row has this many tokens."""
+def layout_of(m: nn.Module, tokens: int) -> dict[str, Any]:
+    """A module's `layout`. Raises InputError if it has buffers and does not say how tokens lie in them."""
+    if (said := m.layout(tokens) if isinstance(m, Storage) else None) is None and (names := list(buffers_of(m))):
+        raise InputError(f"{type(m).__name__} does not say how tokens lie in its buffer {names[0]}, so it cannot be "
+                         "saved or loaded: give it a `layout` (cache/base.py)")  # fmt: skip
+    return said or {}
+
+
+def check_layouts(cache: nn.Module) -> None:
+    """Raises InputError if a cache cannot be saved."""
+    for m in cache.modules():
+        layout_of(m, 1)
+
+
+def filled(cache: nn.Module, pos: Tensor, decoded: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The filled parts of a cache's buffers, by name, and their layouts. pos [B]: the rows' newest tokens."""
+    tokens, out, layouts = int(pos.max()) + 1, dict[str, Tensor](), dict[str, Any]()
     # one token more, the next: methods that moved tokens to make room for it need slots for the moved ones
-    small, out = dict(sized(cache, tokens + 1, decoded + 1).named_modules()), {}
+    small = dict(sized(cache, tokens + 1, decoded + 1).named_modules())
     for name, m in cache.named_modules():
-        twin = small.get(name)
-        sizes = {} if twin is None else {buffer: b.shape for buffer, b in buffers_of(twin).items()}
-        here, there = (x.layout(tokens) if isinstance(x, Storage) else {} for x in (m, twin))
-        for buffer, b in buffers_of(m).items():
-            if buffer in sizes and here.get(buffer) == there.get(buffer):
-                b = b[tuple(slice(min(n, most)) for n, most in zip(sizes[buffer], b.shape, strict=True))]
-            out[f"{name}.{buffer}"] = b
-    return out
+        here, twin, buffers = layout_of(m, tokens), small.get(name, nn.Module()), buffers_of(m)
+        there, sizes = layout_of(twin, tokens), {buffer: b.shape for buffer, b in buffers_of(twin).items()}
+        for buffer, b in buffers.items():
+            rule, size = here.get(buffer), sizes.get(buffer, b.shape)
+            if buffer in sizes and rule != there.get(buffer):
+                if (carried := twin.carry(buffer, buffers, rule, pos.to(b.device))) is None:
+                    size = b.shape  # as it is, all of it
+                else:
+                    b, rule = carried, there.get(buffer)
+            out[f"{name}.{buffer}"] = b[tuple(slice(min(n, most)) for n, most in zip(size, b.shape, strict=True))]
+            layouts |= {} if rule is None else {f"{name}.{buffer}": rule}
+    return out, layouts
 
 
 def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
@@ -192,17 +206,12 @@ def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
 def save(path: Path, cache: nn.Module, state: State, of: dict[str, Any], **more: Any) -> None:
     """Write a cache and the state of its session, under another name that is then renamed. of: its `identity`; more:
     metadata for the caller. Raises InputError if it cannot be written."""
-    tensors = filled(cache, state.longest, state.decoded)
+    pos = torch.tensor([len(p) for p in state.prompts]) + state.decoded - 1
+    tensors, layouts = filled(cache, pos, state.decoded)
     S = max(map(len, state.prompts))
     tokens = [p + [0] * (S - len(p)) for p in state.prompts]
     tensors |= {f"{TEXT}prompts": torch.tensor(tokens, dtype=torch.int32), f"{TEXT}fed": state.fed.int()}
     tensors |= {f"{TEXT}next": state.next} | ({} if state.logits is None else {f"{TEXT}logits": state.logits})
-    layouts = {
-        f"{name}.{buffer}": rule
-        for name, m in cache.named_modules()
-        if isinstance(m, Storage)
-        for buffer, rule in m.layout(state.longest).items()
-    }
     shape = first_of(cache).shape
     meta = of | dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
                      numbers=counted(cache), layouts=layouts, more=more)  # fmt: skip
@@ -263,19 +272,23 @@ class CacheFile:
         """Fill an empty cache, which may be larger, from the file. Raises InputError if it does not fit."""
         tokens, room = max(self.meta["lengths"]) + self.meta["step"], first_of(cache).shape.max_seq_len
         named = dict(cache.named_modules())
-        found = [(f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
+        found = [(name, f"{name}.{buffer}", m, buffer) for name, m in named.items() for buffer in buffers_of(m)]
         known = {(name, k) for name, m in named.items() for k in numbers_of(m)}
         if not known >= {(name, k) for name, numbers in self.meta["numbers"].items() for k in numbers}:
             raise InputError(f"{self.path} counts what its methods do not: save it again")
         saved, pos = dict(self.tensors), torch.tensor(self.meta["lengths"]) + self.meta["step"] - 1
-        for key, m, buffer in found:  # check everything before writing anything
+        for name, key, m, buffer in found:  # check everything before writing anything
             b, was = m.get_buffer(buffer), self.meta["layouts"].get(key)
-            rule = m.layout(tokens).get(buffer) if isinstance(m, Storage) else None
-            if key in saved and rule != was and isinstance(m, Storage):
-                carried = m.carry(buffer, saved.pop(key).to(b.device), was, pos.to(b.device))
+            method = type(named[name.partition(".")[0]]).__name__
+            if key in saved and layout_of(m, tokens).get(buffer) != was:
+                own = {x: self.tensors[k].to(b.device) for n, k, _, x in found if n == name and k in self.tensors}
+                carried = m.carry(buffer, own, was, pos.to(b.device))
+                if carried is None and was is None:
+                    raise InputError(f"{self.path} does not say how {method} laid out {buffer}, as files of "
+                                     "version 0.3 do not: save it again")  # fmt: skip
+                del saved[key]
                 saved |= {} if carried is None else {key: carried}
             if key not in saved:
-                method = type(named[key.partition(".")[0]]).__name__
                 raise InputError(f"{self.path} is of a cache for {self.meta['max_seq_len']} tokens, and {method} lays "
                                  f"out {buffer} differently in {room}: save with --max-seq-len {room}")  # fmt: skip
             size, most = saved[key].shape, b.shape
@@ -283,7 +296,7 @@ class CacheFile:
             if not same or any(n > slots for n, slots in zip(size, most, strict=True)):
                 raise InputError(f"{self.path} holds {tokens} tokens, {key} is {[*size]}, and the cache has room for "
                                  f"{[*most]}: give a larger --max-seq-len")  # fmt: skip
-        for key, m, buffer in found:
+        for _, key, m, buffer in found:
             m.get_buffer(buffer)[tuple(map(slice, saved[key].shape))].copy_(saved[key])
         for name, numbers in self.meta["numbers"].items():
             named[name].__dict__.update(numbers)

@@ -21,7 +21,7 @@ Shapes: B rows, S prompt tokens, T = max_seq_len slots, Hq query heads, Hkv KV h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -162,15 +162,20 @@ class Storage(nn.Module):
             t.copy_(value)
         return t
 
-    def layout(self, tokens: int) -> dict[str, Any]:
+    def layout(self, tokens: int) -> dict[str, Any] | None:
         """Buffer name -> the size, in JSON, that decides in which slots `tokens` tokens lie, for buffers in which
-        max_seq_len changes that. By default there are none: if slot = position, or in a ring that only short contexts
-        make smaller, a larger cache holds the same tokens in its first slots (snapshot.py)."""
+        max_seq_len changes that. None, the default, does not say it: a cache with such buffers cannot be saved
+        (snapshot.py). The archetypes say it; a subclass that stores tokens elsewhere says so itself."""
+        return None
+
+    def first_slots(self, tokens: int) -> dict[str, Any]:
+        """A `layout` for stores in which max_seq_len changes no slot: slot = position, or a ring that only short
+        contexts make smaller. A larger cache then holds the same tokens in its first slots."""
         return {}
 
-    def carry(self, name: str, saved: Tensor, layout: Any, pos: Tensor) -> Tensor | None:
-        """Convert a buffer saved under another `layout` to this one, with the newest tokens at pos [B]. Returns None,
-        the default, if that is not possible."""
+    def carry(self, name: str, saved: Mapping[str, Tensor], layout: Any, pos: Tensor) -> Tensor | None:
+        """Convert buffer `name` of `saved`, the module's buffers under another `layout`, to this one, with the newest
+        tokens at pos [B]. layout None: the file says none. Returns None, the default, if that is not possible."""
         return None
 
 

@@ -15,6 +15,7 @@ class Dense(KVMethod):
     v: Tensor
     reads_queries = False
     verifies = rewinds = True
+    layout = KVMethod.first_slots
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

@@ -37,6 +37,7 @@ class Evicting(KVMethod):
     scores_pre_rope: ClassVar[bool] = False  # True: `prompt_scores` gets q and k before rotation
     evicts: ClassVar[bool] = True  # False: only prompts lose tokens; decoded tokens fill the `decode_slots`
     evicts_while_reading: ClassVar[bool] = False  # True: a prompt's chunk attends to the kept tokens of earlier chunks
+    layout = KVMethod.first_slots
 
     k: Tensor  # [B, Hkv, N, D] rotated, in any order
     v: Tensor

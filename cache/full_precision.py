@@ -22,6 +22,7 @@ class Tail(Storage):
     k: Tensor  # [B, Hkv, lead + size, D]: the s-th decoded token is in slot lead + s % size
     v: Tensor
     prompt_len: Tensor  # [B] int64
+    layout = Storage.first_slots
 
     def __init__(self, shape: CacheShape, size: int, flush: int, lead: int = 0):
         super().__init__(shape)

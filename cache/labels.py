@@ -18,6 +18,7 @@ class LabelCache(Storage):
     channels: Tensor
     labels: Tensor
     params: Tensor | None
+    layout = Storage.first_slots
 
     def __init__(self, args: Any, shape: CacheShape, layer: int, calib: Any):
         super().__init__(shape)

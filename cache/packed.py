@@ -20,6 +20,7 @@ class PackedVectors(Storage):
 
     data: Tensor  # at 16 bits [*slots, width] in the dtype of keys and values
     params: Tensor | None
+    layout = Storage.first_slots
 
     def __init__(
         self, shape: CacheShape, slots: tuple[int, ...], width: int, bits: int, group: int = GROUP, clip: float = 1.0

@@ -131,6 +131,23 @@ class PromptEvicting(Evicting):
         if self.args.adaptive:
             self.first.copy_(torch.arange(self.first.shape[1], device=self.first.device) * self.k.shape[2])
 
+    def layout(self, tokens):
+        """Adaptive heads lie one after another, each before its free slots: their number decides every slot."""
+        names = ("k", "v", "place", "first") if self.args.adaptive else ()
+        return dict.fromkeys(names, self.k.shape[2])
+
+    def carry(self, name, saved, layout, pos):
+        if layout is None:  # version 0.3 cut heads where they had no end
+            return None
+        first, (H, N) = saved["first"], self.k.shape[1:3]
+        moved = first + (N - layout) * torch.arange(H + 1, device=first.device)
+        if name == "first":
+            return moved
+        row, slot = (torch.arange(n, device=first.device) for n in (len(first), H * N))
+        head = torch.searchsorted(moved[:, 1:].contiguous(), slot.repeat(len(row), 1), right=True)
+        at = (first.gather(1, head) + slot - moved.gather(1, head)).clamp(max=H * layout - 1)
+        return saved[name].flatten(1, 2)[row[:, None], at].unflatten(1, (H, N))
+
     def traffic(self, pos):
         lists = 8 * (self.shape.n_kv_head + 1) if self.args.adaptive else 0
         return super().traffic(pos) + self.shape.max_batch * lists

@@ -25,11 +25,18 @@ from kernels.quantized_attention import (
 )
 
 
+class ByToken(Storage):
+    """Codes and params, slot = position."""
+
+    layout = Storage.first_slots
+
+
 class QuantizedStore(Storage):
     """Keys, or values. Packed tokens have slot = position; the first `sinks` tokens and a ring of the `ring` newest are
     in full precision."""
 
     full_precision: Tensor  # [B, Hkv, sinks + ring, D]
+    layout = Storage.first_slots
 
     def __init__(
         self, shape: CacheShape, bits: int, sinks: int, ring: int, group: int = GROUP, clip: float = 1.0,
@@ -49,7 +56,7 @@ class QuantizedStore(Storage):
         else:
             each = GROUP if block else 1  # tokens that share scales
             slots, scales = groups_of(T, each) * each, (1,) if codebook else (D, 2)
-            self.packed = Storage(shape)
+            self.packed = ByToken(shape)
             self.packed.buffer("data", (B, H, slots, D * bits // 8), torch.uint8)
             self.packed.buffer("params", (B, H, slots // each, *scales), torch.float16)
             self.vector_bytes = D * bits // 8 + 2 * math.prod(scales) / each

@@ -68,10 +68,21 @@ def _inductor(name: str) -> None:
     s.check_compiled(name, c.settings(name)[-1], "inductor")
 
 
+def presets_of(name: str) -> dict[str, c.Knobs]:
+    return getattr(sys.modules[class_of(name).__module__], "PRESETS", {})
+
+
+def _saved(name: str) -> str | None:
+    """A cache that was saved to a file goes on as one that was not, at every setting and preset."""
+    notes = [c.check_saved(name, knobs) for knobs in c.settings(name)]
+    for knobs in presets_of(name).values():
+        c.check_saved(name, knobs, c.WAYS[-1:])
+    return notes[-1]
+
+
 def _presets(name: str) -> str | None:
     """Every preset keeps the contract, too."""
-    cls = class_of(name)
-    table = getattr(sys.modules[cls.__module__], "PRESETS", {})
+    cls, table = class_of(name), presets_of(name)
     for preset, knobs in table.items():
         try:
             for check in (c.check_poison, c.check_ragged, s.check_nbytes, s.check_traffic, c.check_reset):
@@ -109,6 +120,7 @@ FAST: dict[str, Run] = dict(
     turn=_turn,
     window=c.check_window,
     sizes=_each(c.check_sizes),
+    saved=_saved,
     attended=_each(c.check_attended),
     nothing=c.check_nothing_chosen,
     half=_each(c.check_half),

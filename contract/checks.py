@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,6 +37,7 @@ from contract.harness import (
 )
 from errors import InputError
 from kernels.dense_attention import prefill_attention
+from snapshot import CacheFile, State, check_layouts, identity, save
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompt lengths around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)
@@ -44,6 +47,10 @@ SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query head
 SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
 ROUNDED = 2e-2  # tolerance of logits if sums in another order may round a code the other way
+SAVED, BEFORE, THEN = (150, 61), 34, 8  # prompt lengths, and decode steps before and after a cache is saved
+SIZES = dict(same=(260, 100), unknown=(260, None), larger=(420, 200))  # slots, max_new_tokens
+# a cache that is saved, after how many steps, and the cache that goes on
+WAYS = [("same", BEFORE, "same"), ("unknown", 0, "larger"), ("same", BEFORE, "larger")]
 Knobs = dict[str, Any]
 
 
@@ -391,6 +398,51 @@ def check_sizes(name: str, knobs: Knobs) -> None:
         same(got, want, f"{at_knobs(knobs)} {what} changes the output", tol, todo)
         if new is not None and (bytes_now := sum(b.nbytes for b in buffers(model).values())) > allocated:
             raise Broken(f"{at_knobs(knobs)} {what} takes {bytes_now} bytes, and {allocated} without it", todo)
+
+
+@torch.inference_mode()
+def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
+    """A cache that was saved to a file goes on bit for bit as one that was not, at its size and at a larger one."""
+    model, rows, lengths = tiny(head_dim=64), [prompt(n, i) for i, n in enumerate(SAVED)], torch.tensor(SAVED)
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    feed, want = torch.stack([prompt(200, 7), prompt(200, 8)]), dict[str, list[Tensor]]()
+
+    def set_up(size: str) -> None:
+        model.setup_cache(name, len(rows), *SIZES[size], **knobs)
+        poison(model)
+        model.reset_cache()
+
+    def step(i: int) -> Tensor:
+        now_doing(f"decode step {i + 1} after prompts of {SAVED} tokens")
+        logits = model.decode(feed[:, i].contiguous(), lengths + i).clone()
+        model.maintain(i + 1)
+        return logits
+
+    with tempfile.TemporaryDirectory() as folder:
+        for size in {size: None for way in ways for size in way[::2]}:
+            set_up(size)
+            try:
+                check_layouts(model.cache)
+            except InputError as e:
+                return str(e)
+            model.prefill(tokens, lengths)
+            want[size] = []
+            for i in range(1 + max(n + THEN * (size == into) for saved, n, into in ways if size in (saved, into))):
+                if (size, i) in [way[:2] for way in ways]:
+                    state = State([x.tolist() for x in rows], feed[:, :i], feed[:, i], None)
+                    save(Path(folder, f"{size} {i}"), model.cache, state, identity(model, name, knobs, "tiny", None))
+                want[size].append(step(i))
+        for size, n, into in ways:
+            set_up(into)
+            now_doing(f"restoring a cache made for {SIZES[size]} tokens in one for {SIZES[into]}")
+            CacheFile(Path(folder, f"{size} {n}")).fill(model.cache)
+            model.cache[0].rope.set_prompt(lengths)
+            equal(torch.stack([step(i) for i in range(n, n + THEN)], 1), torch.stack(want[into][n : n + THEN], 1),
+                  f"{at_knobs(knobs)} saved after {n} steps in a cache for {SIZES[size]} tokens and restored in one "
+                  f"for {SIZES[into]}, it differs from one never saved",
+                  "slots that depend on max_seq_len or max_new_tokens are told in `layout` and converted in `carry`; "
+                  "what a step needs is in buffers, or in attributes that are numbers")  # fmt: skip
+    return None
 
 
 def check_attended(name: str, knobs: Knobs, tol: float = TOL) -> str | None:

@@ -35,6 +35,7 @@ class Half(Storage):
     k: Tensor
     v: Tensor
     idx: Tensor
+    layout = Storage.first_slots
 
     def __init__(self, shape: CacheShape, n: int):
         super().__init__(shape)
@@ -57,6 +58,7 @@ class DoubleSparsityOffload(KVMethod):
     ring_v: Tensor
     label: LabelCache | None
     fetched: Half
+    layout = KVMethod.first_slots
 
     @dataclass
     class Args(DoubleSparsity.Args):

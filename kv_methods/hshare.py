@@ -34,6 +34,7 @@ class SharedSets(Storage):
     idx: Tensor
     count: Tensor
     source: Tensor
+    layout = Storage.first_slots
 
     def __init__(self, shape: CacheShape, n: int, layers: list[int]):
         super().__init__(shape)

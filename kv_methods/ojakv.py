@@ -59,6 +59,7 @@ class LowRank(Storage):
     latents: Tensor  # [B, Hkv, r, slots]
     calibrated: Tensor  # [Hkv, D, r] fp32
     current: Tensor | None  # [B, Hkv, D, r] fp32; None if the basis stays as calibrated
+    layout = Storage.first_slots
 
     def __init__(
         self,
@@ -165,6 +166,7 @@ class OjaKV(KVMethod):
     exact_prefill = False  # Sec. 3.3
     joins_heads = True
     takes_chunks = False  # the bases turn towards the whole prompt before it is attended to
+    layout = KVMethod.first_slots
 
     @dataclass
     class Args:

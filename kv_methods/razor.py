@@ -333,7 +333,7 @@ class Razor(KVMethod):
     def carry(self, name, saved, layout, pos):
         """slot_of re-indexed from a ring of another size; entries of tokens outside both windows may hold anything."""
         place = (self._newest(pos) - self.sinks).clamp(min=0)
-        return saved.gather(1, place % (layout or saved.shape[1]))
+        return saved[name].gather(1, place % (layout or saved[name].shape[1]))
 
     def traffic(self, pos):
         """Kept tokens, the mean token, a slot number, S_0 and the order of heads; all up to pos counts as prompt."""

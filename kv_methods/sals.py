@@ -66,6 +66,7 @@ class LatentStore(Storage):
     """
 
     vectors: ClassVar[type[PackedVectors]] = PackedVectors
+    layout = Storage.first_slots
 
     def __init__(self, shape: CacheShape, slots: int, ranks: tuple[int, ...], bits: int):
         super().__init__(shape)
@@ -97,8 +98,9 @@ class Ring(Storage):
 
     def carry(self, name, saved, layout, pos):
         """The tokens of a ring of `layout` slots, or of all its slots. Those that it has overwritten are never read."""
-        slot = ring_positions(pos, self.get_buffer(name).shape[1]).clamp(min=0) % (layout or saved.shape[1])
-        return saved[torch.arange(len(saved), device=saved.device)[:, None], slot]
+        x = saved[name]
+        slot = ring_positions(pos, self.get_buffer(name).shape[1]).clamp(min=0) % (layout or x.shape[1])
+        return x[torch.arange(len(x), device=x.device)[:, None], slot]
 
 
 class RingVectors(Ring, PackedVectors):

@@ -89,6 +89,7 @@ class Sinks(Storage):
     k: Tensor  # [B, Hkv, n, D]; a shorter prompt fills the first slots, and the others must weigh 0
     v: Tensor
     idx: Tensor  # [B, Hkv, n] int64, their positions
+    layout = Storage.first_slots
 
     def __init__(self, shape: CacheShape, n: int):
         super().__init__(shape)
@@ -113,6 +114,7 @@ class SelfIndex(KVMethod):
     lossless = dict(store_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, tail=16, flush=6)
     rewinds = True
+    layout = KVMethod.first_slots
 
     codes: Tensor  # [B, Hkv, slots, D / 8] sign codes, two to a byte
     mean: Tensor  # [B, Hkv, D], eq. 5

@@ -142,6 +142,17 @@ def test_tied_weights_under_the_name_of_the_head(folder):
         load_checkpoint(folder)
 
 
+@pytest.mark.parametrize("weights", [None, "bf16", "int8:channel", "int4:channel"])
+def test_a_tied_head_that_is_another_matrix_is_refused(folder, weights):
+    """The embedding beside it is compared as stored, since --weights may round it."""
+    change_config(folder, tie_word_embeddings=True)
+    change_weights(folder, lambda w: w.update({"lm_head.weight": w[EMBED].clone()}))
+    load_checkpoint(folder, weight_format=WeightFormat.parse(weights))
+    change_weights(folder, lambda w: w["lm_head.weight"][-1].add_(1e-3))
+    with pytest.raises(InputError, match=r"lm_head\.weight in .* is not the embedding, as tie_word_embeddings"):
+        load_checkpoint(folder, weight_format=WeightFormat.parse(weights))
+
+
 def test_a_config_with_a_byte_order_mark(folder):
     """As an editor on Windows leaves it."""
     want = load_checkpoint(folder).args
@@ -367,6 +378,8 @@ def test_how_yarn_was_trained_changes_nothing():
 
 YARN = dict(rope_type="yarn", original_max_position_embeddings=64)
 UNSUPPORTED = {  # changes of the config -> what the message must name
+    "attention to both sides": (dict(is_causal=False), "is_causal"),
+    "layers that differ": (dict(per_layer_config={"0": {"num_key_value_heads": 1}}), "per_layer_config"),
     "no architecture": (dict(model_type=None), "None"),
     "architecture": (dict(model_type="gemma2"), "gemma2.*llama, mistral, qwen2, qwen3"),
     "architecture not text": (dict(model_type=["llama"]), "llama"),
@@ -474,6 +487,7 @@ def test_size_is_absent(key):
 
 NEUTRAL = {
     "explicit defaults": dict(partial_rotary_factor=1.0, logit_scale=1.0, attn_logit_softcapping=None),
+    "causal": dict(is_causal=True, per_layer_config=None),
     "training keys": dict(
         attention_dropout=0.1, pretraining_tp=2, use_cache=False, initializer_range=0.3, bos_token_id=1
     ),

@@ -186,6 +186,26 @@ def test_a_fault_is_found_and_explained(fault, write):
     assert not result.ok and message in f"{result.what} -> {result.todo}", result
 
 
+SILENT = """
+from cache.base import KVMethod
+from kv_methods.snapkv import SnapKV
+
+class Silent(SnapKV):
+    layout = KVMethod.first_slots
+    stress = dict(budget=12, recent=4, adaptive=True)
+"""
+
+
+def test_slots_that_nobody_tells_of_are_found(write):
+    """As adaptive heads were, whose slots depend on how many there are; and what says nothing cannot be saved."""
+    result = run_check(write("silent", SILENT), "saved")
+    assert not result.ok and "it differs from one never saved" in result.what and "`layout`" in result.todo, result
+    result = run_check(write("toy_unsaid", TOY), "saved")
+    assert result.ok and "Toy does not say how tokens lie in its buffer k, so it cannot be saved" in result.note, result
+    said = TOY.replace("    def reset", "    layout = KVMethod.first_slots\n\n    def reset")
+    assert run_check(write("toy_said", said), "saved").note == ""
+
+
 RAZOR = "window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))"
 READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fresh.clamp(min=0)
         left_k, left_v = self.k[row, :, slot], self.v[row, :, slot]

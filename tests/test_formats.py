@@ -24,7 +24,8 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 from watch import Hang, within
 
-from checkpoint import args_from_hf
+import errors
+from checkpoint import args_from_hf, load_checkpoint
 from errors import InputError
 from runtime import TINY
 from tokenizer import load_tokenizer
@@ -302,6 +303,39 @@ def test_gptq(bits, group, sym, version, tmp_path):
     t = read[f"{NAME}.weight"]
     assert torch.equal(dense(t), w) and reader.layouts() == ({f"{NAME}.weight": Layout(bits, size)}, None)
     assert (t.bits, t.group, t.zero is None, t.minimum is None) == (bits, size, sym or bits == 8, sym or bits == 4)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq_under_the_label_of_the_other_version(bits, version, tmp_path, capsys):
+    """As published: with sym = true every zero is 2^(bits - 1), so that the stored number tells the version."""
+    for sym in (True, False):
+        codes, zeros, scales, w = random_codes(128, 24, 32, bits, sym)
+        module = pack_gptq(codes, zeros, scales, 32, bits, version)
+        said = gptq_settings(bits, 32, sym, 3 - version)
+        folder = write_folder(tmp_path / f"{sym}{bits}{version}", CONFIG, said, {NAME: module})
+        errors.warn_once.cache_clear()
+        ((_, t),) = open_checkpoint(folder).tensors()
+        err = capsys.readouterr().err
+        assert torch.equal(dense(t), w) == sym and bool(err) == sym and err.count("\n") == sym
+        assert (
+            not sym or f"with sym = true, its zeros are those of gptq{'_v2' * (version == 2)}, and are read so" in err
+        )
+
+
+def test_a_head_beside_a_tied_embedding_and_packed_weights(tmp_path):
+    config = CONFIG | dict(tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = model_tensors(config)
+    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    for name, n, out in (("gate", 64, 96), ("up", 64, 96), ("down", 96, 64)):
+        module = pack_gptq(*random_codes(n, out, 32, 4, True)[:3], 32, 4, 1)
+        del tensors[f"model.layers.0.mlp.{name}_proj.weight"]
+        tensors[f"model.layers.0.mlp.{name}_proj"] = module
+    folder = write_folder(tmp_path, config, gptq_settings(), tensors)
+    assert isinstance(load_checkpoint(folder).layers[0].feed_forward.w2, PackedLinear)
+    tensors["lm_head.weight"][3] += 1
+    with pytest.raises(InputError, match="lm_head.weight in .* is not the embedding"):
+        load_checkpoint(write_folder(tmp_path, config, gptq_settings(), tensors))
 
 
 @pytest.mark.parametrize("group", [32, 128, -1])

@@ -642,6 +642,31 @@ def test_tekken(meta, tmp_path):
         load_tokenizer(write(tmp_path, **{"tekken.json": {"config": config, "vocab": vocab}}))
 
 
+def test_two_files_that_give_different_tokens(meta, tmp_path, capsys):
+    """A tokenizer.json with Llama 3's pattern beside tekken.json, as published: the latter trained the model."""
+    oracle, pattern = meta[1], LLAMA3.replace("{1,3}", "")
+    ranks = {v: k for k, v in json.loads(oracle.to_str())["model"]["vocab"].items()}
+    data = [base64.b64encode(bytes(CHAR_BYTES[c] for c in ranks[i])).decode() for i in range(len(ranks))]
+    config = {"pattern": LLAMA3, "default_vocab_size": len(data), "default_num_special_tokens": 0}
+    vocab = [{"rank": i, "token_bytes": d, "token_str": None} for i, d in enumerate(data)]
+    both = {"tokenizer.json": json.loads(oracle.to_str()), "tekken.json": {"config": config, "vocab": vocab}}
+    ours = load_tokenizer(write(tmp_path / "alike", **both))
+    assert type(ours).__name__ == "LibraryTokenizer" and not capsys.readouterr().err
+    config["pattern"] = pattern
+    ours = load_tokenizer(write(tmp_path / "other", **both))
+    alone = load_tokenizer(write(tmp_path / "alone", **{"tekken.json": both["tekken.json"]}))
+    text = "2026 and 12345"
+    assert ours.encode(text) == alone.encode(text) != oracle.encode(text).ids
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "tokenizer.json and tekken.json give different tokens; tekken.json is read" in err
+    write(tmp_path / "alike", **{"tekken.json": b"["})  # a second file that cannot be read is not needed
+    load_tokenizer(tmp_path / "alike")
+    # another vocabulary beside the first file is told of, and not read
+    other = {"tokenizer.model": b"\n".join(b"%s %d" % (base64.b64encode(bytes([b])), b) for b in range(256)) + b"\n"}
+    load_tokenizer(write(tmp_path / "alike", **other))
+    assert "tokenizer.json and tokenizer.model give different tokens; tokenizer.json is read" in capsys.readouterr().err
+
+
 # ---- streaming -------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ The library that defines a format computes its ids. A folder's tokenizer is the 
    but with "base64 rank" lines (Llama 3 as Meta publishes it), by tiktoken   -> tiktoken_model.py
 3. Mistral's `tekken.json`, by tiktoken                                       -> tiktoken_model.py
 4. `vocab.json` with `merges.txt`, by `tokenizers`                            -> library.py
+Where a second of them gives other ids, a line says so. Then `tekken.json` goes before `tokenizer.json`: it is the file
+that the model was trained with, and published conversions of it have another model's pattern.
 A GGUF file's vocabulary becomes a tokenizer of `tokenizers` in memory (gguf.py).
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from errors import InputError
+from errors import InputError, warn_once
 from tokenizer.base import Stream, Tokenizer
 from tokenizer.folder import Folder
 from tokenizer.gguf import gguf_tokenizer
@@ -26,6 +28,8 @@ __all__ = ["LibraryTokenizer", "SentencePieceTokenizer", "Stream", "TiktokenToke
 
 # Exceptions that malformed files raise.
 MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+# Plain text on which the patterns of published vocabularies differ: digits, case within words, blanks, marks.
+PROBE = "It's 2026: getItems()  cost 12345.67 EUR,\n\n\tnaïve HTTPServer x += 1;"
 FILES = ("tokenizer.json", "*.model", "*.model.v*", "*tekken*.json", "merges.txt")
 
 
@@ -50,16 +54,33 @@ def load_tokenizer(path: str | Path | GGUFFile) -> Tokenizer:
 
 
 def _load_folder(folder: Folder) -> Tokenizer:
-    for name in folder.find(folder.path, *FILES):
-        if name == "tokenizer.json":
-            return from_tokenizer_json(folder)
-        if name == "merges.txt" and folder.has("vocab.json"):
-            return from_vocab_and_merges(folder)
-        if name.endswith(".json"):
-            return TiktokenTokenizer.tekken(folder, name)
-        if ".model" in name:
-            data = folder.read(name)
-            kind = TiktokenTokenizer.llama3 if TIKTOKEN_LINE.match(data) else SentencePieceTokenizer
-            return kind(folder, name, data)
-    expected = "tokenizer.json, tokenizer.model, tekken.json, or vocab.json with merges.txt"
-    raise folder.error("", f"no tokenizer here, expected {expected}; copy them from where it was published")
+    names = [n for n in folder.find(folder.path, *FILES) if n != "merges.txt" or folder.has("vocab.json")]
+    if not names:
+        expected = "tokenizer.json, tokenizer.model, tekken.json, or vocab.json with merges.txt"
+        raise folder.error("", f"no tokenizer here, expected {expected}; copy them from where it was published")
+    first = _load_file(folder, names[0])
+    for name in (n for n in names[1:] if n != "merges.txt"):  # the same library converts that to tokenizer.json
+        try:
+            other = _load_file(folder, name)
+            ids, others = (tk.encode(PROBE, bos=False) for tk in (first, other))
+        except (InputError, *MALFORMED):  # nothing needs it
+            continue
+        if ids != others:
+            trained = names[0] == "tokenizer.json" and name.endswith(".json")
+            warn_once(f"{folder.path}: {names[0]} and {name} give different tokens; {name if trained else names[0]} is "
+                      "read, remove the wrong one")  # fmt: skip
+            if trained:
+                return other
+    return first
+
+
+def _load_file(folder: Folder, name: str) -> Tokenizer:
+    if name == "tokenizer.json":
+        return from_tokenizer_json(folder)
+    if name == "merges.txt":
+        return from_vocab_and_merges(folder)
+    if name.endswith(".json"):
+        return TiktokenTokenizer.tekken(folder, name)
+    data = folder.read(name)
+    kind = TiktokenTokenizer.llama3 if TIKTOKEN_LINE.match(data) else SentencePieceTokenizer
+    return kind(folder, name, data)

@@ -2,7 +2,8 @@
 
 Per module: qweight int32 [in / n, out], n = 32 / bits, lowest bits first; scales fp16 [in / g, out]; qzeros int32
 [in / g, out / n]; g_idx int32 [in], the group of each input. w = scale * (code - zero). Version 1 (`checkpoint_format`
-"gptq") stores zero - 1, version 2 ("gptq_v2") stores zero. Reference: GPTQModel 7.7,
+"gptq") stores zero - 1, version 2 ("gptq_v2") stores zero. Files of either are published under the other's label: where
+`sym` says that every zero is 2^(bits - 1), the stored number tells which it is. Reference: GPTQModel 7.7,
 nn_modules/qlinear and utils/model.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from errors import InputError, short
+from errors import InputError, short, warn_once
 from weights.codes import Codes, grouped, unpack
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix
@@ -25,10 +26,10 @@ class GPTQ:
     """Reads a folder's modules. Raises InputError for settings that cannot be read exactly."""
 
     def __init__(self, settings: Settings):
-        s = settings
+        s, self.source = settings, settings.source
         self.bits: int = s.one_of((4, 8), None, "bits")
         self.group = s.group_size("group_size")
-        s.one_of((True, False), True, "sym")
+        self.symmetric = s.one_of((True, False), True, "sym")
         s.one_of((False,), False, "desc_act")
         s.one_of(("int32",), "int32", "pack_dtype")
         s.one_of((False,), False, "is_marlin_format")
@@ -85,7 +86,15 @@ class GPTQ:
     def zeros(self, words: Tensor) -> Tensor:
         """Version 1 -> 2: add one to each. As in GPTQModel, the addition is on whole words, which undoes the borrows of
         the subtraction on writing. If AutoGPTQ wrote a zero of 0, the file is damaged beyond repair."""
-        if not self.first:
+        first, stored = self.first, unpack(words, self.bits)
+        for zero in (2 ** (self.bits - 1) - 1, 2 ** (self.bits - 1)) if self.symmetric else ():
+            if (stored == zero).all():
+                first = zero % 2 == 1
+        if first != self.first:
+            said, found = ("gptq" if x else "gptq_v2" for x in (self.first, first))
+            warn_once(f"{self.source} says checkpoint_format {said}; with sym = true, its zeros are those of {found}, "
+                      "and are read so")  # fmt: skip
+        if not first:
             return words
         ones = 0x11111111 if self.bits == 4 else 0x01010101
         total = (words.long() + ones) & 0xFFFFFFFF
