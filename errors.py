@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -38,6 +39,13 @@ def short(value: Any) -> str:
     """A value for a message, cut to 80 characters, as it may be a long text pasted by mistake."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean a or b? ` of the known names that are most like this one; empty if none is."""
+    known, name = list(known), name[:80].lower()
+    close = difflib.get_close_matches(name, known, 3) or [k for k in known if len(name) > 2 and name in k][:3]
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:

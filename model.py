@@ -374,13 +374,15 @@ class Transformer(nn.Module):
             self.calibration = Calibration.load(self.folder, self.args)
         return self.calibration
 
-    def use_calibration(self, file: str | Path | None) -> None:
-        """Use the calibration in a file; None: the default again. Raises InputError if it is another model's."""
+    def use_calibration(self, file: str | Path | Sequence[str | Path] | None) -> None:
+        """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
+        model's."""
         self.calibration = None
-        if file is not None:
+        files = [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]
+        if files:
             if self.folder is None:
                 raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
-            self.calibration = Calibration.load(self.folder, self.args, Path(file))
+            self.calibration = Calibration.joined(self.folder, self.args, files)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:

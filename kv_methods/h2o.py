@@ -25,8 +25,8 @@ class H2O(Evicting):
         recent: int | float = knob(0.1, "newest tokens, never evicted, or a share (half of H2O's budget)")
 
         def __post_init__(self):
-            for tokens in (self.heavy, self.recent):
-                check_budget(tokens)
+            check_budget(self.heavy, "heavy")
+            check_budget(self.recent, "recent")
 
     def num_kept(self, length):
         return (budget_tokens(self.args.heavy, length) + self.recent(length)).minimum(length)

@@ -34,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import collect
-from errors import InputError, Parser, check_range, run_cli
+from errors import InputError, Parser, check_range, did_you_mean, run_cli
 from runtime import check_out, read_text
 from scripts.eval.rows import Row, read_json, write_rows
 from tokenizer import Tokenizer, load_tokenizer
@@ -113,7 +113,7 @@ def check_tasks(tasks: Sequence[str], sources: Any) -> None:
     """Raises InputError if a task is unknown, lacks its file, or the file cannot be read."""
     for task in tasks:
         if task not in TASKS:
-            raise InputError(f"unknown task {task!r}: use some of {', '.join(TASKS)}")
+            raise InputError(f"unknown task {task!r}: {did_you_mean(task, TASKS)}use some of {', '.join(TASKS)}")
         if (source := QA_FILES.get(task)) and not getattr(sources, source):
             raise InputError(f"{task} needs --{source} FILE, as {source}.json was published; or leave it out")
         if source:
