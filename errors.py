@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -33,6 +35,18 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.close()
         code = 0
     sys.exit(code)
+
+
+def need_torch() -> None:
+    """Exit with one line and code 2 if this Python has no PyTorch, because the environment is not active."""
+    if importlib.util.find_spec("torch") is not None:
+        return
+    folder = Path(os.path.relpath(Path(__file__).resolve().parent)) / ".venv" / "bin"
+    hint = "run `make demo`, which sets up .venv, or `pip install -r requirements.txt`"
+    if (folder / "python").exists():
+        hint = f"run {folder}/python {sys.argv[0]} ..., or first `source {folder}/activate`"
+    print(f"error: {sys.executable} has no PyTorch: {hint}", file=sys.stderr)
+    sys.exit(2)
 
 
 def short(value: Any) -> str:

@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from errors import InputError, Parser, check_count, need_torch, run_cli
+
+if __name__ == "__main__":
+    need_torch()  # before what needs it is imported
 import torch
 
 import parallel
 from cache.spec import describe, parse_knobs
 from engine import LLM, Completion, Ended, Result, Sampling, stop_strings
-from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
     add_calibration,

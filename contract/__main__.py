@@ -24,6 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import InputError, Parser, did_you_mean, need_torch, run_cli
+
+if __name__ == "__main__":
+    need_torch()  # before what needs it is imported
 if __name__ == "__main__" and "--kernels" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch
@@ -33,7 +37,6 @@ from contract import checks as c
 from contract import step_checks as s
 from contract.explain import Broken, explain, file_of
 from contract.harness import class_of, now_doing
-from errors import InputError, Parser, did_you_mean, run_cli
 from kernels.op import OPERATIONS, Operation
 from runtime import own_folders
 
