@@ -44,7 +44,7 @@ from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, ope
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
-from scripts.eval.ruler import add_sources, check_tasks
+from scripts.eval.ruler import add_sources, check_tasks, sized
 from scripts.eval.samples import TASKS, rows_of
 from scripts.report.markdown import measuring, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
@@ -164,6 +164,8 @@ class Run:
             self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
         every = [c for groups in self.groups.values() for c in groups]
         after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
+        for (c, n), r in zip(after, (r for x in every for r in x.rows), strict=True):
+            r |= sized(len(c.prompt) + n, length)
         if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
             raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
@@ -176,7 +178,7 @@ class Run:
 
     def keyed(self, method: str, row: Row) -> Row:
         """The fields that identify a sample in samples.jsonl, across runs."""
-        where = {k: row[k] for k in ("task", "length", "index", "turn", "depth") if k in row}
+        where = {k: row[k] for k in ("task", "length", "index", "turn", "depth", "tokens", "short") if k in row}
         return dict(method=method) | where | self.common
 
     @property
