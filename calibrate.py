@@ -29,6 +29,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from errors import InputError, Parser, need_torch, run_cli
+
+if __name__ == "__main__":
+    need_torch()  # before what needs it is imported
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,7 +56,6 @@ from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
 from checkpoint import args_from_hf, load_checkpoint
 from corpus import shuffled
-from errors import InputError, Parser, run_cli
 from model import ModelArgs, Transformer
 from parallel import ONE, PATIENCE, Ranks, start
 from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary

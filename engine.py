@@ -504,7 +504,7 @@ class LLM:
 
     method is a spec (cache/spec.py); further arguments are its knobs. random_init names a model of model.NAMED to make
     with random weights. weights, head: as --weights and --head of generate.py. dtype: the compute dtype; kv_dtype: that
-    of the cache. calibration: a file of calibrate.py, by default the one beside the weights. compile: torch.compile the
+    of the cache. calibration: files of calibrate.py, by default the one beside the weights. compile: torch.compile the
     decode step, by default on a GPU; the cache's capacity is then rounded up, so that one step serves many lengths.
     max_seq_len: the capacity of every call, in tokens of prompt and answer. prefill_chunk: the number of prompt tokens
     read at a time, to save memory; by default all. ranks: those of `parallel.start()`, the processes that share the
@@ -530,7 +530,7 @@ class LLM:
         weights: str | None = None,
         head: str | None = None,
         kv_dtype: str | torch.dtype | None = None,
-        calibration: str | Path | None = None,
+        calibration: str | Path | Sequence[str | Path] | None = None,
         max_seq_len: int | None = None,
         prefill_chunk: int | None = None,
         ranks: Ranks = ONE,

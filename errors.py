@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -34,10 +37,29 @@ def run_cli(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
+def need_torch() -> None:
+    """Exit with one line and code 2 if this Python has no PyTorch, because the environment is not active."""
+    if importlib.util.find_spec("torch") is not None:
+        return
+    folder = Path(os.path.relpath(Path(__file__).resolve().parent)) / ".venv" / "bin"
+    hint = "run `make demo`, which sets up .venv, or `pip install -r requirements.txt`"
+    if (folder / "python").exists():
+        hint = f"run {folder}/python {sys.argv[0]} ..., or first `source {folder}/activate`"
+    print(f"error: {sys.executable} has no PyTorch: {hint}", file=sys.stderr)
+    sys.exit(2)
+
+
 def short(value: Any) -> str:
     """A value for a message, cut to 80 characters, as it may be a long text pasted by mistake."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean a or b? ` of the known names that are most like this one; empty if none is."""
+    known, name = list(known), name[:80].lower()
+    close = difflib.get_close_matches(name, known, 3) or [k for k in known if len(name) > 2 and name in k][:3]
+    return f"did you mean {' or '.join(close)}? " if close else ""
 
 
 def check_range(what: str, value: float, low: float, high: float, advice: str = "") -> None:

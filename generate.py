@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from errors import InputError, Parser, check_count, need_torch, run_cli
+
+if __name__ == "__main__":
+    need_torch()  # before what needs it is imported
 import torch
 
 import parallel
 from cache.spec import describe, parse_knobs
 from engine import LLM, Completion, Ended, Result, Sampling, stop_strings
-from errors import InputError, Parser, check_count, run_cli
 from runtime import (
     TINY,
     add_calibration,
@@ -48,8 +51,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--random-init", metavar="NAME", help="random weights of a known model instead, e.g. llama-3.1-8b")
     a(
         "--method",
-        default="full",
-        help="method or preset, with knobs; layers may differ: 0-1:full,2-:sals-12.5,budget=0.1 (default: full)",
+        help="method or preset, with knobs; layers may differ: 0-1:full,2-:sals-12.5,budget=0.1 (default: full, or "
+        "that of --load-cache)",
     )
     a("--method-arg", action="append", default=[], metavar="K=V", help="a knob of the method; see --list-methods")
     a("--budget", help="tokens the method attends to or keeps, or a fraction of the length: 512 or 0.125")
@@ -326,6 +329,11 @@ def main(argv: list[str] | None = None) -> int:
     check_out(opt.profile, "--profile")
     check_out(opt.save_cache, "--save-cache")
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded
+    if opt.method is None:
+        if opt.saved and (given := knobs(opt)):
+            raise InputError(f"--load-cache takes the method and the knobs that its file names: drop {min(given)}, or "
+                             "give --method, too")  # fmt: skip
+        opt.method = str(opt.saved.meta["method"]) if opt.saved else "full"
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
     with ranks.agreed():  # a rank that cannot load ends them all

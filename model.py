@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
@@ -33,6 +34,7 @@ from runtime import require_memory
 from weights import Choose, Linear, PackedEmbedding, PackedLinear, first_outputs, pack
 from weights.codes import BF16
 
+SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
 
 
@@ -374,13 +376,15 @@ class Transformer(nn.Module):
             self.calibration = Calibration.load(self.folder, self.args)
         return self.calibration
 
-    def use_calibration(self, file: str | Path | None) -> None:
-        """Use the calibration in a file; None: the default again. Raises InputError if it is another model's."""
+    def use_calibration(self, file: str | Path | Sequence[str | Path] | None) -> None:
+        """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
+        model's."""
         self.calibration = None
-        if file is not None:
+        files = [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]
+        if files:
             if self.folder is None:
                 raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
-            self.calibration = Calibration.load(self.folder, self.args, Path(file))
+            self.calibration = Calibration.joined(self.folder, self.args, files)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:
@@ -397,16 +401,22 @@ class Transformer(nn.Module):
         rope.set_prompt(lengths)
         x, again = self.embed(tokens), [self.embed(t.tokens) for t in texts]
         angles = Angles(rope, lengths, S + max((t.tokens.shape[1] for t in texts), default=0))
-        for block, method in zip(self.layers, self.cache, strict=True):
-            if chunk >= S and not texts:
-                x = block(x, prompt_attention(method, lengths))
-                continue
-            method.begin_prompt(S)
-            for start in range(0, S, chunk):
-                part = x[:, start : start + chunk]
-                part.copy_(block(part, prompt_attention(method, lengths, start)))
-            again = [block(y, text_attention(method, lengths, t, angles)) for y, t in zip(again, texts, strict=True)]
-            method.end_prompt(lengths)
+        # on a terminal only; a layer reads its share of every token, and a GPU is not waited for
+        with tqdm(total=tokens.numel(), desc="prompt", unit="token", delay=SILENT, leave=False, disable=None) as bar:
+            for layer, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
+                if chunk >= S and not texts:
+                    x = block(x, prompt_attention(method, lengths))
+                    bar.update(tokens.numel() * (layer + 1) // len(self.layers) - bar.n)
+                    continue
+                method.begin_prompt(S)
+                for start in range(0, S, chunk):
+                    part = x[:, start : start + chunk]
+                    part.copy_(block(part, prompt_attention(method, lengths, start)))
+                    bar.update(len(tokens) * (layer * S + min(start + chunk, S)) // len(self.layers) - bar.n)
+                again = [
+                    block(y, text_attention(method, lengths, t, angles)) for y, t in zip(again, texts, strict=True)
+                ]
+                method.end_prompt(lengths)
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
 
     def _check_prompt(self, tokens: Tensor, chunk: int) -> None:

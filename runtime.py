@@ -80,8 +80,9 @@ def add_precision(p: argparse.ArgumentParser) -> None:
 
 def add_calibration(p: argparse.ArgumentParser) -> None:
     """Add --calibration, for scripts that run methods."""
-    p.add_argument("--calibration", metavar="FILE", type=_existing,
-                   help="calibrate.py's file of this model, in any bits; default: that beside the weights")  # fmt: skip
+    p.add_argument("--calibration", metavar="FILE", type=_existing, nargs="+",
+                   help="calibrate.py's file of this model, in any bits, or several that have different statistics; "
+                   "default: that beside the weights")  # fmt: skip
 
 
 def _existing(file: str) -> str:
@@ -199,7 +200,11 @@ def temporary(path: Path) -> Path:
 def written(path: str | Path) -> Iterator[Path]:
     """Yields a name to write to, which is renamed to `path` when the block ends. After an error the old file stays."""
     tmp = temporary(Path(path))
+    tmp.unlink(missing_ok=True)
+    tmp.touch()
+    mode = tmp.stat().st_mode  # by the umask; safetensors writes files that only their owner can read
     yield tmp
+    tmp.chmod(mode)
     os.replace(tmp, path)
 
 

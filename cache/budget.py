@@ -18,10 +18,10 @@ def min_tokens() -> Any:
     return knob(128, "least tokens of a budget that is a share (ours; 0: the paper's letter)", low=0)
 
 
-def check_budget(budget: int | float) -> None:
+def check_budget(budget: int | float, name: str = "budget") -> None:
     """Raises InputError unless a budget is a number of tokens (int >= 1) or a share of the length (float in (0, 1])."""
     if (isinstance(budget, float) and not 0 < budget <= 1) or (isinstance(budget, int) and budget < 1):
-        raise InputError(f"budget {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
+        raise InputError(f"{name} {budget} is out of range: give a number of tokens >= 1, or a fraction in (0, 1]")
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def collect(
 class Calibration:
     """The tensors of a calibration file, in fp32 (rankings int64) on the CPU, with its metadata."""
 
-    path: Path | None = None  # the file it was read from, if any
+    path: Path | None = None  # the file it was read from, if it is one
+    files: Sequence[Path] = ()  # the files that it was joined of
     checkpoint: Path | None = None  # the checkpoint it was read for
     args: Any  # the model's ModelArgs; None: shapes cannot be checked
 
@@ -156,6 +157,11 @@ class Calibration:
                         kind = "is a ranking" if want.is_floating_point() else "is not a ranking of the channels"
                         raise InputError(f"{self._where()}: {key} {kind}; {again}")
         return self
+
+    @property
+    def names(self) -> set[str]:
+        """The statistics of which it has tensors."""
+        return {name for key in self.tensors for name in key.split(".")[2:3]}
 
     def parts(self, layer: int, statistic: str) -> dict[str, Tensor]:
         """The tensors of one statistic in one layer, by part."""
@@ -233,8 +239,25 @@ class Calibration:
         out.args, out.path, out.checkpoint = args, path, checkpoint
         return out
 
+    @classmethod
+    def joined(cls, checkpoint: Path, args: Sizes, files: Sequence[Path]) -> Calibration:
+        """Read one or more files that the user named. Raises InputError if two have a statistic that differs."""
+        each = [cls.load(checkpoint, args, file) for file in files]
+        if len(each) == 1:
+            return each[0]
+        out = cls({}, args.n_layer, each[0].meta, args)
+        for c in each:
+            for name in c.names & out.names:
+                new, old = ({k: t for k, t in x.tensors.items() if k.split(".")[2:3] == [name]} for x in (c, out))
+                if new.keys() != old.keys() or not all(torch.equal(new[k], old[k]) for k in new):
+                    raise InputError(f"--calibration: {c.path} has another {name} than the files before it: leave a "
+                                     "file out, or measure only what it adds (calibrate.py --method)")  # fmt: skip
+            out.tensors |= c.tensors
+        out.files, out.checkpoint = files, checkpoint
+        return out
+
     def _where(self) -> str:
-        return str(self.path or "this calibration")
+        return str(self.path or " and ".join(map(str, self.files)) or "this calibration")
 
     def _again(self, method: str | None = None) -> str:
         named = self.checkpoint and self.path != beside(self.checkpoint)
@@ -278,7 +301,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     try:
         with written(path) as tmp:
             save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, tmp, metadata=metadata)
-            tmp.chmod(0o644)  # safetensors writes files that only their owner can read
     except (SafetensorError, OSError) as e:
         raise InputError(f"cannot write {path}: {e}") from None
 

@@ -29,7 +29,7 @@ import torch.nn as nn
 from cache.base import CacheShape, KVMethod, connected
 from cache.kept import kept
 from cache.statistic import Statistic, unique
-from errors import InputError, short
+from errors import InputError, did_you_mean, short, warn_once
 from kernels.rope import Rope
 from runtime import ROOT, own_folders, require_memory
 
@@ -40,8 +40,8 @@ LIMITS = (-(10**9), 10**9)  # of a knob that states none; the sum of two still f
 
 
 def method_files() -> dict[str, Path]:
-    """Every method file by name. A file of this repository wins over one of KV_FAST_METHODS."""
-    files = [f for folder in (HERE, *own_folders()) for f in sorted(folder.glob("*.py"))]
+    """Every method file by name. A file of KV_FAST_METHODS wins over one of this repository."""
+    files = [f for folder in (*own_folders(), HERE) for f in sorted(folder.glob("*.py"))]
     return {f.stem: f for f in reversed(files) if not f.stem.startswith("_")}
 
 
@@ -49,7 +49,7 @@ def _module(name: str) -> types.ModuleType:
     """Import the file of a method. Raises InputError with the reason in one line if it cannot be imported."""
     path, full = method_files()[name], f"kv_methods.{name}"
     package = importlib.import_module("kv_methods")
-    package.__path__ = [str(HERE), *map(str, own_folders())]
+    package.__path__ = [*map(str, own_folders()), str(HERE)]
     importlib.invalidate_caches()
     loaded = sys.modules.get(full)
     if loaded is not None and loaded.__file__ != str(path):  # another folder's file of the same name
@@ -88,7 +88,7 @@ def method_class(name: str) -> type[KVMethod]:
 def presets() -> dict[str, tuple[str, dict[str, Any]]]:
     """Preset name -> (method, knobs), of every file that imports."""
     out = {}
-    for name in method_files():
+    for name in sorted(method_files(), key=lambda name: (HERE / f"{name}.py").exists()):  # a copy's presets do not win
         try:
             table = getattr(_module(name), "PRESETS", {})
         except InputError:
@@ -99,13 +99,17 @@ def presets() -> dict[str, tuple[str, dict[str, Any]]]:
 
 def resolve(name: str) -> tuple[type[KVMethod], dict[str, Any]]:
     """A method's or preset's name -> its class and the preset's knobs. Raises InputError for an unknown name."""
-    if name in method_files():
-        return method_class(name), {}
-    known = presets()
-    if name in known:
-        method, knobs = known[name]
+    files = method_files()
+    if (own := name.partition("-")[0]) in files:
+        method_class(own)  # says what is wrong with a broken file, whose presets are not known
+    known = {} if name in files else presets()
+    if name in files or name in known:
+        method, knobs = known.get(name, (name, {}))
+        if (HERE / f"{method}.py").exists() and files[method].parent != HERE:
+            warn_once(f"{files[method]} takes the place of kv-fast's own method {method}")
         return method_class(method), dict(knobs)
-    raise InputError(f"unknown method {name!r}: use one of {', '.join(sorted([*method_files(), *known]))}")
+    raise InputError(f"unknown method {short(name)}: {did_you_mean(name, [*files, *known])}"
+                     "generate.py --list-methods prints all")  # fmt: skip
 
 
 # ---- knobs ----
@@ -177,7 +181,8 @@ def make_args(cls: type[KVMethod], knobs: Mapping[str, Any]) -> Any:
     """The method's Args, from knobs given as values or text. Raises InputError, also from its own `__post_init__`."""
     known = knob_names(cls)
     if unknown := [k for k in knobs if k not in known]:
-        raise InputError(f"method {method_name(cls)} has no knob {unknown[0]!r}: it takes {', '.join(known) or 'none'}")
+        raise InputError(f"method {method_name(cls)} has no knob {short(unknown[0])}: {did_you_mean(unknown[0], known)}"
+                         f"it takes {', '.join(known) or 'none'}")  # fmt: skip
     try:
         values = {k: parse_knob(cls, k, v) for k, v in knobs.items()}
         for key, value in values.items():
@@ -281,7 +286,8 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
     if unknown := sorted(set(given) - taken):
         inner = [f"{k}={v}" for part in parts for k, v in part.knobs.items() if k.endswith("_method")]
         hint = f"; a knob of {inner[0]} stands behind it, {inner[0]}:{unknown[0]}={given[unknown[0]]}" if inner else ""
-        raise InputError(f"method {spec} has no knob {unknown[0]!r}: it takes {', '.join(sorted(taken))}{hint}")
+        raise InputError(f"method {spec} has no knob {short(unknown[0])}: {did_you_mean(unknown[0], taken)}"
+                         f"it takes {', '.join(sorted(taken))}{hint}")  # fmt: skip
     out = []
     for layer, part in enumerate(parts):
         cls, preset = found[part.name]

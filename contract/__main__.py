@@ -3,7 +3,8 @@
     python -m contract my_method.py          # a file anywhere
     python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
     python -m contract snapkv,adaptive=True  # with knobs that all checks keep
-    python -m contract mine.py --only ragged --traceback
+    python -m contract mine.py --only ragged,poison --traceback
+    python -m contract mine.py --kernels     # the file's own Triton kernels, interpreted, against torch
 
 Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method runs in the real model, small
 and with random weights (harness.py), at its defaults and at its `stress`, knobs at which its limits bind within 40
@@ -23,6 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import InputError, Parser, did_you_mean, need_torch, run_cli
+
+if __name__ == "__main__":
+    need_torch()  # before what needs it is imported
+if __name__ == "__main__" and "--kernels" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch
 
 from cache.spec import method_files
@@ -30,7 +37,8 @@ from contract import checks as c
 from contract import step_checks as s
 from contract.explain import Broken, explain, file_of
 from contract.harness import class_of, now_doing
-from errors import InputError, Parser, run_cli
+from kernels.op import OPERATIONS, Operation
+from runtime import own_folders
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
 
@@ -129,6 +137,7 @@ FAST: dict[str, Run] = dict(
 )
 SLOW: dict[str, Run] = dict(shapes=_shapes, presets=_presets, inductor=_inductor)
 CHECKS = FAST | SLOW
+KERNELS: dict[str, Run] = dict(kernels=_each(c.check_kernels))  # in a process that interprets them
 
 
 @dataclass
@@ -153,7 +162,7 @@ def run_check(name: str, check: str) -> Result:
     now_doing("")
     start = time.perf_counter()
     try:
-        result = Result(check, True, note=CHECKS[check](name) or "")
+        result = Result(check, True, note=(CHECKS | KERNELS)[check](name) or "")
     except Exception as e:
         broken = explain(e, file_of(class_of(name)))
         result = Result(check, False, what=broken.what, todo=broken.todo, error=e)
@@ -164,38 +173,47 @@ def run_check(name: str, check: str) -> Result:
 def load(method: str) -> str:
     """A method's name or a file's path, with or without knobs -> its name and the knobs, made known to `setup_cache`.
 
-    Raises InputError if it is neither.
+    A file that is not at its path is looked for in KV_FAST_METHODS. Raises InputError if it is neither.
     """
     method, knobs = re.fullmatch(r"(.*?\.py|[^,]*)(|,.*)", method, re.DOTALL).groups()  # type: ignore[union-attr]
-    path = Path(method)
+    path = next((f for f in (Path(method), *(own / method for own in own_folders())) if f.is_file()), Path(method))
     if path.suffix != ".py":
         if method not in method_files():
-            raise InputError(
-                f"no method {method!r}: give the path of a .py file, or one of {', '.join(sorted(method_files()))}"
-            )
+            raise InputError(f"no method {method!r}: {did_you_mean(method, method_files())}give the path of a .py "
+                             "file, or a name that generate.py --list-methods prints, without the preset")  # fmt: skip
     elif not path.is_file():
-        raise InputError(f"{method} is not a file")
+        raise InputError(f"{method} is not a file, here or in a folder of KV_FAST_METHODS")
     else:
         path = path.resolve()
         folders = [str(path.parent), *filter(None, [os.environ.get("KV_FAST_METHODS")])]
         method = path.stem
         if path not in method_files().values():
             os.environ["KV_FAST_METHODS"] = os.pathsep.join(folders)
-        found = method_files().get(method)
-        if found is None:
+        if method not in method_files():
             raise InputError(f"{path.name} begins with an underscore and is not found as a method: rename it")
-        if found.resolve() != path:
-            raise InputError(f"{found} has the name {method}, too, and goes first: rename {path.name}")
     class_of(method + knobs)
     return method + knobs
+
+
+def interpret_own(name: str) -> None:
+    """Leave Triton's versions only to the operations that the method's file declares, or else imports."""
+    module = sys.modules[class_of(name).__module__]
+    named = [x for x in vars(module).values() if isinstance(x, Operation) and x.triton is not None]
+    own = [x for x in named if x.__module__ == module.__name__] or named
+    if not own:
+        raise InputError(f"{module.__file__} declares or imports no operation with a Triton version: drop --kernels")
+    for operation in OPERATIONS.values():
+        if operation not in own:
+            operation.triton = None
 
 
 def main() -> int:
     parser = Parser(__doc__)
     a = parser.add_argument
     a("method", nargs="?", help="path of a method's file, or a name of kv_methods/; with knobs: NAME,K=V")
-    a("--only", metavar="CHECK", action="append", help=f"run only this one of {', '.join(CHECKS)}; may be repeated")
+    a("--only", metavar="CHECK", action="append", help=f"run only these, as ragged,poison, of {', '.join(CHECKS)}")
     a("--slow", action="store_true", help="also run checks that take minutes: all shapes, all presets, inductor")
+    a("--kernels", action="store_true", help="only compare the Triton kernels of the file's operations to torch")
     a("--traceback", action="store_true", help="show where a check failed")
     a("--list", action="store_true", help="list the checks, one per line")
     a("--json", action="store_true", help="print one JSON object instead of lines")
@@ -206,21 +224,28 @@ def main() -> int:
         return 0
     if args.method is None:
         parser.error("give a method's file or name")
-    if unknown := [x for x in args.only or () if x not in CHECKS]:
-        raise InputError(f"no check {unknown[0]!r}: use one of {', '.join(CHECKS)}")
+    only = ",".join(args.only).split(",") if args.only else []
+    if unknown := [x for x in only if x not in CHECKS]:
+        raise InputError(f"no check {unknown[0]!r}: {did_you_mean(unknown[0], CHECKS)}use some of {', '.join(CHECKS)}")
     name = load(args.method)
-    chosen = args.only or [*FAST, *(SLOW if args.slow else ())]
+    if args.kernels:
+        interpret_own(name)
+    chosen = [*KERNELS] if args.kernels else only or [*FAST, *(SLOW if args.slow else ())]
     torch.set_num_threads(1)  # all tensors are small
     results: list[Result] = []
+    same: dict[str, list[str]] = {}  # check -> those that fail for the same reason
     for check in chosen:
         r = run_check(name, check)
         # one exception may end many checks: report it once
         known = next((x.check for x in results if r.error is not None and x.cause == r.cause), None)
         results.append(r)
-        if not args.json:
-            text = f"the same as in {known}" if known else r.note or r.what
-            print(f"{check:9} {'ok' if r.ok else 'FAILED':6} {r.seconds:6.1f} s  {text}".rstrip(), flush=True)
-            if r.todo and not known:
+        if known:
+            same.setdefault(known, []).append(check)
+        elif not args.json:
+            print(
+                f"{check:9} {'ok' if r.ok else 'FAILED':6} {r.seconds:6.1f} s  {r.note or r.what}".rstrip(), flush=True
+            )
+            if r.todo:
                 print(f"{'':28}-> {r.todo}", flush=True)
         if args.traceback and r.error is not None:
             traceback.print_exception(r.error)
@@ -229,6 +254,8 @@ def main() -> int:
         rows = [{k: v for k, v in vars(r).items() if k != "error"} for r in results]
         print(json.dumps(dict(method=name, file=file_of(class_of(name)), ok=ok, checks=rows)))
     elif not ok:
+        for known, checks in same.items():
+            print(f"FAILED, the same as in {known}: {', '.join(checks)}")
         failed = [r.check for r in results if not r.ok]
         print(f"{name} breaks the contract in {len(failed)} of {len(results)} checks: {', '.join(failed)}")
     return 0 if ok else 1

@@ -7,6 +7,7 @@ Broken says what was found and what to do.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from cache.trace import observe
 from contract.explain import Broken, Ties, file_of
 from contract.harness import (
     TOL,
+    Run,
     buffers,
     class_of,
     knob_text,
@@ -37,6 +39,7 @@ from contract.harness import (
 )
 from errors import InputError
 from kernels.dense_attention import prefill_attention
+from kernels.op import OPERATIONS
 from snapshot import CacheFile, State, check_layouts, identity, save
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompt lengths around the borders of blocks, windows and budgets
@@ -267,6 +270,20 @@ def check_reset(name: str, knobs: Knobs) -> None:
         run(model, prompts, feed=fed)[0], want, f"warm-up leaks {at_knobs(knobs)}",
         f"decode is called before any prompt (warm-up): buffers must be valid then. {todo}",
     )  # fmt: skip
+
+
+def check_kernels(name: str, knobs: Knobs) -> str:
+    """With Triton, interpreted on a CPU, logits are those of torch. Prompts are short: a program takes milliseconds."""
+    model, prompts, runs = tiny(), [prompt(3), prompt(37)], dict[str, Run]()
+    for backend in ("torch", "triton"):
+        with mock.patch.dict(os.environ, KV_FAST_BACKEND=backend):
+            model.setup_cache(name, 3, 64, **knobs)
+            poison(model)
+            model.reset_cache()
+            runs[backend] = run(model, prompts, 2, runs["torch"][1] if runs else None)
+    got, want = runs["triton"][0], runs["torch"][0]
+    same(got, want, f"kernels against torch {at_knobs(knobs)}", ROUNDED if rounds(model) else TOL)
+    return ", ".join(name for name, operation in OPERATIONS.items() if operation.triton is not None)
 
 
 def check_store(name: str, knobs: Knobs) -> str | None:

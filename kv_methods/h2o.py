@@ -26,8 +26,8 @@ class H2O(Evicting):
         min_tokens: int = min_tokens()
 
         def __post_init__(self):
-            for tokens in (self.heavy, self.recent):
-                check_budget(tokens)
+            check_budget(self.heavy, "heavy")
+            check_budget(self.recent, "recent")
 
     def num_kept(self, length):
         heavy = budget_tokens(self.args.heavy, length, self.args.min_tokens)

@@ -58,9 +58,9 @@ class Rocket(SnapKV):
             if self.adaptive:
                 raise InputError("rocket: pages are of heads that hold equally many tokens: use adaptive=False")
             check_part("channels", self.channels)
-            for tokens in (self.kept, self.attended):
-                if tokens is not None:
-                    check_budget(tokens)
+            for knob_name in ("kept", "attended"):
+                if (tokens := getattr(self, knob_name)) is not None:
+                    check_budget(tokens, knob_name)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from cache.calibration import write_tensors
 from checkpoint import args_from_hf
 from errors import InputError, Parser, run_cli
 from kernels.linear import pack_bits
@@ -140,8 +140,8 @@ def write(source: Path, out: Path, tensors: dict[str, Tensor], config: dict[str,
             load_tokenizer(gguf).save(tmp)
         for f in sorted(source.iterdir()) if source.is_dir() else ():
             if f.is_file() and f.suffix in (".json", ".model", ".txt", ".jinja") and not f.name.endswith(".index.json"):
-                shutil.copy2(f, tmp / f.name)
-        save_file({k: t.contiguous() for k, t in tensors.items()}, tmp / "model.safetensors", metadata={"format": "pt"})
+                shutil.copyfile(f, tmp / f.name)
+        write_tensors(tmp / "model.safetensors", tensors, {"format": "pt"})
         (tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         tmp.rename(out)
     except OSError as e:

@@ -31,6 +31,7 @@ from corpus import shuffled
 from errors import InputError, run_cli
 from kv_methods.razor import HeadScores
 from model import ModelArgs
+from snapshot import calibration_id
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -318,7 +319,28 @@ def test_what_is_saved_is_loaded(folder):
     got = Calibration.load(folder, model.args)
     assert set(got.tensors) == set(want.tensors)
     assert all(torch.equal(got.tensors[k], t) and got.tensors[k].dtype == t.dtype for k, t in want.tensors.items())
-    assert not list(folder.glob("*.tmp")) and (folder / FILE).stat().st_mode & 0o444 == 0o444
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_files_with_different_statistics_are_joined(folder, tmp_path):
+    model = load_checkpoint(folder)
+    whole = Calibration.load(folder, model.args)
+    names, files = sorted(whole.names), dict[str, Path]()
+    for name in names:
+        files[name] = tmp_path / f"{name}.safetensors"
+        part = {k: t for k, t in whole.tensors.items() if k.split(".")[2] == name}
+        Calibration(part, 2, whole.meta).save(files[name])
+    model.use_calibration([folder / FILE, files[names[0]]])  # the same statistic twice is no contradiction
+    model.use_calibration(str(files[names[0]]))
+    assert model.find_calibration().names == {names[0]}
+    model.use_calibration(list(files.values()))
+    got = model.find_calibration()
+    assert set(got.tensors) == set(whole.tensors)
+    assert calibration_id(got) == calibration_id(Calibration(whole.tensors, 2))  # of all files
+    changed = {k: t + 1 if t.is_floating_point() else t.flip(-1) for k, t in whole.tensors.items()}
+    Calibration({k: changed[k] for k in changed if f".{names[0]}." in k}, 2, whole.meta).save(files[names[0]])
+    with pytest.raises(InputError, match=f"{files[names[0]]} has another {names[0]} than the files before it: leave"):
+        model.use_calibration([folder / FILE, files[names[0]]])
 
 
 def rewrite(folder, change=None, version=VERSION, **meta):

@@ -335,9 +335,9 @@ def test_means_leave_out_what_full_cannot_do():
                  b_each=[b]) for m, s, a, b in (("full", 1, 1, 0), ("tova", 0.5, 0, 1))]  # fmt: skip
     data = dict(rows=rows, cells=[], missing=[])
     assert compare.points(data, "kv", 64) == [("full", 1, 1), ("tova", 0.5, 0)]
-    assert "| `tova` | 0.500 | 0.500 | 0 % | 0 % | 100 % |" in compare.markdown(data) and "(b)" in compare.markdown(
-        data
-    )
+    text = compare.markdown(data)
+    assert "| `tova` | 0.500 | 0.500 | 0 % | 0 (0-79) % | 100 (21-100) % |" in text and "(b)" in text
+    assert "64 tokens, 1 samples of a task, 95 % intervals by Wilson" in text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from contract.__main__ import CHECKS, SLOW, run_check
 from contract.checks import TOL, at_knobs, check_poison, check_second_turn, same, settings
 from contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 from errors import InputError
+from kernels.op import OPERATIONS
 from runtime import ROOT
 
 __all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
@@ -365,11 +366,12 @@ def test_a_new_file_passes(name, tmp_path, monkeypatch, capsys):
 def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
     file = tmp_path / "toy_crash.py"
     file.write_text(TOY.replace("B = len(pos)", "B = len(pos) + self.missing"))
-    only = ["--only", "lossless", "--only", "traffic", "--only", "turn"]
+    only = ["--only", "lossless,traffic", "--only", "turn"]
     code, out, err = command(monkeypatch, capsys, file, *only)
     assert code == 1 and not err
     assert "FAILED    " in out and f"{file}:25: AttributeError: 'Toy' object has no attribute 'missing'" in out
-    assert "in decode step 1 after prompts of" in out and "the same as in lossless" in out
+    assert "in decode step 1 after prompts of" in out and "FAILED, the same as in lossless: traffic, turn" in out
+    assert len(out.splitlines()) == 4
     assert "3 of 3 checks: lossless, traffic, turn" in out and "Traceback" not in out
     code, out, err = command(monkeypatch, capsys, file, *only, "--traceback")
     assert code == 1 and "Traceback" in err
@@ -382,7 +384,7 @@ def test_a_file_that_fails_is_told_why(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("source, args, message", [
     ("", [], "must define one KVMethod subclass, found 0"),
     ("import nothing_of_this_name", [], ".py:1 does not import: ModuleNotFoundError"),
-    (TOY, ["--only", "speed"], "no check 'speed': use one of lossless,"),
+    (TOY, ["--only", "speed"], "no check 'speed': use some of lossless,"),
     (None, [], "is not a file"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(source, args, message, tmp_path, monkeypatch, capsys):
@@ -394,11 +396,10 @@ def test_bad_input_is_one_line(source, args, message, tmp_path, monkeypatch, cap
 
 
 def test_names(tmp_path, monkeypatch, capsys):
-    (tmp_path / "razor.py").write_text(TOY)
     for given, message in (
-        (tmp_path / "razor.py", "rename razor.py"),
+        ("snapvk", "no method 'snapvk': did you mean snapkv"),
         ("snapkv,no_such=1", "no knob 'no_such'"),
-        ("no_such", "no method 'no_such': give the path of a .py file, or one of double_sparsity"),
+        ("no_such", "no method 'no_such': give the path of a .py file, or a name that"),
     ):
         code, _, err = command(monkeypatch, capsys, given)
         assert code == 2 and message in err
@@ -408,6 +409,42 @@ def test_names(tmp_path, monkeypatch, capsys):
     assert code == 1 and "not dense attention" in out  # the knobs are kept in every check
     code, out, _ = command(monkeypatch, capsys, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(CHECKS)
+
+
+def test_a_file_is_found_in_the_folders_of_ones_own(write, tmp_path, monkeypatch):
+    name = write("toy_found", TOY)
+    assert testing.load(f"{name}.py") == name
+    with pytest.raises(InputError, match="is not a file, here or in a folder of KV_FAST_METHODS"):
+        testing.load("toy_lost.py")
+
+
+OWN_OPERATION = """
+from torch import Tensor
+from kernels.op import operation
+from kv_methods.full import Full
+
+@operation(triton=lambda x: x * SCALE)
+def toy_scaled_BY(x: Tensor) -> Tensor:
+    return x * 1.0
+
+class Scaled(Full):
+    def attend(self, q, idx, count, pos):
+        return toy_scaled_BY(super().attend(q, idx, count, pos))
+"""
+
+
+@pytest.mark.parametrize("scale, ok", [("1.0", True), ("1.1", False)])
+def test_only_the_files_own_kernels_are_run_and_compared(scale, ok, write, monkeypatch):
+    monkeypatch.setattr("kernels.backend.INTERPRETED", True)
+    for operation in OPERATIONS.values():
+        monkeypatch.setattr(operation, "triton", operation.triton)  # and put back
+    name = write(f"toy_scaled_{ok}", OWN_OPERATION.replace("BY", str(ok).lower()).replace("SCALE", scale))
+    testing.interpret_own(name)
+    result = run_check(name, "kernels")
+    assert result.ok == ok, result
+    assert (result.note == f"toy_scaled_{str(ok).lower()}") if ok else "kernels against torch" in result.what
+    with pytest.raises(InputError, match="no operation with a Triton version: drop --kernels"):
+        testing.interpret_own(write("toy_without", TOY))
 
 
 def test_as_a_command(tmp_path):

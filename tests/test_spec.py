@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache.spec import Part, describe, layer_methods, method_class, parse_spec, resolve
+from cache.spec import HERE, Part, describe, layer_methods, method_class, parse_spec, resolve
 from errors import InputError
 from kv_methods.full import Full
 from kv_methods.sals import Sals
@@ -58,6 +58,14 @@ def test_later_parts_win_and_skipped_layers_take_the_methods_own_rule():
         ("sals,skip_layers=7", "layer 7"),
         ("sals,skip_layers=some", "neither auto"),
         ("full,budget=3", "no knob 'budget'"),
+        ("slas", r"unknown method 'slas': did you mean sals\? generate.py --list-methods prints all"),
+        ("self-index,budget=80", "did you mean self_index or"),
+        ("sals-12", "did you mean sals-12.5 or"),
+        ("double", "did you mean double_sparsity"),
+        ("quest,bugdet=80", "'bugdet': did you mean budget.* it takes budget, "),
+        ("razor,retrieval_method=qest", "did you mean quest"),
+        ("h2o,heavy=0", "h2o: heavy 0 is out of range"),
+        ("rocket,kept=0", "rocket: kept 0 is out of range"),
     ],
 )
 def test_wrong_specs(spec, says):
@@ -87,6 +95,24 @@ def test_siblings_import_each_other_and_a_broken_file_breaks_itself_alone(tmp_pa
             resolve(name)
     (tmp_path / "own_raises.py").write_text(FIRST.replace("First", "Raises"))
     assert method_class("own_raises").__name__ == "Raises"  # mended, and read again
+
+
+def test_an_own_file_takes_the_place_of_ours_and_one_line_says_so(tmp_path, monkeypatch, capsys):
+    own, ours = tmp_path / "h2o.py", resolve("h2o")[0]
+    own.write_text(FIRST.replace("First", "H2O"))
+    (tmp_path / "mysals.py").write_text((HERE / "sals.py").read_text())
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))
+    layers = layer_methods("0-1:h2o,2-:quest,budget=32", 4)
+    assert [cls.__name__ for cls, _ in layers] == ["H2O", "H2O", "Quest", "Quest"]
+    layer_methods("h2o", 4)
+    assert capsys.readouterr().err == f"warning: {own} takes the place of kv-fast's own method h2o\n"
+    assert resolve("sals-12.5")[0].__module__ == "kv_methods.sals"  # a copy under another name leaves presets alone
+    (tmp_path / "sals.py").write_text("no Python\n")
+    for name in ("sals", "sals-12.5"):
+        with pytest.raises(InputError, match="sals.py:1 does not import: SyntaxError"):
+            resolve(name)
+    monkeypatch.setenv("KV_FAST_METHODS", "")
+    assert method_class("h2o").paper == ours.paper
 
 
 def test_a_missing_folder_is_an_error(monkeypatch, tmp_path):

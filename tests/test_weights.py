@@ -636,6 +636,8 @@ def test_a_quantized_folder_loads_without_the_original(tied, flags, tmp_path):
         held = save_checkpoint_tensors(got, torch.float32)[name]
         assert torch.equal(held, t if t.dim() == 2 else t.bfloat16().float()), name
     assert got.output.bits == want.output.bits and not list(tmp_path.glob("*.tmp"))
+    (tmp_path / "new").touch()
+    assert {f.stat().st_mode for f in out.iterdir()} == {(tmp_path / "new").stat().st_mode}  # by the umask
     assert (out / "config.json").is_file() and sum(f.stat().st_size for f in out.glob("*.safetensors")) < sum(
         f.stat().st_size for f in source.glob("*.safetensors")
     )

@@ -143,7 +143,7 @@ def prepare(
         return None, text, None
     if known:
         calib = model.find_calibration().require(all_statistics(methods))
-        return calib, text, calib.path.name if calib.path else None
+        return calib, text, " ".join(f.name for f in calib.files or filter(None, [calib.path])) or None
     rows = windows(tk, train, ("code", "prose"), 4 * samples, seq_len)
     print(f"{own} does not exist: calibrating in memory on {rows.numel()} tokens", file=sys.stderr)
     random_tokens = min(RANDOM_TOKENS, model.args.context // 4)

@@ -37,16 +37,16 @@ from tqdm import tqdm
 
 from cache.spec import layer_methods
 from checkpoint import read_args
-from errors import InputError, Parser, run_cli
+from errors import InputError, Parser, did_you_mean, run_cli
 from parallel import ONE, Ranks
 from runtime import TINY, require_memory, set_threads, written
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, check_metric, read_rows
 from scripts.eval.ruler import TASKS as RULER_TASKS
-from scripts.eval.ruler import add_sources, check_tasks
+from scripts.eval.ruler import add_sources, check_tasks, sized
 from scripts.eval.samples import TASKS, rows_of
-from scripts.report.markdown import measuring, share, table, tasks_of, wilson
+from scripts.report.markdown import measuring, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, save_figure, write_json
 from tokenizer.turns import chat_parts
@@ -91,7 +91,8 @@ def parse_args() -> argparse.Namespace:
     if opt.targets:
         laddered = sorted({m for axis in opt.targets for m in BY_AXIS[axis]})
         if wrong := {m.partition(",")[0] for m in opt.method} - {*laddered, "full"}:
-            raise InputError(f"{min(wrong)!r} has no ladder: use some of {', '.join(laddered)}")
+            hint = did_you_mean(min(wrong), laddered)
+            raise InputError(f"{min(wrong)!r} has no ladder: {hint}use some of {', '.join(laddered)}")
     else:
         opt.method = expand(opt.method or ["full"], True)
         for spec in opt.method:
@@ -106,7 +107,7 @@ def parse_args() -> argparse.Namespace:
             check_metric(task)
     else:
         if unknown := set(opt.tasks) - {*TASKS}:
-            raise InputError(f"unknown task {min(unknown)!r}: use {', '.join(TASKS)}")
+            raise InputError(f"unknown task {min(unknown)!r}: {did_you_mean(min(unknown), TASKS)}--help lists all")
         check_tasks([t for t in opt.tasks if t in RULER_TASKS], opt)
         if min(opt.lengths) < (128 if opt.targets else 32):
             raise InputError(f"--lengths {min(opt.lengths)} has no room for a task, or its budget: give 128 or more")
@@ -163,6 +164,8 @@ class Run:
             self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
         every = [c for groups in self.groups.values() for c in groups]
         after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
+        for (c, n), r in zip(after, (r for x in every for r in x.rows), strict=True):
+            r |= sized(len(c.prompt) + n, length)
         if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
             raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
@@ -175,7 +178,7 @@ class Run:
 
     def keyed(self, method: str, row: Row) -> Row:
         """The fields that identify a sample in samples.jsonl, across runs."""
-        where = {k: row[k] for k in ("task", "length", "index", "turn", "depth") if k in row}
+        where = {k: row[k] for k in ("task", "length", "index", "turn", "depth", "tokens", "short") if k in row}
         return dict(method=method) | where | self.common
 
     @property
@@ -255,19 +258,28 @@ def points(data: Row, axis: str, length: int) -> list[tuple[str, float, float]]:
     return out
 
 
+def found(each: Sequence[float]) -> str:
+    """The mean score and its interval, `93 (86-97) %`."""
+    low, high = wilson(sum(each), len(each))
+    return f"{100 * mean(each):.0f} ({100 * low:.0f}-{100 * high:.0f}) %"
+
+
 def markdown(data: Row) -> str:
-    """One table per length, one row per setting. Tasks that measure nothing are in brackets and not in the mean."""
+    """One table per length, one row per setting, with Wilson's intervals. Tasks that measure nothing are in brackets
+    and not in the mean."""
     out, tasks = [], tasks_of(data["rows"])
     for length in dict.fromkeys(r["seq_len"] for r in data["rows"]):
         counted = measuring(data["rows"], length)
         names = [t if t in counted else f"({t})" for t in tasks]
-        cells = []
-        for r in (r for r in data["rows"] if r["seq_len"] == length):
+        cells, here = [], [r for r in data["rows"] if r["seq_len"] == length]
+        sizes = sorted({len(r[f"{t}_each"]) for r in here for t in tasks_of([r])})
+        for r in here:
             average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
             cells.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
-                          *(share(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
+                          *(found(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
         known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
         title = f"{length} tokens" if length else "the dataset"
+        title += f", {' to '.join(map(str, sizes[:: len(sizes) - 1 or 1]))} samples of a task, 95 % intervals by Wilson"
         out.append(f"{title}, the question {known} when the context is compressed:\n\n"
                    + table(["method", "held", "read", "mean", *names], cells))  # fmt: skip
     out += [f"{c['method']} cannot be at {c['axis']} {c['target']} of {c['seq_len']} tokens: {c['least']} at least"

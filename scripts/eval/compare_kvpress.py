@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from cache.spec import layer_methods
 from checkpoint import save_checkpoint_tensors
-from errors import InputError, Parser, run_cli
+from errors import InputError, Parser, did_you_mean, run_cli
 from runtime import TINY, set_threads
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.rows import score
@@ -512,7 +512,9 @@ def parse_args() -> Any:
     opt = parse_flags(p, "kvpress.json")
     opt.tasks = opt.tasks.split(",")
     if unknown := {*opt.tasks} - {*TASKS} | {*opt.tasks} & {"repeats"}:
-        raise InputError(f"no answer to task {min(unknown)!r}: use {', '.join(t for t in TASKS if t != 'repeats')}")
+        known = [t for t in TASKS if t != "repeats"]
+        hint = did_you_mean(min(unknown), known)
+        raise InputError(f"no answer to task {min(unknown)!r}: {hint}use {', '.join(known)}")
     check_tasks([t for t in opt.tasks if t in RULER_TASKS], opt)
     try:
         opt.shares = [Fraction(part) for part in opt.keep.split(",")]

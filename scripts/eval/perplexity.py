@@ -28,7 +28,7 @@ from cache.spec import layer_methods
 from cache.trace import Trace, observe
 from checkpoint import read_args
 from errors import InputError, Parser, check_range, run_cli
-from model import ModelArgs
+from model import SILENT, ModelArgs
 from runtime import TINY, read_text, set_threads
 from scripts.eval.evaluation import Evaluation, names_of, open_evaluation, parse_flags
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
@@ -101,10 +101,12 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
     known: dict[int, Tensor] = {}  # the reference's log-probabilities of every step [B, V]
     masses: dict[int, list[Tensor]] = {}
     out: dict[str, dict[str, Any]] = {}
+    bar = tqdm(total=len(ev.caches) * decoded, desc="tokens", delay=SILENT, leave=False, disable=None)
     for label, cache in ev.caches.items():
         model.cache, logits, pos = cache, first[label], lengths.clone()
         sums, shares = torch.zeros(len(BINS), len(SUMS), dtype=torch.float64), []
         for i in range(decoded):
+            bar.update()
             logp = F.log_softmax(logits.float(), -1)
             if label == reference:
                 known[i] = logp.cpu()
@@ -133,6 +135,7 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
             pos = pos + 1
             model.maintain(i + 1)
         out[label] = dict(sums=sums.tolist(), recall=shares)
+    bar.close()
     return out
 
 

@@ -7,10 +7,15 @@ Rows have kvpress's format: context, question, answer_prefix, answer, max_new_to
 with the checkpoint's chat template if it has one (--no-chat: without), and the tokens of an answer.
 
 niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe need no data. The other needles are hidden in essays,
-those of RULER with --essays (its PaulGrahamEssays.json, or a folder of .txt files); otherwise in held-out prose of this
-machine, and their names end in "-style". qa_1 needs --squad FILE, qa_2 --hotpotqa FILE. Two differences from RULER:
-sentences of essays end at . ! or ?, where RULER uses nltk; and cwe has no more different words than wonderwords, where
-RULER uses a longer list from 64K tokens on.
+those of RULER with --essays (its PaulGrahamEssays.json, or a folder of .txt files); otherwise in held-out prose of
+this machine, and their names end in "-style". qa_1 needs --squad FILE, qa_2 --hotpotqa FILE. Differences from RULER:
+
+- sentences of essays end at . ! or ?, where RULER uses nltk;
+- cwe has no more different words than wonderwords, where RULER uses a longer list from 64K tokens on;
+- "-style" haystacks get the words that fill 95 % of the length, where RULER takes 500 off a sample that is too long;
+- where RULER's smallest haystack does not fit, a smaller one is searched.
+
+A row's `tokens` count template, prompt and answer; `short` marks rows of less than 95 % of the length.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,7 @@ import numpy as np
 from tqdm import tqdm
 
 from corpus import collect
-from errors import InputError, Parser, check_range, run_cli
+from errors import InputError, Parser, check_range, did_you_mean, run_cli
 from runtime import check_out, read_text
 from scripts.eval.rows import Row, read_json, write_rows
 from tokenizer import Tokenizer, load_tokenizer
@@ -88,6 +93,7 @@ NEEDLES = {
     "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
 }
 NO_DATA = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
+FULL = 0.95  # of its length that a sample fills; less is marked
 QA_FILES = dict(qa_1="squad", qa_2="hotpotqa")
 TASKS = [*NEEDLES, "vt", "cwe", "fwe", *QA_FILES]
 
@@ -113,7 +119,7 @@ def check_tasks(tasks: Sequence[str], sources: Any) -> None:
     """Raises InputError if a task is unknown, lacks its file, or the file cannot be read."""
     for task in tasks:
         if task not in TASKS:
-            raise InputError(f"unknown task {task!r}: use some of {', '.join(TASKS)}")
+            raise InputError(f"unknown task {task!r}: {did_you_mean(task, TASKS)}use some of {', '.join(TASKS)}")
         if (source := QA_FILES.get(task)) and not getattr(sources, source):
             raise InputError(f"{task} needs --{source} FILE, as {source}.json was published; or leave it out")
         if source:
@@ -247,7 +253,7 @@ def chains(rng: random.Random, values: np.random.RandomState, tokens: Callable[[
     """A maker of chains that follow an example of at most 500 tokens, whose names and value are drawn again for every
     sample; and how much noise fits."""
     small, plain = functools.partial(chain, rng, values, letters=3), functools.partial(chain, rng, values)
-    short = Fit(tokens, 500, 5, fit.task)
+    short = Fit(tokens, 500, 5, fit.task, 5)
     *texts, names = short.sample(small, short.largest(small, short.estimate(small, 0)))
     example = "".join(texts) + f" {' '.join(names)}\n"
     shown, alone = tokens((example, "", "", [])), fit.size
@@ -260,8 +266,8 @@ def chains(rng: random.Random, values: np.random.RandomState, tokens: Callable[[
         return text.replace("12345", str(values.randint(10000, 99999))) + "\n" + before, *rest
 
     new = alone(("", "", "", []))
-    searched = Fit(lambda parts: alone(parts) + shown, fit.limit, fit.step, fit.task)
-    return lambda i: make, searched.largest(plain, Fit(alone, fit.limit, fit.step, fit.task).estimate(plain, new))
+    searched = replace(fit, size=lambda parts: alone(parts) + shown)
+    return lambda i: make, searched.largest(plain, fit.estimate(plain, new))
 
 
 def common_words(rng: random.Random, seed: int, length: int) -> tuple[Make, int]:
@@ -370,20 +376,30 @@ def documents(rng: random.Random, seed: int, kind: str, file: str) -> Callable[[
 
 @dataclass
 class Fit:
-    """The size of a sample. step: the pieces that RULER removes if a sample is longer than those of its search."""
+    """The size of a sample. step: the pieces that RULER removes if a sample is longer than those of its search. least:
+    the fewest pieces. fills: instead of RULER's steps, pieces are removed or added until a sample is FULL."""
 
     size: Callable[[Parts], int]  # tokens of prompt and answer
     limit: int
     step: int
     task: str
+    least: int = 1
+    fills: bool = False
 
     def estimate(self, make: Make, answer: int) -> int:
         """Three times the number of pieces that would fit if all were as long as the first `step` pieces."""
         return int(self.limit / ((self.size(make(self.step)) - answer) / self.step) * 3)
 
     def largest(self, make: Make, high: int) -> int:
-        """The most pieces of a haystack that fit, by binary search; `step` if none do."""
-        low, high, best = self.step, max(high, 2 * self.step), self.step
+        """The most pieces of a haystack that fit, by binary search; `least` if none do."""
+        return (
+            self._search(make, self.step, max(high, 2 * self.step))
+            or self._search(make, self.least, self.step - 1)
+            or self.least
+        )
+
+    def _search(self, make: Make, low: int, high: int) -> int:
+        best = 0
         while low <= high:
             middle = (low + high) // 2
             if self.size(make(middle)) <= self.limit:
@@ -393,12 +409,23 @@ class Fit:
         return best
 
     def sample(self, make: Make, n: int) -> Parts:
-        while (size := self.size(parts := make(n))) > self.limit:
-            if n <= self.step:
+        while True:
+            size = self.size(parts := make(n))
+            more = (self.limit - size) * n // size
+            if size <= self.limit:
+                if not self.fills or size >= FULL * self.limit or not more:
+                    return parts
+                n += more
+            elif n <= self.least:
                 raise InputError(f"{self.task}: the smallest sample has {size} tokens with its answer, of which "
                                  f"{self.limit} fit: leave it out, or give a larger --length")  # fmt: skip
-            n -= self.step
-        return parts
+            else:
+                n = max(self.least, n + more if self.fills or n <= self.step else n - self.step)
+
+
+def sized(tokens: int, length: int) -> Row:
+    """The fields of a row that say how long it is, template, prompt and answer together."""
+    return dict(tokens=tokens) | (dict(short=True) if tokens < FULL * length else {})
 
 
 def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42, sources: Any = None,
@@ -414,7 +441,8 @@ def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42
 
     essay = NEEDLES.get(task, " ")[0] == "essay"
     step = 500 if essay else 10 if task in ("cwe", *QA_FILES) else 5 if length < 4096 else 10 if task == "vt" else 25
-    fit = Fit(lambda parts: tokens(parts) + new, limit, step, task)
+    least = dict(vt=5, cwe=10, qa_1=step, qa_2=step).get(task, 1)  # pieces: a chain has 5 lines, cwe 10 answers
+    fit = Fit(lambda parts: tokens(parts) + new, limit, step, task, least, essay and not sources.essays)
     of: Callable[[int], Make]
     if task == "vt":
         of, best = chains(rng, values, tokens, fit)
@@ -424,7 +452,7 @@ def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42
         best, of = fit.largest(lambda n: make(min(n, most)), int(limit // each) * 2), lambda i: make
         best = min(best, most)
     elif task == "fwe":
-        fit.step = max(1, (limit - new) // 32)
+        fit.step = fit.least = max(1, (limit - new) // 32)
         draw = coded_words(rng, seed, limit - new)
         make, best = draw(), (limit - new) // 6
         while fit.size(make(best)) < limit:
@@ -441,6 +469,7 @@ def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42
         context, question, prefix, answer = fit.sample(of(index), best)
         row: Row = dict(task=name_of(task, sources), context=context, question=question, answer_prefix=prefix,
                         answer=answer, max_new_tokens=new, length=length, index=index)  # fmt: skip
+        row |= sized(fit.size((context, question, prefix, [])) + reserve, length)
         if len(answer) == 1 and task in NEEDLES:
             row["depth"] = round(context.index(answer[0]) / len(context), 4)
         yield row
