@@ -119,14 +119,14 @@ def fused_attention(
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query per row over T slots, some of which are masked and may hold anything, NaN included. Softmax in fp32.
+    """One query per row over T slots, some of which are masked and may hold anything, NaN included. Logits in fp32.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), mask [B, 1 or Hkv, T] bool, True = attend -> [B, Hq, D].
     """
     B, Hq, D = q.shape
     Hkv = k.shape[1]
-    scores = q.view(B, Hkv, Hq // Hkv, D) @ k.transpose(2, 3)  # [B, Hkv, g, T]
-    scores = torch.where(mask[:, :, None], scores.float() * D**-0.5, float("-inf"))
+    scores = q.view(B, Hkv, Hq // Hkv, D).float() @ k.float().mT * D**-0.5  # [B, Hkv, g, T]
+    scores = torch.where(mask[:, :, None], scores, float("-inf"))
     # 0 * NaN is NaN: values of masked slots must not reach the product
     y = scores.softmax(-1).to(v.dtype) @ v.masked_fill(~mask[..., None], 0)
     return y.view(B, Hq, D)

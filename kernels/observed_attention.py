@@ -76,6 +76,13 @@ def last_mass(
     return mass
 
 
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """q [B, H, n, D] times k [B, H, S, D] -> fp32 [B, H, n, S]; in 16 bits logits would be rounded, or overflow."""
+    if q.is_cuda and q.dtype != torch.float32:  # tensor cores
+        return torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32).view(*q.shape[:3], -1)
+    return q.float() @ k.float().mT
+
+
 def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
     """Output and mass by blocks of queries, each from the same weights, with keys up to the causal border only."""
     (B, Hq, S, D), H = q.shape, k.shape[1]
@@ -90,13 +97,13 @@ def _attention_and_mass(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window
         keys, values = (x[b, h].masked_fill(~real[b, None, :, None], 0).contiguous() for x in (k, v))
         for i in range(0, S, size):
             j, lo = min(i + size, S), max(0, i - window + 1)
-            x = queries[b, h, :, i:j].masked_fill(~real[b, None, None, i:j, None], 0) * D**-0.5  # [B, H, g, n, D]
-            logits = (x.flatten(2, 3) @ keys[:, :, lo:j].mT).unflatten(2, (g, -1))  # [B, H, g, n, j - lo]
+            x = queries[b, h, :, i:j].masked_fill(~real[b, None, None, i:j, None], 0).flatten(2, 3)
+            logits = (_products(x, keys[:, :, lo:j]) * D**-0.5).unflatten(2, (g, -1))  # [B, H, g, n, j - lo]
             rows, cols = t[i:j, None], t[lo:j]
             logits[..., i - lo :].masked_fill_(cols[i - lo :] > rows, float("-inf"))
             if lo or j > window:
                 logits[..., : j - i].masked_fill_(cols[: j - i] <= rows - window, float("-inf"))
-            p = logits.softmax(-1, dtype=torch.float32).flatten(2, 3)
+            p = logits.softmax(-1).flatten(2, 3)
             counted = real[b, None, None, i:j].expand(-1, 1, g, -1).flatten(2, 3).float()  # [B, 1, g * n]
             mass[b, h, lo:j] += (counted[:, :, None] @ p)[:, :, 0]
             out[b, h, :, i:j] = (p.to(values.dtype) @ values[:, :, lo:j]).unflatten(2, (g, -1))

@@ -78,14 +78,14 @@ def _attend(
     """Attention over k and v [B, Hkv, n, D] where mask [B, n] is True; the rest as in `packed_attention`."""
     B, Hq, D = q.shape
     n, scale = k.shape[2], D**-0.5
-    grouped = q.reshape(B, k.shape[1], -1, D)
-    logits = (grouped @ k.transpose(2, 3)).float() * scale  # [B, Hkv, g, n]
+    grouped = q.reshape(B, k.shape[1], -1, D).float()
+    logits = grouped @ k.float().mT * scale  # [B, Hkv, g, n]
     logits = torch.where(mask[:, None, None], logits, float("-inf"))
     v = v.masked_fill(~mask[:, None, :, None], 0)  # 0 * NaN is NaN
     if mean_k is None or mean_v is None or count is None:
         return (logits.softmax(-1).to(v.dtype) @ v).reshape(B, Hq, D)
     some = (count > 0).view(B, 1, 1, 1)
-    extra = (grouped.float() * mean_k[:B, :, None]).sum(-1, keepdim=True) * scale + count.log().view(B, 1, 1, 1)
+    extra = (grouped * mean_k[:B, :, None]).sum(-1, keepdim=True) * scale + count.log().view(B, 1, 1, 1)
     logits = torch.cat((logits, torch.where(some, extra, float("-inf"))), -1)
     p = logits.softmax(-1)
     y = (p[..., :n].to(v.dtype) @ v).float() + p[..., n:] * torch.where(some, mean_v[:B, :, None], 0)

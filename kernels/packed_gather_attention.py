@@ -86,18 +86,18 @@ def _packed_gather_attention(
     packed = PackedTokens(k, v, bits, k_params, v_params, alpha, codes)
     B, Hq, D = q.shape
     H = idx.shape[1]
-    grouped = q.view(B, H, -1, D)
+    grouped = q.view(B, H, -1, D).float()
     chosen_k, chosen_v = fetch(packed, idx)
     chosen = torch.arange(idx.shape[2], device=q.device) < count[..., None]
     sinks = torch.arange(sink_k.shape[2], device=q.device) < prompt_len[:B, None]
     tail = ring_positions(pos - prompt_len[:B], tail_k.shape[2]) >= flushed
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
-    scaled = grouped if alpha is None else (grouped * alpha[:B, :, None]).to(q.dtype)
+    scaled = grouped if alpha is None else grouped * alpha[:B, :, None]
     scaled = scaled if k_params is None else unit_order(scaled)
     # one softmax over three parts: joining their logits copies one number per token, joining the keys would copy D
-    parts = ((grouped, sink_k[:B]), (scaled, chosen_k.to(q.dtype)), (grouped, tail_k[:B]))
-    logits = torch.cat([x @ keys.transpose(2, 3) for x, keys in parts], 3).float() * D**-0.5
+    parts = ((grouped, sink_k[:B]), (scaled, chosen_k), (grouped, tail_k[:B]))
+    logits = torch.cat([x @ keys.float().mT for x, keys in parts], 3) * D**-0.5
     p = torch.where(mask[:, :, None], logits, float("-inf")).softmax(-1).to(q.dtype)
     values = (sink_v[:B], chosen_v.to(q.dtype).masked_fill(~chosen[..., None], 0), tail_v[:B])
     split = p.split([x.shape[2] for x in values], 3)

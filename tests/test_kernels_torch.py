@@ -18,11 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels.rope
 from kernels import dense_attention
 from kernels.dense_attention import decode_attention, masked_attention, prefill_attention
+from kernels.gather_attention import gather_attention
+from kernels.observed_attention import observed_attention, prefill_attention_mass
+from kernels.packed_attention import _packed_attention_masked, packed_attention
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
 from kernels.prompt_scores import snapkv_scores
 from kernels.quantize import GROUP, dequantize, pack, quantize, unpack
+from kernels.quantized_attention import QuantizedTokens, quantized_attention
 from kernels.rope import Rope, RopeArgs
 from kernels.select import topk_select
 from kernels.sign_codes import lut_score, pack_codes, sign_codes, sign_patterns
+from kernels.verify_attention import verify_attention
 
 quick = settings(max_examples=25, deadline=None)
 seeds = st.integers(0, 2**31 - 1)
@@ -201,6 +207,55 @@ def test_decode_attention_is_the_loop(seed, spans, g, equal):
 def test_masked_attention_survives_large_scores():
     q, k, v = 1e3 * rand(0, 1, 2, 32), rand(1, 1, 1, 9, 32), rand(2, 1, 1, 9, 32)
     assert masked_attention(q, k, v, torch.ones(1, 1, 9, dtype=torch.bool)).isfinite().all()
+
+
+def _of_a_list(q, k, v):
+    B, H, n, _ = k.shape
+    idx, count = torch.arange(n).expand(B, H, n), torch.full((B, H), n)
+    return idx, count, torch.zeros(B, dtype=torch.int64)
+
+
+def _packed(q, k, v):
+    idx, count, none = _of_a_list(q, k, v)
+    whole = FullPrecisionTokens(*(x[:, :, :0] for x in (k, v)), *(x[:, :, :1] for x in (k, v)))  # the tail is empty
+    return packed_gather_attention(q, idx, count, PackedTokens(k, v, 16), whole, none - 1, none, torch.zeros(1))
+
+
+def _quantized(q, k, v):
+    side = [QuantizedTokens(x, None, x[:, :, -1:], 16, 0) for x in (k, v)]
+    return quantized_attention(q, *side, torch.full((len(q),), k.shape[2] - 1))
+
+
+ATTENTIONS = dict(
+    masked=lambda q, k, v: masked_attention(q, k, v, torch.ones(len(k), 1, k.shape[2], dtype=torch.bool)),
+    decode=lambda q, k, v: decode_attention(q, k, v, None, torch.full((len(k),), k.shape[2])),
+    ragged=lambda q, k, v: decode_attention(q.repeat(2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1), None,
+                                            torch.tensor([k.shape[2], 1]))[:1],
+    packed=lambda q, k, v: packed_attention(q, k, v, torch.full((len(k),), k.shape[2])),
+    packed_masked=lambda q, k, v: _packed_attention_masked(
+        q, k, v, torch.full((len(k),), k.shape[2]), None, None, None),
+    gather=lambda q, k, v: gather_attention(q, k, v, *_of_a_list(q, k, v)[:2]),
+    packed_gather=_packed,
+    quantized=_quantized,
+    observed=lambda q, k, v: observed_attention(q, k, v, torch.full((len(k),), k.shape[2]))[0],
+    verify=lambda q, k, v: verify_attention(q[:, :, None], k, v, None, torch.full((len(k),), k.shape[2]))[:, :, 0],
+    prompt=lambda q, k, v: prefill_attention_mass(
+        q[:, :, None].expand(-1, -1, k.shape[2], -1), k, v, torch.tensor([k.shape[2]]), None)[0][:, :, -1],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_logits_are_not_rounded_to_the_dtype_of_keys(attention, dtype):
+    """q . k of 10^6, where fp16 ends at 65,504; two keys lead, 8 apart, which bf16 does not tell there."""
+    n, D = 40, 64
+    q, k, v = torch.full((1, 4, D), 128.0), 100 * rand(0, 1, 2, n, D).sign(), rand(1, 1, 2, n, D)
+    q[..., 0], k[:, :, [7, 19]], k[:, :, 7, 0], k[:, :, 19, 0] = 1, 128, 0, 8
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    p = (q.double().view(1, 2, 2, D) @ k.double().mT / D**0.5).softmax(-1)
+    got = ATTENTIONS[attention](q, k, v)
+    assert p[0, 0, 0, 7] > 0.2 and got.dtype == dtype
+    assert (got.double() - (p @ v.double()).view(1, 4, D)).abs().max() < 0.02
 
 
 @pytest.mark.parametrize("window", (None, 1, 2, 7, 16, 22, 23, 50))
