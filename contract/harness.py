@@ -59,6 +59,8 @@ class Model(Transformer):
         forward(self, tokens.to(self.device), layers.append)
         return iter(layers)
 
+    @torch.inference_mode(False)  # it is kept: the next caller may want gradients
+    @torch.no_grad()
     def measured(self, statistics: Sequence[Statistic]) -> Calibration:
         """A calibration with these statistics, measured once."""
         key = tuple((type(s), s.name) for s in statistics)
@@ -69,6 +71,7 @@ class Model(Transformer):
 
 
 @functools.lru_cache(8)
+@torch.inference_mode(False)
 def tiny(
     g: int = 2,
     head_dim: int = 32,
@@ -178,7 +181,9 @@ NOISE = 2e-6
 
 
 @torch.no_grad()
-def rounding_explains(model: Any, p: Tensor, fed: Tensor, want: Tensor, got: Tensor, tries: int = 32) -> bool:
+def rounding_explains(
+    model: Any, p: Tensor, fed: Tensor, want: Tensor, got: Tensor, chunk: int | None = None, tries: int = 32
+) -> bool:
     """Whether noise of a few float32 roundings also moves one prompt's logits in the same cache, because a code is on
     its rounding border or two tokens compete for a slot. At every step that is off by more than TOL, the noise must
     move them at least a third as far.
@@ -189,7 +194,7 @@ def rounding_explains(model: Any, p: Tensor, fed: Tensor, want: Tensor, got: Ten
         for _ in range(tries):
             w.copy_(clean * (1 + NOISE * torch.randn_like(w)))
             model.reset_cache()
-            moved = moved.maximum((run(model, [p], fed.shape[1], fed)[0][0] - want).abs().amax(-1))
+            moved = moved.maximum((run(model, [p], fed.shape[1], fed, chunk=chunk)[0][0] - want).abs().amax(-1))
             if ((off <= TOL) | (off <= 3 * moved)).all():
                 return True
         return False

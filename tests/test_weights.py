@@ -123,11 +123,13 @@ def test_products_are_float64s(backend, data):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([32, 16, 8, 4]), st.integers(1, 9), st.integers(1, 1500), st.sampled_from([2, 3, 7, 40]))
 def test_threads_share_a_product(bits, rows, out, threads):
-    """What one takes from another's share is there once: the bits of one thread, however many rows each has."""
+    """What one takes from another's share is there once: the bits of one thread, however many rows each has. Only
+    rounding may differ where a library multiplies, whose threads may sum in another order."""
     gen = torch.Generator().manual_seed(out)
     layer = Linear(64, out, bias=False) if bits == 32 else PackedLinear(64, out, False, Layout(bits, 32))
     layer.weight.data.normal_(generator=gen) if bits == 32 else layer.put(0, torch.randn(out, 64, generator=gen))
     x, before = torch.randn(rows, 64, generator=gen), torch.get_num_threads()
+    ours = native.available() and (bits != 32 or rows > 1 or native.ask("multiplies_one_row"))
     try:
         torch.set_num_threads(1)
         with torch.no_grad():
@@ -137,7 +139,7 @@ def test_threads_share_a_product(bits, rows, out, threads):
             torch.set_num_threads(threads)
             for _ in range(20):
                 torch.full_like(want, torch.nan)  # freed at once: the memory in which what is not written would show
-                assert torch.equal(layer(x), want)
+                torch.testing.assert_close(layer(x), want, rtol=0, atol=0 if ours else 1e-5)
     finally:
         torch.set_num_threads(before)
 
