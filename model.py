@@ -23,8 +23,8 @@ from tqdm import tqdm
 from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
 from cache.prompt import Angles, Text
-from cache.spec import build_cache, layer_methods
-from errors import InputError
+from cache.spec import build_cache, layer_methods, method_name
+from errors import InputError, warn_once
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
@@ -36,6 +36,12 @@ from weights.codes import BF16
 
 SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
+# A key bias warned of, in lengths of a key without it (ours). Codes that share one scale for all channels of a head lose
+# in proportion to the key's length, bias included. Random model of 4 layers, 100 + 60 tokens, bias in 4 slow channels
+# of the first and last layer: mean KL to full at 0, 1.6, 3.2, 6.4 and 16 lengths:
+# hadamard-4 .0019, .0024, .0032, .0091, .050;  turboquant .0024, .0031, .0047, .0098, .051;
+# fp8 .00010, .00020, .00039, .0011, .0092;  kivi, whose scales are of channels: .0019, .0019, .0020, .0021, .0021
+KEY_BIAS = 4.0
 
 
 @dataclass
@@ -186,6 +192,18 @@ class Attention(nn.Module):
         """Only the q of `qkv`: x [..., dim] -> [..., Hq, D]."""
         q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
         return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
+
+    @torch.no_grad()
+    def key_bias(self, norm: RMSNorm) -> float:
+        """The length of the key bias over that of keys without it, of the KV head in which it is largest. norm: in
+        front of the layer; the keys are of random inputs."""
+        if self.wqkv.bias is None or isinstance(self.k_norm, RMSNorm):
+            return 0.0
+        x = torch.randn(8, norm.weight.numel(), generator=torch.Generator().manual_seed(0))
+        keys = self.qkv(norm(x.to(norm.weight)))[1].float()  # [8, Hkv, D]
+        heads = slice(self.n_head * self.head_dim, (self.n_head + self.n_kv_head) * self.head_dim)
+        bias = self.wqkv.bias[heads].float().view(-1, self.head_dim)
+        return float((bias.norm(dim=-1) / (keys - bias).square().sum(-1).mean(0).sqrt()).max())
 
     def output_weights(self, like: Tensor) -> Tensor:
         """W_O of this rank's query heads, dequantized if need be: [Hq, D, dim], with dtype and device of `like`."""
@@ -363,6 +381,21 @@ class Transformer(nn.Module):
             for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
+        self._warn_of_key_bias()
+
+    def _warn_of_key_bias(self) -> None:
+        """Name the layers whose key bias costs their method's codes more than KEY_BIAS allows."""
+        found: dict[str, dict[int, float]] = {}
+        for i, (block, layer) in enumerate(zip(self.layers, self.cache or (), strict=True)):
+            for part in layer.modules():
+                if not isinstance(part, KVMethod) or not part.shares_key_scale or self.device.type == "meta":
+                    continue
+                if (ratio := block.attention.key_bias(block.attention_norm)) > KEY_BIAS:
+                    found.setdefault(method_name(type(part)), {})[i] = ratio
+        for method, layers in found.items():
+            warn_once(f"{method} rounds keys with one scale for all channels, and the key bias of layers "
+                      f"{', '.join(map(str, layers))} is up to {max(layers.values()):.0f} times as long as a key without "
+                      "it: more is lost than of other models. Use kivi, self_index, sals or palu")  # fmt: skip
 
     def find_calibration(self) -> Calibration:
         """The calibration set on the model, or else the file in the checkpoint's folder or beside its GGUF file. Raises

@@ -20,6 +20,7 @@ class FP8(Quantized):
     paper = "Micikevicius, Stosic et al. 2022, FP8 Formats for Deep Learning"
     lossless = dict(residual=32 * 10**6)
     stress = dict(residual=32)
+    shares_key_scale = True
 
     @dataclass
     class Args:

@@ -61,3 +61,4 @@ class Hadamard(Turned):
             QuantizedStore(shape, bits or args.bits, sinks, ring, group, args.clip)
             for bits in (args.k_bits, args.v_bits)
         )
+        self.shares_key_scale = self.keys.bits < 16

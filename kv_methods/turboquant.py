@@ -52,6 +52,7 @@ class TurboQuant(Turned):
         self.keys, self.values = (
             QuantizedStore(shape, bits or args.bits, sinks, ring, codebook=True) for bits in (args.k_bits, args.v_bits)
         )
+        self.shares_key_scale = self.keys.bits < 16
 
 
 def random_rotation(n: int, seed: int):

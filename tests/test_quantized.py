@@ -11,7 +11,9 @@ from oracle_quantized import codebook, e4m3_numbers, fp8, hadamard, kivi, quarot
 from oracles import rotate
 from sampled import sampled
 
+import errors
 from cache.spec import make_args, method_class
+from checkpoint import random_transformer
 from kernels import native
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
 from kernels.hadamard import hadamard_matrix, has_hadamard
@@ -25,7 +27,8 @@ from kernels.quantize import (
     unpack,
 )
 from kernels.quantized_attention import QuantizedTokens, append_token, launch, quantized_attention, store_prompt
-from model import ModelArgs
+from model import KEY_BIAS, ModelArgs
+from weights import WeightFormat
 
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths, steps
     "kivi-2": ("kivi", dict(residual=32), (2, 2, 32), (1, 31, 32, 33, 70), 40),
@@ -307,3 +310,33 @@ def test_triton_is_torch(case, splits, kernel_device, monkeypatch):
     books = (x.book if x.book is None else x.book.to(kernel_device) for x in (k, v))
     got = launch(q.to(kernel_device), *buffers, *at, *books, k.sinks, k.bits, v.bits, k.channels, splits=splits)
     assert (got.cpu() - want).abs().max() < 1e-4
+
+
+# ---- key biases ----
+
+
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_a_large_key_bias_is_warned_of(weights, capsys):
+    """As Qwen2.5's first and last layers have it, 50 to 200 in a few channels."""
+    args = ModelArgs(dim=64, n_layer=3, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=64, vocab_size=96, qkv_bias=True)
+    ways = dict(hadamard="hadamard", turboquant="turboquant", fp8="fp8", kivi="", full="", self_index="")
+    ways |= {"hadamard,bits=16": "", "hadamard,k_bits=16": "", "turboquant,bits=16": "", "0-1:full,2:fp8": "fp8",
+             "hadamard,v_bits=16": "hadamard",
+             "razor,induction=1.0,retrieval_method=turboquant": "turboquant"}  # fmt: skip
+    for bias in (0, 2, 200):
+        model = random_transformer(args, "cpu", torch.float32, 0, WeightFormat.parse(weights))
+        for i in range(3):
+            wqkv = model.layers[i].attention.wqkv
+            wqkv.bias.data.zero_()
+            wqkv.bias.data[4 * 32 + 30] = bias * (i != 1)  # of a channel of the first KV head
+        for method, name in ways.items():
+            errors.warn_once.cache_clear()
+            capsys.readouterr()
+            model.setup_cache(method, 1, 64)
+            said = [line for line in capsys.readouterr().err.splitlines() if "key bias" in line]
+            if not name or bias < 200:
+                assert not said, (method, bias)
+                continue
+            assert len(said) == 1 and said[0].startswith(f"warning: {name} rounds keys with one scale"), method
+            assert f"layers {'2' if method[0] == '0' else '0, 2'} is up to " in said[0]
+            assert float(said[0].split("up to ")[1].split()[0]) > KEY_BIAS and "Use kivi, self_index" in said[0]
