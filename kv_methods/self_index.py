@@ -111,6 +111,7 @@ class SelfIndex(KVMethod):
     lossless = dict(store_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, tail=16, flush=6)
     rewinds = True
+    units = "v"
 
     codes: Tensor  # [B, Hkv, slots, D / 8] sign codes, two to a byte
     mean: Tensor  # [B, Hkv, D], eq. 5
@@ -276,7 +277,7 @@ class SelfIndex(KVMethod):
         """The bytes of the Overhead Analysis, and what it leaves out: sinks, tail, and the fixed costs."""
         B, H, _, D = self.shape.kv
         whole = 2 * (self.sinks.n + self.tail.size) * D * self.shape.dtype.itemsize + 8 * self.sinks.n
-        return B * H * (self.slots * self.token_bytes + self.fixed_bytes + whole) + 8 * B + 8
+        return B * H * (self.slots * self.token_bytes + self.fixed_bytes + whole) + 8 * B + 8 + self.unit_nbytes
 
     def traffic(self, pos):
         """All tokens up to pos counted as prompt: decoded ones in the tail add 2 D elements each."""
