@@ -190,6 +190,7 @@ class KVMethod(Storage):
     lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
     stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens, for tests
     pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
+    units: ClassVar[str] = ""  # "k", "v" or "kv": compress, append and attend get these divided by `unit_of`
     supports_window: ClassVar[bool] = False  # whether it honours a model's sliding window
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
@@ -201,6 +202,7 @@ class KVMethod(Storage):
     rereads: ClassVar[bool] = False  # a step also reads keys to score them: `traffic` may exceed the allocated bytes
     reads_queries: ClassVar[bool] = True  # False: `compress` does not use q and gets none for a prompt in chunks
     shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see model.KEY_BIAS
+    weighs_queries: ClassVar[bool] = False  # bases weigh queries against keys: another scale of both is another cache
     steps_alike: ClassVar[bool] = True  # False: steps or layers read unequal amounts, and `traffic` is their mean
     prompt: Prompt | None = None  # the prompt that is being read in chunks
     verifies: ClassVar[bool] = False  # keeps all keys and values in full precision, so that its drafts can be verified
@@ -212,6 +214,8 @@ class KVMethod(Storage):
 
     args: Any
     rope: Rope
+    k_unit: Tensor  # [B, Hkv, 1], powers of two, 1 for keys of usual size
+    v_unit: Tensor
 
     def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
         super().__init__(shape)
@@ -222,6 +226,8 @@ class KVMethod(Storage):
                 f"method {type(self).__name__} cannot honour this model's sliding window of {shape.window} tokens: "
                 f"use full or streaming, or keep the context within {shape.window}"
             )
+        for x in self.units:
+            self.buffer(f"{x}_unit", (shape.max_batch, shape.n_kv_head, 1)).fill_(1)
 
     def connect(self, layers: Sequence[KVMethod]) -> None:
         """Called once per layer, in order, when all layers of a cache exist: for methods whose layers share state."""
@@ -276,7 +282,11 @@ class KVMethod(Storage):
     def store_prompt(self, q: Tensor, k: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Store whole prompts, with q and k before and after rotation. By default calls `compress` with those that
         `pre_rope` asks for."""
-        self.compress(*((q, k) if self.pre_rope else (q_rot, k_rot)), v, lengths)
+        q, k = (q, k) if self.pre_rope else (q_rot, k_rot)
+        for name, x in (("k", k), ("v", v)):
+            if name in self.units:
+                self.get_buffer(f"{name}_unit")[: len(x)] = unit_of(x, lengths)
+        self.compress(self.query_in_units(q), *self.kv_in_units(k, v), lengths)
 
     def compress(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
         """Evict, quantize or index, once per prompt. Shapes as in `prefill`; rotated unless `pre_rope`."""
@@ -292,6 +302,25 @@ class KVMethod(Storage):
         if p is not None:
             q = p.q if self.reads_queries else p.k.new_empty(len(p.k), self.shape.n_head, 0, self.shape.head_dim)
             self.store_prompt(q, p.k, self.rope.rotate_prompt(q), p.k_rot, p.v, lengths)
+
+    # ---- units: scales and norms that a method stores in fp16 stay in its range, whatever the size of keys and values
+
+    def kv_in_units(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [B, Hkv, ..., D] divided by their units."""
+        k = _by_head(torch.div, k, self.k_unit) if "k" in self.units else k
+        return k, _by_head(torch.div, v, self.v_unit) if "v" in self.units else v
+
+    def query_in_units(self, q: Tensor) -> Tensor:
+        """q [B, Hq, ..., D] times the unit of its keys: products with these stay as they are."""
+        return _by_head(torch.mul, q, self.k_unit) if "k" in self.units else q
+
+    def out_of_units(self, y: Tensor) -> Tensor:
+        """Attention outputs y [B, Hq, ..., D] times the unit of their values."""
+        return _by_head(torch.mul, y, self.v_unit) if "v" in self.units else y
+
+    @property
+    def unit_nbytes(self) -> int:
+        return len(self.units) * self.shape.max_batch * self.shape.n_kv_head * self.shape.dtype.itemsize
 
     # ---- a second pass over the prompt, before it is compressed ----
 
@@ -321,14 +350,14 @@ class KVMethod(Storage):
         idx, count = self.select(q, pos)
         if self.trace is not None:
             self.trace.step(self, self.attended(q, idx, count, pos), pos)
-        return self.attend(q, idx, count, pos)
+        return self.out_of_units(self.attend(q, idx, count, pos))
 
     def rotate_append(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Rotate q and k, unless `pre_rope`, and append k and v -> q for `select` and `attend`."""
         if not self.pre_rope:
             q, k = rotate_token(self.rope, q, k, pos)
-        self.append(k, v, pos)
-        return q
+        self.append(*self.kv_in_units(k, v), pos)
+        return self.query_in_units(q)
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store one token per row in place. Its slot need not equal its position."""
@@ -390,6 +419,30 @@ class KVMethod(Storage):
     def traffic(self, pos: int) -> int:
         """Bytes of cache that one decode step reads, with all rows at position `pos`; by default all bytes."""
         return sum(self.nbytes().values())
+
+
+UNIT_FROM, UNIT_TO = -3, 8  # exponents of the largest number of a head of usual size, which has the unit 1 (ours)
+
+
+def unit_of(x: Tensor, lengths: Tensor) -> Tensor:
+    """The power of two by which each head of prompts x [B, H, S, D] of lengths [B] is divided -> [B, H, 1].
+
+    It brings the head's largest number into [1/16, 256): scales of 8-bit codes are normal fp16 numbers there, and
+    tokens that come later, for which it stays, may be far larger or smaller. Divisions by it are exact.
+    """
+    there = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+    largest = x.abs().amax(3).masked_fill(~there[:, None], 0).amax(2, keepdim=True)
+    exponent = torch.frexp(largest.float()).exponent
+    exponent = (exponent - UNIT_FROM).clamp(-100, 0) + (exponent - UNIT_TO).clamp(0, 100)
+    return (exponent + 127 << 23).view(torch.float32).to(x.dtype)  # a float's bits: no power function rounds it
+
+
+def _by_head(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, unit: Tensor) -> Tensor:
+    """f of x [B, heads, ..., D] and the unit of its KV head, [>= B, Hkv, 1]."""
+    B, H, unit = len(x), unit.shape[1], unit[: len(x)]
+    if x.dim() > 3:  # more tokens than one
+        return f(x.unflatten(1, (H, -1)), unit[:, :, :, None, None]).flatten(1, 2)
+    return f(x, unit) if x.shape[1] == H else f(x.reshape(B, H, -1), unit).view(x.shape)
 
 
 def connected(layers: Iterable[KVMethod]) -> list[KVMethod]:

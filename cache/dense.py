@@ -45,7 +45,8 @@ class Dense(KVMethod):
     def verify(self, q, k, v, pos):
         tokens = zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)
         each = [self.stored_query(self.rotate_append(*token, pos + i)) for i, token in enumerate(tokens)]
-        return verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
+        y = verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
+        return self.out_of_units(y)
 
     def token_bytes(self) -> int:
         """Bytes of K and V of one token and KV head."""

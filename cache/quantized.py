@@ -82,6 +82,7 @@ class Quantized(KVMethod):
     """Base of the quantizing methods. A subclass allocates `keys` and `values` with the same sinks and ring."""
 
     reads_queries = False
+    units = "kv"
     keys: QuantizedStore
     values: QuantizedStore
 
@@ -114,7 +115,7 @@ class Quantized(KVMethod):
     def card_nbytes(self):
         B, H, T, D = self.shape.kv
         size = self.shape.dtype.itemsize
-        total = 0
+        total = self.unit_nbytes
         for store in (self.keys, self.values):
             slots, n_full = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
             total += B * H * (round(slots * store.vector_bytes) + n_full * D * size) + store.fixed_bytes

@@ -132,6 +132,7 @@ FAST: dict[str, Run] = dict(
     attended=_each(c.check_attended),
     nothing=c.check_nothing_chosen,
     half=_each(c.check_half),
+    size=_each(c.check_size),
     compiled=_compiled,
     copies=s.check_copies,
 )

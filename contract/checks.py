@@ -49,6 +49,8 @@ DEEP, DEEP_RAGGED = 12, (40, 61, 203)  # fewer layers than the 16 from which on 
 SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query heads per KV head, head_dim
 SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
+LARGE = 2.0**12  # of keys and values that fit in fp16, where their products with queries do not
+SIZES = (2.0**-14, 2.0**16)  # of keys and values; even powers, because palu's factors carry their square root
 ROUNDED = 2e-2  # tolerance of logits if sums in another order may round a code the other way
 SAVED, BEFORE, THEN = (150, 61), 34, 8  # prompt lengths, and decode steps before and after a cache is saved
 SIZES = dict(same=(260, 100), unknown=(260, None), larger=(420, 200))  # slots, max_new_tokens
@@ -524,10 +526,32 @@ def check_nothing_chosen(name: str) -> str | None:
     return None if every else "no budget of tokens beside sinks or recent ones"
 
 
+def check_size(name: str, knobs: Knobs) -> None:
+    """Values times c multiply the output by c, and keys times c with queries over c leave it."""
+    prompts, runs, fed = [prompt(9), prompt(40)], [], None
+    for size in (1.0, *SIZES):
+        keys = 1.0 if class_of(name).weighs_queries else size
+        model = tiny(sizes=(1 / keys, keys, size))
+        model.setup_cache(name, 2, 60, **knobs)
+        got, fed = run(model, prompts, 12, fed)
+        runs.append(got)
+    for got, size in zip(runs[1:], SIZES, strict=True):
+        same(
+            got, runs[0], f"{at_knobs(knobs)} keys and values times {size:g} change more than their scale", TOL,
+            "scales in fp16 and small constants are relative to a head's size: units = \"kv\" (base.py) divides by it",
+        )  # fmt: skip
+
+
 def check_half(name: str, knobs: Knobs) -> None:
-    """The method runs in bfloat16."""
-    model, prompts = tiny(dtype=torch.bfloat16), [prompt(9), prompt(50)]
-    model.setup_cache(name, 2, 80, **knobs)
-    got = run(model, prompts, 30)[0]
-    if got.dtype != torch.bfloat16 or got.isnan().any():
-        raise Broken(f"{at_knobs(knobs)} in bfloat16 it gives {got.dtype}, NaN: {bool(got.isnan().any())}")
+    """The method runs in bfloat16, and with large keys and values in a cache of float16."""
+    prompts = [prompt(9), prompt(50)]
+    for model, kv_dtype in ((tiny(dtype=torch.bfloat16), None), (tiny(sizes=(1.0, LARGE, LARGE)), torch.float16)):
+        with mock.patch.object(model, "kv_dtype", kv_dtype):
+            model.setup_cache(name, 2, 80, **knobs)
+            got = run(model, prompts, 30 if kv_dtype is None else 8)[0]
+        if got.dtype != model.dtype or not got.isfinite().all():
+            kind = "bfloat16" if kv_dtype is None else f"a cache of float16, keys and values times {LARGE:g},"
+            raise Broken(
+                f"{at_knobs(knobs)} in {kind} it gives {got.dtype}, NaN: {bool(got.isnan().any())}",
+                "compute logits in float32 and scale them before they are rounded",
+            )

@@ -80,11 +80,19 @@ def tiny(
     dtype: torch.dtype = torch.float32,
     device: Any = "cpu",
     n_layer: int = 2,
+    sizes: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Model:
-    """The model with g query heads per KV head; its weights are the same in every call."""
+    """The model with g query heads per KV head; its weights are the same in every call. sizes: powers of two by which
+    queries, keys and values are multiplied; outputs are divided by that of the values."""
     args = ModelArgs(dim=64, n_layer=n_layer, n_head=g * n_kv_head, n_kv_head=n_kv_head, head_dim=head_dim, ffn_dim=96,
                      vocab_size=VOCAB, max_seq_len=1 << 20, windows=windows)  # fmt: skip
-    return Model(args, dtype, device)
+    model = Model(args, dtype, device)
+    for block in model.layers:
+        attention, heads = block.attention, (args.n_head, n_kv_head, n_kv_head)
+        weights = (*attention.wqkv.weight.data.split([n * head_dim for n in heads]), attention.wo.weight.data)
+        for weight, factor in zip(weights, (*sizes, 1 / sizes[2]), strict=True):
+            weight *= factor
+    return model
 
 
 def class_of(name: str) -> type[KVMethod]:

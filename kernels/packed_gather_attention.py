@@ -206,7 +206,8 @@ def _packed_gather_attention_kernel(
             values = tl.load(v + slot[:, None] * D + d, mask=real, other=0.0)
             top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
     else:
-        xa = (x * tl.load(alpha + group * D + d, mask=d < D, other=0.0)).to(x.dtype)
+        DOWN: tl.constexpr = 0.00390625 if x.dtype == tl.float16 else 1.0  # fp16 would overflow: a power of two
+        xa = (x * (tl.load(alpha + group * D + d, mask=d < D, other=0.0) * DOWN)).to(x.dtype)
         u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
         for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
             inside = first + n < hi
@@ -219,7 +220,7 @@ def _packed_gather_attention_kernel(
             if codes is not None:
                 signs = tl.load(codes + unit, mask=real, other=0)
             keys = unpack_tile(k_words, k_pairs, signs, BITS, x.dtype)
-            logits = dot(xa, tl.trans(keys)) * SCALE
+            logits = dot(xa, tl.trans(keys)) * (SCALE / DOWN)
             values = unpack_tile(v_words, v_pairs, None, BITS, x.dtype)
             top, total, y = softmax_step(logits, inside, values, top, total, y)
 

@@ -45,6 +45,7 @@ class DoubleSparsity(Selecting):
     paper = "Yang, Sheng et al. 2024, Post-Training Sparse Attention with Double Sparsity"
     stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = (0, 1)
+    units = "k"
     statistics = (Channels(),)
 
     @dataclass
@@ -92,8 +93,8 @@ class DoubleSparsity(Selecting):
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv
-        noted = 8 * B if self.p is not None else 0
-        return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes + noted
+        fixed = self.label.constant_bytes + self.unit_nbytes + (8 * B if self.p is not None else 0)
+        return B * H * T * (self.token_bytes() + self.label.token_bytes) + fixed
 
     def traffic(self, pos):
         return super().traffic(pos) + self.label.constant_bytes

@@ -50,6 +50,7 @@ class DoubleSparsityOffload(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     skip_layers = DoubleSparsity.skip_layers
     statistics = DoubleSparsity.statistics
+    units = "k"
     reads_queries = False
 
     host_k: Tensor  # [B, Hkv, T, D] in host memory
@@ -144,7 +145,7 @@ class DoubleSparsityOffload(KVMethod):
         fetch_rows(self.host_k, self.host_v, self.choose(q, pos), q, half.idx, half.k, half.v)
 
     def prefetch(self, q_hat, pos):
-        self.fetch(self.rope.rotate(q_hat, pos), pos)
+        self.fetch(self.query_in_units(self.rope.rotate(q_hat, pos)), pos)
 
     def select(self, q, pos):
         """The tokens that were fetched ahead, or that are fetched now with the true query."""

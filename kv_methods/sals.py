@@ -118,6 +118,7 @@ class Sals(KVMethod):
     lossless = dict(rank=1.0, score_rank=1.0, value_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
+    units = "v"
     reads_queries = False
     rewinds = True
     joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks; each rank stores all of them
@@ -244,7 +245,7 @@ class Sals(KVMethod):
 
     def card_nbytes(self):
         row = sum(part.slots * part.token_bytes for part in (self.store, self.ring))
-        return self.shape.max_batch * row + self._basis_bytes()
+        return self.shape.max_batch * row + self._basis_bytes() + self.unit_nbytes
 
     def _basis_bytes(self):
         return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize

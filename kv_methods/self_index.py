@@ -29,7 +29,7 @@ from kernels.sign_encode import encode_keys, encode_others, key_range
 PRESETS = {
     "self_index-7.5": dict(budget=0.075),  # RULER, Table 2; int(0.075 * (L - 64)) tokens and 64 sinks (published code)
     # where the published code differs from the paper or from us: github.com/LfieLike/selfindexingkv
-    "self_index-published": dict(budget=0.075, sink_queries=1, sinks_in_index=False, tail=1, flush=1),
+    "self_index-published": dict(budget=0.075, center="median", sink_queries=1, sinks_in_index=False, tail=1, flush=1),
     "self_index-16bit": dict(store_bits=16),  # "Ours (16 bits)", Tables 1 and 2
     "self_index-no-sign": dict(sign_in_quant=False),  # Table 5, w/o sign in quant
     "self_index-sign-only": dict(retrieval="sign"),  # Table 5, sign-only retrieval
@@ -109,12 +109,21 @@ class Sinks(Storage):
         return torch.where(there[:, None], self.idx[: len(prompt_len)], -2)
 
 
+def prompt_median(k: Tensor, lengths: Tensor) -> Tensor:
+    """The median of every channel over prompts' keys, the lower one of two: k [B, H, S, D] of lengths [B] -> fp32
+    [B, H, D]."""
+    there = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, :, None]
+    middle = ((lengths - 1) // 2)[:, None, None, None].expand(-1, k.shape[1], 1, k.shape[3])
+    return k.float().masked_fill(~there, float("inf")).sort(2).values.gather(2, middle)[:, :, 0]
+
+
 class SelfIndex(KVMethod):
     paper = "Yang, Zhang et al. 2025, Self-Indexing KVCache: Predicting Sparse Attention from Compressed Keys"
     lossless = dict(store_bits=16, budget=1.0)
     stress = dict(budget=24, sinks=4, tail=16, flush=6)
     rewinds = True
     layout = KVMethod.first_slots
+    units = "v"
 
     codes: Tensor  # [B, Hkv, slots, D / 8] sign codes, two to a byte
     mean: Tensor  # [B, Hkv, D], eq. 5
@@ -130,6 +139,9 @@ class SelfIndex(KVMethod):
             "the budget includes sinks; None: a number does (paper, LongBench), a share does not (published code)",
         )
         sinks: int = knob(64, "prompt tokens kept in full precision, chosen by SnapKV", low=0)
+        center: Literal["mean", "median"] = knob(
+            "mean", "of a prompt's keys, taken off (Eq. 5; published code: median)"
+        )
         sink_queries: int = knob(
             32, "last queries of the prompt that choose the sinks (ours; published code: 1)", 1, 4096
         )
@@ -183,7 +195,8 @@ class SelfIndex(KVMethod):
         self.reset()
         self.tail.prompt_len[:B] = lengths
         # Eq. 5 and 12. Centring balances the signs, and softmax is invariant to it if all keys are centred (Eq. 7).
-        self.mean[:B], self.alpha[:B] = key_range(k, lengths)
+        center = prompt_median(k, lengths) if a.center == "median" else None
+        self.mean[:B], self.alpha[:B] = key_range(k, lengths, center)
         mean = self.mean[:B]
         if self.sinks.n:  # Full Precision Sink Tokens: SnapKV's choice; a prompt shorter than the sinks is all sinks
             idx = best_tokens(snapkv_scores(q, k, lengths, a.sink_queries), self.sinks.n)
@@ -281,7 +294,7 @@ class SelfIndex(KVMethod):
         """The bytes of the Overhead Analysis, and what it leaves out: sinks, tail, and the fixed costs."""
         B, H, _, D = self.shape.kv
         whole = 2 * (self.sinks.n + self.tail.size) * D * self.shape.dtype.itemsize + 8 * self.sinks.n
-        return B * H * (self.slots * self.token_bytes + self.fixed_bytes + whole) + 8 * B + 8
+        return B * H * (self.slots * self.token_bytes + self.fixed_bytes + whole) + 8 * B + 8 + self.unit_nbytes
 
     def traffic(self, pos):
         """All tokens up to pos counted as prompt: decoded ones in the tail add 2 D elements each."""

@@ -63,7 +63,7 @@ class SelfIndexHead:
     rounding border that float32 and float64 may disagree, runs with +nudge and -nudge differ: by how much it matters.
     """
 
-    def __init__(self, q, k, v, *, budget, sinks_in_budget, sinks, sink_queries, sinks_in_index,
+    def __init__(self, q, k, v, *, budget, sinks_in_budget, sinks, center, sink_queries, sinks_in_index,
                  store_bits, sign_in_quant, retrieval, heads, keep_decoded, tail, flush, max_seq_len,
                  nudge=0.0, sink_set=None):  # fmt: skip
         """q [g, n, D], k and v [n, D]: the prompt of this row alone, without padding. sink_set: instead of its own."""
@@ -77,7 +77,7 @@ class SelfIndexHead:
         ranked = sorted(self.snapkv, key=lambda t: -self.snapkv[t])
         self.sink_set: list[int] = ranked[: self.sinks] if sink_set is None else sink_set
         D = k.shape[1]
-        self.mean = k.mean(0)  # eq. 5
+        self.mean = k.mean(0) if center == "mean" else np.sort(k, 0)[(len(k) - 1) // 2]  # eq. 5, published code
         self.k = [x - self.mean for x in k]  # exact, centred
         self.v = list(v)
         # which keys make codebook and alpha: the paper's K, or those that are compressed (published code)

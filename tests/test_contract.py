@@ -104,6 +104,9 @@ class Toy(KVMethod):
         return 2 * s.max_batch * s.n_kv_head * (pos + 1) * s.head_dim * s.dtype.itemsize
 '''
 
+IN_HALF = """x = q.unflatten(1, (2, -1)) @ self.k[:B].mT * q.shape[2] ** -0.5
+        there = torch.arange(x.shape[3]) < self.seen[:B, None, None, None]
+        return (x.masked_fill(~there, float("-inf")).softmax(-1) @ self.v[:B]).flatten(1, 2)"""
 ATTENDED = """    def attended(self, q, idx, count, pos):
         from cache.base import Attended
 
@@ -151,6 +154,10 @@ BROKEN = {
     "shares_a_buffer": ("shape.kv), self.buffer(\"v\", shape.kv)", "shape.kv), self.register_buffer(\"v\", self.k[:])",
                         "nbytes", "share memory"),
     "knows_only_float32": ("shape.kv), self", "shape.kv, torch.float32), self", "half", "RuntimeError"),
+    "clamps_values": ("] = k, v\n        self.seen[:B]", "] = k, v.clamp(-1000, 1000)\n        self.seen[:B]",
+                      "size", 'units = "kv"'),
+    "rounds_logits": ("return decode_attention(q, self.k, self.v, torch.zeros_like(pos), self.seen[:B])", IN_HALF,
+                      "half", "compute logits in float32"),
     "takes_max_seq_len": ("self.seen[:B])", "self.seen[:B].clamp(max=self.shape.max_seq_len - 30))", "sizes",
                           "max_seq_len=150 changes"),
     "tells_something_else": ("    def reset", ATTENDED + "\n    def reset", "attended", "differs from that of"),

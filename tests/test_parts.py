@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.base import CacheShape
+from cache.base import CacheShape, unit_of
 from cache.full_precision import Exempt, Tail
 from cache.packed import PackedVectors, check_groups
+from contract.harness import tiny
 from errors import InputError
 from kernels.packed_gather_attention import PackedTokens, read_packed
 from kernels.prompt_scores import best_in_order
@@ -112,3 +113,38 @@ def test_the_best_in_order():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.9, 0.2], [0.3, 0.1, 0.2, 0.0, 0.4]])
     at, there = best_in_order(scores, 3, torch.tensor([3, 1]))
     assert at[0].tolist() == [1, 2, 3] and at[1, :1].tolist() == [4] and there.sum(1).tolist() == [3, 1]
+
+
+# ---- units ----
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_a_unit_is_a_power_of_two_for_a_heads_tokens(dtype):
+    lengths = torch.tensor([6, 3])
+    for size in (0.0, *(2.0**e for e in (range(-24, 15) if dtype == torch.float16 else range(-100, 100, 5)))):
+        x = (torch.tensor([1.0, 3.5])[:, None, None] * size).expand(2, 2, 6, 8).to(dtype).clone()
+        x[1, :, 3:] = float("nan")  # padding
+        unit = unit_of(x, lengths)
+        assert unit.shape == (2, 2, 1) and unit.dtype == dtype and (unit.float().log2() % 1 == 0).all()
+        largest = (x[:, :, :3] / unit[..., None]).float().amax((2, 3))
+        assert not size or (largest >= 1 / 16).all() and (largest < 256).all()
+        assert torch.equal(largest * unit[..., 0].float(), x[:, :, 0, 0].float())
+        assert (unit == 1).all() or not 1 / 8 <= size < 64
+
+
+def test_tokens_that_come_later_may_be_far_larger_or_smaller():
+    """Values of 10 to 14 exponents above or below those of the prompt, whose unit they are stored in."""
+    gen = torch.Generator().manual_seed(0)
+    for prompt_size, later in ((2.0**-14, 1.0), (2.0**-3, 2.0**9), (2.0**7, 2.0**-3)):
+        model = tiny(1, 64, 1)
+        model.setup_cache("turboquant", 1, 60)
+        method, pos = model.cache[0], torch.tensor([8])
+        q, k, v = (torch.randn(1, 1, 40, 64, generator=gen) for _ in "qkv")
+        v[:, :, :8] *= prompt_size
+        v[:, :, 8:] *= later
+        q *= 0  # every token weighs the same
+        method.prefill(q[:, :, :8], k[:, :, :8], v[:, :, :8], pos)
+        for t in range(8, 40):
+            y = method.decode(q[:, :, t], k[:, :, t], v[:, :, t], torch.tensor([t]))
+        want = v.mean(2)
+        assert (y - want).norm() < 0.3 * want.norm(), (prompt_size, later)

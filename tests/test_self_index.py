@@ -40,10 +40,11 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "sinks-by-the-last-query": (dict(budget=24, sinks=8, sink_queries=1, tail=16, flush=6), (2, 1, 64), (31, 60)),
     "the-mean-softmax": (dict(budget=24, sinks=4, heads="softmax", tail=16, flush=6), (3, 2, 32), (5, 60)),
     "the-largest-logit": (dict(budget=0.2, sinks=4, heads="max", tail=16, flush=6), (5, 1, 64), (33, 60)),
+    "median": (dict(budget=24, sinks=4, center="median", tail=16, flush=6), (2, 2, 32), (1, 6, 61)),
     "published": (PRESETS["self_index-published"] | dict(sinks=8), (2, 2, 64), (5, 40, 60)),
 }
 OFTEN = ("shorter-than-the-sinks", "fraction", "4-bits", "8-bits", "16-bits", "sign-only", "fraction-decoded-compete",
-         "index-without-sinks", "published")  # fmt: skip
+         "index-without-sinks", "median", "published")  # fmt: skip
 FULL = [
     (dict(budget=budget, sinks=sinks, store_bits=bits, sign_in_quant=sign, retrieval=retrieval, tail=20, flush=7),
      (g, 1, d), (3, 64, 97))

@@ -367,6 +367,16 @@ def test_attention_as_launched(bits, splits):
     check_attention(3, 2, 4, 64, bits, True, torch.float32, 45, 4, 5, [(20, 17), (2, 3)], 2, 1, 1, None, splits)
 
 
+def test_a_query_times_alpha_beyond_fp16():
+    packed, _, values = stored(0, 1, 1, 45, 64, 2, True, torch.float16)
+    packed.k_params.zero_()  # keys of 0, whose product with an infinite query would be NaN
+    whole = FullPrecisionTokens(*(torch.zeros(1, 1, n, 64, dtype=torch.float16, device=DEVICE) for n in (0, 0, 1, 1)))
+    slots, n = torch.arange(45, device=DEVICE)[None, None], torch.tensor([45], device=DEVICE)
+    given = (packed.k, packed.v, *packed[3:5], packed.alpha * 2**13, packed.codes, *whole, n - 1, n, n * 0, 2)
+    y = launch(torch.full((1, 2, 64), 64.0, device=DEVICE).half(), slots, n[None], *given)
+    assert np.abs(numbers(y) - values.mean(2)).max() < TOLERANCE[torch.float16]
+
+
 def test_attention_with_nothing_to_attend_to():
     """The empty cache of a warm-up step: no prompt, the newest token alone, or not even that."""
     for flushed in (0, 1):
