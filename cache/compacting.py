@@ -4,8 +4,8 @@
         def later_scores(self, q, q_pos, k, v, place, filled):   # newest queries; kept tokens in the order of the text
             ...                                                  # -> [B, Hkv, N]
 
-With every = 0 no decoded token is evicted; with lookback = 0 scores are made without queries. Scores are computed between steps, outside the graph, from what the graph
-stored: the slots and the newest `lookback` queries.
+With every = 0 no decoded token is evicted; with lookback = 0 scores are made without queries. Scores are computed
+between steps, outside the graph, from what the graph stored: the slots and the newest `lookback` queries.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class DoubleSparsity(Selecting):
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv
-        noted = 8 * B if self.p is not None else 0
+        noted = 16 * B if self.p is not None else 0
         return B * H * T * (self.token_bytes() + self.label.token_bytes) + self.label.constant_bytes + noted
 
     def traffic(self, pos):
