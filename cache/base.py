@@ -212,6 +212,8 @@ class KVMethod(Storage):
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
     output_weights: Callable[[], Tensor] | None = None  # set by the model: W_O by query head, [Hq, D, dim]
 
+    noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over the steps since the prompt (`note_read`)
+
     args: Any
     rope: Rope
     k_unit: Tensor  # [B, Hkv, 1], powers of two, 1 for keys of usual size
@@ -407,6 +409,8 @@ class KVMethod(Storage):
 
     def reset(self) -> None:
         """Empty the cache and keep its buffers. Often there is nothing to do, as unwritten slots are never read."""
+        if self.notes_reads:
+            self.noted.zero_()
 
     # ---- accounting ----
 
@@ -415,6 +419,25 @@ class KVMethod(Storage):
         return {name: b.numel() * b.element_size() for name, b in self.named_buffers(recurse=True)}
 
     card_nbytes: ClassVar[Any] = None  # if the paper states a formula: a method without arguments, the bytes by it
+
+    def note_reads(self) -> None:
+        """For `__init__` of a method whose steps read a number of tokens that depends on data: allocate `noted`."""
+        self.buffer("noted", (self.shape.max_batch, 2), torch.int64)
+
+    def note_read(self, tokens: Tensor, pos: Tensor) -> None:
+        """Within a step, after `note_reads`: the tokens it reads, [B], or by head or list [B, H], of pos [B] + 1."""
+        each = tokens if tokens.dim() == 1 else (tokens.sum(1) + tokens.shape[1] - 1) // tokens.shape[1]
+        self.noted[: len(pos)] += torch.stack((each, pos + 1), 1)
+
+    @property
+    def notes_reads(self) -> bool:
+        return "noted" in self._buffers
+
+    def tokens_read(self, pos: int) -> int | None:
+        """The tokens that a step at `pos` reads if it reads the noted share of them, for `traffic`; None: not noted."""
+        if not self.notes_reads or self.noted.is_meta or not (sums := self.noted.sum(0).tolist())[1]:
+            return None
+        return -(-sums[0] * (pos + 1) // sums[1])
 
     def traffic(self, pos: int) -> int:
         """Bytes of cache that one decode step reads, with all rows at position `pos`; by default all bytes."""

@@ -4,8 +4,8 @@
         def later_scores(self, q, q_pos, k, v, place, filled):   # newest queries; kept tokens in the order of the text
             ...                                                  # -> [B, Hkv, N]
 
-With every = 0 no decoded token is evicted. Scores are computed between steps, outside the graph, from what the graph
-stored: the slots and the newest `lookback` queries.
+With every = 0 no decoded token is evicted; with lookback = 0 scores are made without queries. Scores are computed
+between steps, outside the graph, from what the graph stored: the slots and the newest `lookback` queries.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Compacting(Evicting):
         N, D] are in the order of the text, at positions place [B, Hkv, N]; the first filled [B] of them are tokens, the
         rest zeros. By default scores are those of a prompt: the attention of these queries.
         """
+        if not self.lookback:
+            return self.prompt_scores(q, k, v, k.new_empty(0), filled)
         H, there = k.shape[1], torch.arange(k.shape[2], device=k.device) < filled[:, None]
         seen = there[:, None, None] & (place[:, :, None] <= q_pos[:, None, :, None])  # [B, Hkv, W, N]
         logits = q.unflatten(1, (H, -1)).float() @ k.float().mT[:, :, None] * q.shape[3] ** -0.5
@@ -64,12 +66,13 @@ class Compacting(Evicting):
     def note_queries(self, q: Tensor, lengths: Tensor) -> None:
         """Store the newest queries of prompts, from q [B, Hq, S, D] rotated, lengths [B]."""
         if self.every:
-            newest = ring_positions(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
-            self.queries[: len(q)] = gather_rows(q, newest.expand(-1, q.shape[1], -1))
+            if self.lookback:
+                newest = ring_positions(lengths - 1, self.lookback).clamp(min=0)[:, None]  # [B, 1, W]
+                self.queries[: len(q)] = gather_rows(q, newest.expand(-1, q.shape[1], -1))
             self.prompt_len[: len(q)] = lengths
 
     def attend(self, q, idx, count, pos):
-        if self.every:
+        if self.every and self.lookback:
             self.queries[torch.arange(len(pos), device=pos.device), :, pos % self.lookback] = q
         return super().attend(q, idx, count, pos)
 
@@ -88,7 +91,7 @@ class Compacting(Evicting):
         place = torch.where(there, self.place.gather(2, order).long(), -1)
         k, v = (gather_rows(x, order).masked_fill(~there[..., None], 0) for x in (self.k, self.v))
         read = place.amax((1, 2)) + 1
-        q_pos = ring_positions(read - 1, self.lookback)
+        q_pos = ring_positions(read - 1, self.lookback) if self.lookback else read.new_empty(len(read), 0)
         q = self.queries.masked_fill((q_pos < 0)[:, None, :, None], 0)
         scores = self.later_scores(q, q_pos, k, v, place, self.filled)
         newest = place >= (read - self.recent(read))[:, None, None]

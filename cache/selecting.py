@@ -35,7 +35,6 @@ class Selecting(Dense):
     stress = dict(budget=24, sinks=4, recent=16)
 
     by_query: bool = False  # every query head has a list of its own: scores are [B, Hq, T]
-    taken: Tensor  # int64 [B]: tokens per list in the last step, mean over heads; only with a TopP budget
 
     @dataclass
     class Args:
@@ -63,7 +62,7 @@ class Selecting(Dense):
             if type(self).logits is Selecting.logits:
                 name = type(self).__module__.rpartition(".")[2]
                 raise InputError(f"{name} does not estimate logits: give its budget as a number or a share, not p")
-            self.buffer("taken", (shape.max_batch,), torch.int64)
+            self.note_reads()
 
     def scores(self, q: Tensor, pos: Tensor) -> Tensor:
         """How much each token matters to this step: q [B, Hq, D], pos [B] -> [B, Hkv, T].
@@ -110,12 +109,8 @@ class Selecting(Dense):
         assert self.p is not None
         need = top_p_count(weights, pos, self.p, self.args.sinks, self.args.recent)
         idx, count = self.pick(weights, pos, need.minimum(self.selection.at(pos + 1)[:, None]))
-        self.note(count)
+        self.note_read(count, pos)
         return idx, count
-
-    def note(self, count: Tensor) -> None:
-        """Record the lengths count [B, H] of this step's lists, for `traffic` with a budget that fixes no number."""
-        self.taken[: len(count)] = (count.sum(1) + count.shape[1] - 1) // count.shape[1]
 
     def log_weights(self, idx: Tensor, count: Tensor, pos: Tensor) -> Tensor | None:
         """Terms added to the logits of a list's tokens, fp32 [B, Hkv, K] like idx, for tokens that were drawn or that
@@ -141,10 +136,6 @@ class Selecting(Dense):
         tokens = None if weights is None else weights.exp()
         return Attended(torch.where(chosen, idx, -2), q, gather_rows(k, at), gather_rows(v, at), tokens)
 
-    def reset(self):
-        if self.p is not None:
-            self.taken.zero_()
-
     # ---- accounting ----
 
     def score_bytes(self, pos: int) -> int:
@@ -161,11 +152,9 @@ class Selecting(Dense):
         return self.shape.n_head // self.shape.n_kv_head if each else 1
 
     def chosen(self, pos: int) -> int:
-        """The number of tokens attended, with the newest at pos. With a share p it is that of the last step, or the cap
-        before any step."""
-        if self.p is not None and not self.taken.is_meta and (used := self.taken[self.taken > 0]).numel():
-            return int(used.double().mean().ceil())
-        return self.selection.of(pos + 1)
+        """The number of tokens attended, with the newest at pos. With a share p it is the noted one, or the cap before
+        any step."""
+        return self.tokens_read(pos) or self.selection.of(pos + 1)
 
     def traffic(self, pos):
         """Bytes that scoring reads, and those of the chosen tokens' keys and values."""

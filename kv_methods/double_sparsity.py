@@ -93,7 +93,7 @@ class DoubleSparsity(Selecting):
 
     def card_nbytes(self):
         B, H, T, _ = self.shape.kv
-        fixed = self.label.constant_bytes + self.unit_nbytes + (8 * B if self.p is not None else 0)
+        fixed = self.label.constant_bytes + self.unit_nbytes + (16 * B if self.p is not None else 0)
         return B * H * T * (self.token_bytes() + self.label.token_bytes) + fixed
 
     def traffic(self, pos):

@@ -111,7 +111,7 @@ class Quest(Selecting):
         idx = with_run(tokens, count * page, last * page, self.shape.max_seq_len - 1, self.k_static)
         count = count * page + (pos % page + 1)[:, None]
         if self.p is not None:
-            self.note(count)
+            self.note_read(count, pos)
         return idx, count
 
     # ---- accounting ----

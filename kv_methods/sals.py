@@ -165,6 +165,8 @@ class Sals(KVMethod):
         self.selection = args.selection()
         self.p = args.budget.p if isinstance(args.budget, TopP) else None
         self.k_static = self.selection.of(T)
+        if self.p is not None:
+            self.note_reads()
         self.dense = self.p is None and self.selection.is_all(T)  # nothing to score
         # tokens that are no longer recent, slot = position; the last `recent` slots never hold a token
         self.recent = min(args.recent, T)
@@ -211,6 +213,7 @@ class Sals(KVMethod):
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)
             wanted = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
+            self.note_read(wanted.clamp(min=n).minimum(pos[:, None] + 1), pos)
         wanted = (wanted - n).clamp(min=0)
         return budget_select(scores, pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
 
@@ -245,7 +248,8 @@ class Sals(KVMethod):
 
     def card_nbytes(self):
         row = sum(part.slots * part.token_bytes for part in (self.store, self.ring))
-        return self.shape.max_batch * row + self._basis_bytes() + self.unit_nbytes
+        noted = 16 * self.shape.max_batch if self.p is not None else 0
+        return self.shape.max_batch * row + self._basis_bytes() + self.unit_nbytes + noted
 
     def _basis_bytes(self):
         return self.ring.rank * self.shape.n_kv_head * self.shape.head_dim * self.shape.dtype.itemsize
@@ -254,13 +258,14 @@ class Sals(KVMethod):
         """Sec. 4.5: r* coordinates of every token, then the whole chosen tokens, and the ring; the basis, for the new
         key, for the query that scores, and to expand the attended keys.
 
-        A budget of p sets no number of tokens: `cap` of them are counted, the most there can be.
+        A budget of p sets no number of tokens: those noted count, or before any step `cap`, the most there can be.
         """
         s, recent = self.shape, min(pos + 1, self.recent)
         by_sum = self.p is None and self.args.score == "sum"
         scored = 0 if self.dense else pos + 1 - (recent if by_sum else 0)
         row = scored * self.score_rank * s.dtype.itemsize
-        row += (self.selection.of(pos + 1) - recent) * self.store.token_bytes
+        attended = self.tokens_read(pos) or self.selection.of(pos + 1)
+        row += max(0, attended - recent) * self.store.token_bytes
         row += min(pos + 1, self.recent + 1) * self.ring.token_bytes  # one goes to the store
         scoring = 0 if self.dense else self.score_rank
         return s.max_batch * row + self._basis_bytes() * (2 * self.ring.rank + scoring) // self.ring.rank

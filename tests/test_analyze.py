@@ -277,13 +277,13 @@ def test_two_analyses_with_plots(capsys, tmp_path, checkpoint, short_corpus):
     pytest.importorskip("matplotlib")
     out = tmp_path / "analysis.json"
     code, text, err = run(capsys, "--checkpoint", str(checkpoint), "--only", "spectra,signs", "--samples", "1",
-                          "--seq-len", "64", "--out", str(out), "--plots", str(tmp_path))  # fmt: skip
+                          "--seq-len", "64", "--out", str(out), "--plots", str(tmp_path / "plots"))  # fmt: skip
     assert code == 0, err
     data = json.loads(out.read_text())
     assert list(data["analyses"]) == ["spectra", "signs"] and data["seq_len"] == 64 and data["calibration"] is None
     for name, result in data["analyses"].items():
         assert len(result["layers"]) == 2 and f"\n{name}: " in text
-        assert (tmp_path / f"analysis_{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert (tmp_path / "plots" / f"analysis_{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
@@ -305,7 +305,7 @@ def test_all_analyses_calibrate_in_memory(capsys, checkpoint, short_corpus):
         (["--seq-len", "129"], "--seq-len 129 is out of range: this model takes 64 to 128"),
         (["--samples", "0"], "--samples 0 is out of range"),
         (["--weights", "int3"], "--weights int3: use"),
-        (["--plots", "/nowhere"], "/nowhere does not exist"),
+        (["--plots", "/nowhere/plots"], "/nowhere/plots does not exist"),
         (["--out", "/nowhere/x.json"], "/nowhere does not exist"),
     ],
 )

@@ -435,3 +435,14 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     assert again["parts"] == parts and again["rows"] == [full, streaming, same]
     status, _, err = cli(perplexity, *argv[:-2], "--length", 10**5, "--decoded", 8)
     assert status == 2 and "error: " in err
+
+
+def test_bytes_read_by_budgets_of_p_are_those_of_the_steps(cli, few_texts, tmp_path):
+    """Before, all budgets of p counted the cap."""
+    methods, given = ("oracle", "sals,recent=8"), ("p0.3", "p0.9")
+    specs = [f"{m},cap=0.8,budget={p},skip_layers=none" for m in methods for p in given]
+    argv = ("--tasks", "needle", "--lengths", 256, "--samples", 2, "--batch-size", 2, "--device", "cpu", "--json")
+    status, out, err = cli(compare, *argv, "--method", "oracle,budget=0.8,skip_layers=none", *specs)
+    assert status == 0, err
+    cap, *rows = [r["read_share"] for r in json.loads(out)["rows"]]
+    assert 0 < rows[0] < rows[1] <= cap and 0 < rows[2] < rows[3]

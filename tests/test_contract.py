@@ -425,6 +425,30 @@ def test_a_file_is_found_in_the_folders_of_ones_own(write, tmp_path, monkeypatch
         testing.load("toy_lost.py")
 
 
+COMPACTS = """
+from dataclasses import dataclass
+from cache.base import knob
+from cache.compacting import Compacting
+
+class ByKeys(Compacting):
+    stress = dict(budget=24, recent=8)
+    lookback, every = 0, 6
+
+    def decode_slots(self):
+        return min(self.every, self.shape.max_decoded)
+
+    def prompt_scores(self, q, k, v, mass, lengths):
+        assert not mass.numel()
+        return -k.float().norm(dim=-1)
+"""
+
+
+def test_a_method_compacts_without_queries(write):
+    name = write("compacts_by_keys", COMPACTS)
+    for check in ("stress", "poison", "ragged", "reset", "compiled"):
+        assert (result := run_check(name, check)).ok, result
+
+
 OWN_OPERATION = """
 from torch import Tensor
 from kernels.op import operation

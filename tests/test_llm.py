@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from cache.trace import observe
 from engine import LLM, Sampling
 from errors import InputError
 from runtime import ROOT, TINY
+from scripts.eval.lm_eval_adapter import KVFast
 
 METHODS = sorted(method_files())
 
@@ -167,3 +169,11 @@ def test_engine_needs_no_command_line():
     code = f"import sys, engine; print([m for m in {unwanted} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("new", [0, 32, 200])
+def test_lm_evals_requests_leave_room_for_a_prompt(new):
+    """Also where lm-eval is not installed."""
+    asked = SimpleNamespace(args=("import os", dict(max_gen_toks=new)))
+    with pytest.raises(InputError, match=f"max_gen_toks {new} leaves no token of 32 for a prompt: give 1 to 31"):
+        KVFast(str(TINY), max_length=32).generate_until([asked], disable_tqdm=True)

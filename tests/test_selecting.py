@@ -303,11 +303,14 @@ def test_p_of_the_true_attention(p, cap):
         assert all(weights[t] <= worst + 1e-6 for t in set(range(n)) - set(chosen))
 
 
-def test_traffic_of_a_budget_of_p_is_that_of_the_last_step():
+def test_traffic_of_a_budget_of_p_is_what_its_steps_read():
     method, _, q, *_ = decoded("oracle", dict(budget=TopP(0.5), cap=1.0, sinks=1, recent=1), (2, 2, 32), 90)
     x, pos = torch.from_numpy(q[:, -1]).float()[None], torch.tensor([89])
     _, count = method.select(x, pos)
     assert method.chosen(89) == int(-(-count.sum() // 2)) < 90
+    method.note_read(torch.tensor([10]), pos)  # the mean of all steps, decode's, the one above and this
+    share = (2 * int(-(-count.sum() // 2)) + 10) / (3 * 90)
+    assert [method.chosen(n - 1) for n in (90, 45)] == [int(np.ceil(share * n - 1e-9)) for n in (90, 45)]
     method.reset()
     assert method.chosen(89) == 90  # the cap, before any step
 

@@ -20,6 +20,7 @@ training split. The spectra need more tokens (--samples x --seq-len) than the ke
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -173,9 +174,12 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [n for n in names if n not in ANALYSES]:
         raise InputError(f"unknown analysis {unknown[0]!r} in --only: use {', '.join(ANALYSES)}")
     check_out(opt.out)  # reports bad paths before minutes of work
-    check_out(opt.plots and Path(opt.plots) / "analysis.png", "--plots")
     if opt.plots and importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plots needs matplotlib: pip install -r requirements-dev.txt")
+    if opt.plots:
+        with contextlib.suppress(OSError):  # of which the check tells
+            Path(opt.plots).mkdir(exist_ok=True)
+        check_out(Path(opt.plots) / "analysis.png", "--plots")
     reader, device = open_checkpoint(opt.checkpoint), pick_device(opt.device)
     args = args_from_hf(reader.config)
     # every measure here assumes that all earlier tokens are visible, so texts must fit a sliding window

@@ -206,8 +206,11 @@ class Run:
 
             def ask(unit: Sequence[Context], every: dict = every, wanted: dict = wanted) -> list[Row]:
                 ev.caches = {s: c for s, c in every.items() if set(self._keys(s, unit)) & wanted[s]}
+                answers = list(ev.ask(unit))
+                read = {name: ev.bytes(name, self.sizes.T - 1)["read_share"] for name in ev.noting()}
                 return [self.keyed(method, row) | dict(score=round(score, 4), said=said)
-                        for method, row, said, score in ev.ask(unit)]  # fmt: skip
+                        | (dict(read=read[method]) if method in read else {})
+                        for method, row, said, score in answers]  # fmt: skip
 
             desc = f"{self.length or 'dataset'}: {len(every)} settings"
             for rows in tqdm(opt.ranks.in_turns(units, ask), desc=desc, total=len(units), leave=False):
@@ -227,6 +230,8 @@ class Run:
         out, complete = [], self.complete(store)
         for method in self.specs:
             held, read = self.sizes.of(method)
+            noted = [r["read"] for g in complete for k in self._keys(method, g) if "read" in (r := store.known[k])]
+            read = mean(noted) if noted else read  # what steps read, not the most that they may
             row = dict(method=method, knobs={}, seq_len=self.length, samples=self.opt.samples,
                        query_in_prompt=self.opt.query_in_prompt)  # fmt: skip
             row |= dict(kv_share=round(held, 4), read_share=round(read, 4))

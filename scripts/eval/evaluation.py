@@ -149,6 +149,11 @@ class Evaluation:
             self.model.setup(method, self.batch, size, new, knobs)
             self.caches[label] = self.model.cache
 
+    def noting(self) -> list[str]:
+        """The labels of caches with a method that notes what its steps read, because it depends on data."""
+        return [name for name, cache in self.caches.items()
+                if any(isinstance(m, KVMethod) and m.notes_reads for m in cache.modules())]  # fmt: skip
+
     def bytes(self, label: str, pos: int) -> dict[str, float]:
         """A cache's bytes, their share of full's, and the share of full's bytes that one step reads at `pos`."""
         self.model.cache = self.caches[label]

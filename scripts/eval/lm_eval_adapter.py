@@ -166,6 +166,9 @@ class KVFast(TemplateLM):
             if asked.get("do_sample") or asked.get("temperature"):
                 raise InputError("kvfast decodes greedily: leave do_sample and temperature out of the task's "
                                  "generation_kwargs, or set them to false and 0")  # fmt: skip
+            if not 1 <= new < self.max_length:
+                raise InputError(f"max_gen_toks {new} leaves no token of {self.max_length} for a prompt: give 1 to "
+                                 f"{self.max_length - 1}, or a larger max_length")  # fmt: skip
             stop = [s for s in ([until] if isinstance(until, str) else until) if s]
             for first in range(0, len(same), self.rows):
                 part = same[first : first + self.rows]

@@ -80,7 +80,7 @@ def launch(entry: dict[str, Any], cc: int, bind: bool = False) -> dict[str, Any]
         tensor.data_ptr = lambda: x[2]  # type: ignore[method-assign]
         return tensor
 
-    kernel = getattr(importlib.import_module(f"kernels.{entry['file']}"), entry["kernel"])
+    kernel = getattr(importlib.import_module(entry["module"]), entry["kernel"])
     if not isinstance(kernel, triton.JITFunction):
         raise InputError(f"{entry['kernel']} is interpreted: unset TRITON_INTERPRET before triton is imported")
     kernel.device_caches.clear()  # may be of another GPU

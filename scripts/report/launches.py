@@ -88,7 +88,8 @@ class Launches:
             raise InputError(f"{kernel.fn.__name__}: a grid of {grid}")
         form = tuple((n, x if n in constant else key(x)) for n, x in named.items())
         at = (kernel.__module__, kernel.fn.__name__, form, tuple(options.items()))
-        empty = dict(file=at[0].rpartition(".")[2], kernel=at[1], args=named, options=options, launches=0, by=[])
+        empty = dict(module=at[0], file=at[0].rpartition(".")[2], kernel=at[1], args=named, options=options, launches=0,
+                     by=[])  # fmt: skip
         entry = self.seen.setdefault(at, empty)
         entry["launches"] += 1
         if self.by not in entry["by"]:
