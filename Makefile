@@ -29,12 +29,13 @@ demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # One process per core with one thread each, because the tests are many and small. All tests of a file run in one
-# process, so that what they share is made once.
+# process, so that what they share is made once. SEED=N draws the order of files, and of tests in a file.
+ORDER = $(if $(SEED),--random-order-bucket=module --random-order-seed=$(SEED))
 test: .venv/dev .venv/smollm2
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow" $(ORDER)
 
 test-all: .venv/dev .venv/smollm2
-	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(ORDER)
 
 # Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev

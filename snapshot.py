@@ -28,7 +28,7 @@ from model import Transformer
 from runtime import DTYPES, check_fetched, require_memory
 from weights import WeightFormat
 
-VERSION = 1  # version of the file
+VERSION = 2  # version of the file
 TEXT = "text."  # prefix of tensors that belong to no method
 PARTS = {"weights", "source", "dtype", "kv_dtype", "layers", "method", "calibration", "lengths", "step", "numbers",
          "layouts", "max_seq_len", "more", "text.prompts", "text.fed", "text.next"}  # fmt: skip

@@ -50,7 +50,7 @@ SHAPES = [(g, d) for g in (1, 3, 4, 8) for d in (32, 64, 96, 128)]  # query head
 SHAPES += [(1, 40), (4, 80)]
 SAMPLE = [(4, 64), (3, 96)]
 LARGE = 2.0**12  # of keys and values that fit in fp16, where their products with queries do not
-SIZES = (2.0**-14, 2.0**16)  # of keys and values; even powers, because palu's factors carry their square root
+SCALES = (2.0**-14, 2.0**16)  # of keys and values; even powers, because palu's factors carry their square root
 ROUNDED = 2e-2  # tolerance of logits if sums in another order may round a code the other way
 SAVED, BEFORE, THEN = (150, 61), 34, 8  # prompt lengths, and decode steps before and after a cache is saved
 SIZES = dict(same=(260, 100), unknown=(260, None), larger=(420, 200))  # slots, max_new_tokens
@@ -529,13 +529,13 @@ def check_nothing_chosen(name: str) -> str | None:
 def check_size(name: str, knobs: Knobs) -> None:
     """Values times c multiply the output by c, and keys times c with queries over c leave it."""
     prompts, runs, fed = [prompt(9), prompt(40)], [], None
-    for size in (1.0, *SIZES):
+    for size in (1.0, *SCALES):
         keys = 1.0 if class_of(name).weighs_queries else size
         model = tiny(sizes=(1 / keys, keys, size))
         model.setup_cache(name, 2, 60, **knobs)
         got, fed = run(model, prompts, 12, fed)
         runs.append(got)
-    for got, size in zip(runs[1:], SIZES, strict=True):
+    for got, size in zip(runs[1:], SCALES, strict=True):
         same(
             got, runs[0], f"{at_knobs(knobs)} keys and values times {size:g} change more than their scale", TOL,
             "scales in fp16 and small constants are relative to a head's size: units = \"kv\" (base.py) divides by it",
