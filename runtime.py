@@ -117,11 +117,11 @@ class SpareCores:
     """
 
     interval = 0.3  # seconds between two looks
+    most = lowered = 0  # threads before we lowered them, and the number to which we did: of the process, as torch's are
 
     def __init__(self) -> None:
-        self.most = torch.get_num_threads()
         busy = self.busy()
-        self.fixed = "OMP_NUM_THREADS" in os.environ or self.most == 1 or busy is None
+        self.fixed = "OMP_NUM_THREADS" in os.environ or busy is None
         self.before = time.perf_counter(), busy or 0.0
 
     @staticmethod
@@ -144,8 +144,11 @@ class SpareCores:
         busy = self.busy() or 0.0
         others = (busy - self.before[1]) / (now - self.before[0])
         self.before = (now, busy)
-        n = max(1, min(self.most, len(os.sched_getaffinity(0)) - round(others)))
-        if n != torch.get_num_threads():
+        if (threads := torch.get_num_threads()) != SpareCores.lowered:
+            SpareCores.most = threads
+        n = max(1, min(SpareCores.most, len(os.sched_getaffinity(0)) - round(others)))
+        if n != threads:
+            SpareCores.lowered = n
             torch.set_num_threads(n)
 
 

@@ -196,8 +196,8 @@ def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
         if name != our_name:
             yield f"layer {layer} is {name} there and {our_name} here"
         else:
-            yield from (f"layer {layer} has {k}={v} there and {k}={our_knobs.get(k)} here"
-                        for k, v in knobs.items() if our_knobs.get(k) != v)  # fmt: skip
+            yield from (f"layer {layer} has {k}={knobs.get(k)} there and {k}={our_knobs.get(k)} here"
+                        for k in knobs | our_knobs if our_knobs.get(k) != knobs.get(k))  # fmt: skip
 
 
 # ---- the file ----
@@ -283,9 +283,6 @@ class CacheFile:
             if key in saved and layout_of(m, tokens).get(buffer) != was:
                 own = {x: self.tensors[k].to(b.device) for n, k, _, x in found if n == name and k in self.tensors}
                 carried = m.carry(buffer, own, was, pos.to(b.device))
-                if carried is None and was is None:
-                    raise InputError(f"{self.path} does not say how {method} laid out {buffer}, as files of "
-                                     "version 0.3 do not: save it again")  # fmt: skip
                 del saved[key]
                 saved |= {} if carried is None else {key: carried}
             if key not in saved:

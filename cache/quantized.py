@@ -83,6 +83,7 @@ class Quantized(KVMethod):
 
     reads_queries = False
     units = "kv"
+    layout = KVMethod.first_slots
     keys: QuantizedStore
     values: QuantizedStore
 

@@ -38,6 +38,8 @@ LIMITS = (-(10**9), 10**9)  # of a knob that states none; the sum of two still f
 
 # ---- methods, by file ----
 
+REPLACED: dict[str, types.ModuleType] = {}  # modules of ours in whose place a user's file of that name is loaded
+
 
 def method_files() -> dict[str, Path]:
     """Every method file by name. A file of KV_FAST_METHODS wins over one of this repository."""
@@ -54,6 +56,10 @@ def _module(name: str) -> types.ModuleType:
     loaded = sys.modules.get(full)
     if loaded is not None and loaded.__file__ != str(path):  # another folder's file of the same name
         del sys.modules[full]
+        if loaded.__file__ is not None and Path(loaded.__file__).parent == HERE:
+            REPLACED[name] = loaded
+    if full not in sys.modules and path.parent == HERE and name in REPLACED:
+        sys.modules[full] = REPLACED.pop(name)  # ours again, with the classes that others have imported
     try:
         return importlib.import_module(full)
     except InputError:

@@ -71,7 +71,8 @@ def settings(name: str) -> list[Knobs]:
         tokens = [k for k, x in cls.stress.items() if type(x) is int and {"int", "float"} <= {*kinds.get(k, ())}]
         out.append(dict(cls.stress))
         if tokens:
-            out.append(cls.stress | {k: min(cls.stress[k] / 100, 1.0) for k in tokens})
+            shares = {k: min(cls.stress[k] / 100, 1.0) for k in tokens} | dict.fromkeys({"min_tokens"} & {*kinds}, 0)
+            out.append(cls.stress | shares)
     return out
 
 

@@ -119,6 +119,7 @@ class Sals(KVMethod):
     stress = dict(budget=24, sinks=4, recent=16)
     pre_rope = True
     units = "v"
+    layout = KVMethod.first_slots
     reads_queries = False
     rewinds = True
     joins_heads = whole_calibration = True  # latents are sums over the heads of all ranks; each rank stores all of them

@@ -73,7 +73,7 @@ def test_a_method_within_a_method_has_knobs_of_its_own():
     (_, args), *_ = layer_methods("razor,window=16,retrieval_method=quest:budget=64:recent=8", 2)
     assert args.window == 16
     model = tiny(*SHAPE)
-    model.setup_cache("razor,retrieval_method=quest-7.5:recent=8", 1, 256, **RAZOR)
+    model.setup_cache("razor,retrieval_method=quest-7.5:recent=8:min_tokens=0", 1, 256, **RAZOR)
     assert [(m.other.args.budget, m.other.args.recent) for m in model.cache] == [(0.075, 8)] * 2
     for text, says in (
         ("quest:budget", "cannot read 'budget' in 'quest:budget'"),
@@ -130,7 +130,7 @@ def test_layers_of_two_methods_that_lose_nothing_are_dense(spec):
         "0:full,1:snapkv,budget=16,recent=8",
         "0:pyramidkv,budget=48,1:tova,budget=24",
         "0:hshare,budget=48,sinks=4,recent=16,1:hshare,budget=32,sinks=4,recent=16",
-        "0:double_sparsity_offload,budget=0.5,1:double_sparsity_offload-sync,budget=24",
+        "0:double_sparsity_offload,budget=0.5,min_tokens=0,1:double_sparsity_offload-sync,budget=24",
         "0:ojakv-snapkv,n_start=5,n_recent=5,1:ojakv,update_every=6",
         "0:razor,window=16,retrieval_method=quest:budget=24,1:razor,window=32,retrieval_method=snapkv:budget=40",
         "0:kivi,1:hadamard",
@@ -155,7 +155,7 @@ def test_ojakv_over_snapkv_is_a_knob(keep):
     """Sec. 7: of the prompt what SnapKV keeps, as coordinates. With whole bases and all kept it is dense attention."""
     check_dense("ojakv", rank=1.0, keep=1.0)
     model, n = tiny(*SHAPE), 100
-    model.setup_cache(f"ojakv,keep={keep}", 1, n + 4, n_start=4, n_recent=4)
+    model.setup_cache(f"ojakv,keep={keep},min_tokens=0", 1, n + 4, n_start=4, n_recent=4)
     run(model, [prompt(n)], 2)
     kept = round(keep * n) if isinstance(keep, float) else keep
     assert [int(m.stored) for m in methods_of(model)] == [kept - 8] * 2

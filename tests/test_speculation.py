@@ -277,7 +277,10 @@ def test_seen_grows_with_the_tokens():
 
 def test_a_conversation_is_full():
     """A stop string may end a turn in the middle of what was checked; the next turn goes on from there."""
-    talks = [LLM().conversation(stop=["\n"]), LLM(method="double_sparsity", speculate=5).conversation(stop=["\n"])]
+    talks = [
+        LLM().conversation(stop=["\n"]),
+        LLM(method="double_sparsity,min_tokens=0", speculate=5).conversation(stop=["\n"]),
+    ]
     for text in ("import os", "def main(", "x = 1"):
         said = [talk.say(text, 30).tokens for talk in talks]
         assert said[0] == said[1]
@@ -318,7 +321,16 @@ def test_what_cannot_draft_says_so(cli, argv, said):
 
 
 def test_the_summary_counts_drafts(cli):
-    argv = ["--prompt", "import os", "--max-new-tokens", "20", "--method", "double_sparsity", "--speculate", "3"]
+    argv = [
+        "--prompt",
+        "import os",
+        "--max-new-tokens",
+        "20",
+        "--method",
+        "double_sparsity,min_tokens=0",
+        "--speculate",
+        "3",
+    ]
     status, out, err = cli(generate, *argv, "--json")
     said = json.loads(out)
     assert status == 0 and 0 < said["acceptance"] <= 1 and 1 < said["tokens_per_check"] <= 4
@@ -361,9 +373,9 @@ def test_a_prompt_is_saved_and_asked_by_drafts(tmp_path):
     """Questions from one state, saved and loaded, are answered as full answers them; uneven rows are not saved."""
     questions = [list(range(20, 33)), list(range(40, 44))]
     want = [c.tokens for c in LLM().ask(PROMPTS[:1], questions, max_new_tokens=20)]
-    llm = LLM(method="double_sparsity", speculate=3)
+    llm = LLM(method="double_sparsity,min_tokens=0", speculate=3)
     assert [c.tokens for c in llm.ask(PROMPTS[:1], questions, max_new_tokens=20, save=tmp_path / "c")] == want
-    again = LLM(method="double_sparsity", speculate=3)
+    again = LLM(method="double_sparsity,min_tokens=0", speculate=3)
     assert [c.tokens for c in again.ask(None, questions, max_new_tokens=20, load=tmp_path / "c")] == want
     llm.generate(PROMPTS, 20)
     with pytest.raises(InputError, match="unevenly"):
