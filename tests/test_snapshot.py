@@ -320,7 +320,7 @@ LOAD = {
     "last byte": (["changed 2"], "is damaged"),
     "a number": (["changed 3"], "is damaged"),
     "no tokens": (["no tokens"], "has no text.prompts: save it again"),
-    "version": (["version"], "is of version 99, expected 1: save it again"),
+    "version": (["version"], "is of version 99, expected 2: save it again"),
     "method": (
         ["a", "--method", "sals"],
         "was saved with --method self_index, budget=80, not sals (layer 0 is "
