@@ -144,6 +144,7 @@ def test_threads_share_a_product(bits, rows, out, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_products_with_weights_as_they_are(data):
@@ -180,7 +181,8 @@ def test_codes_with_rows_of_a_wide_range(bits):
             off[g : g + 64] = x[i, g : g + 64].double().abs().max() * 2**-15
         least = 1e-6 * want[i].abs().max() + 1e-30 * w.abs().sum(1)
         assert ((got[i].double() - want[i]).abs() <= off @ w.abs().T + least).all(), i
-    assert torch.equal(layer(x[8:]), got[8:])
+    # one row may be summed in another order than nine
+    torch.testing.assert_close(layer(x[8:]), got[8:], rtol=0, atol=2e-6 * want[8].abs().max().item())
 
 
 def test_gradients_flow_through_weights_as_they_are():
@@ -196,7 +198,8 @@ def test_a_prompt_takes_a_way_of_its_own(own, monkeypatch):
         monkeypatch.setattr(ctypes.c_int64.in_dll(build.library(), "kvf_own_ways"), "value", own)
     check_product(0, 70, 9000, 256, 4, 64, "zeros", False, torch.float32, "")
     check_product(0, 70, 1000, 256, 4, 32, "steps and minima", False, torch.float32, "")
-    if own and not native.ask("has_tiles") and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    wide = native.available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if own and wide and not native.ask("has_tiles"):
         return  # rows of x in 16 bits
     gen = torch.Generator().manual_seed(0)
     layer, c = PackedLinear(256, 1000, False, Layout(4, 64)), codes(gen, 1000, 256, 4, 64, "zeros")
