@@ -137,8 +137,6 @@ class PromptEvicting(Evicting):
         return dict.fromkeys(names, self.k.shape[2])
 
     def carry(self, name, saved, layout, pos):
-        if layout is None:  # version 0.3 cut heads where they had no end
-            return None
         first, (H, N) = saved["first"], self.k.shape[1:3]
         moved = first + (N - layout) * torch.arange(H + 1, device=first.device)
         if name == "first":
