@@ -44,7 +44,7 @@ test-real: .venv/dev
 lint: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy *.py cache contract kernels kv_methods tokenizer weights
+	.venv/bin/mypy *.py runtime kernels cache kv_methods weights loading engine scripts/contract
 	.venv/bin/lint-imports
 	.venv/bin/clang-format --dry-run --Werror kernels/native/*.cpp kernels/native/*.h kernels/native/isa/*.h
 

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import InputError, Parser, need_torch, run_cli
+from runtime.errors import InputError, Parser, need_torch, run_cli
 
 if __name__ == "__main__":
     need_torch()  # before what needs it is imported
@@ -54,12 +54,12 @@ from cache.calibration import (
 from cache.channels import read_channels, shared
 from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
-from checkpoint import args_from_hf, load_checkpoint
-from corpus import shuffled
+from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs, Transformer
-from parallel import ONE, PATIENCE, Ranks, start
-from runtime import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
-from tokenizer import load_tokenizer
+from runtime.corpus import shuffled
+from runtime.machine import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
+from runtime.parallel import ONE, PATIENCE, Ranks, start
 from weights import WeightFormat, open_checkpoint
 
 SAMPLES = 12  # sequences of text (ours; the SALS paper takes 512)

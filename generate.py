@@ -18,16 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from errors import InputError, Parser, check_count, need_torch, run_cli
+from runtime.errors import InputError, Parser, check_count, need_torch, run_cli
 
 if __name__ == "__main__":
     need_torch()  # before what needs it is imported
 import torch
 
-import parallel
 from cache.spec import describe, parse_knobs
-from engine import LLM, Completion, Ended, Result, Sampling, stop_strings
-from runtime import (
+from engine.llm import LLM, Completion, Ended, Result, Sampling, stop_strings
+from engine.snapshot import CacheFile
+from engine.speculation import Tally
+from loading.tokenizer.chat import template_variable
+from runtime import parallel
+from runtime.machine import (
     TINY,
     add_calibration,
     add_precision,
@@ -39,9 +42,6 @@ from runtime import (
     versions,
     written,
 )
-from snapshot import CacheFile
-from speculation import Tally
-from tokenizer.chat import template_variable
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """The decoder: Llama, Mistral, Qwen2/2.5 and Qwen3, with a swappable KV cache.
 
-checkpoint.py fills it from Hugging Face folders, engine.py generates with it. Rotary embeddings keep Hugging Face's
+loading/ fills it from Hugging Face folders, engine/ generates with it. Rotary embeddings keep Hugging Face's
 half-split layout and weights are never permuted, so channel lists and bases mean the same everywhere.
 Shapes: B rows, S prompt tokens, Hq query heads, Hkv KV heads, D head_dim, V vocabulary.
 """
@@ -24,13 +24,13 @@ from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
 from cache.prompt import Angles, Text
 from cache.spec import build_cache, layer_methods, method_name
-from errors import InputError, warn_once
 from kernels.backend import use_native
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
-from parallel import ONE, Ranks
-from runtime import require_memory
+from runtime.errors import InputError, warn_once
+from runtime.machine import require_memory
+from runtime.parallel import ONE, Ranks
 from weights import Choose, Linear, PackedEmbedding, PackedLinear, first_outputs, pack
 from weights.codes import BF16
 
@@ -46,7 +46,7 @@ KEY_BIAS = 4.0
 
 @dataclass
 class ModelArgs:
-    """Shape and numerics of a decoder: checkpoint.py reads them from a config.json, `from_name` from NAMED."""
+    """Shape and numerics of a decoder: loading/checkpoint.py reads them from a config.json, `from_name` from NAMED."""
 
     dim: int = 4096
     n_layer: int = 32
@@ -477,7 +477,7 @@ class Transformer(nn.Module):
         )
 
     def decode(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; compiled.py compiles it."""
+        """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; engine/compiled.py compiles it."""
         # no autograd history, whoever calls; a compiled graph cannot enter inference mode
         with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
             return self.logits(self.decode_hidden(tokens, pos))

@@ -30,12 +30,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from cache.prompt import Prompt, Text
-from errors import InputError
 from kernels.dense_attention import attend_where, prefill_attention
 from kernels.native import in_huge_pages
 from kernels.rope import Rope
 from kernels.rotate_append import rotate_token
-from parallel import ONE, Ranks
+from runtime.errors import InputError
+from runtime.parallel import ONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Storage(nn.Module):
     def layout(self, tokens: int) -> dict[str, Any] | None:
         """Buffer name -> the size, in JSON, that decides in which slots `tokens` tokens lie, for buffers in which
         max_seq_len changes that. None, the default, does not say it: a cache with such buffers cannot be saved
-        (snapshot.py). The archetypes say it; a subclass that stores tokens elsewhere says so itself."""
+        (engine/snapshot.py). The archetypes say it; a subclass that stores tokens elsewhere says so itself."""
         return None
 
     def first_slots(self, tokens: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache.base import knob
-from errors import InputError
+from runtime.errors import InputError
 
 
 def min_tokens() -> Any:

@@ -24,8 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.statistic import REPEATS, RepeatedTokens, Sizes, Statistic, Tokens, is_ranking, unique
-from errors import InputError
-from runtime import check_fetched, written
+from runtime.errors import InputError
+from runtime.machine import check_fetched, written
 
 FILE, VERSION = "calibration.safetensors", 3
 # fields of ModelArgs that keys do not depend on, or that a GGUF file lacks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache.statistic import Sizes, is_ranking
-from errors import InputError, short
+from runtime.errors import InputError, short
 
 KINDS = ("qk", "q", "k")
 

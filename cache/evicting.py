@@ -22,11 +22,11 @@ from torch import Tensor
 
 from cache.base import Attended, KVMethod, knob
 from cache.budget import budget_tokens, check_budget, min_tokens
-from errors import InputError
 from kernels.dense_attention import attend_where, decode_attention
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
 from kernels.prompt_scores import best_tokens, newest_first
+from runtime.errors import InputError
 
 
 class Evicting(KVMethod):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage
-from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.ring import ring_positions
+from runtime.errors import InputError
 
 
 class Tail(Storage):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cache.base import KVMethod
 from cache.dense import Dense
-from errors import InputError
+from runtime.errors import InputError
 
 
 class Kept(KVMethod):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage
-from errors import InputError
 from kernels.label_score import label_score, store_labels
+from runtime.errors import InputError
 
 
 class LabelCache(Storage):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage
-from errors import InputError
 from kernels.quantize import GROUP, groups_of, quantize
+from runtime.errors import InputError
 
 
 class PackedVectors(Storage):

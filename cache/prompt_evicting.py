@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cache.base import Attended, knob
 from cache.evicting import Evicting
-from errors import InputError
 from kernels.prompt_scores import best_tokens, newest_first
 from kernels.ragged_attention import ragged_attention
+from runtime.errors import InputError
 
 
 class PromptEvicting(Evicting):

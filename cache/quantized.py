@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cache.base import Attended, CacheShape, KVMethod, Storage
 from cache.packed import PackedVectors
-from errors import InputError
 from kernels.codebook import e4m3, lloyd_max
 from kernels.quantize import BITS, GROUP, groups_of
 from kernels.quantized_attention import (
@@ -23,6 +22,7 @@ from kernels.quantized_attention import (
     read_tokens,
     store_prompt,
 )
+from runtime.errors import InputError
 
 
 class ByToken(Storage):

@@ -20,10 +20,10 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.budget import Selection, TopP, min_tokens
 from cache.dense import Dense
-from errors import InputError
 from kernels.gather_attention import gather_attention, gather_rows, weighted_gather_attention
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
+from runtime.errors import InputError
 
 # What chooses the list of a KV head: its group's sum of q . k, mean softmax or largest logit; or "query", one list for
 # each query head, which reads g lists.

@@ -29,9 +29,9 @@ import torch.nn as nn
 from cache.base import CacheShape, KVMethod, connected
 from cache.kept import kept
 from cache.statistic import Statistic, unique
-from errors import InputError, did_you_mean, short, warn_once
 from kernels.rope import Rope
-from runtime import ROOT, own_folders, require_memory
+from runtime.errors import InputError, did_you_mean, short, warn_once
+from runtime.machine import ROOT, own_folders, require_memory
 
 HERE = ROOT / "kv_methods"
 LIMITS = (-(10**9), 10**9)  # of a knob that states none; the sum of two still fits an int32

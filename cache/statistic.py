@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from errors import InputError
 from kernels.rope import apply_rope
+from runtime.errors import InputError
 
 REPEATS = 4  # copies of the random tokens (RazorAttention, Sec. 3.3)
 EVERY = REPEATS - 1  # every third query behind the first copy is measured: as many queries as random tokens

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from errors import InputError
+from runtime.errors import InputError
 
 
 def alibi_scope(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError
 from kernels import native
+from runtime.errors import InputError
 
 # the kernels are written for fused multiply-adds, which Triton 3.10 turns off by default
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -16,11 +16,11 @@ from torch import Tensor
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import Selection, TopP
 from cache.labels import LabelCache
-from errors import InputError
 from kernels.offload import await_rows, fetch_rows, fetched_attention, host_buffer
 from kernels.ring import ring_positions
 from kernels.select import budget_select
 from kv_methods.double_sparsity import DoubleSparsity
+from runtime.errors import InputError
 
 PRESETS = {
     "double_sparsity_offload-sync": dict(predict=False),  # the true query: what prediction costs in accuracy

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from cache.base import knob
 from cache.packed import check_groups
 from cache.quantized import Quantized, QuantizedStore
-from errors import InputError
 from kernels.quantize import GROUP
+from runtime.errors import InputError
 
 
 class FP8(Quantized):

@@ -16,9 +16,9 @@ import torch
 from cache.base import knob
 from cache.packed import check_groups
 from cache.quantized import QuantizedStore, Turned, check_bits
-from errors import InputError
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import GROUP
+from runtime.errors import InputError
 
 PRESETS = {  # none is a row of the five papers; bits of keys and values as in QuaRot
     "hadamard-8": dict(bits=8),

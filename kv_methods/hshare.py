@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cache.base import CacheShape, Storage, knob
-from errors import InputError
 from kernels.select import budget_select, with_run
 from kv_methods.double_sparsity import DoubleSparsity
+from runtime.errors import InputError
 
 PRESETS = {
     "hshare-4k": dict(),  # SALS, Table 4: 16 + 432 + 64

@@ -14,8 +14,8 @@ from typing import Literal
 from cache.base import knob
 from cache.packed import check_groups
 from cache.quantized import Quantized, QuantizedStore, check_bits
-from errors import InputError
 from kernels.quantize import GROUP
+from runtime.errors import InputError
 
 PRESETS = {
     "kivi-4": dict(bits=4),  # KIVI-4 of SALS, Tables 2 and 3

@@ -17,8 +17,8 @@ from cache.base import knob
 from cache.budget import TopP, check_part, part_of
 from cache.selecting import Heads, Selecting
 from cache.statistic import Statistic, principal
-from errors import InputError
 from kernels.latent_score import head_scores
+from runtime.errors import InputError
 
 PRESETS = {
     "loki-12.5": dict(budget=0.125, dims=0.25),  # k_f = 0.125, d_f = 0.25 of Loki

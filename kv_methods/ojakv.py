@@ -20,11 +20,11 @@ from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens, min_tokens
 from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
-from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.lowrank import SLOTS, lowrank_attention, project, reconstruct
 from kernels.oja import change_basis, oja_step, orthonormalize
 from kernels.prompt_scores import best_in_order, best_tokens, snapkv_scores
+from runtime.errors import InputError
 
 PRESETS = {
     "ojakv-0.8": dict(rank=0.8),  # OjaKV 0.8x, Tables 2-4

@@ -18,9 +18,9 @@ import torch
 from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.packed import PackedVectors
 from cache.statistic import Statistic, principal, principal_of_heads
-from errors import InputError
 from kernels.group_attention import coordinates, group_attention, rebuild
 from kernels.hadamard import hadamard_matrix
+from runtime.errors import InputError
 
 PRESETS = {
     "palu-30": dict(rank=0.7, bits=3),  # Palu-30 % (3bit) of SALS, Tables 2 and 3

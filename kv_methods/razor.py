@@ -21,12 +21,12 @@ from cache.base import Attended, KVMethod, knob
 from cache.budget import budget_cap, budget_tokens
 from cache.spec import inner_method
 from cache.statistic import REPEATS, RepeatedTokens
-from errors import InputError, warn_once
 from kernels.gather_attention import gather_rows
 from kernels.packed_attention import packed_attention
 from kernels.ring import ring_positions
 from kernels.window_append import window_append
-from parallel import ONE
+from runtime.errors import InputError, warn_once
+from runtime.parallel import ONE
 
 PLACES = 4  # places after an earlier copy at which attention is measured
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from cache.base import knob
 from cache.compacting import Compacting
 from cache.evicting import Evicting
-from errors import InputError
 from kernels.prompt_scores import pooled
+from runtime.errors import InputError
 
 BLOCK = 256  # tokens whose cosines with all others are held at a time
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from cache.base import knob
 from cache.budget import budget_cap, budget_tokens, check_budget, check_part, part_of
-from errors import InputError
 from kernels.channel_score import channel_score
 from kernels.gather_attention import gather_rows
 from kernels.page_score import page_bounds
 from kernels.select import budget_select, with_run
 from kv_methods.snapkv import SnapKV
+from runtime.errors import InputError
 
 PRESETS = {f"rocket-{budget}": dict(budget=budget) for budget in (256, 512, 2048)}  # of no seed paper
 

@@ -19,7 +19,6 @@ from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import Selection, TopP, min_tokens
 from cache.packed import PackedVectors, check_groups
 from cache.statistic import Statistic, principal, principal_of_heads
-from errors import InputError
 from kernels.latent import LatentTokens, append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
@@ -27,6 +26,7 @@ from kernels.linear import dense_linear
 from kernels.ring import ring_positions
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
+from runtime.errors import InputError
 
 SIZES = {
     "sals-25": dict(rank=0.25, value_bits=4),  # Sec. 5.1, "SALS-25%" of Tables 2-7

@@ -18,13 +18,13 @@ from cache.base import Attended, CacheShape, KVMethod, Storage, knob
 from cache.budget import budget_cap, budget_tokens, check_budget, min_tokens
 from cache.full_precision import Tail
 from cache.packed import PackedVectors, check_groups
-from errors import InputError
 from kernels.gather_attention import gather_rows
 from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention, read_packed
 from kernels.prompt_scores import best_tokens, snapkv_scores
 from kernels.select import budget_select, with_run
 from kernels.sign_codes import SUB, lut_score, pack_codes, sign_codes, sign_patterns
 from kernels.sign_encode import encode_keys, encode_others, key_range
+from runtime.errors import InputError
 
 PRESETS = {
     "self_index-7.5": dict(budget=0.075),  # RULER, Table 2; int(0.075 * (L - 64)) tokens and 64 sinks (published code)

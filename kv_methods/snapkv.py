@@ -15,8 +15,8 @@ import torch
 from cache.base import knob
 from cache.compacting import Compacting
 from cache.prompt_evicting import PromptEvicting
-from errors import InputError
 from kernels.prompt_scores import pooled
+from runtime.errors import InputError
 
 PRESETS = {
     "snapkv-50": dict(budget=0.5),  # OjaKV, Table 6, SnapKV (Token Sel. only)

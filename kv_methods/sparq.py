@@ -16,9 +16,9 @@ from torch import Tensor
 from cache.base import Attended, knob
 from cache.budget import TopP, check_part, part_of
 from cache.selecting import Selecting
-from errors import InputError
 from kernels.channel_score import channel_score
 from kernels.latent_score import head_scores
+from runtime.errors import InputError
 
 PRESETS = {
     "sparq-1xk": dict(copies=1),  # Double Sparsity, Table 1, SparQ (1xK): one copy of K, token by token

@@ -16,7 +16,7 @@ import torch
 from cache.base import knob
 from cache.packed import check_groups
 from cache.quantized import QuantizedStore, Turned
-from errors import InputError
+from runtime.errors import InputError
 
 PRESETS = {  # the bytes of TurboQuant's runs, which instead give 32 of 128 channels one bit more
     "turboquant-3.5": dict(k_bits=4, v_bits=3),

@@ -1,3 +1,3 @@
-from errors import need_torch
+from runtime.errors import need_torch
 
 need_torch()  # before a script imports what needs it

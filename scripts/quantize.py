@@ -23,11 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.calibration import write_tensors
-from checkpoint import args_from_hf
-from errors import InputError, Parser, run_cli
 from kernels.linear import pack_bits
+from loading.checkpoint import args_from_hf
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from tokenizer import load_tokenizer
+from runtime.errors import InputError, Parser, run_cli
 from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

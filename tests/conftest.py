@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from errors import run_cli
+from runtime.errors import run_cli
 
 # The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others each time.
 settings.register_profile("fixed", derandomize=True)

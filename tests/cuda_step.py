@@ -30,10 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
-import runtime
-from compiled import compiler_options
+from engine.compiled import compiler_options
 from model import ModelArgs, empty_transformer
-from parallel import Ranks
+from runtime.parallel import Ranks
 
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
 const c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -103,7 +102,7 @@ def code_of(method, ranks, n_layer=2):
         (CudaInterface, "raise_if_triton_unavailable", yes),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(runtime, "available_memory", lambda device: 2**60))
+        stack.enter_context(mock.patch("runtime.machine.available_memory", lambda device: 2**60))
         on_cuda(model, method, 8, 4096)
         stack.enter_context(FAKE)
         for owner, name, value in patches:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from runtime import ROOT
+from runtime.machine import ROOT
 
 RUN = """
 import contextlib, io, json, os, runpy, sys, warnings

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from errors import InputError, Parser, run_cli
-from runtime import ROOT, check_out, written
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, check_out, written
 from scripts.shared.results import commit, cpu_name
 
 ORDER = ["--random-order-bucket=module"]

@@ -11,11 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
-import parallel
-from checkpoint import load_checkpoint, random_transformer
-from errors import InputError
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from tokenizer import load_tokenizer
+from runtime import parallel
+from runtime.errors import InputError
 from weights import WeightFormat
 
 RAGGED = (50, 23, 71)

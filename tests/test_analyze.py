@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from cache.calibration import Calibration
-from checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
-from corpus import Document
-from errors import run_cli
 from kernels.rope import apply_rope
+from loading.checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
 from model import Block, ModelArgs
+from runtime.corpus import Document
+from runtime.errors import run_cli
 from scripts.eval import analyze as A
 from scripts.eval.analyses import adjacent, bases, channels, heads, shift, signs, spectra
 from scripts.eval.analyses import measures as M

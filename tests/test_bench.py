@@ -20,10 +20,10 @@ from helps import helps
 
 from cache.calibration import Calibration
 from cache.spec import layer_methods, make_args, method_files, method_name
-from checkpoint import args_from_hf, random_transformer
-from errors import InputError
 from kv_methods.razor import Razor
+from loading.checkpoint import args_from_hf, random_transformer
 from model import NAMED
+from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, bench_linear, bench_restore, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze, compare, weights_quality

@@ -26,13 +26,13 @@ import cache.statistic as S
 import calibrate as C
 from cache.calibration import FILE, VERSION, Calibration, RandomCalibration, fingerprint, of_model
 from cache.spec import all_statistics
-from checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
-from corpus import shuffled
-from errors import InputError, run_cli
+from engine.snapshot import calibration_id
 from kv_methods.razor import HeadScores
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from snapshot import calibration_id
-from tokenizer import load_tokenizer
+from runtime.corpus import shuffled
+from runtime.errors import InputError, run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"

@@ -16,10 +16,10 @@ from test_formats import tiny_gguf
 import calibrate as C
 import generate
 from cache.calibration import Calibration, beside
-from checkpoint import load_checkpoint
 from engine import LLM
+from loading.checkpoint import load_checkpoint
 from model import Transformer
-from runtime import TINY
+from runtime.machine import TINY
 from scripts import quantize
 from scripts.bench import bench_generate
 from scripts.eval import analyze, compare, perplexity, weights_quality

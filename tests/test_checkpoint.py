@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
-from errors import InputError
 from kernels.rope import RopeArgs
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
 from model import NAMED, ModelArgs, Transformer
+from runtime.errors import InputError
 from weights import WeightFormat
 
 ROOT = Path(__file__).parents[1]

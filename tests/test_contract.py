@@ -1,4 +1,4 @@
-"""The contract of contract/, for every method that is found: a new file is tested by being there.
+"""The contract of scripts/contract/, for every method that is found: a new file is tested by being there.
 
 And of the checks themselves: what each fault of a method's file is told as, and that no fault passes.
 """
@@ -14,13 +14,13 @@ import torch
 from sampled import sampled
 
 from cache.spec import method_class, method_files
-from contract import __main__ as testing
-from contract.__main__ import CHECKS, SLOW, run_check
-from contract.checks import TOL, at_knobs, check_poison, check_second_turn, same, settings
-from contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
-from errors import InputError
 from kernels.op import OPERATIONS
-from runtime import ROOT
+from runtime.errors import InputError
+from runtime.machine import ROOT
+from scripts.contract import __main__ as testing
+from scripts.contract.__main__ import CHECKS, SLOW, run_check
+from scripts.contract.checks import TOL, at_knobs, check_poison, check_second_turn, same, settings
+from scripts.contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 
 __all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
            "every_method", "method_class", "poison", "prompt", "rounds", "run", "same", "settings", "teacher",
@@ -480,7 +480,7 @@ def test_only_the_files_own_kernels_are_run_and_compared(scale, ok, write, monke
 
 def test_as_a_command(tmp_path):
     (tmp_path / "mine.py").write_text(H2O)
-    command = [sys.executable, "-m", "contract", str(tmp_path / "mine.py"), "--only", "window"]
+    command = [sys.executable, "-m", "scripts.contract", str(tmp_path / "mine.py"), "--only", "window"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "window    ok" in done.stdout and not done.stderr
 

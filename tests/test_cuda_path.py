@@ -191,7 +191,7 @@ def gpu(monkeypatch):
     if not torch.cuda.is_available():
         card = SimpleNamespace(multi_processor_count=splits.ASSUMED_SMS, major=9, minor=0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        monkeypatch.setattr("runtime.available_memory", lambda device: 80 << 30)
+        monkeypatch.setattr("runtime.machine.available_memory", lambda device: 80 << 30)
     # streams and addresses are of real things
     stream = SimpleNamespace(wait_stream=lambda stream: None, wait_event=lambda event: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

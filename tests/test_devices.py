@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import runtime
 from engine import LLM
-from errors import InputError
 from kernels.offload import MAPPED, PORTABLE, host_buffer
+from runtime import machine
+from runtime.errors import InputError
 
-ROOT = runtime.ROOT
+ROOT = machine.ROOT
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def cards(monkeypatch):
 @pytest.mark.parametrize("name", ["cuda:1", "cuda", None, "cpu"])
 def test_kernels_run_on_the_device_that_is_named(name, cards):
     """Triton launches on the current device, and events and pinned memory are its own."""
-    device = runtime.pick_device(name)
+    device = machine.pick_device(name)
     assert device.type == ("cpu" if name == "cpu" else "cuda")
     assert cards.set == ([torch.device("cuda:1")] if name == "cuda:1" else [])
 
@@ -51,14 +51,14 @@ def test_a_model_is_loaded_to_a_device_that_was_set(device, cards, monkeypatch):
         assert cards.set == [where] == [torch.device("cuda:1")]
         raise Loads
 
-    monkeypatch.setattr("engine.load_checkpoint", load)
+    monkeypatch.setattr("engine.llm.load_checkpoint", load)
     with pytest.raises(Loads):
         LLM(device=device)
 
 
 def test_a_device_that_is_not_there(cards):
     with pytest.raises(InputError, match="2 CUDA devices are visible"):
-        runtime.pick_device("cuda:2")
+        machine.pick_device("cuda:2")
     assert not cards.set
 
 
@@ -67,13 +67,13 @@ def test_bf16_is_for_cards_that_have_it(capability, bf16, cards):
     """torch says that older ones support it, which emulate it."""
     cards.capability = capability
     device = torch.device("cuda")
-    assert runtime.pick_dtype(None, device) == (torch.bfloat16 if bf16 else torch.float32)
-    assert runtime.pick_dtype("fp16", device) == torch.float16
+    assert machine.pick_dtype(None, device) == (torch.bfloat16 if bf16 else torch.float32)
+    assert machine.pick_dtype("fp16", device) == torch.float16
     if bf16:
-        assert runtime.pick_dtype("bf16", device) == torch.bfloat16
+        assert machine.pick_dtype("bf16", device) == torch.bfloat16
     else:
         with pytest.raises(InputError, match="use --dtype fp16 or fp32"):
-            runtime.pick_dtype("bf16", device)
+            machine.pick_dtype("bf16", device)
 
 
 def test_host_memory_is_pinned_as_counted(monkeypatch):
@@ -128,14 +128,15 @@ def test_a_system_that_does_not_tell_memory():
     code = """
 import json, os, sys, pathlib
 sys.modules["resource"] = None
-import torch, runtime, generate
+import torch, generate
+from runtime import machine
 def read_text(path, *args, **kwargs):
     raise FileNotFoundError(path)
 pathlib.Path.read_text = read_text
 del os.sysconf
 cpu = torch.device("cpu")
-runtime.require_memory(2**40, cpu, "x", "y")
-print(json.dumps(runtime.peak_memory(cpu)))
+machine.require_memory(2**40, cpu, "x", "y")
+print(json.dumps(machine.peak_memory(cpu)))
 """
     assert in_process(code) == 0
 
@@ -162,12 +163,12 @@ def test_threads_leave_the_cores_that_others_use(others, threads, monkeypatch):
     """Beside one busy core, two threads on two cores were 4.5 times slower than alone, one thread 1.6 times."""
     was, clock, used = torch.get_num_threads(), [100.0], [50.0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(runtime.os, "sched_getaffinity", lambda pid: range(4), raising=False)
-    monkeypatch.setattr(runtime.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(runtime.SpareCores, "busy", staticmethod(lambda: used[0]))
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(machine.SpareCores, "busy", staticmethod(lambda: used[0]))
     torch.set_num_threads(4)
     try:
-        cores = runtime.SpareCores()
+        cores = machine.SpareCores()
         for busy, want in ((others, threads), (0.0, 4)):
             clock[0], used[0] = clock[0] + 2, used[0] + 2 * busy
             cores.adapt()
@@ -175,8 +176,8 @@ def test_threads_leave_the_cores_that_others_use(others, threads, monkeypatch):
         clock[0], used[0] = clock[0] + 0.1, used[0] + 0.4
         cores.adapt()
         assert torch.get_num_threads() == 4  # too soon to tell
-        runtime.set_threads(4)  # chosen by the user
-        cores = runtime.SpareCores()
+        machine.set_threads(4)  # chosen by the user
+        cores = machine.SpareCores()
         clock[0], used[0] = clock[0] + 2, used[0] + 8
         cores.adapt()
         assert torch.get_num_threads() == 4
@@ -185,6 +186,6 @@ def test_threads_leave_the_cores_that_others_use(others, threads, monkeypatch):
 
 
 def test_the_time_of_other_processes_is_read():
-    busy = runtime.SpareCores.busy()
+    busy = machine.SpareCores.busy()
     assert busy is None or busy > -1
     assert sys.platform != "linux" or busy is not None

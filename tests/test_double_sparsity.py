@@ -12,10 +12,10 @@ from cache.base import connected
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class
 from calibrate import calibrate
-from checkpoint import load_checkpoint
-from errors import InputError
+from loading.checkpoint import load_checkpoint
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from tokenizer import load_tokenizer
+from runtime.errors import InputError
 
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "default": ({}, (2, 2, 64), (70, 120)),

@@ -25,17 +25,17 @@ from oracles import rotate
 
 from cache.calibration import Calibration, collect
 from cache.spec import make_args, method_class, presets, resolve
-from contract import checks as c
-from contract import step_checks as s
-from contract.harness import prompt, run, tiny
-from contract.reference import forward
-from errors import InputError
 from kernels.observed_attention import last_mass
 from kernels.prompt_scores import pooled
 from kernels.ragged_attention import ragged_attention
 from kv_methods import kvzip
 from model import ModelArgs, Transformer
-from parallel import Ranks
+from runtime.errors import InputError
+from runtime.parallel import Ranks
+from scripts.contract import checks as c
+from scripts.contract import step_checks as s
+from scripts.contract.harness import prompt, run, tiny
+from scripts.contract.reference import forward
 
 N_LAYER, STEPS = 5, 24
 ORACLES: dict[str, type[Row]] = dict(

@@ -24,12 +24,12 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 from watch import Hang, within
 
-import errors
-from checkpoint import args_from_hf, load_checkpoint
-from errors import InputError
-from runtime import TINY
-from tokenizer import load_tokenizer
-from tokenizer.library import CHAR_BYTES
+from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.tokenizer import load_tokenizer
+from loading.tokenizer.library import CHAR_BYTES
+from runtime import errors
+from runtime.errors import InputError
+from runtime.machine import TINY
 from weights import Codes, PackedLinear, gguf_config, gguf_tensors, is_gguf, open_checkpoint
 from weights.codes import Layout, grouped
 from weights.gguf import gguf_layouts

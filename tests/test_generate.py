@@ -11,14 +11,14 @@ import pytest
 import torch
 from sampled import sampled
 
-import engine as E
+import engine.llm as E
 import generate as G
 import model as M
 from cache.spec import method_files
-from checkpoint import load_checkpoint, random_transformer
-from errors import InputError, run_cli
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from tokenizer import load_tokenizer
+from runtime.errors import InputError, run_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -428,7 +428,7 @@ def test_a_bar_counts_the_tokens_read_on_a_terminal(tiny, chunk, silent, shown, 
 
 
 @pytest.mark.parametrize(
-    "argv", [["generate.py"], ["calibrate.py"], ["-m", "contract"], ["-m", "scripts.eval.compare"]]
+    "argv", [["generate.py"], ["calibrate.py"], ["-m", "scripts.contract"], ["-m", "scripts.eval.compare"]]
 )
 def test_without_the_environment_one_line_says_what_to_do(argv):
     done = subprocess.run([sys.executable, "-S", *argv], cwd=ROOT, capture_output=True, text=True)  # -S: no packages
@@ -580,11 +580,9 @@ def test_a_real_process_exits_2_without_a_traceback():
 
 
 def test_prefill_that_does_not_fit_is_refused_before_it_starts(monkeypatch):
-    import runtime
-
     args = ModelArgs(dim=32, n_layer=1, n_head=1, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=64)
     model = random_transformer(args, "cpu", torch.float32)
     model.setup_cache("full", 1, 64)
-    monkeypatch.setattr(runtime, "available_memory", lambda device: 1000)
+    monkeypatch.setattr("runtime.machine.available_memory", lambda device: 1000)
     with pytest.raises(InputError, match="prefill of 1 x 60 tokens needs"):
         model.prefill(torch.zeros(1, 60, dtype=torch.int64), torch.tensor([60]))

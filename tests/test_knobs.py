@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cache.spec import knob_names, make_args, method_class, method_files
-from contract.harness import prompt, run, tiny
-from errors import InputError
 from model import ModelArgs
+from runtime.errors import InputError
+from scripts.contract.harness import prompt, run, tiny
 
 LABELS = [dict(channels=0), dict(channels=0.0), dict(channels=1.5), dict(channels=-4), dict(channels=33),
           dict(label_bits=3), dict(label_bits=8), dict(budget=0), dict(budget=0.0), dict(recent=0), dict(sinks=-1),

@@ -17,11 +17,11 @@ from formats_files import write_gguf as converted
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file
 
-from checkpoint import load_checkpoint, random_transformer
 from engine import LLM
-from errors import run_cli
+from loading.checkpoint import load_checkpoint, random_transformer
 from model import ModelArgs
-from runtime import TINY
+from runtime.errors import run_cli
+from runtime.machine import TINY
 from scripts.bench import bench_generate
 from scripts.bench.llama_cpp import LlamaCpp, kind_of, write_gguf
 from scripts.bench.peer_runs import Work

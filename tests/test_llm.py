@@ -13,8 +13,8 @@ from sampled import sampled
 from cache.spec import method_files
 from cache.trace import observe
 from engine import LLM, Sampling
-from errors import InputError
-from runtime import ROOT, TINY
+from runtime.errors import InputError
+from runtime.machine import ROOT, TINY
 from scripts.eval.lm_eval_adapter import KVFast
 
 METHODS = sorted(method_files())

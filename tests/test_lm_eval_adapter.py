@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine import LLM
-from errors import InputError
-from runtime import TINY
+from runtime.errors import InputError
+from runtime.machine import TINY
 from scripts.eval import lm_eval_adapter
 
 lm_eval = pytest.importorskip("lm_eval")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
+from loading.checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
 
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64
@@ -22,7 +22,7 @@ RAW = 2 * TOKENS * HEADS * HEAD_DIM * 4  # bytes of one layer's keys and values 
 MEASURE = f"""
 import sys
 import torch
-from checkpoint import random_transformer
+from loading.checkpoint import random_transformer
 from model import ModelArgs
 
 def peak_rss():
@@ -96,8 +96,8 @@ def test_the_measurement_sees_a_method_that_keeps_them(tmp_path):
 LOAD = """
 import sys, threading
 import torch
-from checkpoint import load_checkpoint
-from parallel import Ranks
+from loading.checkpoint import load_checkpoint
+from runtime.parallel import Ranks
 from weights import WeightFormat
 
 def held():  # what is this process's own: pages of the checkpoint's file are not

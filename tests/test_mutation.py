@@ -21,21 +21,21 @@ from safetensors.torch import load_file, save_file
 from sampled import sampled
 from watch import Hang, within
 
-import engine
 import generate as G
 import model as M
-import runtime
 from cache.calibration import VERSION, Calibration, fingerprint
 from cache.spec import knob_names, layer_methods, method_class, method_files, presets
-from checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors
-from errors import InputError, run_cli
-from runtime import TINY
+from engine import llm as engine
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors
+from loading.tokenizer import load_tokenizer
+from runtime import machine
+from runtime.errors import InputError, run_cli
+from runtime.machine import TINY
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
 from scripts.report import kernel_report, plots, update_readme
 from scripts.shared import options
 from scripts.train import train_tiny
-from tokenizer import load_tokenizer
 
 CONFIG = dict(
     model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -238,7 +238,7 @@ class Model:
     """Stands for LLM: what comes after the flags are read is not computed."""
 
     def __init__(self, *a, device=None, **kw):
-        runtime.pick_device(device)
+        machine.pick_device(device)
 
     def use(self, method, /, **knobs):
         layer_methods(method, 4, knobs)
@@ -248,7 +248,7 @@ class Model:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", sampled((40, 1250), (40,)))
 def test_mutants_are_accepted_or_one_line(kind, n, good, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "available_memory", lambda device: 1 << 28)
+    monkeypatch.setattr(machine, "available_memory", lambda device: 1 << 28)
     monkeypatch.setattr(G, "LLM", Model)
     at, peak, accepted = Folders(good, tmp_path / "own"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     for seed in range(n):

@@ -31,7 +31,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled import compiler_options
+from engine.compiled import compiler_options
 from kernels import backend, latent_attention, native
 from kernels.codebook import e4m3, lloyd_max
 from kernels.dense_attention import decode_attention

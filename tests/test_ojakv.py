@@ -15,9 +15,9 @@ from sampled import sampled
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
-from errors import InputError
 from kernels.oja import oja_step, orthonormalize
 from model import ModelArgs
+from runtime.errors import InputError
 
 SHORT = dict(n_start=4, n_recent=4, update_every=6, query_window=8)
 CASES = {  # knobs, (g, Hkv, D), prompt lengths

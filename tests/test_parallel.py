@@ -13,8 +13,8 @@ import torch
 
 from cache.spec import method_files, presets
 from model import NAMED
-from parallel import ONE, Ranks
-from runtime import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
+from runtime.machine import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
+from runtime.parallel import ONE, Ranks
 from scripts.report.collectives import step
 
 SIZES = dict(dim=64, n_layer=3, n_head=8, n_kv_head=4, head_dim=32, ffn_dim=96, vocab_size=256, max_seq_len=256)
@@ -236,8 +236,8 @@ def test_a_process_that_dies_ends_the_others(seconds):
 EARLY = """
 import os, signal, sys
 from datetime import timedelta
-import parallel
-from errors import run_cli
+from runtime import parallel
+from runtime.errors import run_cli
 
 def main():
     parallel.MEETING = timedelta(seconds=5)

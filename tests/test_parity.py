@@ -19,10 +19,10 @@ from sampled import sampled
 
 import kernels.dense_attention
 import model as model_module
-from checkpoint import args_from_hf, load_checkpoint, random_transformer
-from errors import InputError
 from kernels.rope import RopeArgs, rope_inv_freq
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
 from model import ModelArgs
+from runtime.errors import InputError
 
 transformers = pytest.importorskip("transformers")
 

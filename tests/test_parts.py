@@ -8,13 +8,13 @@ import torch
 from cache.base import CacheShape, unit_of
 from cache.full_precision import Exempt, Tail
 from cache.packed import PackedVectors, check_groups
-from contract.harness import tiny
-from errors import InputError
 from kernels.packed_gather_attention import PackedTokens, read_packed
 from kernels.prompt_scores import best_in_order
 from kernels.ring import ring_positions
 from kernels.select import with_run
 from kv_methods.ojakv import BesideExempt
+from runtime.errors import InputError
+from scripts.contract.harness import tiny
 
 LENGTHS = torch.tensor([1, 5, 9])
 

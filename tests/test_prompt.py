@@ -9,12 +9,12 @@ import generate
 from cache.base import connected
 from cache.evicting import Evicting
 from cache.prompt import Text
-from contract.harness import prompt, run, teacher, tiny
-from contract.reference import forward
 from engine import LLM
-from errors import InputError
 from kernels.dense_attention import prefill_attention
 from model import ModelArgs
+from runtime.errors import InputError
+from scripts.contract.harness import prompt, run, teacher, tiny
+from scripts.contract.reference import forward
 
 H, G, D, T = 2, 2, 32, 96
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cache.spec import method_files
 from engine import LLM
-from runtime import SMOLLM2_CALIBRATION, smollm2
+from runtime.machine import SMOLLM2_CALIBRATION, smollm2
 
 FILE = smollm2()
 if FILE is None:

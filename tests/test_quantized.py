@@ -11,9 +11,7 @@ from oracle_quantized import codebook, e4m3_numbers, fp8, hadamard, kivi, quarot
 from oracles import rotate
 from sampled import sampled
 
-import errors
 from cache.spec import make_args, method_class
-from checkpoint import random_transformer
 from kernels import native
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
 from kernels.hadamard import hadamard_matrix, has_hadamard
@@ -27,7 +25,9 @@ from kernels.quantize import (
     unpack,
 )
 from kernels.quantized_attention import QuantizedTokens, append_token, launch, quantized_attention, store_prompt
+from loading.checkpoint import random_transformer
 from model import KEY_BIAS, ModelArgs
+from runtime import errors
 from weights import WeightFormat
 
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths, steps

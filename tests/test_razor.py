@@ -13,12 +13,12 @@ from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
 from sampled import sampled
 from test_contract import prompt, run, tiny
 
-import errors
 from cache.calibration import Calibration, RandomCalibration
 from cache.spec import make_args, resolve
 from kernels.alibi import alibi_scope
 from kv_methods.razor import Razor
 from model import ModelArgs
+from runtime import errors
 
 N_LAYER, LAYER, STEPS = 4, 1, 40
 HALF = dict(induction=0.2, echo=0.1)

@@ -10,7 +10,7 @@ import pytest
 from helps import helps
 
 from cache.spec import layer_methods, method_files
-from runtime import ROOT
+from runtime.machine import ROOT
 from scripts.eval.ruler import TASKS
 from scripts.report.papers import ACCURACY
 
@@ -66,7 +66,7 @@ def test_the_example_methods_keep_the_contract(code, tmp_path):
     file.write_text(code)
     # all checks run on every method of the repository, and on H2O, in tests/test_contract.py
     some = () if "lookback" in code else [x for c in ("lossless", "stress", "ragged", "window") for x in ("--only", c)]
-    done = run("-m", "contract", str(file), *some)
+    done = run("-m", "scripts.contract", str(file), *some)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.harness import prompt, run, tiny
 from kernels.rope import Rope, RopeArgs
 from kernels.rotate_append import rotate_append, rotate_token
+from scripts.contract.harness import prompt, run, tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

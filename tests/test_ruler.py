@@ -9,11 +9,11 @@ from collections import Counter
 
 import pytest
 
-from runtime import TINY, smollm2
+from loading.tokenizer import load_tokenizer
+from runtime.machine import TINY, smollm2
 from scripts.eval import rows as R
 from scripts.eval import ruler
 from scripts.eval.ruler import NOISE, Pairs, Sources, generate
-from tokenizer import load_tokenizer
 from weights import open_checkpoint
 
 TK = load_tokenizer(TINY)

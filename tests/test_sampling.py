@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine import LLM, Text
-from errors import InputError
-from sampling import Sampling, exponential_noise, noise_keys
+from engine.llm import LLM, Text
+from engine.sampling import Sampling, exponential_noise, noise_keys
+from runtime.errors import InputError
 
 PROMPTS = ["import os\n", "def f(x):", "import os\n", "import os\n"]
 WARM = Sampling(temperature=1.0, seed=5)

@@ -18,9 +18,9 @@ from cache.budget import TopP
 from cache.calibration import Calibration
 from cache.selecting import Selecting
 from cache.spec import layer_methods, make_args, method_class, presets
-from contract import checks, step_checks
 from kernels.gather_attention import gather_attention, weighted_gather_attention
 from model import ModelArgs
+from scripts.contract import checks, step_checks
 
 N_LAYER, LAYER, STEPS = 5, 2, 10
 ESTIMATING = ["oracle", "double_sparsity", "quest", "sparq", "loki", "sals"]  # methods with logits

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from engine import LLM
-from errors import InputError
+from runtime.errors import InputError
 
 TEXTS = ("import os\n", "class Reader:\n    def __init__(self")
 TAKEN = "taken the KV cache"

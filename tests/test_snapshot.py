@@ -17,15 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import generate
-import snapshot
 from cache.calibration import write_tensors
 from cache.spec import method_class
-from contract.checks import BEFORE, SAVED, check_saved
-from contract.harness import poison, prompt, tiny
-from engine import LLM, Sampling
-from errors import InputError
-from runtime import ROOT, TINY
-from snapshot import CacheFile, Snapshot, State, buffers_of, identity
+from engine import LLM, Sampling, snapshot
+from engine.snapshot import CacheFile, Snapshot, State, buffers_of, identity
+from runtime.errors import InputError
+from runtime.machine import ROOT, TINY
+from scripts.contract.checks import BEFORE, SAVED, check_saved
+from scripts.contract.harness import poison, prompt, tiny
 
 COMPOSED = ["razor,retrieval_method=self_index:tail=16:flush=6", "razor,retrieval_method=expected_attention",
             "0:hshare,budget=96,1-:hshare,budget=128", "0:full,1-:ojakv", "0:full,1-:kvzip", "snapkv,adaptive=True",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cache.spec import HERE, Part, describe, layer_methods, method_class, parse_spec, resolve
-from errors import InputError
 from kv_methods.full import Full
 from kv_methods.sals import Sals
 from kv_methods.self_index import SelfIndex
+from runtime.errors import InputError
 
 
 def test_grammar():

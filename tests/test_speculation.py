@@ -13,15 +13,15 @@ from test_contract import TOL, prompt, tiny
 
 import generate
 from cache.spec import method_class, method_files
-from engine import LLM, Session, eager_step
-from errors import InputError
+from engine.llm import LLM, Session, eager_step
+from engine.sampling import Sampling, draw_finite, noise_keys
+from engine.speculation import Speculator, seen_behind
 from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
-from runtime import SMOLLM2_CALIBRATION, TINY, smollm2
-from sampling import Sampling, draw_finite, noise_keys
+from runtime.errors import InputError
+from runtime.machine import SMOLLM2_CALIBRATION, TINY, smollm2
 from scripts.eval import acceptance
 from scripts.report.speculation import gain
-from speculation import Speculator, seen_behind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)

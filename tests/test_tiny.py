@@ -9,13 +9,13 @@ import pytest
 import torch
 from sampled import sampled
 
-from checkpoint import load_checkpoint
+from loading.checkpoint import load_checkpoint
+from loading.tokenizer import load_tokenizer
+from loading.tokenizer.turns import ChatParts
 from scripts.eval.evaluation import Evaluation, contexts
 from scripts.eval.samples import rows_of
 from scripts.eval.tasks import Tasks
 from scripts.train.train_tiny import Trainer
-from tokenizer import load_tokenizer
-from tokenizer.turns import ChatParts
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 

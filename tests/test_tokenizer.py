@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from errors import InputError
-from runtime import TINY
-from tokenizer import load_tokenizer
-from tokenizer.chat import template_variable
-from tokenizer.gguf import PRE
-from tokenizer.library import CHAR_BYTES, GPT2, LLAMA3, QWEN2
+from loading.tokenizer import load_tokenizer
+from loading.tokenizer.chat import template_variable
+from loading.tokenizer.gguf import PRE
+from loading.tokenizer.library import CHAR_BYTES, GPT2, LLAMA3, QWEN2
+from runtime.errors import InputError
+from runtime.machine import TINY
 from weights.gguf_config import stop_ids
 from weights.gguf_file import GGUFFile
 

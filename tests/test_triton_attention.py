@@ -13,7 +13,6 @@ from sampled import sampled
 from test_contract import prompt, run, same, tiny
 
 import kernels.backend as backend_module
-from errors import InputError
 from kernels import dense_attention
 from kernels.backend import use_triton
 from kernels.dense_attention import _decode_attention_masked, decode_attention, split_attention
@@ -21,6 +20,7 @@ from kernels.gather_attention import gather_attention, launch
 from kernels.packed_attention import packed_attention
 from kernels.splits import ASSUMED_SMS, MAX_SPLITS, combine, split_count
 from kernels.window_append import window_append
+from runtime.errors import InputError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from errors import run_cli
+from runtime.errors import run_cli
 from scripts.eval import view
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

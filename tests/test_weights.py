@@ -22,14 +22,14 @@ from safetensors.torch import load_file, save_file
 from sampled import sampled
 
 from cache.spec import method_class, method_files
-from checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
 from engine import LLM
-from errors import InputError
 from kernels import linear as K
 from kernels import native
 from kernels.native import build
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
 from model import ModelArgs, empty_transformer
-from runtime import TINY
+from runtime.errors import InputError
+from runtime.machine import TINY
 from scripts import quantize as quantize_script
 from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, first_outputs, open_checkpoint, quantize
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from errors import InputError
+from runtime.errors import InputError
 from weights.codes import Codes, grouped, nibbles
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix

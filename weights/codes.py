@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from errors import InputError
 from kernels.linear import dequantize
+from runtime.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError, short
+from runtime.errors import InputError, short
 from weights.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix

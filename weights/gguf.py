@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import InputError
+from runtime.errors import InputError
 from weights.codes import BF16 as HELD_BF16
 from weights.codes import Codes, Layout, check_finite
 from weights.gguf_config import config_of

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from errors import short
 from kernels.rope import RopeArgs, rope_inv_freq
+from runtime.errors import short
 from weights.gguf_file import GGUFFile, rows_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

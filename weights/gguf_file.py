@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from errors import InputError, short
+from runtime.errors import InputError, short
 
 MAGIC = b"GGUF"
 CUT = "is truncated or damaged in its header: download it again"

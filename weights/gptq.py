@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from errors import InputError, short, warn_once
+from runtime.errors import InputError, short, warn_once
 from weights.codes import Codes, grouped, unpack
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_groups, layouts_of, packed_module, with_suffix

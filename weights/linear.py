@@ -10,7 +10,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from errors import InputError
 from kernels.linear import (
     ROWS,
     WORD,
@@ -25,6 +24,7 @@ from kernels.linear import (
     unpack_bits,
 )
 from kernels.native import in_huge_pages
+from runtime.errors import InputError
 from weights.codes import Codes, Layout
 from weights.quantization import quantize
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import InputError
 from kernels.linear import ROWS
+from runtime.errors import InputError
 from weights.codes import BF16, Codes, Layout
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from errors import InputError, short
+from runtime.errors import InputError, short
 from weights.awq import AWQ
 from weights.codes import Codes
 from weights.compressed_tensors import CompressedTensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from errors import InputError, short
+from runtime.errors import InputError, short
 
 
 class Settings:

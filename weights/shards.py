@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from errors import InputError
 from kernels.linear import ROWS
-from runtime import check_fetched
+from runtime.errors import InputError
+from runtime.machine import check_fetched
 from weights.codes import BF16, Layout, dtype_name, exact_in_fp16
 
 # Buffers that older versions of transformers saved and that are computed on loading: not parameters.

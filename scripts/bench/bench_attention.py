@@ -42,9 +42,9 @@ import torch
 from torch import Tensor
 
 from cache.base import KVMethod
-from errors import InputError, Parser, run_cli
 from model import ModelArgs
-from runtime import DTYPES, available_memory, pick_device, pick_dtype, set_threads
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import DTYPES, available_memory, pick_device, pick_dtype, set_threads
 from scripts.bench.dense import prepare_dense
 from scripts.bench.layer import STAGES, build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
 from scripts.shared.options import SPECS, add_run, check_run, earlier, expand, shapes

@@ -47,10 +47,10 @@ from typing import Any
 import torch
 
 from cache.spec import layer_methods
-from checkpoint import read_args
-from errors import InputError, Parser, run_cli
+from loading.checkpoint import read_args
 from model import ModelArgs, Transformer
-from runtime import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
 from scripts.bench.our_runs import MODES, Ours, Prefill, Speculating
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs

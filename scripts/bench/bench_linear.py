@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from errors import InputError, Parser, run_cli
 from kernels.backend import use_native
 from kernels.linear import MANY, dense_linear
 from kernels.op import OPERATIONS
 from model import NAMED, ModelArgs
-from runtime import check_out, set_threads
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import check_out, set_threads
 from scripts.shared.options import add_run
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json

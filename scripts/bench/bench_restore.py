@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from engine import LLM, Sampling
-from errors import InputError, Parser, run_cli
-from runtime import TINY, add_calibration, add_precision, check_out, set_threads
+from engine.snapshot import CacheFile
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import TINY, add_calibration, add_precision, check_out, set_threads
 from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Work
 from scripts.shared.options import SPECS_BY_LAYER, add_run, expand, precision
 from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
-from snapshot import CacheFile
 
 
 @torch.inference_mode()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from errors import InputError
 from kernels.dense_attention import decode_attention
+from runtime.errors import InputError
 from scripts.shared.timing import Call, Clock, reason, recover
 
 # of the difference between a baseline and attention by definition

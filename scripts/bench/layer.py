@@ -12,11 +12,11 @@ from torch import Tensor
 from cache.base import KVMethod, connected
 from cache.calibration import RandomCalibration
 from cache.spec import make_args, parse_spec, resolve
-from errors import InputError
 from kernels.native import in_huge_pages
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
-from runtime import require_memory
+from runtime.errors import InputError
+from runtime.machine import require_memory
 from scripts.shared.options import shapes
 from scripts.shared.timing import Call
 

@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import tensors_of
-from errors import InputError
+from loading.checkpoint import tensors_of
 from model import ModelArgs, Transformer
+from runtime.errors import InputError
 from scripts.bench.peer_runs import Run, Work
 from weights import PackedLinear
 from weights.gguf import LAYOUTS, NAMES, PARTS

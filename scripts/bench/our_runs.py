@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled import Step, compiler_options
-from engine import Result, Session, continue_rows, make_step
+from engine.compiled import Step, compiler_options
+from engine.llm import Result, Session, continue_rows, make_step
+from engine.sampling import Sampling, draw_finite
+from engine.speculation import Speculator, tokens_a_round
 from model import Transformer
-from runtime import synchronize
-from sampling import Sampling, draw_finite
+from runtime.machine import synchronize
 from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Run, Work
-from speculation import Speculator, tokens_a_round
 
 MODES = ("eager", "compiled", "captured", "blocks")
 

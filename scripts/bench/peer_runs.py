@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError
 from model import ModelArgs, Transformer
-from runtime import synchronize
+from runtime.errors import InputError
+from runtime.machine import synchronize
 
 # kind of peer -> the folder of model.py and generate.py in its checkout
 FOLDERS = {"gpt-fast": ".", "double-sparse": "models"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from errors import InputError
+from runtime.errors import InputError
 from scripts.bench.llama_cpp import LlamaCpp, check_program
 from scripts.bench.peer_runs import FOLDERS, Peer, Run, Transformers, Work
 

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from cache.spec import layer_methods
 from engine import LLM
-from errors import InputError, Parser, check_count, run_cli
-from runtime import SMOLLM2_CALIBRATION, add_calibration, check_out, set_threads, smollm2
+from runtime.errors import InputError, Parser, check_count, run_cli
+from runtime.machine import SMOLLM2_CALIBRATION, add_calibration, check_out, set_threads, smollm2
 from scripts.eval.answers import FACTS, text_of
 from scripts.eval.evaluation import held_out
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_lengths

@@ -13,8 +13,8 @@ shift     a basis from prose on code, before and after Oja's update (OjaKV, Tabl
 heads     induction and echo scores, and the KV heads they protect (RazorAttention, Sec. 3.3)
 signs     entropy of key signs, and tokens found by sign codes (Self-Indexing KVCache, eq. 5-8)
 
-The text is the held-out split of corpus.py, half code and half prose. Bases, channels and head scores come from the
-checkpoint's calibration, or from --calibration. Without one they are measured in memory on a little text of the
+The text is the held-out split of runtime/corpus.py, half code and half prose. Bases, channels and head scores come from
+the checkpoint's calibration, or from --calibration. Without one they are measured in memory on a little text of the
 training split. The spectra need more tokens (--samples x --seq-len) than the keys have channels (KV heads x head_dim).
 """
 
@@ -35,17 +35,17 @@ from tqdm import tqdm
 from cache.calibration import Calibration, beside
 from cache.spec import all_statistics
 from calibrate import calibrate, draw
-from checkpoint import args_from_hf, load_checkpoint
-from corpus import collect
-from errors import InputError, Parser, run_cli
 from kernels.rope import apply_rope
+from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.tokenizer import load_tokenizer
 from model import Transformer
-from runtime import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
+from runtime.corpus import collect
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
 from scripts.eval.analyses import ANALYSES
 from scripts.eval.analyses.axes import integer_axis
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
 from scripts.shared.results import check_out, record, save_figure, write_json
-from tokenizer import load_tokenizer
 from weights import (
     WeightFormat,
     open_checkpoint,

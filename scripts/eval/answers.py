@@ -22,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 from cache.spec import layer_methods
-from checkpoint import read_args
-from errors import InputError, Parser, run_cli
-from runtime import ROOT, read_text, set_threads
+from loading.checkpoint import read_args
+from loading.tokenizer import Tokenizer
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, read_text, set_threads
 from scripts.eval.evaluation import Context, open_evaluation, parse_flags
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, write_json
-from tokenizer import Tokenizer
 from weights import WeightFormat
 
 TEXT = ROOT / "examples" / "observatory.txt"

@@ -36,10 +36,11 @@ import torch
 from tqdm import tqdm
 
 from cache.spec import layer_methods
-from checkpoint import read_args
-from errors import InputError, Parser, did_you_mean, run_cli
-from parallel import ONE, Ranks
-from runtime import TINY, require_memory, set_threads, written
+from loading.checkpoint import read_args
+from loading.tokenizer.turns import chat_parts
+from runtime.errors import InputError, Parser, did_you_mean, run_cli
+from runtime.machine import TINY, require_memory, set_threads, written
+from runtime.parallel import ONE, Ranks
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import Row, check_metric, read_rows
@@ -49,7 +50,6 @@ from scripts.eval.samples import TASKS, rows_of
 from scripts.report.markdown import measuring, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, save_figure, write_json
-from tokenizer.turns import chat_parts
 from weights import WeightFormat
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")

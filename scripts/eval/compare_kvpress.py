@@ -35,9 +35,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.spec import layer_methods
-from checkpoint import save_checkpoint_tensors
-from errors import InputError, Parser, did_you_mean, run_cli
-from runtime import TINY, set_threads
+from loading.checkpoint import save_checkpoint_tensors
+from loading.tokenizer import Tokenizer
+from loading.tokenizer.turns import chat_parts
+from runtime.errors import InputError, Parser, did_you_mean, run_cli
+from runtime.machine import TINY, set_threads
 from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
 from scripts.eval.rows import score
 from scripts.eval.ruler import TASKS as RULER_TASKS
@@ -47,8 +49,6 @@ from scripts.report.markdown import share, wilson
 from scripts.report.published import both_found
 from scripts.shared.options import earlier, precision
 from scripts.shared.results import record, write_json
-from tokenizer import Tokenizer
-from tokenizer.turns import chat_parts
 from weights import open_checkpoint
 
 WINDOW, KERNEL, SINKS = 64, 5, 4  # kvpress's defaults

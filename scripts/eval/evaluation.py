@@ -19,21 +19,21 @@ from torch import Tensor
 from cache import evicting
 from cache.base import KVMethod
 from cache.calibration import fingerprint
-from checkpoint import load_checkpoint
-from corpus import collect
-from engine import Session, make_step, pad
-from errors import InputError
+from engine.llm import Session, make_step, pad
+from engine.sampling import NO_TOKEN, Sampling
+from engine.snapshot import Snapshot
 from kernels.dense_attention import prefill_attention
+from loading.checkpoint import load_checkpoint
+from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.tokenizer.turns import ChatParts
 from model import Transformer
-from parallel import ONE, PATIENCE, start, started_by_torchrun
-from runtime import TINY, add_calibration, add_precision, check_out, pick_device
-from sampling import NO_TOKEN, Sampling
+from runtime.corpus import collect
+from runtime.errors import InputError
+from runtime.machine import TINY, add_calibration, add_precision, check_out, pick_device
+from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
 from scripts.eval.rows import Row, score
 from scripts.eval.tasks import Tasks
 from scripts.shared.options import load_model, parse_lengths
-from snapshot import Snapshot
-from tokenizer import Tokenizer, load_tokenizer
-from tokenizer.turns import ChatParts
 from weights import open_checkpoint
 
 WORDS = TINY / "words.json"

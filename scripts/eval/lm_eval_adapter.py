@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from engine import LLM, pad
-from errors import InputError, check_range, run_cli
-from snapshot import Snapshot
+from engine.llm import LLM, pad
+from engine.snapshot import Snapshot
+from runtime.errors import InputError, check_range, run_cli
 
 try:
     from lm_eval.api.model import TemplateLM

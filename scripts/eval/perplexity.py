@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 from cache.spec import layer_methods
 from cache.trace import Trace, observe
-from checkpoint import read_args
-from errors import InputError, Parser, check_range, run_cli
+from loading.checkpoint import read_args
 from model import SILENT, ModelArgs
-from runtime import TINY, read_text, set_threads
+from runtime.errors import InputError, Parser, check_range, run_cli
+from runtime.machine import TINY, read_text, set_threads
 from scripts.eval.evaluation import Evaluation, names_of, open_evaluation, parse_flags
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, write_json

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import InputError
-from runtime import read_text, written
+from runtime.errors import InputError
+from runtime.machine import read_text, written
 
 Row = dict[str, Any]
 

@@ -38,12 +38,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from corpus import collect
-from errors import InputError, Parser, check_range, did_you_mean, run_cli
-from runtime import check_out, read_text
+from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.tokenizer.turns import chat_parts
+from runtime.corpus import collect
+from runtime.errors import InputError, Parser, check_range, did_you_mean, run_cli
+from runtime.machine import check_out, read_text
 from scripts.eval.rows import Row, read_json, write_rows
-from tokenizer import Tokenizer, load_tokenizer
-from tokenizer.turns import chat_parts
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from errors import InputError
+from loading.tokenizer import Tokenizer
+from runtime.errors import InputError
 from scripts.eval import ruler
 from scripts.eval.evaluation import Evaluation
 from scripts.eval.rows import Row
 from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER
-from tokenizer import Tokenizer
 
 NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
                ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip

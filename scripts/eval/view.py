@@ -24,9 +24,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.trace import Step, observe
-from engine import LLM, pad
-from errors import InputError, Parser, run_cli
-from runtime import ROOT, TINY, add_calibration, check_out, read_text, written
+from engine.llm import LLM, pad
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, TINY, add_calibration, check_out, read_text, written
 
 TEMPLATE = Path(__file__).with_name("view.html")
 PLACES = 96  # the most tokens shaded per step, layer and head: those with the largest weights

@@ -24,16 +24,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.spec import layer_methods
-from checkpoint import load_checkpoint, read_args
-from errors import InputError, Parser, run_cli
-from parallel import Ranks
-from runtime import TINY, add_calibration, pick_device, set_threads
+from loading.checkpoint import load_checkpoint, read_args
+from loading.tokenizer.turns import ChatParts
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import TINY, add_calibration, pick_device, set_threads
+from runtime.parallel import Ranks
 from scripts.eval.evaluation import Evaluation, add_parallel, contexts, join
 from scripts.eval.perplexity import predict, summary, windows_of
 from scripts.eval.samples import rows_of
 from scripts.shared.options import SPECS_BY_LAYER, expand
 from scripts.shared.results import check_out, record, write_json
-from tokenizer.turns import ChatParts
 from weights import WeightFormat
 
 Found = TypeVar("Found")

@@ -28,9 +28,9 @@ import torch
 from tqdm import tqdm
 
 from cache.spec import method_class, method_files
-from contract.harness import prompt, run, tiny
-from errors import run_cli
 from kernels import select
+from runtime.errors import run_cli
+from scripts.contract.harness import prompt, run, tiny
 from scripts.report.kernel_report import aligned
 from scripts.shared.results import check_out, record, write_json
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.spec import method_files
-from errors import InputError, Parser, run_cli
 from model import NAMED, ModelArgs, empty_transformer
-from parallel import Ranks
+from runtime.errors import InputError, Parser, run_cli
+from runtime.parallel import Ranks
 from scripts.report.markdown import runs, sources, table
 from scripts.shared.options import SPECS_BY_LAYER, expand
 from scripts.shared.results import check_out, record, write_json

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from errors import InputError
+from runtime.errors import InputError
 from scripts.bench.layer import STAGES
 from scripts.report.markdown import RESULTS, folded, percent, table
 from scripts.report.papers import DOUBLE_SPARSITY_6C, SELF_INDEX_4, SELF_INDEX_5, reported

@@ -38,8 +38,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from errors import InputError, run_cli
-from runtime import ROOT
+from runtime.errors import InputError, run_cli
+from runtime.machine import ROOT
 from scripts.report.collectives import BANDWIDTH
 from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, recorded
 from scripts.shared.results import check_out, record, write_json

@@ -24,12 +24,12 @@ from triton.runtime.jit import KernelInterface
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from errors import InputError
 from kernels import observed_attention, offload, splits
 from kernels.op import OPERATIONS, nbytes
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, empty_transformer
+from runtime.errors import InputError
 from weights import WeightFormat
 
 MODELS = ("llama-2-7b", "llama-3.1-8b")
@@ -154,7 +154,7 @@ def recording() -> Iterator[Launches]:
         (torch.cuda, "get_device_properties", lambda device: card),
         (torch.cuda, "current_stream", lambda device=None: stream),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        (importlib.import_module("runtime"), "available_memory", lambda device: 2**60),
+        (importlib.import_module("runtime.machine"), "available_memory", lambda device: 2**60),
         (offload, "_side_stream", lambda device: stream),
         (offload, "_arrival", lambda *at: SimpleNamespace(record=lambda stream: None)),
         (torch.Tensor, "data_ptr", lambda self: 0),

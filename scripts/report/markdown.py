@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from runtime import ROOT
+from runtime.machine import ROOT
 
 RESULTS = ROOT / "results"
 NONE = "Not measured yet."

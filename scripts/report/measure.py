@@ -22,8 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from errors import InputError, Parser, run_cli
-from runtime import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from scripts.eval.ladders import HELD
 from scripts.report.published import OF_RULER
 from scripts.shared.results import commit, machine, write_json

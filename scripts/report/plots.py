@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 
 from cache.evicting import Evicting
 from cache.spec import method_class
-from errors import InputError, Parser, run_cli
+from runtime.errors import InputError, Parser, run_cli
 from scripts.eval.compare import AXES
 from scripts.eval.ladders import BOUNDS
 from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of

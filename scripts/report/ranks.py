@@ -31,11 +31,11 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
-from errors import InputError, Parser, run_cli
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
 from model import NAMED, ModelArgs, Transformer, empty_transformer
-from parallel import start
-from runtime import ROOT, set_threads
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, set_threads
+from runtime.parallel import start
 from scripts.report.markdown import runs, sources, table
 from scripts.shared.results import check_out, record, write_json
 from weights import WeightFormat

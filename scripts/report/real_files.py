@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from checkpoint import load_checkpoint, save_checkpoint_tensors
-from errors import InputError, Parser, run_cli
+from loading.checkpoint import load_checkpoint, save_checkpoint_tensors
+from loading.tokenizer import Tokenizer, chat, load_tokenizer
+from runtime.errors import InputError, Parser, run_cli
 from scripts.shared.results import check_out, record, write_json
-from tokenizer import Tokenizer, chat, load_tokenizer
 from weights.gguf import hf_name
 from weights.gguf_file import GGUFFile
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from engine.speculation import tokens_a_round
 from model import ModelArgs, Transformer
 from scripts.report.markdown import NONE, Row, percent, runs, sources, table
 from scripts.report.speed import decoded, rate, width
-from speculation import tokens_a_round
 
 DRAWN = ("llama-3.1-8b", ("double_sparsity", "self_index,keep=full"))  # the model and the methods of the plot
 Bytes = tuple[float, float, float]  # read by a step: of weights, of full's cache, of the method's cache

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errors import InputError, Parser, run_cli
+from runtime.errors import InputError, Parser, run_cli
 from scripts.report.accuracy import accuracy
 from scripts.report.collectives import collectives
 from scripts.report.compiled import compiled

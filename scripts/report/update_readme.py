@@ -15,8 +15,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from errors import InputError, Parser, run_cli
-from runtime import ROOT, check_out, written
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import ROOT, check_out, written
 from scripts.report.accuracy import methods, quality
 from scripts.report.tables import TABLES
 

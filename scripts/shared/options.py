@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
-from checkpoint import args_from_hf, load_checkpoint, random_transformer
-from errors import InputError
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
 from model import ModelArgs, Transformer
-from runtime import pick_dtype
+from runtime.errors import InputError
+from runtime.machine import pick_dtype
 from scripts.shared.results import check_out
 from scripts.shared.timing import reason
 from weights import WeightFormat, open_checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime import ROOT, check_out, written
+from runtime.machine import ROOT, check_out, written
 
 
 def git(*args: str) -> str:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from errors import InputError
 from kernels.backend import use_native
 from kernels.linear import dense_linear
+from runtime.errors import InputError
 
 WARM_UP = 3
 PROBE_BYTES = dict(cpu=1 << 28, cuda=1 << 30)  # read by the bandwidth measurement

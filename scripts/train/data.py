@@ -1,4 +1,4 @@
-"""Makes the shipped model's vocabulary, token arrays and words once from the text of corpus.py, and tasks from them."""
+"""Makes the shipped model's vocabulary, token arrays and words once from the corpus, and tasks from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import sentencepiece as spm
 from tqdm import tqdm
 
-from corpus import collect
+from runtime.corpus import collect
 from scripts.eval.tasks import Tasks
 
 VOCAB = 2048

@@ -5,7 +5,7 @@
 
 The recipe. No circuit is built in by hand: weights start random. Training begins with the first 3 layers and sequences
 of 64 tokens in which random tokens repeat, until the model continues repeats (induction heads form). Then it adds the
-other layers, which start as the identity, lengthens the context stage by stage, and mixes in text (corpus.py) and
+other layers, which start as the identity, lengthens the context stage by stage, and mixes in text of the corpus and
 retrieval in nine wordings (scripts/eval/tasks.py). rope_theta starts at 1e4, with which positions are learned fast, and
 is raised as contexts grow. In the early stages an auxiliary loss makes the second layer predict the tokens 1 to 4 back.
 With it the model distinguishes keys after 1.6M tokens; a run without it still guessed among four statements of one
@@ -35,11 +35,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.calibration import write_tensors
-from checkpoint import save_checkpoint_tensors
-from errors import InputError, Parser, run_cli
 from kernels.rope import RopeArgs
+from loading.checkpoint import save_checkpoint_tensors
 from model import Transformer
-from runtime import pick_device, set_threads, written
+from runtime.errors import InputError, Parser, run_cli
+from runtime.machine import pick_device, set_threads, written
 from scripts.eval.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
 from scripts.shared.results import check_out, write_json
 from scripts.train.data import VOCAB, Pieces, make_tasks, prepare

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cache.budget import budget_tokens
-from errors import InputError
 from kernels.sign_codes import codebook, lut_score, pack_codes, sign_codes, sign_patterns
+from runtime.errors import InputError
 from scripts.eval.analyses.axes import fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import recall, sign_entropy, top

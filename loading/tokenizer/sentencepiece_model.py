@@ -5,8 +5,8 @@ from __future__ import annotations
 import sentencepiece
 from tokenizers import AddedToken
 
-from tokenizer.base import Tokenizer
-from tokenizer.folder import Folder
+from loading.tokenizer.base import Tokenizer
+from loading.tokenizer.folder import Folder
 
 SPACE = "▁"  # how SentencePiece writes a space
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from errors import InputError, warn_once
-from tokenizer import chat
+from loading.tokenizer import chat
+from runtime.errors import InputError, warn_once
 
 # SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives one for a
 # truncated character.

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from errors import InputError
+from runtime.errors import InputError
 
 CONNECTING = timedelta(seconds=10)  # torchrun's store runs before any rank does
 MEETING = timedelta(seconds=60)  # all ranks import the same; one that dies first, on another machine, is not noticed

@@ -1,10 +1,10 @@
 """The contract of base.py as a command: runs every check on a method and says what to do where one fails.
 
-    python -m contract my_method.py          # a file anywhere
-    python -m contract self_index --slow     # a method of kv_methods/, and what takes longer
-    python -m contract snapkv,adaptive=True  # with knobs that all checks keep
-    python -m contract mine.py --only ragged,poison --traceback
-    python -m contract mine.py --kernels     # the file's own Triton kernels, interpreted, against torch
+    python -m scripts.contract my_method.py          # a file anywhere
+    python -m scripts.contract self_index --slow     # a method of kv_methods/, and what takes longer
+    python -m scripts.contract snapkv,adaptive=True  # with knobs that all checks keep
+    python -m scripts.contract mine.py --only ragged,poison --traceback
+    python -m scripts.contract mine.py --kernels     # the file's own Triton kernels, interpreted, against torch
 
 Exit code 0: the contract is kept; 1: it is not; 2: there is no such method. The method runs in the real model, small
 and with random weights (harness.py), at its defaults and at its `stress`, knobs at which its limits bind within 40
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import InputError, Parser, did_you_mean, need_torch, run_cli
+from runtime.errors import InputError, Parser, did_you_mean, need_torch, run_cli
 
 if __name__ == "__main__":
     need_torch()  # before what needs it is imported
@@ -33,12 +33,12 @@ if __name__ == "__main__" and "--kernels" in sys.argv:
 import torch
 
 from cache.spec import method_files
-from contract import checks as c
-from contract import step_checks as s
-from contract.explain import Broken, explain, file_of
-from contract.harness import class_of, now_doing
 from kernels.op import OPERATIONS, Operation
-from runtime import own_folders
+from runtime.machine import own_folders
+from scripts.contract import checks as c
+from scripts.contract import step_checks as s
+from scripts.contract.explain import Broken, explain, file_of
+from scripts.contract.harness import class_of, now_doing
 
 Run = Callable[[str], str | None]  # a method's name -> a note; raises where the contract is broken
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import check_count, check_range
+from runtime.errors import check_count, check_range
 
 NO_TOKEN = -1  # drawn if logits are not finite; found when the token is read, so that no step waits for a check
 

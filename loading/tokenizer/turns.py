@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from errors import InputError
-from tokenizer.base import Tokenizer
+from loading.tokenizer.base import Tokenizer
+from runtime.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import InputError, short
+from runtime.errors import InputError, short
 
 Message = dict[str, Any]
 

@@ -41,7 +41,7 @@ def need_torch() -> None:
     """Exit with one line and code 2 if this Python has no PyTorch, because the environment is not active."""
     if importlib.util.find_spec("torch") is not None:
         return
-    folder = Path(os.path.relpath(Path(__file__).resolve().parent)) / ".venv" / "bin"
+    folder = Path(os.path.relpath(Path(__file__).resolve().parents[1])) / ".venv" / "bin"
     hint = "run `make demo`, which sets up .venv, or `pip install -r requirements.txt`"
     if (folder / "python").exists():
         hint = f"run {folder}/python {sys.argv[0]} ..., or first `source {folder}/activate`"

@@ -20,8 +20,12 @@ from torch import Tensor
 from cache.base import Attended, KVMethod
 from cache.evicting import Evicting
 from cache.trace import observe
-from contract.explain import Broken, Ties, file_of
-from contract.harness import (
+from engine.snapshot import CacheFile, State, check_layouts, identity, save
+from kernels.dense_attention import prefill_attention
+from kernels.op import OPERATIONS
+from runtime.errors import InputError
+from scripts.contract.explain import Broken, Ties, file_of
+from scripts.contract.harness import (
     TOL,
     Run,
     buffers,
@@ -37,10 +41,6 @@ from contract.harness import (
     teacher,
     tiny,
 )
-from errors import InputError
-from kernels.dense_attention import prefill_attention
-from kernels.op import OPERATIONS
-from snapshot import CacheFile, State, check_layouts, identity, save
 
 EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100)  # prompt lengths around the borders of blocks, windows and budgets
 RAGGED = (3, 17, 64, 130)

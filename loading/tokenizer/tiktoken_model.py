@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import tiktoken
 from tokenizers import AddedToken
 
-from tokenizer.base import Tokenizer
-from tokenizer.folder import Folder
-from tokenizer.library import LLAMA3
+from loading.tokenizer.base import Tokenizer
+from loading.tokenizer.folder import Folder
+from loading.tokenizer.library import LLAMA3
 
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 # Llama 3.1's names by their offset from the last rank; the others of the 256 are reserved_special_token_N.

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.base import KVMethod
-from contract.harness import doing
-from errors import InputError
+from runtime.errors import InputError
+from scripts.contract.harness import doing
 
-ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class Broken(AssertionError):

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from errors import InputError, warn_once
-from tokenizer.base import Stream, Tokenizer
-from tokenizer.folder import Folder
-from tokenizer.gguf import gguf_tokenizer
-from tokenizer.library import LibraryTokenizer, from_tokenizer_json, from_vocab_and_merges
-from tokenizer.sentencepiece_model import SentencePieceTokenizer
-from tokenizer.tiktoken_model import TIKTOKEN_LINE, TiktokenTokenizer
+from loading.tokenizer.base import Stream, Tokenizer
+from loading.tokenizer.folder import Folder
+from loading.tokenizer.gguf import gguf_tokenizer
+from loading.tokenizer.library import LibraryTokenizer, from_tokenizer_json, from_vocab_and_merges
+from loading.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from loading.tokenizer.tiktoken_model import TIKTOKEN_LINE, TiktokenTokenizer
+from runtime.errors import InputError, warn_once
 from weights import GGUFFile, find_gguf
 
 __all__ = ["LibraryTokenizer", "SentencePieceTokenizer", "Stream", "TiktokenTokenizer", "Tokenizer", "load_tokenizer"]

@@ -23,9 +23,9 @@ from torch import Tensor
 from cache.base import Storage, connected
 from cache.calibration import Calibration, RandomCalibration, fingerprint, of_model, write_tensors
 from cache.spec import layer_methods, method_name
-from errors import InputError
 from model import Transformer
-from runtime import DTYPES, check_fetched, require_memory
+from runtime.errors import InputError
+from runtime.machine import DTYPES, check_fetched, require_memory
 from weights import WeightFormat
 
 VERSION = 2  # version of the file

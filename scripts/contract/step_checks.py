@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cache.base import connected
 from cache.spec import layer_methods
-from contract.checks import ROUNDED, Knobs, at_knobs, same
-from contract.explain import Broken
-from contract.harness import (
+from kernels.op import bytes_read
+from scripts.contract.checks import ROUNDED, Knobs, at_knobs, same
+from scripts.contract.explain import Broken
+from scripts.contract.harness import (
     LLAMA,
     TOL,
     VOCAB,
@@ -27,7 +28,6 @@ from contract.harness import (
     run,
     tiny,
 )
-from kernels.op import bytes_read
 
 # ---- bytes ----
 

@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from cache.spec import layer_methods
-from checkpoint import load_checkpoint, random_transformer
-from compiled import Step, compile_step, eager_step
-from errors import InputError, check_count, short
+from engine.compiled import Step, compile_step, eager_step
+from engine.sampling import NO_TOKEN, Sampling, draw_finite, noise_keys
+from engine.snapshot import CacheFile, Snapshot, State, check_layouts, identity, save
+from engine.speculation import Speculator, Tally, behind
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.tokenizer import load_tokenizer
+from loading.tokenizer.random import RandomVocabulary
+from loading.tokenizer.turns import ChatParts, parts_of
 from model import ModelArgs, Transformer
-from parallel import ONE, Ranks
-from runtime import TINY, SpareCores, check_out, pick_device, pick_dtype, synchronize
-from sampling import NO_TOKEN, Sampling, draw_finite, noise_keys
-from snapshot import CacheFile, Snapshot, State, check_layouts, identity, save
-from speculation import Speculator, Tally, behind
-from tokenizer import load_tokenizer
-from tokenizer.random import RandomVocabulary
-from tokenizer.turns import ChatParts, parts_of
+from runtime.errors import InputError, check_count, short
+from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype, synchronize
+from runtime.parallel import ONE, Ranks
 from weights import WeightFormat, open_checkpoint
 
 LAG = 2  # decode steps in flight before the host reads a token, so that the device never waits for the stop check

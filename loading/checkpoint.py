@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from errors import InputError, short
 from kernels.rope import RopeArgs
 from model import ModelArgs, Transformer, empty_transformer
-from parallel import ONE, Ranks
+from runtime.errors import InputError, short
+from runtime.parallel import ONE, Ranks
 from weights import (
     DENSE,
     Choose,

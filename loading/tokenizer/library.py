@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
-from errors import InputError
-from tokenizer.base import Tokenizer
-from tokenizer.folder import Folder
+from loading.tokenizer.base import Tokenizer
+from loading.tokenizer.folder import Folder
+from runtime.errors import InputError
 
 # Published patterns of byte-level BPE, for folders without a tokenizer.json.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -14,8 +14,8 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Engine
 
-from errors import InputError, short
-from tokenizer.library import GPT2, LLAMA3, QWEN2, WORDS, LibraryTokenizer, byte_level_bpe
+from loading.tokenizer.library import GPT2, LLAMA3, QWEN2, WORDS, LibraryTokenizer, byte_level_bpe
+from runtime.errors import InputError, short
 from weights.gguf_config import stop_ids
 from weights.gguf_file import GGUFFile
 

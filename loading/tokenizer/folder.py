@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from errors import InputError
-from runtime import check_fetched
+from runtime.errors import InputError
+from runtime.machine import check_fetched
 
 SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 

@@ -1,6 +1,6 @@
 """Self-speculation: a method drafts and exact attention verifies, with the same weights, keys and values.
 
-Each token is drawn with noise that is fixed by its row and position (`exponential_noise`, engine.py). The method draws
+Each token is drawn with noise that is fixed by its row and position (sampling.py). The method draws
 a draft from its distribution p, exact attention draws from its own, q, with the same noise, and the draft is accepted
 if both drew the same token. So the text is, token by token, what `full` writes with the same seed, greedy or not
 (Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft is
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled import Step, compile_verify
+from engine.compiled import Step, compile_verify
 from model import Transformer
 
 Draw = Callable[..., Tensor]  # logits [R, V], pos [R], keys [R], then seen [R, V] if there is a penalty -> tokens [R]

@@ -1,0 +1,1 @@
+"""The machine: errors, devices and memory, ranks, and text that is on every machine. Imports nothing of ours."""
