@@ -201,7 +201,7 @@ class KVMethod(Storage):
     whole_calibration: ClassVar[bool] = False  # every rank needs that of all heads; else only that of its own heads
     rereads: ClassVar[bool] = False  # a step also reads keys to score them: `traffic` may exceed the allocated bytes
     reads_queries: ClassVar[bool] = True  # False: `compress` does not use q and gets none for a prompt in chunks
-    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see model.KEY_BIAS
+    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see key_bias.py
     weighs_queries: ClassVar[bool] = False  # bases weigh queries against keys: another scale of both is another cache
     steps_alike: ClassVar[bool] = True  # False: steps or layers read unequal amounts, and `traffic` is their mean
     prompt: Prompt | None = None  # the prompt that is being read in chunks

@@ -2,5 +2,6 @@
 
 from engine.llm import LLM, Completion, Ended
 from engine.sampling import Sampling
+from loading.tokenizer.turns import Chat
 
-__all__ = ["LLM", "Completion", "Ended", "Sampling"]
+__all__ = ["LLM", "Chat", "Completion", "Ended", "Sampling"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels import native, op
-from model import Transformer, decode_layer, verify_layer
+from model import Transformer, layer_step
 
 # A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
 # each has its own budget, GROUP of the further layers share a graph.
@@ -30,7 +30,8 @@ Step = Callable[..., Tensor]  # tokens and pos [B], then Sampling.draw's other a
 
 
 def eager_step(model: Transformer, choose: Step) -> Step:
-    """`Transformer.decode` followed by the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]."""
+    """`Transformer.decode` followed by the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]. With
+    tokens [B, n], to check drafts, logits are [B, n, V] and the choice is [B, n]."""
 
     def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         # NO_TOKEN, which marks an error, is negative and is fed before the host reads it
@@ -51,21 +52,6 @@ def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> 
         return choose(model.logits(x), pos, *given)
 
     return CompiledStep(model, torch_compile(head, model.device), like if isinstance(like, CompiledStep) else None)
-
-
-def compile_verify(model: Transformer, choose: Step) -> Step:
-    """`Transformer.verify`, compiled: tokens [B, n] from pos [B] on, then the other arguments of `choose` ->
-    choose(logits [B, n, V], pos, *given), [B, n]. On a CPU it is compiled by kinds of layers, like a step."""
-
-    def whole(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        return choose(model.verify(tokens.clamp(min=0), pos), pos, *given)
-
-    def head(x: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        return choose(model.logits(x), pos, *given)
-
-    if model.device.type == "cuda":
-        return torch_compile(whole, model.device, guard_filter_fn=arguments_alone)
-    return CompiledStep(model, torch_compile(head, model.device), None, verify_group)
 
 
 def torch_compile(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
@@ -113,26 +99,19 @@ def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
     return model.embed(tokens.clamp(min=0))
 
 
-def decode_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """Apply `decode_layer` to each of these parts of `Transformer.decode_parts`."""
-    for block, method, ahead in layers:
-        x = decode_layer(block, method, ahead, x, pos)
-    return x
-
-
-def verify_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """Apply `verify_layer` to each of these parts."""
-    for block, method, _ in layers:
-        x = verify_layer(block, method, x, pos)
+def layer_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
+    """Apply `layer_step` to each of these parts of `Transformer.decode_parts`."""
+    for part in layers:
+        x = layer_step(part, x, pos)
     return x
 
 
 class Layers:
     """Compiled calls up to the last layer, shared by all steps on one cache. key: that of their last lookup."""
 
-    def __init__(self, model: Transformer, group: Callable[..., Tensor]):
+    def __init__(self, model: Transformer):
         self.hidden, self.parts = (model.args.dim, model.dtype), model.decode_parts()
-        self.group = torch_compile(group, model.device)
+        self.group = torch_compile(layer_group, model.device)
         self.calls = [CompiledCall(torch_compile(embed, model.device), model)]
         self.key: Any = None
 
@@ -159,11 +138,9 @@ class CompiledStep:
     In eager mode the embedding alone takes 0.2 ms, because a step evicts eager code from the processor's cache.
     """
 
-    def __init__(
-        self, model: Transformer, head: Step, like: CompiledStep | None, group: Callable[..., Tensor] = decode_group
-    ):
+    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
         self.head = CompiledCall(head)
-        self.layers: Layers = like.layers if like else Layers(model, group)
+        self.layers: Layers = like.layers if like else Layers(model)
         self.key: Any = None  # that of the last lookup of graphs
         self.graphs: Step | None = None
 

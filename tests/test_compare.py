@@ -81,7 +81,7 @@ def test_sizes_are_those_of_real_caches(sizes, spec):
     model.kv_dtype = torch.bfloat16
     read = []
     for name in ("full", spec):
-        model.setup(name, sizes.batch, SIZE, NEW, {})
+        model.setup_cache(name, sizes.batch, SIZE, NEW)
         read.append((model.kv_bytes(), sum(m.traffic(T - 1) for m in model.cache)))
     held, full = read[1], read[0]
     assert sizes.of(spec) == (held[0] / full[0], held[1] / full[1])

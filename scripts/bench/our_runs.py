@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine import speculation
 from engine.compiled import Step, compiler_options
-from engine.llm import Result, Session, continue_rows, make_step
-from engine.sampling import Sampling, draw_finite
+from engine.decode import Batch, Session, make_step
+from engine.sampling import Sampling
 from engine.speculation import Speculator, tokens_a_round
 from model import Transformer
 from runtime.machine import synchronize
@@ -100,10 +100,10 @@ class Ours(Run):
             times = {} if w.synthetic else self._prompt(session)
             if w.synthetic:
                 self._fill(session)
-            result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
+            result = Batch([[] for _ in range(w.batch)], [w.length] * w.batch)
             synchronize(w.device)
             # the first token exists before the first step
-            continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
+            session.run(None, w.new + w.synthetic, batch=result)
         if result.steps < w.new + w.synthetic - 1:
             raise KeyboardInterrupt  # the decode loop caught Ctrl-C and ended early
         return times | dict(step=result.decode_s / max(1, result.steps))
@@ -111,7 +111,9 @@ class Ours(Run):
     def _session(self) -> Session:
         self.work.model.cache = self.cache
         self.work.model.reset_cache()
-        return Session(self.work.model, self.step, self.sampling)
+        return self._made(self.work.model, self.step, self.sampling)
+
+    _made: Any = Session
 
     def _prompt(self, session: Session) -> dict[str, float]:
         w = self.work
@@ -167,11 +169,10 @@ class Speculating(Ours):
         if self.like is not None:
             self.cache, self.step, self.speculator = self.like.cache, self.like.step, self.like.speculator
         else:
-            model.setup(self.method, w.batch, w.length + w.new, w.new, {}, self.drafts)
+            model.setup_cache(self.method, w.batch, w.length + w.new, w.new, drafts=self.drafts)
             self.cache = model.cache
             self.step = make_step(model, self.sampling, self.mode == "compiled")
-            draw = functools.partial(draw_finite, self.sampling)
-            self.speculator = Enforced(model, draw, self.drafts, self.mode == "compiled")
+            self.speculator = Enforced(model, self.sampling.draw, self.drafts, self.mode == "compiled")
             self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
         full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
@@ -181,10 +182,11 @@ class Speculating(Ours):
                          traffic=(n * sum(m.traffic(at) for m in self.cache) + full) / tokens)  # fmt: skip
 
     def _session(self) -> Session:
-        session = super()._session()
-        session.speculator = self.speculator
         self.speculator.chance, self.speculator.rounds = self.chance, 0
-        return session
+        return super()._session()
+
+    def _made(self, *args: Any) -> Session:
+        return speculation.Speculating(self.speculator, *args)
 
 
 class Prefill(Ours):

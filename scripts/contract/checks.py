@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cache.base import Attended, KVMethod
 from cache.evicting import Evicting
+from cache.spec import layer_methods
 from cache.trace import observe
 from engine.snapshot import CacheFile, State, check_layouts, identity, save
 from kernels.dense_attention import prefill_attention
@@ -425,6 +426,7 @@ def check_sizes(name: str, knobs: Knobs) -> None:
 def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
     """A cache that was saved to a file goes on bit for bit as one that was not, at its size and at a larger one."""
     model, rows, lengths = tiny(head_dim=64), [prompt(n, i) for i, n in enumerate(SAVED)], torch.tensor(SAVED)
+    layers = layer_methods(name, model.args.n_layer, knobs)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     feed, want = torch.stack([prompt(200, 7), prompt(200, 8)]), dict[str, list[Tensor]]()
 
@@ -451,7 +453,7 @@ def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
             for i in range(1 + max(n + THEN * (size == into) for saved, n, into in ways if size in (saved, into))):
                 if (size, i) in [way[:2] for way in ways]:
                     state = State([x.tolist() for x in rows], feed[:, :i], feed[:, i], None)
-                    save(Path(folder, f"{size} {i}"), model.cache, state, identity(model, name, knobs, "tiny", None))
+                    save(Path(folder, f"{size} {i}"), model.cache, state, identity(model, name, layers, "tiny", None))
                 want[size].append(step(i))
         for size, n, into in ways:
             set_up(into)

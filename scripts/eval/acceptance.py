@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from cache.spec import layer_methods
-from engine import LLM
+from engine import LLM, Chat
 from runtime.errors import InputError, Parser, check_count, run_cli
 from runtime.machine import SMOLLM2_CALIBRATION, add_calibration, check_out, set_threads, smollm2
 from scripts.eval.answers import FACTS, text_of
@@ -74,9 +74,9 @@ def texts(llm: LLM, checkpoint: Path, length: int) -> dict[str, list[int]]:
     return dict(
         prose=prose,
         code=code,
-        question=llm.encode(facts, chat=True),
+        question=llm.encode(facts, Chat()),
         list=llm.encode(names[: 6 * length])[:length],
-        chat=llm.encode(about, chat=True),
+        chat=llm.encode(about, Chat()),
     )
 
 

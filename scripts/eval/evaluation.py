@@ -19,7 +19,7 @@ from torch import Tensor
 from cache import evicting
 from cache.base import KVMethod
 from cache.calibration import fingerprint
-from engine.llm import Session, make_step, pad
+from engine.decode import Session, make_step, pad
 from engine.sampling import NO_TOKEN, Sampling
 from engine.snapshot import Snapshot
 from kernels.dense_attention import prefill_attention
@@ -146,7 +146,7 @@ class Evaluation:
         """Sets up a cache for every label -> (method, knobs): `size` tokens per row, at most `new` of them decoded."""
         self.caches, self.size = {}, size
         for label, (method, knobs) in methods.items():
-            self.model.setup(method, self.batch, size, new, knobs)
+            self.model.setup_cache(method, self.batch, size, new, **knobs)
             self.caches[label] = self.model.cache
 
     def noting(self) -> list[str]:

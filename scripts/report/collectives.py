@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.spec import method_files
-from model import NAMED, ModelArgs, empty_transformer
+from loading.allocate import empty_transformer
+from model import NAMED, ModelArgs
 from runtime.errors import InputError, Parser, run_cli
 from runtime.parallel import Ranks
 from scripts.report.markdown import runs, sources, table
@@ -55,7 +56,7 @@ def step(name: str, method: str, n: int, batch: int, length: int) -> dict:
     """The first of n ranks: collectives of a step, the bytes that it sends in them, and the bytes that it reads."""
     args, counted = replace(ModelArgs.from_name(name), ranks=Ranks(0, n)), Counted()
     model = empty_transformer(args, "meta", torch.bfloat16).eval()
-    model.setup(method, batch, length, None, {})
+    model.setup_cache(method, batch, length, None)
     tokens = torch.zeros(batch, dtype=torch.int64, device="meta")
     with (mock.patch.object(Ranks, "sum", lambda r, x: counted.sum(r, x)),
           mock.patch.object(Ranks, "gather", lambda r, x: counted.gather(r, x))):  # fmt: skip

@@ -28,7 +28,8 @@ from kernels import observed_attention, offload, splits
 from kernels.op import OPERATIONS, nbytes
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
-from model import ModelArgs, empty_transformer
+from loading.allocate import empty_transformer
+from model import ModelArgs
 from runtime.errors import InputError
 from weights import WeightFormat
 
@@ -198,7 +199,7 @@ def converse(launches: Launches, model: str, method: str, weights: str | None, b
     launches.step = None
     if method == "full":  # the same kernels check the drafts of every method
         for n in CHECKED:
-            decoder.verify(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
+            decoder.decode(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
     decoder.maintain(NEW)
 
 

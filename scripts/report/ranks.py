@@ -31,8 +31,9 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from loading.allocate import empty_transformer
 from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors
-from model import NAMED, ModelArgs, Transformer, empty_transformer
+from model import NAMED, ModelArgs, Transformer
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import ROOT, set_threads
 from runtime.parallel import start
@@ -102,7 +103,7 @@ def work(job: dict[str, Any]) -> None:
         )
     weights, replicated = held(model), held(model.tok_embeddings)
     with Peak() as all_of_it:
-        model.setup("full", 1, job["length"], None, {})
+        model.setup_cache("full", 1, job["length"], None)
         took = steps(model, job["new"])
     cache = model.kv_bytes()
     row = dict(rank=ranks.rank, weight_bytes=weights, embedding_bytes=replicated, cache_bytes=cache,
