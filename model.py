@@ -103,16 +103,8 @@ class ModelArgs:
         """The rotary tables of positions 0 to max_seq_len - 1."""
         return Rope(self.rope, self.head_dim, self.max_seq_len, max_batch, max_seq_len, device)
 
-    def cache_shape(
-        self,
-        layer: int,
-        max_batch: int,
-        max_seq_len: int,
-        dtype: torch.dtype,
-        device: Any = "cpu",
-        max_new_tokens: int | None = None,
-        drafts: int = 0,
-    ) -> CacheShape:
+    def cache_shape(self, layer: int, max_batch: int, max_seq_len: int, dtype: torch.dtype, device: Any = "cpu",
+                    max_new_tokens: int | None = None, drafts: int = 0) -> CacheShape:  # fmt: skip
         """The shape by which a method allocates the cache of that layer, on this rank."""
         window, own = self.window(layer), self.local
         window = None if window is None or window >= max_seq_len else window
@@ -160,18 +152,12 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
-        whole, args = args, args.local
-        self.ranks, g = args.ranks, whole.n_head // whole.n_kv_head
-        # With more ranks than KV heads, several ranks hold the same KV head and attend with all its queries, because
-        # methods choose tokens by all of them. After that, each rank goes on with its share of the query heads.
-        first = self.ranks.heads(whole.n_kv_head).start * g
-        mine = self.ranks.part(whole.n_head)
-        self.mine = slice(mine.start - first, mine.stop - first)
+        self.ranks, self.mine, args = args.ranks, args.ranks.queries(args.n_head, args.n_kv_head), args.local
         self.n_head, self.n_kv_head, self.head_dim = args.n_head, args.n_kv_head, args.head_dim
         self.window = args.window(layer)
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
-        self.wo = Linear((mine.stop - mine.start) * args.head_dim, args.dim, bias=args.o_bias)
+        self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
 
@@ -266,7 +252,7 @@ class Transformer(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the output head is the embedding. Never with several ranks: each holds rows of the head separately."""
+        """Whether the output head is the embedding. Never with several ranks: each holds rows of the head."""
         return self.args.tie_embeddings and self.args.ranks.size == 1
 
     @property
@@ -315,24 +301,13 @@ class Transformer(nn.Module):
 
     # ---- with one ----
 
-    def setup_cache(
-        self,
-        method: str | Methods,
-        max_batch: int,
-        max_seq_len: int,
-        max_new_tokens: int | None = None,
-        *,
-        drafts: int = 0,
-        **knobs: Any,
-    ) -> None:
-        """Allocate every buffer of the KV cache. `method` is a name, a preset or a spec by layers (cache/spec.py), with
-        knobs, or the `layer_methods` of one.
-
-        max_seq_len counts prompt and new tokens together. If max_new_tokens is known, methods do not allocate slots
-        that neither the prompt nor the new tokens can fill. drafts: the number of tokens drafted at a time and then
-        checked; the cache gets as many extra slots. Raises InputError if the method or a knob is unknown or out of
-        range, if the method cannot draft, or if the buffers do not fit in memory.
-        """
+    def setup_cache(self, method: str | Methods, max_batch: int, max_seq_len: int, max_new_tokens: int | None = None,
+                    *, drafts: int = 0, **knobs: Any) -> None:  # fmt: skip
+        """Allocate every buffer of the KV cache. method: a name, a preset, a spec by layers (cache/spec.py), or the
+        `layer_methods` of one. max_seq_len counts prompt and new tokens together. If max_new_tokens is known, methods
+        allocate no slots that neither the prompt nor the new tokens can fill. drafts: the number of tokens drafted at a
+        time and then checked, for which the cache gets extra slots. Raises InputError if the method or a knob is
+        unknown or out of range, if the method cannot draft, or if the buffers do not fit in memory."""
         if max_batch < 1 or max_seq_len < 1:
             raise InputError(f"the cache needs a batch and a length of at least 1, got {max_batch} and {max_seq_len}")
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
@@ -346,10 +321,8 @@ class Transformer(nn.Module):
             return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
 
         if drafts and (cannot := [method_name(c) for c, _ in layers if not c.verifies]):
-            raise InputError(
-                f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full, which stores "
-                "them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
-            )
+            raise InputError(f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full to "
+                             "store them, or draft with double_sparsity, quest, loki, sparq or hshare")  # fmt: skip
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
@@ -376,8 +349,7 @@ class Transformer(nn.Module):
         """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
         model's."""
         self.calibration = None
-        files = [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]
-        if files:
+        if files := [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]:
             if self.folder is None:
                 raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
             self.calibration = Calibration.joined(self.folder, self.args, files)
@@ -472,11 +444,10 @@ class Transformer(nn.Module):
             method.reset()
 
     def cache_nbytes(self) -> dict[int, dict[str, int]]:
-        """Bytes of every buffer as allocated: {layer: {buffer: bytes}}."""
+        """Bytes of every buffer as allocated: {layer: {buffer: bytes}}; `kv_bytes`: of all of them."""
         return {layer: method.nbytes() for layer, method in enumerate(self.cache or ())}
 
     def kv_bytes(self) -> int:
-        """Bytes of all buffers of the cache."""
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
@@ -499,8 +470,8 @@ def attending(read: Callable[..., Tensor], dtype: torch.dtype, *at: Any) -> Atte
 
 
 def layer_step(part: Any, x: Tensor, pos: Tensor) -> Tensor:
-    """One of `Transformer.decode_parts`: a token of each row, x [B, dim] at pos [B], or exact attention of drafted ones,
-    x [B, n, dim] from pos [B] on. Returns the layer's output, like x."""
+    """A layer of `Transformer.decode_parts`, a token of each row, x [B, dim] at pos [B], or exact attention of drafted
+    ones, x [B, n, dim] from pos [B] on. Returns the layer's output, like x."""
     block, method, ahead = part
     dtype, alone = method.shape.dtype, x.dim() == 2
     if ahead is not None and alone:  # the next layer, which prefetches

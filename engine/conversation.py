@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.decode import Batch, Session
+from engine.decode import Batch, Completion, Session
 from engine.sampling import Sampling, noise_keys
 from loading.tokenizer.turns import Chat
 from runtime.errors import InputError, check_count
 
 if TYPE_CHECKING:
-    from engine.llm import LLM, Completion
+    from engine.llm import LLM
 
 CONVERSATION = 8192  # slots allocated for a conversation, at most the model's context
 

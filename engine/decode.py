@@ -78,6 +78,29 @@ class Batch:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
+@dataclass
+class Completion:
+    """The completion of one prompt; `batch` holds times and bytes of the rows that ran with it."""
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    batch: Batch
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens per second of the whole batch."""
+        return self.batch.decode_tokens_per_s
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.batch.kv_bytes
+
+    @property
+    def kv_bytes_full(self) -> int:
+        return self.batch.kv_bytes_full
+
+
 def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step | None = None) -> Step:
     """A decode step that draws the next token. like: a compiled step on the same cache; its layer graphs are reused."""
     return compile_step(model, sampling.draw, like) if compile else eager_step(model, sampling.draw)

@@ -11,7 +11,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from cache.spec import layer_methods
 from engine.conversation import Conversation
-from engine.decode import Batch, Session, make_step
+from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
@@ -44,29 +43,6 @@ class Ended(InputError):
     def __init__(self, message: str, completions: list[Completion]):
         super().__init__(message)
         self.completions = completions
-
-
-@dataclass
-class Completion:
-    """The completion of one prompt; `batch` holds times and bytes of the rows that ran with it."""
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    batch: Batch
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens per second of the whole batch."""
-        return self.batch.decode_tokens_per_s
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.batch.kv_bytes
-
-    @property
-    def kv_bytes_full(self) -> int:
-        return self.batch.kv_bytes_full
 
 
 def round_up(n: int) -> int:
