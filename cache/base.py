@@ -186,34 +186,42 @@ class KVMethod(Storage):
     class Args:
         """Knobs of the method. A subclass lists its own, each with default and source."""
 
+    # Who it is, and what the contract checks (scripts/contract): knobs, and deviations that it has to know of
     paper: ClassVar[str] = ""  # authors, title, year
     lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
-    stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens, for tests
-    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
-    units: ClassVar[str] = ""  # "k", "v" or "kv": compress, append and attend get these divided by `unit_of`
+    stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens
+    deviates: ClassVar[frozenset[str]] = frozenset()  # of "rereads": a step also reads keys to score them, so `traffic`
+    # may exceed the allocated bytes; "unequal steps": steps or layers read unequal amounts, and `traffic` is their
+    # mean; "weighs queries": bases weigh queries against keys, so another scale of both is another cache
+
+    # Which layers it gets, and what for
     supports_window: ClassVar[bool] = False  # whether it honours a model's sliding window
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration must hold (calibration.py)
+    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see key_bias.py
+
+    # The prompt
+    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
+    units: ClassVar[str] = ""  # "k", "v" or "kv": compress, append and attend get these divided by `unit_of`
     exact_prefill: bool = True  # attention within a prompt is exact, whatever the method
     takes_chunks: bool = True  # a prompt may come in chunks
-    joins_heads: bool = False  # one decision covers all heads of a layer
-    whole_calibration: ClassVar[bool] = False  # every rank needs that of all heads; else only that of its own heads
-    rereads: ClassVar[bool] = False  # a step also reads keys to score them: `traffic` may exceed the allocated bytes
     reads_queries: ClassVar[bool] = True  # False: `compress` does not use q and gets none for a prompt in chunks
-    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see key_bias.py
-    weighs_queries: ClassVar[bool] = False  # bases weigh queries against keys: another scale of both is another cache
-    steps_alike: ClassVar[bool] = True  # False: steps or layers read unequal amounts, and `traffic` is their mean
     prompt: Prompt | None = None  # the prompt that is being read in chunks
+
+    # Drafts (engine/speculation.py), and queries predicted a layer ahead
     verifies: ClassVar[bool] = False  # keeps all keys and values in full precision, so that its drafts can be verified
     rewinds: ClassVar[bool] = False  # appending where a token was taken back leaves no trace of that token
     predicts: bool = False  # the previous layer calls `prefetch` with a predicted query
-    trace: Any = None  # set by `observe`: called with every step's attention
+
+    # Heads, of several ranks too
+    joins_heads: bool = False  # one decision covers all heads of a layer
+    whole_calibration: ClassVar[bool] = False  # every rank needs that of all heads; else only that of its own heads
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
     output_weights: Callable[[], Tensor] | None = None  # set by the model: W_O by query head, [Hq, D, dim]
 
+    trace: Any = None  # set by `observe`: called with every step's attention
     noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over the steps since the prompt (`note_read`)
-
     args: Any
     rope: Rope
     k_unit: Tensor  # [B, Hkv, 1], powers of two, 1 for keys of usual size

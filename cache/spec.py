@@ -307,7 +307,7 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
         if layer in _skipped(cls, skip_layers, n_layer):
             cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
         made = make_args(cls, args)
-        out.append((kept(cls) if keep and not cls.verifies else cls, made))
+        out.append((kept(cls) if keep and not cls.verifies else cls, made))  # type: ignore[arg-type]
     return out
 
 

@@ -533,7 +533,7 @@ def check_size(name: str, knobs: Knobs) -> None:
     """Values times c multiply the output by c, and keys times c with queries over c leave it."""
     prompts, runs, fed = [prompt(9), prompt(40)], [], None
     for size in (1.0, *SCALES):
-        keys = 1.0 if class_of(name).weighs_queries else size
+        keys = 1.0 if "weighs queries" in class_of(name).deviates else size
         model = tiny(sizes=(1 / keys, keys, size))
         model.setup_cache(name, 2, 60, **knobs)
         got, fed = run(model, prompts, 12, fed)
