@@ -12,7 +12,7 @@ from sampled import sampled
 
 import engine.llm as E
 from cache.spec import method_files
-from engine import compiled
+from engine import compiled, inductor
 from engine.decode import Session, make_step
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.tokenizer import load_tokenizer
@@ -39,6 +39,18 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
     steps = [step for step in llm._steps.values() if isinstance(step, compiled.CompiledStep)]
     assert all(step.graphs for step in steps)  # on a CPU no method's graphs need Python between them
+
+
+def test_a_release_of_torch_that_is_not_known(tiny, monkeypatch):
+    """Steps are then torch.compile's own functions: nothing of inductor is replaced, and the tokens are the same."""
+    prompts, tokens = [tiny[1].encode("import os\n" * 30, bos=True), [5] * 20], []
+    for compile in (False, True):
+        with monkeypatch.context() as context:
+            context.setattr(inductor, "KNOWN", False)
+            context.setattr(inductor.mock, "patch", None)
+            llm = E.LLM(TINY, method="0-1:full,2-:self_index", compile=compile)
+            tokens.append([c.tokens for c in llm.generate(prompts, 8)])
+    assert tokens[0] == tokens[1] and next(iter(llm._steps.values()))[0].graphs is None
 
 
 @pytest.mark.slow
@@ -143,7 +155,7 @@ def test_a_compiled_call_looks_its_tensors_up_once():
         counted = [
             compiled.CompiledCall(lambda *x, step=step, asked=asked: asked.append(0) or step(*x), h) for h in held
         ]
-        with torch.inference_mode(), compiled.compiling():
+        with torch.inference_mode(), inductor.compiling():
             for i in range(3):
                 for call in counted:
                     assert torch.equal(call(tokens + i, pos), function(*call.fixed, tokens + i, pos))
