@@ -24,7 +24,7 @@ from cache.base import CacheShape, KVMethod
 from cache.calibration import Calibration, RandomCalibration
 from cache.prompt import Angles, Text
 from cache.spec import build_cache, layer_methods, method_name
-from kernels.backend import use_native
+from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
 from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
@@ -362,7 +362,7 @@ class Transformer(nn.Module):
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
             raise InputError(f"max_new_tokens {max_new_tokens} leaves no tokens for a prompt in {max_seq_len}")
         args, w = self.args, self.norm.weight
-        use_native(w)  # compiles the CPU kernels now, if need be, and not in the middle of a step
+        version_for(w.device, w.dtype)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
 
         def make_rope(device: torch.device) -> Rope:
