@@ -48,7 +48,8 @@ class Linear(nn.Linear):
         super().__init__(n, sum(self.sizes), bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dense_linear(x, self.weight, self.bias)
+        weight_and_bias: Any = self._parameters.values()  # by its name, each would take a call of nn.Module's
+        return dense_linear(x, *weight_and_bias)
 
 
 class PackedLinear(nn.Module):
@@ -95,7 +96,7 @@ class PackedLinear(nn.Module):
         return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        given: Any = (x, *self._buffers.values(), self.bits)  # by its name, each would take a call of nn.Module's
+        given: Any = (x, *self._buffers.values(), self.bits)
         y = packed_linear(*given)
         return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
 
