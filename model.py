@@ -25,7 +25,7 @@ from cache.calibration import Calibration, RandomCalibration
 from cache.key_bias import warn_of_key_bias
 from cache.prompt import Angles
 from cache.spec import Methods, build_cache, layer_methods, method_name
-from kernels.backend import use_native
+from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime.errors import InputError
@@ -314,7 +314,7 @@ class Transformer(nn.Module):
             raise InputError(f"max_new_tokens {max_new_tokens} leaves no tokens for a prompt in {max_seq_len}")
         args, w = self.args, self.norm.weight
         layers = layer_methods(method, args.n_layer, knobs) if isinstance(method, str) else method
-        use_native(w)  # compiles the CPU kernels now, if need be, and not in the middle of a step
+        version_for(w.device, w.dtype)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
 
         def make_rope(device: torch.device) -> Rope:

@@ -470,7 +470,7 @@ def unit_of(x: Tensor, lengths: Tensor) -> Tensor:
 
 def _by_head(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, unit: Tensor) -> Tensor:
     """f of x [B, heads, ..., D] and the unit of its KV head, [>= B, Hkv, 1]."""
-    B, H, unit = len(x), unit.shape[1], unit[: len(x)]
+    B, H, unit = x.shape[0], unit.shape[1], unit[: x.shape[0]]
     if x.dim() > 3:  # more tokens than one
         return f(x.unflatten(1, (H, -1)), unit[:, :, :, None, None]).flatten(1, 2)
     return f(x, unit) if x.shape[1] == H else f(x.reshape(B, H, -1), unit).view(x.shape)

@@ -1237,6 +1237,7 @@ def fresh(monkeypatch, tmp_path):
     loaded = build.library()
     monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
     monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
+    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
     yield Path(loaded._name)
     loaded.kvf_register()  # operators of another build would serve all tests that follow
 
@@ -1254,6 +1255,7 @@ def copier(fresh, monkeypatch, tmp_path):
 def forget():
     build.library.cache_clear()
     build._available.cache_clear()
+    backend._version_for.cache_clear()
 
 
 def works():
@@ -1398,9 +1400,9 @@ def test_torch_is_asked_for(fresh, monkeypatch):
     monkeypatch.setattr(build, "library", lambda: pytest.fail("the library was asked for"))
     monkeypatch.setattr(build, "_available", lambda: pytest.fail("the library was asked for"))
     x = torch.zeros(2, 32)
-    assert not backend.use_native(x.half()) and not backend.use_native(x, 24)
+    assert backend.version_for(x.device, torch.float16) == "torch"
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
-    assert not backend.use_native(x)
+    assert backend.version_for(x.device, x.dtype) == "torch"
     for function, tensors in operations().values():
         function(*tensors)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import native
+from kernels import backend, native
 from kernels.native import build
 
 NAME = "native-*.so"
@@ -29,6 +29,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
     monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
+    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
 
     class Cache:
         folder = tmp_path / "cache" / "kv_fast"

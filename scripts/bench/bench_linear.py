@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.backend import use_native
+from kernels.backend import version_for
 from kernels.linear import MANY, dense_linear
+from kernels.native import VECTOR
 from kernels.op import OPERATIONS
 from model import NAMED, ModelArgs
 from runtime.errors import InputError, Parser, run_cli
@@ -60,7 +61,7 @@ def ours(n: int, out: int, bits: int, gen: torch.Generator) -> tuple[Any, int]:
         layer.fill_random(0.02, gen)
         few = lambda x: OPERATIONS["packed_linear"].cpp(x, *layer.weight, None, bits)  # noqa: E731
     size = sum(t.nbytes for t in (*layer.parameters(), *layer.buffers()))
-    here = use_native(torch.zeros(1), n)
+    here = version_for(torch.device("cpu"), torch.float32) == "cpp" and n % VECTOR == 0
     return (lambda x: few(x) if here and len(x) < MANY else layer(x)), size
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from triton.runtime.jit import KernelInterface
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from kernels import observed_attention, offload, splits
+from kernels import backend, observed_attention, offload, splits
 from kernels.op import OPERATIONS, nbytes
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
@@ -175,7 +174,7 @@ def recording() -> Iterator[Launches]:
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.dict(os.environ, KV_FAST_BACKEND="triton"))
+        stack.enter_context(mock.patch.object(backend, "BACKEND", "triton"))
         stack.enter_context(Operators(launches))
         stack.enter_context(torch.inference_mode())
         yield launches
