@@ -23,6 +23,7 @@ from cache.spec import layer_methods, make_args, method_files, method_name
 from kv_methods.razor import Razor
 from loading.checkpoint import args_from_hf, random_transformer
 from model import NAMED
+from models.tiny.training import train_tiny
 from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, bench_linear, bench_restore, layer, our_runs
 from scripts.bench import dense as dense_attentions
@@ -32,7 +33,6 @@ from scripts.report.markdown import share, wilson
 from scripts.shared import options, timing
 from scripts.shared import progress as progress_module
 from scripts.shared.progress import Progress
-from scripts.train import train_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2,

@@ -28,6 +28,7 @@ from cache.spec import knob_names, layer_methods, method_class, method_files, pr
 from engine import llm as engine
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors
 from loading.tokenizer import load_tokenizer
+from models.tiny.training import train_tiny
 from runtime import machine
 from runtime.errors import InputError, run_cli
 from runtime.machine import TINY
@@ -35,7 +36,6 @@ from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
 from scripts.report import kernel_report, plots, update_readme
 from scripts.shared import options
-from scripts.train import train_tiny
 
 CONFIG = dict(
     model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -12,10 +12,10 @@ from sampled import sampled
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
 from loading.tokenizer.turns import ChatParts
+from models.tiny.training.tasks import Tasks
+from models.tiny.training.train_tiny import Trainer
 from scripts.eval.evaluation import Evaluation, contexts
 from scripts.eval.samples import rows_of
-from scripts.eval.tasks import Tasks
-from scripts.train.train_tiny import Trainer
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 

@@ -27,12 +27,12 @@ from loading.checkpoint import load_checkpoint
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.tokenizer.turns import ChatParts
 from model import Transformer
+from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
 from runtime.errors import InputError
 from runtime.machine import TINY, add_calibration, add_precision, check_out, pick_device
 from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
 from scripts.eval.rows import Row, score
-from scripts.eval.tasks import Tasks
 from scripts.shared.options import load_model, parse_lengths
 from weights import open_checkpoint
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from loading.tokenizer import Tokenizer
+from models.tiny.training.tasks import FIRST_PLAIN_ID, PLAIN, RULER
 from runtime.errors import InputError
 from scripts.eval import ruler
 from scripts.eval.evaluation import Evaluation
 from scripts.eval.rows import Row
-from scripts.eval.tasks import FIRST_PLAIN_ID, PLAIN, RULER
 
 NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
                ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip
