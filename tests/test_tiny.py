@@ -14,8 +14,8 @@ from loading.tokenizer import load_tokenizer
 from loading.tokenizer.turns import ChatParts
 from models.tiny.training.tasks import Tasks
 from models.tiny.training.train_tiny import Trainer
-from scripts.eval.evaluation import Evaluation, contexts
-from scripts.eval.samples import rows_of
+from scripts.eval.evaluation import Evaluation
+from scripts.eval.rows import contexts, rows_of
 
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from engine.compiled import Step, compiler_options
 from engine.llm import Result, Session, continue_rows, make_step
 from engine.sampling import Sampling, draw_finite
+from engine.snapshot import CacheFile, identity, save
 from engine.speculation import Speculator, tokens_a_round
 from model import Transformer
 from runtime.machine import synchronize
@@ -115,14 +118,15 @@ class Ours(Run):
 
     def _prompt(self, session: Session) -> dict[str, float]:
         w = self.work
-        synchronize(w.device)
+        prefill = self._timed(lambda: session.prefill(w.tokens.tolist()))
+        return dict(prefill=prefill, second_token=prefill + self._timed(lambda: session.advance(session.next)))
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        synchronize(self.work.device)
         start = time.perf_counter()
-        session.prefill(w.tokens.tolist())
-        synchronize(w.device)
-        prefill = time.perf_counter() - start
-        session.advance(session.next)
-        synchronize(w.device)
-        return dict(prefill=prefill, second_token=time.perf_counter() - start)
+        call()
+        synchronize(self.work.device)
+        return time.perf_counter() - start
 
     def _fill(self, session: Session) -> None:
         w = self.work
@@ -185,6 +189,43 @@ class Speculating(Ours):
         session.speculator = self.speculator
         self.speculator.chance, self.speculator.rounds = self.chance, 0
         return session
+
+
+class Restoring(Ours):
+    """Times a prompt's cache as a file: writing it, and restoring it into an empty cache. The file was just written, so
+    it is read from the page cache."""
+
+    def __init__(self, work: Work, method: str):
+        super().__init__(work, method, "eager")
+        self.name = f"{method} restore"
+
+    def open(self) -> None:
+        super().open()
+        self.folder = tempfile.TemporaryDirectory(prefix="kv-fast-")
+        self.file = Path(self.folder.name) / "cache"
+
+    @torch.inference_mode()
+    def __call__(self) -> dict[str, float]:
+        w = self.work
+        session = self._session()
+        times = {} if w.synthetic else dict(prefill=self._timed(lambda: session.prefill(w.tokens.tolist())))
+        if w.synthetic:
+            self._fill(session)
+            session.prompts = w.tokens.tolist()
+        of = identity(w.model, self.method, {}, "", None)
+        times["save"] = self._timed(lambda: save(self.file, w.model.cache, session.state(), of))
+        self.info |= dict(file_bytes=self.file.stat().st_size)
+
+        def restore() -> None:
+            session, saved = self._session(), CacheFile(self.file)
+            saved.fill(w.model.cache)
+            session.resume(saved.state)
+
+        return times | dict(restore=self._timed(restore))
+
+    def close(self) -> None:
+        super().close()
+        self.folder.cleanup()
 
 
 class Prefill(Ours):
