@@ -320,13 +320,14 @@ def test_every_round_is_kept(cli, config, tmp_path, monkeypatch):
 
 def test_interrupted_in_a_round(cli, config, tmp_path, monkeypatch):
     """Ctrl-C ends the run, not only the loop that decodes; what was measured before it stays."""
-    out, loop = tmp_path / "generate.json", our_runs.continue_rows
+    out, rows = tmp_path / "generate.json", our_runs.Session.rows
 
     def interrupted(session, *args):
-        if "streaming" not in str(type(session.model.cache[0])):
-            loop(session, *args)
+        if "streaming" in str(type(session.model.cache[0])):
+            raise KeyboardInterrupt
+        return rows(session, *args)
 
-    monkeypatch.setattr(our_runs, "continue_rows", interrupted)
+    monkeypatch.setattr(our_runs.Session, "rows", interrupted)
     argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
             "--length", 16, "--no-interleave", "--method", "full", "streaming", "random", "--out", out)  # fmt: skip
     assert cli(bench_generate, *argv)[0] == 130

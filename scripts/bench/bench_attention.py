@@ -268,7 +268,7 @@ def parser() -> Parser:
     a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages, too (default: yes)")
     a("--once", action="store_true", help="run every method's compress and decode, time nothing")
     a("--ceilings", action="store_true", help="measure only bandwidth and matmul")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     a("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile methods (default: yes)")
     add_run(p)

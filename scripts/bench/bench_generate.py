@@ -225,7 +225,7 @@ def parser() -> Parser:
     )
     a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
     a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="enforced chance that a draft is right")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     add_precision(p)
     add_calibration(p)
     add_run(p)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.compiled import Step, compiler_options
-from engine.llm import Result, Session, continue_rows, make_step
+from engine.llm import Session, make_step
 from engine.sampling import Sampling, draw_finite
 from engine.snapshot import CacheFile, identity, save
 from engine.speculation import Speculator, tokens_a_round
@@ -103,13 +103,9 @@ class Ours(Run):
             times = {} if w.synthetic else self._prompt(session)
             if w.synthetic:
                 self._fill(session)
-            result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
-            synchronize(w.device)
-            # the first token exists before the first step
-            continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
-        if result.steps < w.new + w.synthetic - 1:
-            raise KeyboardInterrupt  # the decode loop caught Ctrl-C and ended early
-        return times | dict(step=result.decode_s / max(1, result.steps))
+            before = session.decoded
+            took = self._timed(lambda: sum(1 for _ in session.rows(w.new + w.synthetic)))
+        return times | dict(step=took / max(1, session.decoded - before))
 
     def _session(self) -> Session:
         self.work.model.cache = self.cache

@@ -44,6 +44,7 @@ from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
 from scripts.eval.analyses import ANALYSES
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
+from scripts.shared.options import add_run
 from scripts.shared.results import check_out, record, save_figure, write_json
 from weights import (
     WeightFormat,
@@ -84,7 +85,7 @@ def draw_plot(path: Path, analysis: Analysis, table: Table) -> None:
     from matplotlib.figure import Figure
 
     head, body = table
-    rows = [row for row in body if type(row[0]) is type(body[0][0])]  # without the means
+    rows = [row for row in body if row[0] not in ("mean", "all")]
     columns = {name: [row[j] for row in rows] for j, name in enumerate(head) if j}
     numbers = {n: x for n, x in columns.items() if all(isinstance(v, int | float) for v in x)}
     shares = {n for n, x in numbers.items() if min(x) >= 0 and max(x) <= 1}
@@ -161,14 +162,11 @@ def parser() -> Parser:
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="analyses to run; default: all")
     a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose; default: 4")
     a("--seq-len", type=int, default=0, help="tokens of a sequence; default: 1024, or the model's context if shorter")
-    a("--out", help="result file, e.g. analysis.json")
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the computation; default: fp32")
     add_weights(p)
     add_calibration(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--json", action="store_true", help="print the result object instead of tables")
+    add_run(p, resume=False)
     return p
 
 

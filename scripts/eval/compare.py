@@ -76,7 +76,7 @@ def parser() -> Parser:
     a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
     a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
-    add_flags(p, "the folder compare")
+    add_flags(p)
     return p
 
 

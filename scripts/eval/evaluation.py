@@ -28,10 +28,10 @@ from model import Transformer
 from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
 from runtime.errors import InputError
-from runtime.machine import TINY, add_calibration, add_precision, check_out, pick_device
+from runtime.machine import TINY, add_calibration, add_precision, pick_device
 from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
 from scripts.eval.rows import Context, Row, score
-from scripts.shared.options import load_model, parse_lengths
+from scripts.shared.options import add_run, check_out_of, load_model, parse_lengths
 from weights import open_checkpoint
 
 WORDS = TINY / "words.json"
@@ -142,16 +142,6 @@ class Evaluation:
         return logits, lengths
 
     @torch.inference_mode()
-    def run_rows(self, prompts: list[list[int]], forced: list[list[int]], n_new: int) -> dict[str, list[list[int]]]:
-        """Prefill once, then `decode` with each method."""
-        first, lengths = self.prefill(prompts)
-        results = {}
-        for name, cache in self.caches.items():
-            self.model.cache = cache
-            results[name] = self.decode(first[name], lengths, forced, [n_new] * len(forced))
-        return results
-
-    @torch.inference_mode()
     def decode(self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: list[int],
                stops: frozenset[int] = frozenset()) -> list[list[int]]:  # fmt: skip
         """Decodes with the current cache, after a prefill that ended in logits [B, V] at pos [B]: feeds each row its
@@ -226,30 +216,24 @@ def join(opt: argparse.Namespace) -> None:
     opt.ranks, opt.device = start(opt.device, PATIENCE) if opt.parallel else (ONE, opt.device)
 
 
-def add_flags(p: argparse.ArgumentParser, name: str, questions: bool = True) -> None:
-    """The flags that evaluations share. name: an example for --out; questions: whether there are some, maybe known."""
+def add_flags(p: argparse.ArgumentParser, questions: bool = True) -> None:
+    """The flags that evaluations share. questions: whether there are some, which may be known."""
     a = p.add_argument
     a("--seed", type=int, default=42, help="seed of the samples; default: 42")
     p.set_defaults(query_in_prompt=False)
     if questions:
         a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_precision(p)
     add_calibration(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
     add_parallel(p)
-    a("--resume", action="store_true", help="continue from --out: samples that it has are not run again")
-    a("--out", help=f"where to write the result, e.g. {name}; updated after every batch")
-    a("--json", action="store_true", help="print the result object")
+    add_run(p)
 
 
 def check_flags(opt: argparse.Namespace, in_folder: str = "") -> argparse.Namespace:
     """Checks them, and joins other ranks; --lengths, if there is one, becomes a list of numbers. in_folder: a file of
     the folder that --out names."""
     join(opt)
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the result to continue from")
     if "lengths" in opt:
         opt.lengths = parse_lengths(opt.lengths)
-    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
+    check_out_of(opt, in_folder)
     return opt

@@ -50,7 +50,7 @@ def parser() -> Parser:
     a("--windows", type=int, default=4, help="the most windows; a short text has fewer")
     a("--batch-size", type=int, default=4, help="windows at a time")
     a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is recorded")
-    add_flags(p, "perplexity.json", questions=False)
+    add_flags(p, questions=False)
     return p
 
 

@@ -106,14 +106,21 @@ def parse_shares(flag: str, text: str) -> list[Fraction]:
 
 
 def add_run(p: argparse.ArgumentParser, resume: bool = True) -> None:
-    """Flags of every benchmark: threads, and the result file, which is written as it goes."""
+    """Flags of every measurement: device and threads, and the result file, which is written as it goes."""
     a = p.add_argument
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     if resume:
-        a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
         a("--resume", action="store_true", help="keep what --out has and measure what is missing")
-    a("--out", help="result file, written after every part")
-    a("--json", action="store_true", help="print the result file's content and nothing else")
+    a("--out", help="result file (of compare.py a folder), written after every part")
+    a("--json", action="store_true", help="print the result's content and nothing else")
+
+
+def check_out_of(opt: argparse.Namespace, in_folder: str = "") -> None:
+    """Checks --out and --resume. in_folder: a file of the folder that --out names."""
+    if opt.resume and not opt.out:
+        raise InputError("--resume needs --out, the result to continue from")
+    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
 
 
 def check_run(opt: argparse.Namespace) -> None:
@@ -127,9 +134,7 @@ def check_run(opt: argparse.Namespace) -> None:
         opt.size = [(int(b), int(n)) for b, n in (text.split("x") for text in opt.size)]
     if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
         raise InputError("--batch, --length, --size and --rounds must be at least 1")
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to continue from")
-    check_out(opt.out)
+    check_out_of(opt)
 
 
 def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...]) -> dict[str, list[Any]]:

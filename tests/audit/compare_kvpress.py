@@ -390,7 +390,7 @@ def parser() -> Parser:
     a("--max-new-tokens", type=int, default=128, help="the most tokens of an answer; a task may have fewer")
     a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
-    add_flags(p, "kvpress.json")
+    add_flags(p)
     return p
 
 
