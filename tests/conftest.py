@@ -54,7 +54,7 @@ def _rounded():
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def addresses():
     """Every interpreted kernel, in any test: what it loads and stores lies in the tensors that it was launched with."""
-    from scripts.report.addresses import watched
+    from tests.audit.addresses import watched
 
     with watched() as seen:
         yield seen

@@ -28,14 +28,14 @@ from cache.spec import knob_names, layer_methods, method_class, method_files, pr
 from engine import llm as engine
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors
 from loading.tokenizer import load_tokenizer
+from models.tiny.training import train_tiny
 from runtime import machine
 from runtime.errors import InputError, run_cli
 from runtime.machine import TINY
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
-from scripts.report import kernel_report, plots, update_readme
+from scripts.report import plots, update_readme
 from scripts.shared import options
-from scripts.train import train_tiny
 
 CONFIG = dict(
     model_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -274,7 +274,6 @@ OUTPUTS = {
     "bench_generate": (bench_generate.main, ["--out"]),
     "bench_attention": (bench_attention.main, ["--model", "llama-2-7b", "--out"]),
     "plots": (plots.main, ["--out"]),
-    "kernel_report": (kernel_report.main, ["--out"]),
     "train_tiny": (train_tiny.main, ["--out"]),
     "update_readme": (update_readme.main, []),
 }
@@ -295,7 +294,7 @@ def test_a_disk_that_is_read_only_is_told_before_anything_is_computed(name, tmp_
     out = [str(tmp_path if name == "plots" else tmp_path / "out")] if argv else []
     monkeypatch.setattr(sys, "argv", [name, *argv, *out])
     with within(SECONDS), pytest.raises(SystemExit) as e:
-        run_cli((lambda: main([*argv, *out])) if main in (G.main, kernel_report.main) else main)
+        run_cli((lambda: main([*argv, *out])) if main is G.main else main)
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and "cannot" in err, err
 

@@ -21,8 +21,9 @@ from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
 from runtime.errors import InputError
 from runtime.machine import SMOLLM2_CALIBRATION, TINY, smollm2
-from scripts.eval import acceptance
-from scripts.report.speculation import gain
+from scripts.bench import bench_generate, texts
+from scripts.bench.texts import gap
+from scripts.report.plots import gain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)
@@ -222,9 +223,9 @@ def test_a_published_model(rows, name, published):
     for story, want, said in zip(STORIES, text(rows), drafted, strict=False):
         pairs = list(zip(want, said.tokens, strict=True))
         if (apart := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
-            gap = acceptance.gap(full, full.encode(story) + want[:apart], *pairs[apart])
-            print(f"{name}, {rows} rows: apart at {apart}, logits {gap:.1e}")
-            assert gap < 1e-4
+            off = gap(full, full.encode(story) + want[:apart], *pairs[apart])
+            print(f"{name}, {rows} rows: apart at {apart}, logits {off:.1e}")
+            assert off < 1e-4
 
 
 @torch.inference_mode()
@@ -355,19 +356,21 @@ def test_the_gain_counts_what_a_round_reads():
 
 def test_acceptance_is_measured(cli, tmp_path, monkeypatch):
     """On the shipped model: a row a method and text, its share of right drafts, and full's own text."""
-    monkeypatch.setattr(acceptance, "texts", lambda *_: dict(a=list(range(5, 60)), b=list(range(300, 340))))
+    monkeypatch.setattr(texts, "prompts", lambda *_: dict(a=list(range(5, 60)), b=list(range(300, 340))))
     out = tmp_path / "acceptance.json"
-    argv = ["--checkpoint", TINY, "--lengths", 700, "--new", 12, "--method", "double_sparsity", "--out", out]
-    status, said, err = cli(acceptance, *argv)
+    argv = ["--texts", "--checkpoint", TINY, "--size", "1x700", "--new", 12, "--speculate", 4, "--method",
+            "double_sparsity", "--out", out]  # fmt: skip
+    status, said, err = cli(bench_generate, *argv)
     rows = json.loads(out.read_text())["rows"]
     assert status == 0 and [r["text"] for r in rows] == ["a", "b"] and "full's text" in said
     assert all(r["apart"] is None and 0 <= r["kept"] <= r["drafted"] and r["tokens"] == 12 for r in rows)
     before = out.read_text()
     assert (
-        cli(acceptance, *argv, "--resume")[0] == 0 and json.loads(out.read_text())["rows"] == json.loads(before)["rows"]
+        cli(bench_generate, *argv, "--resume")[0] == 0
+        and json.loads(out.read_text())["rows"] == json.loads(before)["rows"]
     )
-    for wrong in (["--lengths", "x"], ["--lengths", "600"], ["--speculate", "0"]):
-        assert cli(acceptance, "--checkpoint", TINY, *wrong)[0] == 2
+    for wrong in (["--size", "1x600"], ["--speculate", "0"]):
+        assert cli(bench_generate, "--texts", "--checkpoint", TINY, *wrong)[0] == 2
 
 
 def test_a_prompt_is_saved_and_asked_by_drafts(tmp_path):
