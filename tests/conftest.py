@@ -21,7 +21,7 @@ from hypothesis import settings
 
 from runtime.errors import run_cli
 
-# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others each time.
+# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others by SEED.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
