@@ -1,6 +1,6 @@
 # make demo       set up, and answer a question about a long text with a published model
 # make demo-tiny  the same with the model shipped here
-# make test       set up, and run the tests; make test-all runs the slow ones, too
+# make test       set up, and run a part of the tests; make test-all runs all of them
 # make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -29,13 +29,16 @@ demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # One process per core with one thread each, because the tests are many and small. All tests of a file run in one
-# process, so that what they share is made once. SEED=N draws the order of files, and of tests in a file.
-ORDER = $(if $(SEED),--random-order-bucket=module --random-order-seed=$(SEED))
+# process, so that what they share is made once. SEED=N draws the order of files, that of tests in a file, and which
+# cases of a matrix run (tests/conftest.py).
+SEED ?= 0
+PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile \
+	--random-order-bucket=module --random-order-seed=$(SEED)
 test: .venv/dev .venv/smollm2
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile -m "not slow" $(ORDER)
+	$(PYTEST) -m "not slow" --share 5
 
 test-all: .venv/dev .venv/smollm2
-	HYPOTHESIS_PROFILE=default OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(ORDER)
+	HYPOTHESIS_PROFILE=default $(PYTEST) --hypothesis-seed=$(SEED)
 
 # Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev

@@ -1,10 +1,18 @@
-"""Every test starts from the same random state. Without a GPU, Triton kernels run in Triton's interpreter."""
+"""Every test starts from the same random state. Without a GPU, Triton kernels run in Triton's interpreter.
+
+What of a matrix is run is drawn by SEED, which `.ci/run` takes from the commit: n cases of a test that is marked
+`draw(n)`, and with `--share N`, as in `make test`, one case in N of any other test, but three at least. Without SEED,
+as when pytest is called by hand, all cases run.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import random
 import sys
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -13,9 +21,31 @@ from hypothesis import settings
 
 from runtime.errors import run_cli
 
-# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others each time.
+# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others by SEED.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--share", type=int, metavar="N", help="run one in N of the cases of each test")
+
+
+@pytest.hookimpl(trylast=True)  # once what `-m` leaves out is gone
+def pytest_collection_modifyitems(config, items):
+    seed, share, cases = os.environ.get("SEED"), config.getoption("--share"), defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    drawn = set()
+    for name, some in cases.items():
+        n, mark = len(some), some[0].get_closest_marker("draw")
+        if mark and seed:
+            n = min(n, mark.args[0])
+        elif share:
+            n = min(n, max(3, math.ceil(n / share)))
+        drawn |= set(random.Random(f"{seed} {name}").sample(some, n))
+    config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+    items[:] = [item for item in items if item in drawn]
+
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported

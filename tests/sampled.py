@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+SEED = int(os.environ.get("SEED") or 0)  # of what `make test-all SEED=N` draws
+
+
+def drawn(cases: Iterable[Any], n: int) -> list[Any]:
+    """n of the cases, by SEED; all of them where SEED is not set."""
+    cases = list(cases)
+    return random.Random(SEED).sample(cases, min(n, len(cases))) if os.environ.get("SEED") else cases
 
 
 def sampled(cases: Iterable[Any], often: int | Collection[Any]) -> list[Any]:

@@ -20,7 +20,6 @@ import torch
 from oracles import rotate, softmax
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sampled import sampled
 
 import cache.statistic as S
 import calibrate as C
@@ -472,13 +471,12 @@ def test_other_weights_are_a_warning_unless_the_file_is_named(folder, capsys):
         small(2, 2, 16)[0].use_calibration(named)
 
 
-@pytest.mark.parametrize("n", sampled((40, 150), (40,)))
-def test_a_damaged_file_never_gives_a_traceback(n, folder):
+def test_a_damaged_file_never_gives_a_traceback(folder):
     """Random bytes changed, in the header above all: refused, or it still is a calibration."""
     args, path = load_checkpoint(folder).args, folder / FILE
     good, rng = path.read_bytes(), np.random.default_rng(0)
     header = 8 + int.from_bytes(good[:8], "little")
-    for i in range(n):
+    for i in range(60):
         data = bytearray(good)
         for _ in range(rng.integers(1, 4)):
             data[rng.integers(0, header if i % 3 else len(data))] = rng.integers(0, 256)
@@ -693,7 +691,7 @@ def process(argv, driver=None, **kw):
     if driver is None:
         command = [sys.executable, "calibrate.py", *argv]
     else:
-        code = f"import os, signal, sys\nimport calibrate as C\n{driver}\nfrom errors import run_cli\nrun_cli(C.main)"
+        code = f"import os, signal, sys\nimport calibrate as C\n{driver}\nC.run_cli(C.main)"
         command = [sys.executable, "-c", code, *argv]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kw)
 
@@ -819,23 +817,11 @@ def test_lists_of_another_model_are_one_line(name, checkpoint, capsys, monkeypat
 
 BAD_FLAGS = {
     "lists and a method": (["--import-channels", "x.json", "--method", "sals"], "drop --method"),
-    "unknown flag": (["--bogus"], "--bogus"),
-    "samples of text": (["--samples", "many"], "--samples"),
     "no samples": (["--samples", "0"], "--samples"),
-    "negative samples": (["--samples", "-3"], "--samples"),
     "seq-len over the context": (["--seq-len", "5000"], "--seq-len"),
-    "seq-len of one": (["--seq-len", "1"], "--seq-len"),
-    "negative seq-len": (["--seq-len", "-5"], "--seq-len"),
     "too many random tokens": (["--random-tokens", "1025"], "--random-tokens"),
-    "one random token": (["--random-tokens", "1"], "--random-tokens"),
-    "negative seed": (["--seed", "-1"], "seed"),
-    "missing checkpoint": (["--checkpoint", "/no/such"], "/no/such"),
     "missing text": (["--data", "/no/such.txt"], "/no/such.txt"),
-    "a folder for text": (["--data", str(ROOT)], str(ROOT)),
-    "device": (["--device", "abacus"], "abacus"),
     "a method that needs none": (["--method", "full"], "no calibration"),
-    "an unknown method": (["--method", "sals", "zals"], "zals"),
-    "dtype": (["--dtype", "int1"], "--dtype"),
 }
 
 
@@ -926,12 +912,13 @@ def interrupt(after, number="SIGINT", what="put"):
     return INTERRUPT.format(after=after, number=number, what=what, **here)
 
 
+@pytest.mark.slow
+@pytest.mark.draw(3)
 # six layers a sequence; the fifth "sequence" of four is the random tokens
 @pytest.mark.parametrize(
     ("after", "what", "number"),
-    [(15, "put", "SIGINT"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (
-        (27, "measure", "SIGINT"), (15, "measure", "SIGTERM"), (24, "put", "SIGINT"), (27, "put", "SIGTERM"),
-        (30, "put", "SIGINT"), (1, "put", "SIGINT")))])  # fmt: skip
+    [(15, "put", "SIGINT"), (27, "measure", "SIGINT"), (15, "measure", "SIGTERM"), (24, "put", "SIGINT"),
+     (27, "put", "SIGTERM"), (30, "put", "SIGINT"), (1, "put", "SIGINT")])  # fmt: skip
 def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean, after, what, number, capsys,
                                                         monkeypatch):  # fmt: skip
     want = clean(4)
@@ -981,15 +968,6 @@ def test_a_signal_from_outside_acts_within_seconds(checkpoint, text):
 def test_interrupted_before_anything_is_done(checkpoint, text):
     code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(0, what="measure")))
     assert code == 130 and "text: nothing is done yet; random" in err and not list(checkpoint.glob("*partial*"))
-
-
-@pytest.mark.slow
-def test_interrupted_again_and_again_gives_the_same_file(checkpoint, text, clean):
-    want = clean(4)
-    for _ in range(4):  # seven layers each time
-        assert ended(process(flags(checkpoint, text, 4), interrupt(7)))[0] == 130
-    assert ended(process(flags(checkpoint, text, 4)))[0] == 0
-    assert (checkpoint / FILE).read_bytes() == want
 
 
 @pytest.mark.slow
@@ -1080,11 +1058,12 @@ os.replace = replace
 RESULT = 33  # of the writes: one after each of 30 layers and of two passes come before it
 
 
+@pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("write", "where"),
-    [(RESULT, "middle"), *(pytest.param(w, at, marks=pytest.mark.slow) for w in (1, 20, RESULT)
-                           for at in ("before", "middle", "written", "renamed") if (w, at) != (RESULT, "middle"))],
-)  # fmt: skip
+    list(itertools.product((1, 20, RESULT), ("before", "middle", "written", "renamed"))),
+)
 def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(checkpoint, text, clean, write, where):
     """A partial file after each layer, then the result; an old calibration is there."""
     new, old = clean(4), b"the file of before"
@@ -1092,30 +1071,12 @@ def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(checkpoint, text, 
     p = process(flags(checkpoint, text, 4), KILL.format(every=-1, write=write, where=where))
     assert ended(p)[0] == -signal.SIGKILL
     assert (checkpoint / FILE).read_bytes() == (new if (write, where) == (RESULT, "renamed") else old)
-    if (write, where) == (RESULT, "middle"):
-        return  # that the command can be given again is for the slow tests
     assert ended(process(flags(checkpoint, text, 4)))[0] == 0
     assert (checkpoint / FILE).read_bytes() == new
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp")), (
         "a kill leaves litter for good"
     )
     load_checkpoint(checkpoint)  # what lies beside the weights is not taken for weights
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_leaves_the_old_file_or_the_new_one(checkpoint, text, clean):
-    new = clean(6)
-    started = time.time()
-    assert ended(process(flags(checkpoint, text, 6)))[0] == 0
-    whole, old = time.time() - started, b"the file of before"
-    for share in np.linspace(0.3, 1.0, 8):
-        (checkpoint / FILE).write_bytes(old)
-        p = process(flags(checkpoint, text, 6))
-        time.sleep(whole * share)
-        p.kill()
-        ended(p)
-        assert (checkpoint / FILE).read_bytes() in (old, new)
-        load_checkpoint(checkpoint)
 
 
 @pytest.mark.slow

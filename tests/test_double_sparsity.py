@@ -76,10 +76,10 @@ def heads(args, lengths, shape, k, v, calib=None) -> dict[tuple[int, int], Label
     return out
 
 
-def compare(knobs, shape, lengths, seed=0, told=None, calib=None, name="double_sparsity", predicted=None, steps=STEPS):
+def compare(knobs, shape, lengths, seed=0, calib=None, name="double_sparsity", predicted=None, steps=STEPS):
     """Every step: what was attended to is a valid choice, the weights and the outputs are those of exact attention.
 
-    told: the knobs of the oracle, where they are to differ. predicted: how far the query that `prefetch` is told lies
+    predicted: how far the query that `prefetch` is told lies
     from the true one; None: it is not called.
     """
     g, h, d = shape
@@ -92,7 +92,7 @@ def compare(knobs, shape, lengths, seed=0, told=None, calib=None, name="double_s
     probe = Probe(method, q, k, v, lengths, q_hat)
     k64, v64, q64 = rotated(method.rope, k), v.double().numpy(), rotated(method.rope, q)
     asked = q64 if q_hat is None else rotated(method.rope, q_hat)
-    args = make_args(method_class(name), {**knobs, **(told or {})})
+    args = make_args(method_class(name), knobs)
     oracles = heads(args, lengths, shape, k64, v64, calib)
     sparse = 0
     for step in range(steps):
@@ -151,12 +151,14 @@ def test_equals_the_oracle_in_torch(case, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     compare(*FULL[i], seed=i)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("d", [32, 64, 96, 128])
 @pytest.mark.parametrize("g", [1, 3, 4, 8])
 def test_equals_the_oracle_at_all_shapes(g, d):
@@ -171,34 +173,6 @@ def test_an_odd_number_of_channels_works_or_is_refused(r):
     except InputError:
         return
     compare(dict(channels=r, budget=12), (2, 1, 32), (20, 40), steps=8)
-
-
-# name -> what the oracle is told that is not so
-WRONG = {
-    "another ranking": dict(ranking="k"),
-    "labels of 2 bits": dict(label_bits=2),
-    "labels not rounded": dict(label_bits=16),
-    "a token fewer": dict(budget=17),
-    "a channel fewer": dict(channels=7),
-    "a sink more": dict(sinks=5),
-    "a recent token more": dict(recent=4),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_oracle_catches(wrong):
-    """The comparison is worth something only if it fails when the method does something else."""
-    knobs = dict(budget=16, sinks=4, recent=3)
-    with pytest.raises(AssertionError):
-        for seed in range(3):
-            compare(knobs, (2, 2, 32), (60, 90), seed, told=WRONG[wrong])
-
-
-def test_the_oracle_catches_the_channels_of_another_head():
-    swapped = calibration(2, 32)
-    swapped = Calibration({k: t.flip(0) for k, t in swapped.tensors.items()}, N_LAYER)
-    with pytest.raises(AssertionError):
-        compare(dict(budget=16), (2, 2, 32), (60, 90), calib=swapped)
 
 
 def test_labels_survive_outliers_and_constant_keys():

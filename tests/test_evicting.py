@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +26,6 @@ from cache.calibration import Calibration, collect
 from cache.spec import make_args, method_class, presets, resolve
 from kernels.observed_attention import last_mass
 from kernels.prompt_scores import pooled
-from kernels.ragged_attention import ragged_attention
 from kv_methods import kvzip
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
@@ -177,8 +175,8 @@ def kept(method, b, head):
     return sorted(method.place[b, head, : int(method.filled[b])].tolist())
 
 
-def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
-    """-> how many tokens were lost. told: knobs of the oracle that are to differ."""
+def compare(name, knobs, shape, lengths, seed=0, at=3, steps=STEPS):
+    """-> how many tokens were lost."""
     gen, (g, h, d), n = torch.Generator().manual_seed(seed), shape, max(lengths) + steps
     q, k, v = (torch.randn(len(lengths), heads, n, d, generator=gen) * 1.5 for heads in (g * h, h, h))
     method, S = layer(name, knobs, shape, len(lengths), n, at), max(lengths)
@@ -188,7 +186,7 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, told=None, steps=STEPS):
     for b, length in enumerate(lengths):
         q64, k64 = rotated(q[b]), rotated(k[b])
         v64 = v[b].double().numpy()
-        one = oracle(name, {**knobs, **(told or {})}, at, q64[:, :length], k64[:, :length], v64[:, :length])
+        one = oracle(name, knobs, at, q64[:, :length], k64[:, :length], v64[:, :length])
         rows.append((one, q64, k64, v64))
     for step in range(steps + 1):
         for b, (one, *_) in enumerate(rows):
@@ -216,6 +214,7 @@ def test_equals_the_oracle(case):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(16)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     name, knobs = FULL[i]
@@ -228,43 +227,6 @@ def test_in_torch_it_is_the_same(name, monkeypatch):
     """On a CPU the default is C++."""
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
     compare(*CASES[f"{name}-{dict(h2o='numbers', tova='states').get(name, 'number')}"])
-
-
-WRONG = {
-    "h2o": [dict(heavy=8), dict(recent=5), dict(heavy=0.2)],
-    "tova": [dict(budget=15), dict(recent=3), dict(heads="kv")],
-    "snapkv": [
-        dict(budget=19),
-        dict(recent=7),
-        dict(kernel=5),
-        dict(pool="avg"),
-        dict(group="max"),
-        dict(adaptive=True),
-        dict(value_aware=True),
-    ],
-    "pyramidkv": [dict(beta=10.0), dict(recent=5), dict(budget=20)],
-    "rkv": [dict(mix=0.5), dict(recent=5), dict(buffer=8), dict(kernel=1), dict(alike=0.9), dict(spared=0)],
-    "rocket": [dict(page=3), dict(channels=4), dict(budget=24), dict(kernel=3)],
-    "keydiff": [dict(budget=15), dict(recent=9)],
-    "expected_attention": [
-        dict(future=64),
-        dict(covariance=False),
-        dict(value_norm=False),
-        dict(epsilon=1.0),
-        dict(adaptive=False),
-        dict(sinks=3),
-    ],
-}
-RIGHT = dict(h2o=dict(heavy=9, recent=4), tova=dict(budget=16), snapkv=dict(budget=20, recent=6),
-             pyramidkv=dict(budget=24, recent=6), keydiff=dict(budget=16), expected_attention=EXPECTED,
-             rkv=dict(budget=20, recent=4, buffer=6, alike=0.0, spared=4),
-             rocket=dict(budget=16, recent=4, page=2, kernel=7))  # fmt: skip
-
-
-@pytest.mark.parametrize("name, told", [(name, told) for name, each in WRONG.items() for told in each], ids=str)
-def test_the_oracle_catches(name, told):
-    with pytest.raises(AssertionError):
-        compare(name, RIGHT[name], (3, 2, 32), (60,), told=told)
 
 
 # ---- what the papers say ----
@@ -448,28 +410,6 @@ def test_output_weights_are_those_of_the_layer(bias):
     assert torch.allclose(got.flatten(0, 1), model.layers[0].attention.wo.weight.T, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("g, d", [(1, 32), (3, 80), (5, 64), (8, 128)])
-def test_ragged_attention(g, d, dtype, tol, monkeypatch):
-    """By C++, torch and the interpreted kernel; slots that no head has are NaN."""
-    gen = torch.Generator().manual_seed(g)
-    start = torch.tensor([[0, 40], [50, 420], [130, 260]])
-    stop = torch.tensor([[40, 41], [60, 430], [257, 420]])
-    q, k, v = (torch.randn(*size, d, generator=gen).to(dtype) for size in ((3, 2 * g), (500,), (500,)))
-    used = torch.zeros(500, dtype=torch.bool)
-    want = torch.empty(q.shape, dtype=torch.float64)
-    for b, head in np.ndindex(3, 2 * g):
-        at = slice(int(start[b, head // g]), int(stop[b, head // g]))
-        used[at] = True
-        p = (k[at].double() @ q[b, head].double() * d**-0.5).softmax(0)
-        want[b, head] = p @ v[at].double()
-    k[~used], v[~used] = float("nan"), float("nan")
-    for backend in ("", "torch", "triton"):
-        monkeypatch.setenv("KV_FAST_BACKEND", backend) if backend else None
-        if backend != "triton" or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):
-            assert (ragged_attention(q, k, v, start, stop).double() - want).abs().max() < tol, backend
-
-
 # ---- expected_attention ----
 
 
@@ -504,12 +444,12 @@ def test_a_calibration_without_queries_says_how_they_are_measured():
 
 @pytest.mark.parametrize("g, d, knobs, chunk", [
     (2, 32, dict(budget=12, sinks=2, chunk=16, tail=3), None),
-    pytest.param(1, 64, dict(budget=12, sinks=0, chunk=16, adaptive=False), 10, marks=pytest.mark.slow),
-    pytest.param(3, 80, dict(budget=0.3, chunk=50, safeguard=0.2), None, marks=pytest.mark.slow),
-    pytest.param(5, 96, dict(budget=14, recent=4, chunk=20, value_aware=True), 7, marks=pytest.mark.slow),
-    pytest.param(8, 128, dict(budget=10, chunk=7, tail=2), None, marks=pytest.mark.slow),
+    (1, 64, dict(budget=12, sinks=0, chunk=16, adaptive=False), 10),
+    (3, 80, dict(budget=0.3, chunk=50, safeguard=0.2), None),
+    (5, 96, dict(budget=14, recent=4, chunk=20, value_aware=True), 7),
+    (8, 128, dict(budget=10, chunk=7, tail=2), None),
 ])  # fmt: skip
-@pytest.mark.parametrize("ask", [pytest.param([], marks=pytest.mark.slow), [5, 6]], ids=["no tokenizer", "asked"])
+@pytest.mark.parametrize("ask", [[], [5, 6]], ids=["no tokenizer", "asked"])
 @torch.inference_mode()
 def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeypatch):
     """Scores and choice in float64 from teacher forcing over the prompt and each repetition behind it."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-import resource
 
 import gguf
 import numpy as np
@@ -22,11 +20,8 @@ from formats_files import (
 )
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
-from watch import Hang, within
 
 from loading.checkpoint import args_from_hf, load_checkpoint
-from loading.tokenizer import load_tokenizer
-from loading.tokenizer.library import CHAR_BYTES
 from runtime import errors
 from runtime.errors import InputError
 from runtime.machine import TINY
@@ -585,175 +580,3 @@ def test_a_folder_of_one_gguf(tmp_path):
     write_gguf(tmp_path / "b.gguf", CONFIG, model_tensors(CONFIG))
     with pytest.raises(InputError, match="2 GGUF files"):
         open_checkpoint(tmp_path)
-
-
-# ---- mutants ----
-
-VALUES = [None, True, 0, -1, 1, 3, 2**31, 2**63, 10**23, 0.5, float("nan"), "", "x", "4", [], {}, [1], {"a": 1}, "int"]
-
-
-def spoil(rng, data, header):
-    """Bytes, mostly of the header, overwritten, cut off, repeated or taken out."""
-    data = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        i = rng.randrange(header if rng.random() < 0.8 else len(data))
-        match rng.randrange(6):
-            case 0:
-                del data[i:]
-                return bytes(data)
-            case 1:
-                del data[i : i + rng.randrange(1, 64)]
-            case 2:
-                data[i:i] = data[i : i + rng.randrange(1, 64)]
-            case 3:
-                data[i : i + 8] = rng.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]).to_bytes(8, "little")
-            case _:
-                data[i : i + 1] = rng.randbytes(1)
-    return bytes(data)
-
-
-def mutate(rng, value):
-    """A JSON value with one value changed, or a key gone."""
-    if not isinstance(value, dict) or not value or rng.random() < 0.2:
-        return rng.choice(VALUES)
-    key, value = rng.choice(list(value)), dict(value)
-    if rng.random() < 0.1:
-        del value[key]
-    else:
-        value[key] = mutate(rng, value[key])
-    return value
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    """A small file or folder of each format."""
-    at = tmp_path_factory.mktemp("samples")
-    config = CONFIG | dict(rope_scaling=LLAMA3, num_hidden_layers=1, vocab_size=300)
-    names = {
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        f"{NAME}.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-    }
-    tensors = {k: v for k, v in model_tensors(config).items() if k in names}
-    characters = sorted(set(CHAR_BYTES)) + ["he", "<s>"] + [f"t{i}" for i in range(42)]
-
-    def byte_level(w):
-        w.add_tokenizer_model("gpt2")
-        w.add_tokenizer_pre("qwen2")
-        w.add_token_list(characters)
-        w.add_token_types([1] * 257 + [3] + [4] * 42)
-        w.add_token_merges(["h e"])
-        w.add_bos_token_id(257)
-
-    def pieces(w):
-        w.add_tokenizer_model("llama")
-        w.add_token_list(
-            ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *map(chr, range(65, 105))]
-        )
-        w.add_token_scores([0.0] * 259 + [-float(i) for i in range(41)])
-        w.add_token_types([2, 3, 3] + [6] * 256 + [1] * 41)
-        w.add_bos_token_id(1)
-
-    write_gguf(at / "bytes.gguf", config, tensors, Q.Q8_0, byte_level)
-    write_gguf(at / "pieces.gguf", config, tensors, Q.Q5_0, pieces)
-    packed = random_codes(64, 16, 32, 4, False)[:3]
-    write_folder(at / "gptq", CONFIG, gptq_settings(sym=False), {NAME: pack_gptq(*packed, 32, 4, 1)})
-    said = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm")
-    write_folder(at / "awq", CONFIG, said, {NAME: pack_awq(*packed)})
-    block = dict(weights=dict(num_bits=8, type="float", strategy="block", block_structure=[4, 32]),
-                 input_activations=dict(num_bits=8, type="float"))  # fmt: skip
-    said = CT | dict(format="mixed-precision", config_groups=CT["config_groups"] | dict(group_1=block))
-    fp8 = dict(weight=torch.ones(8, 64).to(torch.float8_e4m3fn), weight_scale=torch.ones(2, 2))
-    int8 = dict(weight=torch.ones(8, 64, dtype=torch.int8), weight_scale=torch.ones(8, 1))
-    write_folder(at / "ct", CONFIG, said, {NAME: ct_module(), "b": fp8, "c": int8})
-    return at
-
-
-def consume(path):
-    """All that a reader gives."""
-    reader = open_checkpoint(path)
-    args_from_hf(reader.config)
-    for _, t in reader.tensors():
-        dense(t)
-    if reader.gguf:
-        tk = load_tokenizer(reader.gguf)
-        tk.decode(tk.encode("he said <s>"))
-
-
-def consume_metadata(rng, path):
-    """The same of a file whose metadata is other."""
-    file = GGUFFile(path)
-    for _ in range(rng.choice((1, 1, 2))):
-        key = rng.choice(list(file.metadata))
-        value = rng.choice([*VALUES, np.array([1, 2]), np.array([0.5]), ["a", ""], "llama", "gpt2", "yarn", -2, 7, 2.0])
-        if value is None:
-            del file.metadata[key]
-        else:
-            file.metadata[key] = value
-    config = gguf_config(file)
-    for _, t in gguf_tensors(file):
-        dense(t)
-    args_from_hf(config)
-    load_tokenizer(file).encode("he said <s>")
-
-
-def alter(rng, tensors):
-    """One tensor is other in shape, dtype, or values, or is gone."""
-    name = rng.choice(list(tensors))
-    t = tensors.pop(name)
-    match rng.randrange(6):
-        case 0:
-            return tensors
-        case 1:
-            t = t.flatten()
-        case 2:
-            t = t.unsqueeze(0) if rng.random() < 0.5 else t.t().contiguous()
-        case 3:
-            t = t[: rng.randrange(len(t) + 1)]
-        case 4:
-            t = t.float().to(
-                rng.choice([torch.float16, torch.int32, torch.int8, torch.bool, torch.float64, torch.int64])
-            )
-        case _:
-            t = torch.full_like(t.float(), rng.choice([-1.0, 0.0, float("nan"), float("inf"), 1e9])).to(t.dtype)
-    return tensors | {name: t}
-
-
-@pytest.mark.parametrize("kind", ["bytes.gguf", "pieces.gguf", "gptq", "awq", "ct"])
-@pytest.mark.parametrize("n", [120, pytest.param(3000, marks=pytest.mark.slow)])
-def test_mutants_are_accepted_or_one_line(kind, n, samples, tmp_path):
-    source, own, accepted = samples / kind, tmp_path / "own", 0
-    own.mkdir()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data = (source / "model.safetensors" if source.is_dir() else source).read_bytes()
-    for seed in range(n):
-        rng, path = random.Random(f"{kind} {seed}"), own
-        change = rng.randrange(3)
-        if not source.is_dir():
-            path = own / "a.gguf"
-            path.write_bytes(data if change == 0 else spoil(rng, data, len(data) // 3))
-        else:
-            text = json.loads((source / "config.json").read_text())
-            if change == 0:
-                text["quantization_config"] = mutate(rng, text["quantization_config"])
-            (path / "config.json").write_text(json.dumps(text))
-            (path / "model.safetensors").write_bytes(spoil(rng, data, len(data) // 3) if change == 1 else data)
-            if change == 2:
-                save_file(alter(rng, load_file(source / "model.safetensors")), path / "model.safetensors")
-        try:
-            with within(20):
-                metadata = change == 0 and path.is_file()
-                consume_metadata(rng, path) if metadata else consume(path)
-            accepted += 1
-        except InputError as e:
-            assert str(e) and len(str(e).splitlines()) == 1, seed
-        except (Exception, Hang) as e:
-            raise AssertionError(f"mutant {seed} of {kind}: {type(e).__name__}: {str(e)[:300]}") from e
-        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < 1 << 29, seed
-    assert 0 < accepted < n
-
-
-@pytest.mark.parametrize("kind", ["bytes.gguf", "pieces.gguf", "gptq", "awq", "ct"])
-def test_what_is_not_mutated_is_accepted(kind, samples):
-    consume(samples / kind)

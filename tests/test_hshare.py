@@ -86,7 +86,7 @@ def cache(knobs, B, T):
     )
 
 
-def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):
+def compare(knobs, lengths=(5, 40, 61), steps=14):
     gen, B, n = torch.Generator().manual_seed(1), len(lengths), max(lengths) + steps
     # layers and heads resemble each other, more or less: ties of the greedy choice are unlikely
     base = torch.randn(1, B, H, n, D, generator=gen)
@@ -96,7 +96,7 @@ def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):
     S = max(lengths)
     for i, method in enumerate(methods):
         method.compress(q[i, :, :, :S], k[i, :, :, :S], k[i, :, :, :S], length)
-    rows = [Row(q[:, b], k[:, b], lengths[b], **knobs | (told or {})) for b in range(B)]
+    rows = [Row(q[:, b], k[:, b], lengths[b], **knobs) for b in range(B)]
     row, shared = torch.arange(B), 0
     for step in range(steps):
         pos = length + step
@@ -117,16 +117,6 @@ def compare(knobs, told=None, lengths=(5, 40, 61), steps=14):
 )
 def test_equals_the_simulation(knobs):
     assert (compare(KNOBS | knobs) > 0) == ((KNOBS | knobs)["layer_ratio"] < 1)
-
-
-@pytest.mark.parametrize(
-    "told",
-    [dict(layer_ratio=1.0), dict(head_ratio=1.0), dict(steps=2), dict(recent=7), dict(budget=21), dict(queries=1)],
-    ids=str,
-)
-def test_the_simulation_catches(told):
-    with pytest.raises(AssertionError):
-        compare(KNOBS, told)
 
 
 def test_the_published_order_of_taking():

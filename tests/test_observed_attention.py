@@ -1,4 +1,4 @@
-"""Attention that also tells its weights, in torch and in C++, against float64: one decode step, and whole prompts."""
+"""Attention of whole prompts that also gives its weights, against float64; a step's is in test_operators.py."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import native, observed_attention
-from kernels.dense_attention import decode_attention, prefill_attention
+from kernels import observed_attention
+from kernels.dense_attention import prefill_attention
 from kernels.observed_attention import prefill_attention_mass
 from kernels.prompt_scores import snapkv_scores
 
 NAN = float("nan")
 DTYPES = (torch.float32, torch.bfloat16)
-SLOTS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129)
-LONG = (2047, 2048, 2049, 4097)  # around the C++ version's work items
 GROUPS, HEAD_DIMS = (1, 3, 5, 8), (32, 64, 96, 128)
-BACKENDS = ("torch", "")  # the latter is C++ where there is a compiler
-
-
-def observe(*args):
-    return observed_attention.observed_attention(*args)
 
 
 def rand(seed, *size, dtype=torch.float32):
@@ -38,135 +31,6 @@ def array(x):
 def softmax(x):
     e = np.exp(x - x.max())
     return e / e.sum()
-
-
-# ---- one query per row ----
-
-
-def step(seed, B, H, g, D, N, stops, dtype, spare=1):
-    """q, k, v, stop; NaN in every slot that is not filled and in `spare` rows more than the batch has."""
-    q, k, v = rand(seed, B, H * g, D, dtype=dtype), *(rand(seed + i, B + spare, H, N, D, dtype=dtype) for i in (1, 2))
-    for x in (k, v):
-        for b, n in enumerate(stops):
-            x[b, :, n:] = NAN
-        x[B:] = NAN
-    return q, k, v, torch.tensor(stops)
-
-
-def step_oracle(q, k, v, stop):
-    """y and weights, one query head at a time."""
-    g, (B, H, N) = q.shape[1] // k.shape[1], (len(q), *k.shape[1:3])
-    y, weights = np.zeros(q.shape), np.zeros((B, H, N))
-    for b, head in np.ndindex(q.shape[:2]):
-        n = int(stop[b])
-        keys, values = array(k[b, head // g, :n]), array(v[b, head // g, :n])
-        p = softmax(keys @ array(q[b, head]) / math.sqrt(q.shape[2]))
-        y[b, head] = p @ values
-        weights[b, head // g, :n] += p
-    return y, weights
-
-
-def check_step(got, q, k, v, stop):
-    (y, weights), (want_y, want_weights) = got, step_oracle(q, k, v, stop)
-    assert y.dtype == q.dtype and weights.dtype == torch.float32 and y.is_contiguous() and weights.is_contiguous()
-    assert np.abs(array(y) - want_y).max() < (1e-5 if q.dtype == torch.float32 else 2e-2)
-    assert np.abs(array(weights) - want_weights).max() < 1e-5, "in fp32 whatever the dtype of keys"
-    for b, n in enumerate(stop.tolist()):
-        assert (weights[b, :, n:] == 0).all(), "slots that are not filled"
-    assert torch.allclose(weights.sum(-1), torch.full(weights.shape[:2], q.shape[1] / k.shape[1]), rtol=1e-5)
-
-
-@st.composite
-def steps(draw, slots=SLOTS):
-    N, B = draw(st.sampled_from(slots)), draw(st.integers(1, 3))
-    return dict(
-        seed=draw(st.integers(0, 2**31 - 3)), B=B, H=draw(st.integers(1, 2)), g=draw(st.sampled_from(GROUPS)),
-        D=draw(st.sampled_from(HEAD_DIMS)), N=N, dtype=draw(st.sampled_from(DTYPES)), spare=draw(st.integers(0, 1)),
-        stops=draw(st.lists(st.one_of(st.just(N), st.integers(1, N)), min_size=B, max_size=B)),
-    )  # fmt: skip
-
-
-def step_is_float64(case, backend):
-    with pytest.MonkeyPatch.context() as m:
-        m.setenv("KV_FAST_BACKEND", backend)
-        args = step(**case)
-        check_step(observe(*args), *args)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(case=steps())
-def test_step(backend, case):
-    step_is_float64(case, backend)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=400, deadline=None)
-@given(case=steps(SLOTS + LONG))
-def test_step_matrix(backend, case):
-    step_is_float64(case, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", (*DTYPES, torch.float16))
-def test_long_rows_and_other_layouts(backend, dtype, monkeypatch):
-    """More than one work item a row; keys as a projection leaves them, [B, N, H, D]; queries that are part of more."""
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
-    q, k, v, stop = step(1, 2, 2, 3, 32, 2100, [2100, 2049], dtype)
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    q = torch.stack((q, q), 2)[:, :, 1]
-    check_step(observe(q, k, v, stop), q, k, v, stop)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_step_is_decode_attention(backend, monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
-    q, k, v, stop = step(2, 3, 2, 4, 64, 100, [100, 1, 64], torch.float32)
-    before = [x.clone() for x in (q, k, v, stop)]
-    y, _ = observe(q, k, v, stop)
-    want = decode_attention(q, k, v, torch.zeros_like(stop), stop)
-    assert torch.allclose(y, want, atol=1e-5)
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (q, k, v, stop), strict=True))
-
-
-def test_cpp_is_called_and_any_number_of_threads_gives_the_same_bits(monkeypatch):
-    if not native.available():
-        pytest.skip("no C++ compiler")
-    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
-    operation, called, threads = observed_attention.observed_attention, [], torch.get_num_threads()
-    noted = lambda *args: called.append(len(args)) or operation.cpp(*args)  # noqa: E731
-    monkeypatch.setitem(operation.versions, "cpp", (noted, None))
-    args = step(3, 2, 2, 4, 64, 2500, [2500, 2100], torch.bfloat16)
-    got = []
-    for n in (1, 2):
-        torch.set_num_threads(n)
-        got.append(observe(*args))
-    torch.set_num_threads(threads)
-    assert called == [4, 4]
-    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_step_is_one_graph(backend, monkeypatch):
-    """Lengths change without another compilation."""
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
-    torch._dynamo.reset()
-    compiled = torch.compile(observe, fullgraph=True, backend="aot_eager")
-    for stops in ([40, 3], [41, 4]):
-        args = step(4, 2, 2, 4, 32, 65, stops, torch.float32)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for a, b in zip(compiled(*args), observe(*args), strict=True):
-                assert torch.equal(a, b) and a.stride() == b.stride()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_operator_is_registered_right(backend, monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
-    args = step(5, 2, 2, 4, 32, 20, [20, 7], torch.bfloat16)
-    torch.library.opcheck(
-        torch.ops.kv_fast.observed_attention.default, args, test_utils=("test_schema", "test_faketensor")
-    )
 
 
 # ---- prompts ----

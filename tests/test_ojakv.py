@@ -9,9 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from oracle_ojakv import OjaRow, energy_rank, oja, orthonormal, residual_energy, subspace_overlap
+from oracle_ojakv import OjaRow, energy_rank, oja, residual_energy, subspace_overlap
 from oracles import causal_attention, rotate
-from sampled import sampled
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
@@ -135,7 +134,7 @@ def oracle_knobs(args, calib, d):
     return knobs | dict(rank_k=ranks[0], rank_v=ranks[1])
 
 
-def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6, oracle=OjaRow):
+def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
     """A method after its prompts, two oracles per row, the numbers, and the method's prefill output.
 
     The second oracle is fed with noise of a few float32 roundings: where an update is badly conditioned (`column`
@@ -152,15 +151,15 @@ def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6, oracle=OjaRow):
         text.append((rotated(method.rope, q[b], T), rotated(method.rope, k[b], T), v[b].double().numpy()))
         both = text[b], tuple(x * (1 + NOISE * noise.standard_normal(x.shape)) for x in text[b])
         ask = oracle_knobs(method.args, calib, d)
-        rows.append([oracle(*(x[:, :n] for x in t), *bases, **ask) for t in both])
+        rows.append([OjaRow(*(x[:, :n] for x in t), *bases, **ask) for t in both])
         if rows[b][0].margin < 1e-4:
             raise Ambiguous("two tokens are equally important")
     return method, rows, (q, k, v), text, y
 
 
-def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=OjaRow):
+def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4):
     """Prefill and every decoded step of the method agree with an oracle per row."""
-    method, rows, (q, k, v), text, y = start(knobs, shape, lengths, seed, steps, oracle=oracle)
+    method, rows, (q, k, v), text, y = start(knobs, shape, lengths, seed, steps)
     opened = []
 
     def same(got, both, what):
@@ -216,129 +215,24 @@ def run(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
 # ---- against the oracle ----
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN))
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     compare(*CASES[case])
 
 
 @pytest.mark.slow
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     compare_some(*FULL[i], seed=i)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("d", [32, 64, 96, 128])
 @pytest.mark.parametrize("g", [1, 3, 4, 8])
 def test_equals_the_oracle_at_all_shapes(g, d):
     compare_some(SHORT | dict(important=0.2), (g, 2, d), (5, 30), seed=g * d, steps=16)
-
-
-def _other(**changes):
-    """An oracle that was built with other knobs."""
-
-    class Faulty(OjaRow):
-        def __init__(self, *args, **knobs):
-            super().__init__(*args, **(knobs | changes))
-
-    return Faulty
-
-
-class _ExactPrefill(OjaRow):
-    def prefill(self):
-        return causal_attention(self.prompt_q[None], self.prompt_k[None], self.prompt_v[None])[0]
-
-
-class _ExemptOnlyInTheCache(OjaRow):
-    def prefill(self):
-        whole, self.whole = self.whole, set()
-        out = super().prefill()
-        self.whole = whole
-        return out
-
-
-class _FlushLate(OjaRow):
-    def maintain(self):
-        if len(self.buffer) > self.T:
-            newest = self.buffer.pop()
-            super().maintain()
-            self.buffer = [newest]
-
-
-class _OldBasisForTheBuffer(OjaRow):
-    def maintain(self):
-        if len(self.buffer) == self.T:
-            fresh = {h: {t: self.compressed(h, *self.full[h][t]) for t in self.buffer} for h in range(self.n)}
-            super().maintain()
-            for h, pairs in fresh.items():
-                self.latent[h] |= pairs
-
-
-class _FlippedColumns(OjaRow):
-    """QR as LAPACK leaves it, where a column may point the other way."""
-
-    def maintain(self):
-        changes = len(self.buffer) == self.T
-        super().maintain()
-        if changes:
-            self.u = [u * np.where(np.arange(u.shape[1]) % 3, 1, -1) for u in self.u]
-
-
-MUTANTS = {
-    "no adaptation": _other(adapt=False),
-    "eta of the prompt": _other(eta_prefill=0.15),
-    "eta of decoding": _other(eta_decode=0.1),
-    "another rule": _other(rule="batch"),
-    "a column by its energy": _other(rule="column"),
-    "stale latents are kept": _other(stale="keep"),
-    "a first token fewer exempt": _other(n_start=3),
-    "a last token fewer exempt": _other(n_recent=3),
-    "rank": _other(rank_k=18),
-    "rank of the values": _other(rank_v=18),
-    "one important token more": _other(important=0.2),
-    "importance by other queries": _other(query_window=2),
-    "exact prefill": _ExactPrefill,
-    "prefill without exemptions": _ExemptOnlyInTheCache,
-    "flush one step late": _FlushLate,
-    "buffer by the old basis": _OldBasisForTheBuffer,
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_comparison_catches(mutant):
-    """The comparison is worth something only if it fails when one side is wrong."""
-    with pytest.raises(AssertionError, match="off by"):
-        compare(SHORT | dict(important=0.1), (2, 2, 32), (40,), steps=14, oracle=MUTANTS[mutant])
-
-
-def test_the_comparison_catches_flipped_columns():
-    with pytest.raises(AssertionError, match="off by"):
-        compare(SHORT | dict(stale="keep"), (2, 2, 32), (40,), steps=14, oracle=_FlippedColumns)
-
-
-# ---- Oja's rules themselves ----
-
-
-@pytest.mark.parametrize("rule", ["column", "sequential", "batch", "raw"])
-def test_oracle_rules_raise_the_energy_they_keep(rule):
-    gen = np.random.default_rng(0)
-    mix = gen.normal(size=(24, 24)) * np.exp(-np.arange(24) / 5)
-    xs = list(gen.normal(size=(50, 24)) @ mix.T)
-    u = start_u = np.linalg.qr(gen.normal(size=(24, 8)))[0]
-    best = np.linalg.svd(np.array(xs))[2][:8].T
-    before = residual_energy(u, xs)
-    for _ in range(30):
-        u = orthonormal(oja(u, xs, {"raw": 1e-4}.get(rule, 0.1), rule))
-    assert np.allclose(u.T @ u, np.eye(8), atol=1e-12)
-    assert residual_energy(best, xs) <= residual_energy(u, xs) + 1e-12 < 0.8 * before
-    assert subspace_overlap(u, best) > subspace_overlap(start_u, best)
-
-
-def test_oracle_qr_is_the_one_with_a_positive_diagonal():
-    u = np.random.default_rng(1).normal(size=(32, 20))
-    q = orthonormal(u)
-    assert np.allclose(q.T @ q, np.eye(20), atol=1e-12) and (np.diag(q.T @ u) > 0).all()
-    assert np.allclose(np.tril(q.T @ u, -1), 0, atol=1e-12)
 
 
 def oracle_steps(basis, x, eta, rule="sequential"):
@@ -394,9 +288,7 @@ def test_the_default_rule_follows_a_shift():
 # ---- what the paper promises ----
 
 
-@pytest.mark.parametrize(
-    "rule, stale", sampled(product(["column", "sequential", "batch", "raw"], ["rotate", "keep"]), 3)
-)
+@pytest.mark.parametrize("rule, stale", list(product(["column", "sequential", "batch", "raw"], ["rotate", "keep"])))
 def test_no_update_flips_a_column(rule, stale):
     """With next to no learning the basis stays what it is, so old latents must too. LAPACK's QR of an orthonormal basis
     gives it back with signs of its own: a flipped column would invert a coordinate of everything stored before."""
@@ -413,9 +305,8 @@ def test_no_update_flips_a_column(rule, stale):
 
 @pytest.mark.parametrize(
     "shape, stale",
-    sampled(product([(1, 2, 64), (4, 1, 96), (8, 1, 128), (3, 2, 32)], ["rotate", "keep"]),
-            [((4, 1, 96), "rotate"), ((3, 2, 32), "keep")]),
-)  # fmt: skip
+    list(product([(1, 2, 64), (4, 1, 96), (8, 1, 128), (3, 2, 32)], ["rotate", "keep"])),
+)
 def test_latent_space_gives_the_same(shape, stale):
     """Appendix A.3: folding the bases into query and output equals reconstructing keys and values."""
     knobs, lengths = SHORT | dict(stale=stale, important=0.1), (3, 9, 40)

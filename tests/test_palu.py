@@ -205,13 +205,13 @@ def test_cpp_is_torch(case, dtype, monkeypatch):
     check_operator(case, dtype, "", monkeypatch)
 
 
-@pytest.mark.parametrize("case", [c if c[0] in (2, 3) else pytest.param(c, marks=pytest.mark.slow) for c in OPERATOR],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", OPERATOR, ids=str)
 def test_triton_is_torch(case, kernel_device, monkeypatch):
     check_operator(case, torch.float32, "triton", monkeypatch, kernel_device)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("case", OPERATOR, ids=str)
 def test_triton_is_torch_in_bf16(case, kernel_device, monkeypatch):
     check_operator(case, torch.bfloat16, "triton", monkeypatch, kernel_device)

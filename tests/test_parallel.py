@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from sampled import drawn
 
 from cache.spec import method_files, presets
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
@@ -84,10 +85,11 @@ METHODS = across_ranks(sorted(method_files()))
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("kv_heads, n", [(4, 2), (4, 4), (2, 4), (8, 4)])
 def test_every_method(tmp_path, kv_heads, n):
     """With more processes than KV heads some hold the same one; value_aware, which needs all its queries, refuses."""
-    specs = list(dict.fromkeys([*METHODS, *PRESETS, *BINDING]))
+    specs = drawn(dict.fromkeys([*METHODS, *PRESETS, *BINDING]), 24)
     refused = [s for s in specs if "value_aware" in s] if n > kv_heads else []
     sizes = SIZES | dict(n_kv_head=kv_heads)
     compare(tmp_path, n, [s for s in specs if s not in refused], random=sizes)
@@ -98,6 +100,7 @@ def test_every_method(tmp_path, kv_heads, n):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4", "int8:channel"])
 def test_packed_weights(tmp_path, weights):
     """Products of int8 round activations by what a process has of them."""
@@ -108,6 +111,7 @@ def test_packed_weights(tmp_path, weights):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("more", [dict(tie_embeddings=True), dict(qkv_bias=True, o_bias=True, mlp_bias=True),
                                   dict(qk_norm=True), dict(vocab_size=255)], ids=str)  # fmt: skip
 def test_kinds_of_models(tmp_path, more):
@@ -115,10 +119,9 @@ def test_kinds_of_models(tmp_path, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 4])
-def test_every_compiled_step(tmp_path, n):
+def test_every_compiled_step(tmp_path):
     """fullgraph, and none is compiled again: the sums are in the graph, which inductor does not write here."""
-    compare(tmp_path, n, list(dict.fromkeys([*METHODS, *BINDING])), random=SIZES, compile="aot_eager")
+    compare(tmp_path, 2, drawn(dict.fromkeys([*METHODS, *BINDING]), 8), random=SIZES, compile="aot_eager")
 
 
 @pytest.mark.slow
@@ -185,6 +188,8 @@ def torchrun(n, *argv):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("argv, n, said", [
     (["--prompt", "x"], 3, "3 processes cannot share 8 heads, 4 KV heads and an MLP of 512: start 1, 2, 4, 8"),
     pytest.param(["--method", "razor,retrieval_method=sals", "--prompt", "x"], 2, "use full", marks=pytest.mark.slow),
@@ -211,6 +216,7 @@ def test_only_the_first_process_prints():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("seconds", [0, 2, 5, 15])
 def test_a_process_that_dies_ends_the_others(seconds):
     """While it imports, meets the others, loads, decodes."""
@@ -262,11 +268,12 @@ def test_a_process_of_another_machine_that_dies_early_is_not_waited_for(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("failure, said", [("InputError('no such file')", "error: rank 1 of 2: no such file"),
                                            ("OSError('disk')", "error: rank 1 of 2: OSError: disk")])  # fmt: skip
 def test_a_process_that_cannot_load_says_which_and_why(tmp_path, failure, said):
     script = tmp_path / "load.py"
-    script.write_text("from errors import InputError, run_cli\nimport parallel\n\n\ndef main():\n"
+    script.write_text("from runtime import parallel\nfrom runtime.errors import InputError, run_cli\n\n\ndef main():\n"
                       "    ranks, _ = parallel.start('cpu')\n    with ranks.agreed():\n"
                       f"        if ranks.rank:\n            raise {failure}\n\n\nrun_cli(main)\n")  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from oracle_double_sparsity import Probe, random_keys, rotated
 from oracle_razor import RazorHead, alibi_weights, normalized, protected_heads
-from sampled import sampled
 from test_contract import prompt, run, tiny
 
 from cache.calibration import Calibration, RandomCalibration
@@ -74,7 +73,7 @@ def scores(calib: Calibration) -> tuple[np.ndarray, np.ndarray]:
     return tuple(calib.stack(f"razor.{kind}").double().numpy() for kind in ("induction", "echo"))
 
 
-def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=None):
+def compare(knobs, shape, lengths, seed=0, steps=STEPS, protected=None):
     """Every step and head: the weight that each token of the text has in the output is that of eq. 5."""
     g, h, d = shape
     args, B, n = model_args(shape), len(lengths), max(lengths) + steps
@@ -83,7 +82,7 @@ def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=Non
     method = layer(knobs, args, Probe.rows(B, n, d), n, calib=calib)
     probe = Probe(method, q, k, v, lengths)
     q64, k64, v64 = rotated(method.rope, q), rotated(method.rope, k), v.double().numpy()
-    a = make_args(Razor, {**knobs, **(told or {})})
+    a = make_args(Razor, knobs)
     if protected is None:
         protected = protected_heads(*scores(calib), (a.induction, a.echo), g)
     heads = {}
@@ -112,7 +111,7 @@ def compare(knobs, shape, lengths, seed=0, told=None, steps=STEPS, protected=Non
     return protected, dropped
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN))
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     knobs, shape, lengths, seed = CASES[case]
     protected, dropped = compare(knobs, shape, lengths, seed)
@@ -134,53 +133,18 @@ def test_equals_the_oracle_in_torch(case, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     compare(*FULL[i])
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("d", [32, 64, 96, 128])
 @pytest.mark.parametrize("g", [1, 3, 4, 8])
 def test_equals_the_oracle_at_all_shapes(g, d):
     compare(dict(window=12, induction=0.4 / g, echo=0.2 / g), (g, 3, d), (1, 20, 75), seed=g + d)
-
-
-# name -> what the oracle is told that is not so
-WRONG = {
-    "a token more in the window": dict(window=17),
-    "a sink fewer": dict(sinks=3),
-    "no compensation": dict(compensation=False),
-    "a larger share": dict(share=0.3),
-    "no heads protected": dict(induction=0.0, echo=0.0),
-}
-
-
-class PromptAlone(RazorHead):
-    """The window as the prompt sets it, for good."""
-
-    def __init__(self, k, v, **knobs):
-        super().__init__(k, v, **knobs)
-        self.threshold, self.share = max(self.threshold, math.ceil(self.share * len(k) - 1e-6)), 0.0
-
-
-def test_the_oracle_catches_a_window_of_the_prompt_alone(monkeypatch):
-    monkeypatch.setattr("test_razor.RazorHead", PromptAlone)
-    with pytest.raises(AssertionError):
-        compare(*CASES["grows-in-decode"], steps=12)
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_oracle_catches(wrong):
-    with pytest.raises(AssertionError):
-        compare(dict(window=16, **HALF), (2, 3, 32), (21, 100), told=WRONG[wrong], steps=4)
-
-
-def test_the_oracle_catches_a_compensation_token_of_weight_one(monkeypatch):
-    """Eq. 5: it stands for N_d tokens."""
-    monkeypatch.setattr("oracle_razor.math", type("NoLog", (), {**vars(math), "log": staticmethod(lambda x: 0.0)}))
-    with pytest.raises(AssertionError):
-        compare(dict(window=16, **HALF), (2, 3, 32), (100,), steps=2)
 
 
 def test_the_window_is_a_share_of_all_tokens_not_of_the_prompt():

@@ -8,9 +8,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from oracle_sals import SalsRow, memory_access, ratio_of, through_bits
+from oracle_sals import SalsRow, memory_access, ratio_of
 from oracles import causal_attention, check_top, rotate
-from sampled import sampled
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
@@ -102,7 +101,7 @@ def attended(idx, count, row: int, pos: int, recent: int) -> list[int]:
     return got
 
 
-def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=SalsRow):
+def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4):
     """Drive the method and one oracle per row with the same numbers; every step's selection and output must agree.
 
     A selection is checked by score in float64 and then adopted, so that a near tie decides nothing; where a value lies
@@ -123,7 +122,7 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=SalsRow
     Q, K, V, U = (x.double().numpy() for x in (q, k, v, basis))
     nudges = NUDGES if knobs["value_bits"] < 16 else (0.0,)
     rows = {
-        (b, e): oracle(K[b, :, :n], V[b, :, :n], U, nudge=e, **knobs) for b, n in enumerate(lengths) for e in nudges
+        (b, e): SalsRow(K[b, :, :n], V[b, :, :n], U, nudge=e, **knobs) for b, n in enumerate(lengths) for e in nudges
     }
     opened = []
     for step in range(steps):
@@ -153,110 +152,24 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4, oracle=SalsRow
     return method
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN))
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     compare(*CASES[case])
 
 
 @pytest.mark.slow
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     compare(*FULL[i], seed=i)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("d", [32, 64, 96, 128])
 @pytest.mark.parametrize("g", [1, 3, 4, 8])
 def test_equals_the_oracle_at_all_shapes(g, d):
     compare(dict(budget=16, sinks=2, recent=6), (g, 2, d), (5, 30), seed=g * d, steps=16)
-
-
-# ---- the comparison is worth something only if it fails when one side is wrong ----
-
-
-def fault(**members):
-    return type("Faulty", (SalsRow,), members)
-
-
-def _retyped(**changes):
-    """An oracle that was built with other knobs."""
-
-    def init(self, *args, **knobs):
-        SalsRow.__init__(self, *args, **(knobs | changes))
-
-    return fault(__init__=init)
-
-
-def _unrotated(self, t, latent, value, bits):
-    return SalsRow.stored(self, 0, latent, value, bits)
-
-
-def _window_is_whole(self, k, v):
-    SalsRow.append(self, k, v)
-    self.tokens[-1] = self.stored(len(self.tokens) - 1, self.project(k, self.n * self.D), v, self.bits_recent)
-
-
-def _never_leaves(self, k, v):
-    self.tokens.append(self.stored(len(self.tokens), self.project(k, self.r_recent), v, self.bits_recent))
-
-
-def _from_the_exact_value(self, k, v):
-    SalsRow.append(self, k, v)
-    self.exact = [*getattr(self, "exact", []), v]
-    decoded = len(self.exact)
-    if decoded > self.recent:
-        t = len(self.tokens) - 1 - self.recent
-        self.tokens[t] = self.stored(t, self.tokens[t].latent, self.exact[decoded - 1 - self.recent], self.bits)
-
-
-def _one_head_scores(self, q):
-    g = len(q) // self.n
-    return SalsRow.scores(self, np.stack([q[i // g * g] for i in range(len(q))]))
-
-
-MUTANTS = {
-    "scores on all of r": _retyped(score_rank=1.0),
-    "softmax of the scores": _retyped(score="softmax"),
-    "one query head of the group": fault(scores=_one_head_scores),
-    "a sink fewer": _retyped(sinks=1),
-    "values at 8 bits": _retyped(value_bits=8),
-    "rank a little larger": _retyped(rank=0.28),
-    "a longer window": _retyped(recent=7),
-    "not rotated": fault(stored=_unrotated),
-    "window in full precision": fault(append=_window_is_whole),
-    "nothing leaves the window": fault(append=_never_leaves),
-    "values quantized once": fault(append=_from_the_exact_value),
-    "temperature": fault(attend=lambda self, q, chosen: SalsRow.attend(self, 1.02 * q, chosen)),
-    "everything attended": fault(attend=lambda self, q, _: SalsRow.attend(self, q, range(len(self.tokens)))),
-    "one token more": fault(wanted=lambda self: SalsRow.wanted(self) + 1),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_comparison_catches(mutant):
-    with pytest.raises(AssertionError):
-        compare(dict(budget=16, sinks=2, recent=6), (2, 2, 32), (30,), oracle=MUTANTS[mutant])
-
-
-def test_oracle_sum_is_the_sum_of_all_heads():
-    """docs/design.md, SALS: sum over h of q_h . k_g(h) is what the group-summed query gives at full rank."""
-    q, k, v, basis = (x.double().numpy() for x in numbers(2, 4, 2, 32, 1, 12))
-    row = SalsRow(
-        k[0], v[0], basis, rank=1.0, score_rank=1.0, value_bits=16, budget=1.0, sinks=0, recent=1, score="sum"
-    )
-    want = [sum(q[0, i, 11] @ k[0, i // 4, t] for i in range(8)) for t in range(12)]
-    assert np.allclose(row.scores(q[0, :, 11]), want, atol=1e-4)
-
-
-def test_oracle_quantizer_errs_by_half_a_step():
-    gen = np.random.default_rng(0)
-    for bits in (2, 4, 8):
-        x = gen.normal(size=96)
-        back = through_bits(x, bits, 0.0)
-        for c in range(0, 96, 32):
-            part = x[c : c + 32]
-            step = (part.max() - part.min()) / (2**bits - 1)
-            assert np.abs(back[c : c + 32] - part).max() <= 0.5 * step + 2e-3 * np.abs(part).max()
 
 
 # ---- the recent window ----

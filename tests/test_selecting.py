@@ -76,8 +76,8 @@ def head_of(name, args, shape, i):
     return LokiHead(**common, dims=dims, basis=basis)
 
 
-def compare(name, knobs, shape, lengths, seed=0, told=None, steps=STEPS):
-    """Every step: a valid choice, and the output that follows from it. told: the oracle's knobs where they differ."""
+def compare(name, knobs, shape, lengths, seed=0, steps=STEPS):
+    """Every step: a valid choice, and the output that follows from it."""
     g, h, d = shape
     B, n = len(lengths), max(lengths) + steps
     q, k, v = random_keys(seed, g, h, d, B, n)
@@ -90,7 +90,7 @@ def compare(name, knobs, shape, lengths, seed=0, told=None, steps=STEPS):
         prompts = [torch.where(keep[:, None, :, None], x[:, :, : max(lengths)], 7.0) for x in (q, k, v)]
         twin.prefill(*prompts, torch.tensor(lengths))
     k64, v64, q64 = rotated(method.rope, k), v.double().numpy(), rotated(method.rope, q)
-    args = make_args(method_class(name), {**knobs, **(told or {})})
+    args = make_args(method_class(name), knobs)
     heads = {(b, i): head_of(name, args, shape, i) for b, i in np.ndindex(B, h)}
     for (b, i), head in heads.items():
         head.by = getattr(args, "heads", "group")
@@ -129,27 +129,12 @@ def test_equals_the_oracle(case):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle_in_other_versions(case, backend, monkeypatch):
     monkeypatch.setenv("KV_FAST_BACKEND", backend)
     compare(*CASES[case], steps=6)
-
-
-WRONG = {
-    "quest": [dict(budget=64), dict(page=8), dict(recent=18)],
-    "sparq": [dict(budget=21), dict(channels=7), dict(recent=7), dict(mean_value=False)],
-    "loki": [dict(budget=0.3), dict(dims=15), dict(calibrated="before"), dict(recent=4)],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_the_oracle_catches(name):
-    """The comparison is worth something only if it fails when the method does something else."""
-    for told in WRONG[name]:
-        with pytest.raises(AssertionError):
-            for seed in range(2):
-                compare(*CASES[name], seed=seed, told=told, steps=8)
 
 
 # ---- published code ----
@@ -267,7 +252,7 @@ def test_p_of_one_is_dense_attention(name):
     same(got, teacher(model, prompts, fed), f"{name} at p1")
 
 
-@pytest.mark.parametrize("name", [*ESTIMATING[:-1], pytest.param("sals", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ESTIMATING)
 def test_a_budget_of_p_keeps_the_contract(name):
     knobs = method_class(name).stress | dict(budget="p0.9", cap=40)
     checks.check_ragged(name, knobs, lengths=(3, 64), steps=10)

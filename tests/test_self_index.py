@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 from oracles import SelfIndexHead, check_top, rotate
-from sampled import sampled
 
 from cache.budget import budget_cap, budget_tokens
 from cache.spec import make_args
-from kernels import packed_gather_attention, sign_encode
 from kernels.sign_codes import codebook, sign_codes
-from kv_methods import self_index
 from kv_methods.self_index import PRESETS, SelfIndex
 from model import ModelArgs
 
@@ -155,14 +152,14 @@ def compare_at_some_seed(knobs, shape, lengths, first=0):
     pytest.fail("every seed is ambiguous")
 
 
-@pytest.mark.parametrize("case", sampled(CASES, OFTEN))
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     knobs, shape, lengths = CASES[case]
     method = compare_at_some_seed(knobs, shape, lengths)
     assert method.tail.moved > 0 or method.tail.size > STEPS
 
 
-@pytest.mark.parametrize("case", sampled(["default-64-sinks", "4-bits", "16-bits", "no-sign"], ["no-sign"]))
+@pytest.mark.parametrize("case", ["default-64-sinks", "4-bits", "16-bits", "no-sign"])
 def test_equals_the_oracle_in_torch(case, monkeypatch):
     """On a CPU the default is C++."""
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
@@ -170,75 +167,10 @@ def test_equals_the_oracle_in_torch(case, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("i", range(len(FULL)))
 def test_equals_the_oracle_full_matrix(i):
     compare_at_some_seed(*FULL[i], i)
-
-
-def _swapped(f):
-    return lambda x, params, bits, signs=None: f(x, params, bits, None if signs is None else signs >> 4 | signs << 4)
-
-
-def _nibbles(f):
-    return lambda codes: (f(codes) >> 4) | (f(codes) << 4)
-
-
-# name -> (object, attribute, faulty stand-in made from the real one)
-MUTANTS = {
-    "nibbles swapped in the signs": (packed_gather_attention, "unpack_units", _swapped),
-    "nibbles swapped in the codes": (sign_encode, "pack_codes", _nibbles),
-    "nibbles swapped in the flush": (self_index, "pack_codes", _nibbles),
-    "no alpha": (self_index, "PackedTokens", lambda f: lambda k, v, n, kp, vp, a, c: f(k, v, n, kp, vp, a * 0 + 1, c)),
-    "sinks not excluded": (self_index, "lut_score", lambda f: lambda q, b, c, pos, sinks: f(q, b, c, pos)),
-    "query a little off": (self_index, "lut_score", lambda f: lambda q, *rest: f(q + 0.05, *rest)),
-    "first query of the group": (self_index, "lut_score", lambda f: lambda q, *rest: f(q[:, ::2], *rest)),
-    "sinks without pooling": (self_index, "snapkv_scores", lambda f: lambda *x: f(*x, pool=1)),
-    "sinks by 16 queries": (self_index, "snapkv_scores", lambda f: lambda q, k, n, w: f(q, k, n, w // 2)),
-    "empty cells are zero": (sign_encode, "codebook", lambda f: lambda x, c, ok: _no_empty(f, x, c, ok)),
-    "mean over the padding": (sign_encode, "codebook", lambda f: lambda x, c, ok: f(x, c, torch.ones_like(ok))),
-    "range over the padding": (self_index, "key_range", lambda f: lambda k, n: f(k, n * 0 + k.shape[2])),
-    "steps too long": (packed_gather_attention, "unpack_units", lambda f: lambda p, s, *rest: f(p, s * 1.02, *rest)),
-    "flush shifts by one": (
-        SelfIndex, "_store",
-        lambda f: lambda m, at, *kv: f(m, (*at[:2], at[2] + 1) if m.tail.moved > m.tail.flush else at, *kv),
-    ),
-    "flush one step late": (SelfIndex, "maintain", lambda f: lambda m, step: f(m, step - 1)),
-    "tail forgets the newest": (SelfIndex, "attend", lambda f: lambda m, q, i, c, pos: f(m, q, i, c, pos - 1)),
-    "decoded ones shifted": (SelfIndex, "select", lambda f: lambda m, q, pos: _shifted(m, *f(m, q, pos))),
-    "decoded ones forgotten": (
-        SelfIndex, "select",
-        lambda f: lambda m, q, pos: (lambda idx, count: (idx, count - m.flushed))(*f(m, q, pos)),
-    ),
-    "a token fewer": (self_index, "budget_select", lambda f: lambda s, pos, n, k: f(s, pos, n - 1, k)),
-}  # fmt: skip
-
-
-def _no_empty(f, x, codes, valid):
-    book = f(x, codes, valid)
-    codes = torch.where(valid[:, None, :, None], codes, 255)
-    full = (codes[..., None] == torch.arange(16)).any(2)  # [B, H, G, 16]
-    return torch.where(full[..., None], book, 0)
-
-
-def _shifted(method, idx, count):
-    decoded = idx >= method.tail.prompt_len[: len(idx), None, None]
-    return torch.where(decoded, idx - method.flushed.clamp(max=1), idx), count
-
-
-@pytest.mark.parametrize("mutant", sampled(MUTANTS, 6))
-def test_the_oracle_catches(mutant, monkeypatch):
-    """The comparison is worth something only if it fails when the method is wrong."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")  # some stand-ins are for parts of the torch versions
-    owner, name, make = MUTANTS[mutant]
-    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
-    with pytest.raises((AssertionError, IndexError)):
-        for keep in (True, False):  # cells that a prompt leaves empty matter to decoded tokens that compete
-            for seed in range(3):
-                knobs = dict(budget=24, sinks=4, tail=16, flush=6, keep_decoded=keep)
-                compare(knobs, (2, 1, 64), (31, 60), seed)
-
-
-# ---- what the paper promises ----
 
 
 @pytest.mark.parametrize(("bits", "size"), [(2, 112), (4, 176), (8, 304), (16, 528)])

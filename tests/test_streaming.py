@@ -66,7 +66,7 @@ def test_equals_the_oracle(case, positions):
 
 @pytest.mark.parametrize("positions", ["original", "cache"])
 @pytest.mark.parametrize("g", [1, 3, 8])
-@pytest.mark.parametrize("d", [64, pytest.param(96, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d", [64, 96, 128])
 def test_shapes(g, d, positions):
     compare(dict(sinks=3, recent=9, positions=positions), (1, 12, 30), 15, (g, 1, d))
 

@@ -36,6 +36,7 @@ def rows():
     return {(r["file"], r["kernel"]): r for r in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file, kernel", list(kernels()))
 def test_every_kernel_compiles_for_an_h100(rows, file, kernel):
     r = rows[file, kernel]
@@ -44,6 +45,7 @@ def test_every_kernel_compiles_for_an_h100(rows, file, kernel):
 
 
 # programs a multiprocessor, loads of 16 bytes: what dense_attention.PROGRAMS and splits.split_count count on
+@pytest.mark.slow
 @pytest.mark.parametrize("file, kernel, programs, wide", [
     ("dense_attention", "_split_attention", 2, 16), ("gather_attention", "_gather_attention", 2, 16),
     ("lowrank", "_attend", 2, 16), ("sign_codes", "_lut_score", 2, 1), ("quantize", "_quantize", 2, 1),

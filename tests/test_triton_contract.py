@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sampled import sampled
 
 from cache.spec import method_class
-from tests.test_contract import METHODS, VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
+from tests.test_contract import VOCAB, every_method, poison, prompt, rounds, run, same, settings, teacher, tiny
 
 LENGTHS, STEPS = (3, 21), 2
-# in every run one method where all take long: the one with most in its graph
-one_method = pytest.mark.parametrize("name", sampled(METHODS, ["self_index"]))
 SHAPE = (3, 32)  # query heads a KV head, head dimension
 
 
@@ -50,17 +47,16 @@ def check_torch(name, knobs, device, monkeypatch, lengths=LENGTHS, steps=STEPS, 
     same(got, want, f"{name} {knobs}: kernels against torch", 2e-2 if rounds(model) else 1e-4)
 
 
-@one_method
+@pytest.mark.slow
+@pytest.mark.draw(4)
+@every_method
 def test_lossless_limit_is_dense_attention(name, kernel_device):
     check_lossless(name, kernel_device)
 
 
-# In every run a method for each kernel that is its own. Left to `slow`: hadamard runs kivi's, hshare double_sparsity's,
-# random and razor those of test_triton_attention.py; those of loki, sparq and what evicts have tests of their own.
-OWN_KERNELS = ("double_sparsity_offload", "kivi", "ojakv", "palu", "quest", "sals", "self_index")
-
-
-@pytest.mark.parametrize("name", sampled(METHODS, OWN_KERNELS))
+@pytest.mark.slow
+@pytest.mark.draw(12)
+@every_method
 def test_kernels_are_torch(name, kernel_device, monkeypatch):
     check_torch(name, settings(name)[-1], kernel_device, monkeypatch)
 
@@ -82,6 +78,7 @@ BY_KNOBS = {
 
 
 @pytest.mark.slow
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("case", BY_KNOBS)
 def test_kernels_that_a_knob_asks_for_are_torch(case, kernel_device, monkeypatch):
     check_torch(*BY_KNOBS[case], kernel_device, monkeypatch, (3, 37))
@@ -95,39 +92,21 @@ ODD = [(name, knobs, d) for d in (40, 80) for name, knobs in (
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, knobs, head_dim", sampled(ODD, [ODD[7], ODD[4]]))
+@pytest.mark.slow
+@pytest.mark.draw(3)
+@pytest.mark.parametrize("name, knobs, head_dim", ODD)
 def test_heads_of_no_whole_groups(name, knobs, head_dim, kernel_device, monkeypatch):
     check_torch(name, knobs, kernel_device, monkeypatch, (3, 37), shape=(3, head_dim))
 
 
 @every_method
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 64), (4, 96), (8, 128)], ids=str)
-def test_lossless_at_other_shapes(name, shape, kernel_device):
-    check_lossless(name, kernel_device, shape)
-
-
-@every_method
-@pytest.mark.slow
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("i", range(3))
 def test_kernels_are_torch_at_every_setting(name, i, kernel_device, monkeypatch):
     if i >= len(settings(name)):
         pytest.skip("the method has no such setting")
     check_torch(name, settings(name)[i], kernel_device, monkeypatch, (1, 17, 40), 20)
-
-
-# tests/test_cuda_path.py traces them for CUDA tensors, some in every run
-@every_method
-@pytest.mark.slow
-def test_a_step_is_one_graph(name, kernel_device):
-    """Every kernel has a fake version: a step traces whole, and gives what it gives without."""
-    torch._dynamo.reset()
-    model, prompts = model_and_prompts(kernel_device)
-    model.setup_cache(name, len(prompts), 32, **settings(name)[-1])
-    want, fed = run(model, prompts, 2)
-    model.reset_cache()
-    step = torch.compile(model.decode, fullgraph=True, backend="aot_eager")
-    same(run(model, prompts, 2, fed, step)[0], want, f"{name}, traced")
 
 
 @every_method

@@ -1,25 +1,20 @@
-"""The kernels of Self-Indexing KVCache against float64 loops and their torch versions, interpreted without a GPU."""
+"""Kernels of Self-Indexing KVCache beside test_operators.py: the index of a prompt, borders of codes, even shares."""
 
 from __future__ import annotations
-
-from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampled import sampled
 
-from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, launch, packed_gather_attention
-from kernels.quantize import dequantize, half_params, quantize
+from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, launch
+from kernels.quantize import dequantize, quantize
 from kernels.quantize import launch as quantize_triton
-from kernels.sign_codes import SUB, _lut_score_triton, lut_score, pack_codes, sign_codes
+from kernels.sign_codes import pack_codes, sign_codes
 from kernels.sign_encode import encode_keys, key_range
 from kernels.sign_encode import launch as encode_triton
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES, DIMS, GROUPS = tuple(TOLERANCE), (32, 64, 96, 128), (1, 3, 4, 5, 8)
@@ -37,11 +32,6 @@ def randint(seed, high, *size, low=0):
 
 def numbers(x):
     return x.detach().double().cpu().numpy()
-
-
-@pytest.fixture
-def triton_backend(monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
 
 
 # ---- quantize ----
@@ -69,34 +59,6 @@ def check_bytes(x, bits, mean=None, alpha=None, magnitude=False):
     # of scale and zero in fp16, subnormals included: the ends may lie outside all steps
     lost = 2**-10 * ((hi - lo) + np.abs(lo)) + 2**bits * 2**-25 + 1e-7
     assert (np.abs(codes * scale + zero - y) <= 0.5001 * scale + lost).all()
-
-
-quantized = st.fixed_dictionaries(
-    dict(seed=seeds, B=st.integers(1, 2), H=st.integers(1, 3), S=st.integers(1, 40), D=st.sampled_from(DIMS),
-         bits=st.sampled_from((2, 4, 8)), dtype=st.sampled_from(DTYPES), centred=st.booleans(), scaled=st.booleans(),
-         magnitude=st.booleans(), size=st.sampled_from((1e-3, 1.0, 300.0)))
-)  # fmt: skip
-
-
-def check_quantize(seed, B, H, S, D, bits, dtype, centred, scaled, magnitude, size):
-    x = size * (rand(seed, B, S, H, D) + 0.5)
-    x[:, S // 2] = x[:, S // 2, :, :1]  # constant over a token: scale 0
-    mean = size * rand(seed + 1, B, H, D) if centred else None
-    alpha = size * (rand(seed + 2, B, H, D).abs() + 0.1) if scaled else None
-    check_bytes(x.to(dtype).transpose(1, 2), bits, mean, alpha, magnitude)  # tokens before heads, as projected
-
-
-@settings(max_examples=10, deadline=None)
-@given(quantized)
-def test_quantize(case):
-    check_quantize(**case)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(quantized)
-def test_quantize_matrix(case):
-    check_quantize(**case)
 
 
 @pytest.mark.parametrize("bits", (2, 4, 8))
@@ -179,13 +141,6 @@ def test_index_of_a_prompt(case):
     check_index(**case)
 
 
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(prompts)
-def test_index_of_a_prompt_matrix(case):
-    check_index(**case)
-
-
 def test_range_of_the_kernel_is_the_torch_versions(monkeypatch):
     """Also of channels that are constant, where the floor holds, and whatever the padding holds."""
     k, n = projected(0, [9, 40, 1], 3, 2, 64, torch.float32)
@@ -205,57 +160,7 @@ def test_the_index_is_the_same_every_time():
     assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-# ---- scores ----
-
-scored = st.fixed_dictionaries(
-    dict(seed=seeds, B=st.integers(1, 2), H=st.integers(1, 2), g=st.sampled_from(GROUPS),
-         D=st.sampled_from((*DIMS, 256)), T=st.integers(1, 70), skipped=st.sampled_from((None, 0, 1, 5)),
-         dtype=st.sampled_from(DTYPES),
-         with_pos=st.booleans(), block=st.sampled_from((16, 32)), part=st.sampled_from((32, 64, None)))
-)  # fmt: skip
-
-
-def check_lut(seed, B, H, g, D, T, skipped, dtype, with_pos, block, part):
-    q, book = rand(seed, B, H * g, D, dtype=dtype), rand(seed + 1, B, H, D // 4, 16, 4)
-    codes = randint(seed + 2, 256, B + 1, H, T, D // 8).to(torch.uint8)[:B]
-    pos = randint(seed + 3, T, B, low=-1) if with_pos else None
-    skip = None if skipped is None else randint(seed + 4, T, B, H, skipped)
-    got = _lut_score_triton(q, book, codes, pos, skip, block, part)
-    torch_version = lut_score(q, book, codes, pos, skip)
-    for b, h in np.ndindex(B, H):
-        query, table = numbers(q[b, h * g : h * g + g]).mean(0).reshape(-1, 4), numbers(book[b, h])
-        byte = codes[b, h].cpu().numpy().astype(int)
-        nibbles = np.stack((byte % 16, byte // 16), -1).reshape(T, -1)
-        gone = [] if skip is None else skip[b, h].tolist()
-        for t in range(T if pos is None else int(pos[b]) + 1):
-            want = sum(table[i, c] @ query[i] for i, c in enumerate(nibbles[t]))
-            want = -np.inf if t in gone else want
-            for scores in (got, torch_version):
-                assert want == float(scores[b, h, t]) or abs(want - float(scores[b, h, t])) < 1e-4
-
-
-@settings(max_examples=6, deadline=None)
-@given(scored)
-def test_lut_score(case):
-    check_lut(**case)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(scored)
-def test_lut_score_matrix(case):
-    check_lut(**case)
-
-
 # ---- attention ----
-
-attended = st.fixed_dictionaries(
-    dict(seed=seeds, H=st.integers(1, 2), g=st.sampled_from(GROUPS), D=st.sampled_from(DIMS),
-         bits=st.sampled_from((2, 4, 8, 16)), signed=st.booleans(), dtype=st.sampled_from(DTYPES),
-         K=st.integers(1, 40), sinks=st.sampled_from((0, 1, 4, 20)), ring=st.sampled_from((1, 5, 24)),
-         rows=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 60)), min_size=1, max_size=2),
-         flushed=st.integers(0, 30), spare=st.integers(0, 1), full=st.sampled_from((None, 0, 1)))
-)  # fmt: skip
 
 
 def stored(seed, rows, H, T, D, bits, signed, dtype):
@@ -278,95 +183,6 @@ def stored(seed, rows, H, T, D, bits, signed, dtype):
     return packed, keys * numbers(alpha)[:, :, None], exact(v_packed, v_params)
 
 
-def check_attention(
-    seed,
-    H,
-    g,
-    D,
-    bits,
-    signed,
-    dtype,
-    K,
-    sinks,
-    ring,
-    rows,
-    flushed,
-    spare,
-    full,
-    block=16,
-    splits=4,
-    torch_too=True,
-):
-    """rows: prompt length and decoded tokens of each; full: 0 of the list are chosen, or all of it, or anything."""
-    B, T = len(rows), max(45, K)
-    packed, keys, values = stored(seed, B + spare, H, T, D, bits, signed, dtype)
-    whole = FullPrecisionTokens(
-        *(rand(seed + 5 + i, B + spare, H, (sinks, ring)[i // 2], D, dtype=dtype) for i in range(4))
-    )
-    q, idx = rand(seed + 3, B, H * g, D, dtype=dtype), randint(seed + 4, T, B, H, K)
-    count = randint(seed + 9, K + 1, B, H) if full is None else torch.full((B, H), full * K, device=DEVICE)
-    prompt = torch.tensor([n for n, _ in rows] + [7] * spare, device=DEVICE)
-    pos = torch.tensor([n + decoded - 1 for n, decoded in rows], device=DEVICE)
-    want = np.zeros((B, H * g, D))
-    for b, (n, decoded) in enumerate(rows):
-        held = [p for p in range(flushed, decoded) if p >= decoded - ring]  # of decoded tokens
-        for h in range(H):
-            chosen = idx[b, h, : int(count[b, h])].cpu().numpy()
-            some = [(keys[b, h, chosen], values[b, h, chosen])]
-            some += [tuple(numbers(x[b, h, : min(n, sinks)]) for x in whole[:2])]
-            some += [tuple(numbers(x[b, h, [p % ring for p in held]]) for x in whole[2:])]
-            x, y = (np.concatenate(part) for part in zip(*some, strict=True))
-            for i in range(h * g, h * g + g):
-                logits = x @ numbers(q[b, i]) * D**-0.5
-                weight = np.exp(logits - logits.max()) if len(x) else logits
-                want[b, i] = weight / weight.sum() @ y if len(x) else 0
-            # what no row holds may be anything; values of whole tokens are finite by contract, keys are not
-            unused = np.setdiff1d(np.arange(T), chosen)
-            if bits == 16:
-                packed.k[b, h, unused], packed.v[b, h, unused] = NAN, NAN
-            else:
-                packed.k_params[b, h, unused], packed.v_params[b, h, unused] = NAN, NAN
-            whole.sink_k[b, h, min(n, sinks) :] = NAN
-            whole.tail_k[b, h, [s for s in range(ring) if s not in {p % ring for p in held}]] = NAN
-    for x in (*packed, *whole):
-        if torch.is_tensor(x) and x.is_floating_point():
-            x[B:] = NAN
-    got = launch(
-        q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, prompt,
-        torch.tensor([flushed], device=DEVICE), bits, block=block, splits=splits,
-    )  # fmt: skip
-    results = [got]
-    if torch_too and all(
-        min(n, sinks) + d - flushed > 0 or int(c.min()) for (n, d), c in zip(rows, count, strict=True)
-    ):
-        results.append(packed_gather_attention(q, idx, count, packed, whole, pos, prompt, torch.tensor([flushed])))
-    for y in results:
-        assert y.dtype == dtype and y.shape == q.shape
-        error = np.abs(numbers(y) - want).max()
-        assert error <= TOLERANCE[dtype] * max(1, np.abs(want).max()), error
-
-
-@settings(max_examples=8, deadline=None)
-@given(attended)
-def test_attention(case):
-    check_attention(**case)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(attended, st.sampled_from((16, 32)), st.sampled_from((1, 2, 3, 8)))
-def test_attention_matrix(case, block, splits):
-    check_attention(**case, block=block, splits=splits)
-
-
-@pytest.mark.parametrize(
-    "bits, splits", sampled(product((2, 4, 8, 16), (None, 1)), [(2, None), (4, 1), (8, None), (16, None)])
-)
-def test_attention_as_launched(bits, splits):
-    """At the block of launches, with every slot chosen once: many blocks, and a ring that has gone round."""
-    check_attention(3, 2, 4, 64, bits, True, torch.float32, 45, 4, 5, [(20, 17), (2, 3)], 2, 1, 1, None, splits)
-
-
 def test_a_query_times_alpha_beyond_fp16():
     packed, _, values = stored(0, 1, 1, 45, 64, 2, True, torch.float16)
     packed.k_params.zero_()  # keys of 0, whose product with an infinite query would be NaN
@@ -375,12 +191,6 @@ def test_a_query_times_alpha_beyond_fp16():
     given = (packed.k, packed.v, *packed[3:5], packed.alpha * 2**13, packed.codes, *whole, n - 1, n, n * 0, 2)
     y = launch(torch.full((1, 2, 64), 64.0, device=DEVICE).half(), slots, n[None], *given)
     assert np.abs(numbers(y) - values.mean(2)).max() < TOLERANCE[torch.float16]
-
-
-def test_attention_with_nothing_to_attend_to():
-    """The empty cache of a warm-up step: no prompt, the newest token alone, or not even that."""
-    for flushed in (0, 1):
-        check_attention(1, 1, 2, 32, 2, True, torch.float32, 8, 4, 5, [(0, 1)], flushed, 0, 0, torch_too=False)
 
 
 def test_shares_are_even(monkeypatch):
@@ -403,38 +213,3 @@ def test_shares_are_even(monkeypatch):
         assert torch.equal(tokens.sum(2).long(), held)
         assert (tokens.amax(2) < tokens.mean(2) + block).all()
         assert torch.equal((tokens > 0).sum(2), held.add(block - 1).div(block, rounding_mode="floor").clamp(max=S))
-
-
-# ---- operators ----
-
-
-def test_operators_dispatch_and_are_registered_right(triton_backend, monkeypatch):
-    """Every public function reaches its kernel, agrees with torch, and its operator's schema and shapes are true."""
-    B, H, g, D, T = 2, 2, 2, 32, 12
-    k, n = projected(1, [5, 12], 0, H, D, torch.float32)
-    mean, alpha = (x.contiguous() for x in key_range(k, n))
-    packed, _, _ = stored(0, B, H, T, D, 2, True, torch.float32)
-    whole = FullPrecisionTokens(*(rand(i, B, H, 4, D) for i in range(4)))
-    q, idx, count = rand(3, B, H * g, D), randint(4, T, B, H, 6), torch.full((B, H), 6, device=DEVICE)
-    pos, flushed, skip = n + 1, torch.zeros(1, dtype=torch.int64, device=DEVICE), randint(5, T, B, H, 3)
-    book = rand(6, B, H, D // SUB, 16, SUB)
-    calls = {
-        "quantize": (lambda: quantize(k, 2, mean, alpha, True), (k, 2, mean, alpha, True)),
-        "encode_keys": (lambda: encode_keys(k, mean, n), (k, mean, n)),
-        "key_range": (lambda: key_range(k, n), (k, n)),
-        "lut_score": (lambda: lut_score(q, book, packed.codes, None, skip), (q, book, packed.codes, n - 1, skip)),
-        "half_params": (lambda: half_params(k, k, 3), (k, k, 3)),
-        "packed_gather_attention": (
-            lambda: packed_gather_attention(q, idx, count, packed, whole, pos, n, flushed),
-            (q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, n, flushed, 2),
-        ),
-    }
-    for name, (call, args) in calls.items():
-        op = getattr(torch.ops.kv_fast, name).default
-        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
-        got = call()
-        monkeypatch.setenv("KV_FAST_BACKEND", "torch")
-        want = call()
-        monkeypatch.setenv("KV_FAST_BACKEND", "triton")
-        for a, b in zip(got, want, strict=True):
-            assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), atol=1e-5), name

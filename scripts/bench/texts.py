@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM
+from engine import LLM, Chat
 from runtime.machine import ROOT, read_text
 from scripts.eval.evaluation import held_out
 
@@ -32,9 +32,9 @@ def prompts(llm: LLM, checkpoint: Path, length: int) -> dict[str, list[int]]:
     return dict(
         prose=prose,
         code=code,
-        question=llm.encode(f"{text}\n\n{QUESTION}", chat=True),
+        question=llm.encode(f"{text}\n\n{QUESTION}", Chat()),
         list=llm.encode(names[: 6 * length])[:length],
-        chat=llm.encode(about, chat=True),
+        chat=llm.encode(about, Chat()),
     )
 
 

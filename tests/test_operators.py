@@ -1,0 +1,180 @@
+"""Every operation in each version that it has, torch, C++ and Triton, against the answers of tests/operators.py.
+
+Triton kernels are interpreted where there is no GPU. Quick tests have the same problems in every run; SEED draws those
+of the slow ones, and `.ci/run` takes it from the commit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from operators import PROBLEMS, Draw, Near, Same
+from sampled import SEED, sampled
+from torch.utils._pytree import tree_map
+
+from kernels import native
+from kernels.op import OPERATIONS, Operation
+from runtime.machine import ROOT
+
+for path in (ROOT / "kernels").glob("[!_]*.py"):
+    importlib.import_module(f"kernels.{path.stem}")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch.bfloat16),
+          "triton": (torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
+# Operations that are tested where their methods or formats are.
+ELSEWHERE = {
+    "dense_linear": "test_weights.py", "packed_linear": "test_weights.py, test_triton_linear.py",
+    "quantized_append": "test_quantized.py, test_native.py", "quantized_attention": "test_quantized.py",
+    "group_attention": "test_palu.py", "window_append": "test_triton_attention.py",
+    "key_range": "test_triton_self_index.py", "encode_keys": "test_triton_self_index.py",
+}  # fmt: skip
+EXACT = {"quantize", "store_labels", "rotate_token", "rotate_append"}  # whose versions agree to the bit
+READS_ALL = {"packed_gather_attention"}  # whose torch version multiplies what is not chosen, at weight 0
+
+
+def versions(name: str) -> list[str]:
+    operation = OPERATIONS[name]
+    return ["torch", *(["cpp"] if operation.cpp else []), *(["triton"] if operation.triton else [])]
+
+
+VERSIONS = [(name, version) for name in PROBLEMS for version in versions(name)]
+every_version = pytest.mark.parametrize("name, version", VERSIONS)
+
+
+def tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    return tree_map(lambda x: function(x) if torch.is_tensor(x) else x, tree)
+
+
+def finite(args: Any) -> Any:
+    return tensors(lambda x: torch.where(x.isnan(), 0, x) if x.is_floating_point() and x.isnan().any() else x, args)
+
+
+def call(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> list[Any]:
+    """A version's results, then the arguments that it wrote."""
+    written = [name in operation.mutates for name, _ in operation.defaults]
+    args = tuple(
+        x.clone() if w and torch.is_tensor(x) else x for x, w in zip(operation.filled(args, {}), written, strict=True)
+    )
+    if version == "triton":
+        args = tensors(lambda x: x.to(DEVICE), args)
+    out = dict(torch=operation.reference, cpp=operation.cpp, triton=operation.triton)[version](*args)
+    results = [] if out is None else [out] if torch.is_tensor(out) else list(out)
+    return tensors(torch.Tensor.cpu, results + [x for x, w in zip(args, written, strict=True) if w])
+
+
+def draw(name: str, version: str, seed: int, size: str = "usual") -> tuple[tuple[Any, ...], list[Any]]:
+    dtypes = DTYPES[version]
+    args, answers = PROBLEMS[name](Draw(seed, version, dtypes[seed % len(dtypes)], size))
+    return OPERATIONS[name].filled(args, {}), answers
+
+
+def check(name: str, version: str, seed: int, size: str = "usual") -> None:
+    operation, (args, answers) = OPERATIONS[name], draw(name, version, seed, size)
+    if version == "cpp" and not operation.serves(*args):
+        return  # torch runs then
+    got = call(operation, version, finite(args) if version == "torch" and name in READS_ALL else args)
+    assert len(got) == len(answers)
+    for i, answer in enumerate(answers):
+        if answer is not None:
+            answer.check(got[i:], version)
+    if version == "cpp":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - min(threads, 2))  # two threads give the bits of one
+        try:
+            again = call(operation, version, args)
+        finally:
+            torch.set_num_threads(threads)
+        assert all(same_bits(x, y, answer) for x, y, answer in zip(got, again, answers, strict=True))
+    if version != "torch" and name in EXACT:
+        assert all(map(torch.equal, got, call(operation, "torch", args)))
+
+
+def same_bits(x: torch.Tensor | None, y: torch.Tensor | None, answer: Any) -> bool:
+    """Of scores those that matter: the others are whatever memory held."""
+    there = getattr(answer, "there", slice(None))
+    return x is y is None or torch.equal(x[there].nan_to_num(7), y[there].nan_to_num(7))
+
+
+@pytest.fixture(autouse=True)
+def as_it_is(monkeypatch):
+    """No choice of a version by the environment; what a kernel leaves unwritten is NaN."""
+    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
+    empty = torch.empty
+    filled = lambda x: x.fill_(float("nan")) if x.is_floating_point() else x  # noqa: E731
+    monkeypatch.setattr(torch, "empty", lambda *size, **kw: filled(empty(*size, **kw)))
+
+
+def skip_without(version: str) -> None:
+    if version == "cpp" and not native.available():
+        pytest.skip("no C++ compiler")
+
+
+@every_version
+def test_it_is_float64(name, version):
+    skip_without(version)
+    for seed in range(4 if version == "triton" else 24):
+        check(name, version, seed)
+    for seed in range(2 if version == "cpp" else 0):
+        check(name, version, seed, "long")
+
+
+@pytest.mark.slow
+@every_version
+def test_it_is_float64_of_other_draws(name, version):
+    skip_without(version)
+    for seed in range(20 if version == "triton" else 150):
+        check(name, version, 1000 + 1000 * SEED + seed)
+    for seed in range(0 if version == "triton" else 10):
+        check(name, version, 1000 + 1000 * SEED + seed, "long")
+
+
+# whole steps are traced for CUDA tensors in test_cuda_path.py: of Triton's operators some here in every run
+COMPILED = [x for x in VERSIONS if x[1] != "torch"]
+OFTEN = [x for x in COMPILED if x[1] == "cpp" or x[0] in ("quantize", "topk_select", "rotate_append")]
+
+
+@pytest.mark.parametrize("name, version", sampled(COMPILED, OFTEN))
+def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
+    """A compiled step is one graph and gives what the eager step gives; the operator's schema and shapes are true."""
+    skip_without(version)
+    operation, served = OPERATIONS[name], iter(range(0, 600, len(DTYPES[version])))
+    while True:
+        args, answers = draw(name, version, next(served), "small")
+        args = finite(args)
+        if version != "cpp" or operation.serves(*args):
+            break
+    monkeypatch.setenv("KV_FAST_BACKEND", "" if version == "cpp" else "triton")
+    want, op = call(operation, version, args), operation.cpp if version == "cpp" else operation.op
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    torch._dynamo.reset()
+
+    def step(*given):
+        left = iter(given)
+        return operation(*(next(left) if torch.is_tensor(x) else x for x in args))
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    out = compiled(*(x.clone() for x in args if torch.is_tensor(x)))
+    for x, y, answer in zip([out] if torch.is_tensor(out) else out or [], want, answers, strict=False):
+        assert x.dtype == y.dtype and same_bits(x.cpu(), y, answer)
+
+
+def test_every_operation_is_tested():
+    both = {name for name, operation in OPERATIONS.items() if operation.triton or operation.cpp}
+    assert PROBLEMS.keys() | ELSEWHERE.keys() == {x for x in both if not x.startswith("toy_")}
+
+
+def test_a_wrong_answer_is_none():
+    """What the checks of answers let pass, they should."""
+    want = Near(torch.ones(3, dtype=torch.float64))
+    for dtype, off in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+        for version in ("torch", "cpp", "triton"):
+            want.check([torch.ones(3, dtype=dtype)], version)
+            with pytest.raises(AssertionError, match="times the tolerance"):
+                want.check([torch.ones(3, dtype=dtype) + off], version)
+    with pytest.raises(AssertionError):
+        Same(torch.zeros(2)).check([torch.tensor([0, 1e-30])], "torch")
