@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cache.base import CacheShape, KVMethod
+from cache.base import CacheShape, KVMethod, OncePerStep
 from cache.calibration import Calibration, RandomCalibration
 from cache.key_bias import warn_of_key_bias
 from cache.prompt import Angles
@@ -139,16 +140,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [..., Hq, D], k and v [
 # ---- the network ----
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
@@ -158,8 +149,8 @@ class Attention(nn.Module):
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
-        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., dim] -> q [..., Hq, D], k and v [..., Hkv, D], before rotation."""
@@ -211,8 +202,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(args, layer)
         self.feed_forward = FeedForward(args)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]. Teacher forcing, prompts and decode steps share this residual path."""
@@ -238,11 +229,12 @@ class Transformer(nn.Module):
         # not initialized: on the meta device, initialization imports a compiler, which takes over a second
         self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
-        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.local.vocab_size, bias=False)
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
         self.kv_dtype: torch.dtype | None = None  # dtype of keys and values in the cache; None: the compute dtype
+        self.once = OncePerStep()  # shared by the layers of `cache`
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self.prefill_chunk: int | None = None  # prompt tokens per prefill chunk; None: the whole prompt
         self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, if there is one
@@ -331,6 +323,7 @@ class Transformer(nn.Module):
             for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
+                    part.once = self.once
         warn_of_key_bias(self.layers, self.cache)
 
     def find_calibration(self) -> Calibration:
@@ -406,7 +399,8 @@ class Transformer(nn.Module):
         first ones at pos: [B, n] -> [B, n, V]; their keys and values replace those drafted there. A static graph;
         engine/compiled.py compiles it."""
         # no autograd history, whoever calls; a compiled graph cannot enter inference mode
-        with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
+        compiling = torch.compiler.is_compiling()
+        with torch.no_grad() if compiling else torch.inference_mode(), nullcontext() if compiling else self.once:
             x = self.embed(tokens)
             for part in self.decode_parts():
                 x = layer_step(part, x, pos)

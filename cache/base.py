@@ -89,6 +89,29 @@ class CacheShape:
         return in_huge_pages(torch.empty(size, dtype=dtype or self.dtype, device=self.device)).zero_()
 
 
+class OncePerStep:
+    """What is the same in all layers of an eager step, such as how many tokens a budget allows at this length, is
+    computed by the first that asks. Within `with`, which the model opens around a step; elsewhere, and in a compiled
+    graph, each time."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self.made = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self.made = None
+
+    def __call__(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, whose result nobody may write to. key: what it depends on beside the step's positions."""
+        if self.made is None:
+            return make()
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
 @dataclass
 class Attended:
     """What one step of a method attended to, dequantized, as `observe` (trace.py) sees it. N is fixed.
@@ -220,6 +243,7 @@ class KVMethod(Storage):
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
     output_weights: Callable[[], Tensor] | None = None  # set by the model: W_O by query head, [Hq, D, dim]
 
+    once: OncePerStep = OncePerStep()  # set by the model: shared by all layers of a cache
     trace: Any = None  # set by `observe`: called with every step's attention
     noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over the steps since the prompt (`note_read`)
     args: Any

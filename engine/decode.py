@@ -195,6 +195,7 @@ class Session:
         self.decoded += 1
         self.model.maintain(self.decoded)
 
+    @torch.inference_mode()  # a step compiled for inference tensors would be compiled again for others
     def feed(self, tokens: Sequence[int]) -> None:
         """Feed the same tokens to every row, through decode: what was compressed stays as it is."""
         for t in tokens:

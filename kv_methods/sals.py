@@ -210,7 +210,8 @@ class Sals(KVMethod):
         """Positions chosen in the store, one set for all heads; None: all. Recent tokens are always attended to."""
         if self.dense:
             return None, None
-        n, scores, wanted = self.recent, self._scores(q, pos), self.selection.at(pos + 1)
+        n, scores = self.recent, self._scores(q, pos)
+        wanted = self.once(self.selection, lambda: self.selection.at(pos + 1))
         if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)

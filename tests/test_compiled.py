@@ -47,7 +47,7 @@ def test_a_release_of_torch_that_is_not_known(tiny, monkeypatch):
     for compile in (False, True):
         with monkeypatch.context() as context:
             context.setattr(inductor, "KNOWN", False)
-            context.setattr(inductor.mock, "patch", None)
+            context.setattr(inductor, "graph_calls", None)
             llm = E.LLM(TINY, method="0-1:full,2-:self_index", compile=compile)
             tokens.append([c.tokens for c in llm.generate(prompts, 8)])
     assert tokens[0] == tokens[1] and next(iter(llm._steps.values()))[0].graphs is None
