@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts.train import train_tiny
 
 import generate
 from engine import llm
+from models.tiny.training import train_tiny
 from runtime.errors import run_cli
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
