@@ -46,11 +46,12 @@ def test_the_kernel_gives_torchs_bits(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KV_FAST_BACKEND", "torch")
         wanted, stored = [x.clone() for x in caches], rope.rotate(k, pos)
-        turned = rotate_append(rope, q, k, v, pos, *wanted)
+        turned = rotate_append(q, k, v, rope.cos, rope.sin, pos, *wanted)
         patch.setenv("KV_FAST_BACKEND", "triton")
-        got = rotate_append(rope, q, k, v, pos, *caches)
+        got = rotate_append(q, k, v, rope.cos, rope.sin, pos, *caches)
         assert torch.equal(got, turned) and torch.equal(got, rope.rotate(q, pos))
-        assert all(torch.equal(x, y) for x, y in zip(rotate_token(rope, q, k, pos), (turned, stored), strict=True))
+        both = rotate_token(q, k, rope.cos, rope.sin, pos)
+        assert all(torch.equal(x, y) for x, y in zip(both, (turned, stored), strict=True))
     for cache, new, also in zip(caches, (stored, v), wanted, strict=True):
         row = torch.arange(len(pos), device=DEVICE)
         assert torch.equal(cache[row, :, pos], new)

@@ -332,8 +332,7 @@ def check_attention(
         if torch.is_tensor(x) and x.is_floating_point():
             x[B:] = NAN
     got = launch(
-        q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, prompt,
-        torch.tensor([flushed], device=DEVICE), bits, block=block, splits=splits,
+        q, idx, count, packed, whole, pos, prompt, torch.tensor([flushed], device=DEVICE), block=block, splits=splits,
     )  # fmt: skip
     results = [got]
     if torch_too and all(
@@ -372,7 +371,7 @@ def test_a_query_times_alpha_beyond_fp16():
     packed.k_params.zero_()  # keys of 0, whose product with an infinite query would be NaN
     whole = FullPrecisionTokens(*(torch.zeros(1, 1, n, 64, dtype=torch.float16, device=DEVICE) for n in (0, 0, 1, 1)))
     slots, n = torch.arange(45, device=DEVICE)[None, None], torch.tensor([45], device=DEVICE)
-    given = (packed.k, packed.v, *packed[3:5], packed.alpha * 2**13, packed.codes, *whole, n - 1, n, n * 0, 2)
+    given = (packed._replace(alpha=packed.alpha * 2**13), whole, n - 1, n, n * 0)
     y = launch(torch.full((1, 2, 64), 64.0, device=DEVICE).half(), slots, n[None], *given)
     assert np.abs(numbers(y) - values.mean(2)).max() < TOLERANCE[torch.float16]
 
@@ -389,14 +388,14 @@ def test_shares_are_even(monkeypatch):
     B, H, D, K, sinks, ring, T, S, block = 4, 1, 32, 150, 20, 60, 256, 3, 16
     seen = []
     monkeypatch.setattr("kernels.packed_gather_attention.combine", lambda part, lse, dtype: seen.append(lse) or part)
-    store = rand(0, B, H, T, D), rand(1, B, H, T, D), None, None, None, None
-    whole = [rand(2 + i, B, H, (sinks, ring)[i // 2], D) for i in range(4)]
+    store = PackedTokens(rand(0, B, H, T, D), rand(1, B, H, T, D), 16)
+    whole = FullPrecisionTokens(*(rand(2 + i, B, H, (sinks, ring)[i // 2], D) for i in range(4)))
     prompt, decoded = (torch.tensor(n, device=DEVICE) for n in ([900, 900, 7, 1], [1, 200, 59, 1]))
     count, idx = randint(7, K + 1, B, H), randint(8, T, B, H, K)
     count[0], count[2] = K, 0
     for flushed in (0, 10):
         there, q = torch.tensor([flushed], device=DEVICE), torch.zeros(B, H, D, device=DEVICE)
-        launch(q, idx, count, *store, *whole, prompt + decoded - 1, prompt, there, 16, block, S)
+        launch(q, idx, count, store, whole, prompt + decoded - 1, prompt, there, block, S)
         tokens = seen.pop().exp2().round().view(B, H, S)
         tail = (decoded - flushed).clamp(0, ring)
         held = count + (prompt.clamp(max=sinks) + tail)[:, None]
@@ -426,7 +425,7 @@ def test_operators_dispatch_and_are_registered_right(triton_backend, monkeypatch
         "half_params": (lambda: half_params(k, k, 3), (k, k, 3)),
         "packed_gather_attention": (
             lambda: packed_gather_attention(q, idx, count, packed, whole, pos, n, flushed),
-            (q, idx, count, packed.k, packed.v, *packed[3:], *whole, pos, n, flushed, 2),
+            (q, idx, count, *packed, *whole, pos, n, flushed),
         ),
     }
     for name, (call, args) in calls.items():

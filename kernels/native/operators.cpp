@@ -171,10 +171,9 @@ OPERATOR(Tensor, gather_attention, InRows<T> q, InRows<T> k, InRows<T> v, InRows
 // ---- attention over compressed tokens ----
 
 OPERATOR(Tensor, packed_gather_attention, InRows<T> q, Small<int64_t> idx, Small<int64_t> count, InBits<T> k,
-         InBits<T> v, Optional<Stored<uint16_t>> k_params, Optional<Stored<uint16_t>> v_params,
+         InBits<T> v, int64_t bits, Optional<Stored<uint16_t>> k_params, Optional<Stored<uint16_t>> v_params,
          Optional<Stored<float>> alpha, Optional<Stored<uint8_t>> codes, Stored<T> sink_k, Stored<T> sink_v,
-         Stored<T> tail_k, Stored<T> tail_v, Small<int64_t> pos, Small<int64_t> prompt_len, Strided<int64_t> flushed,
-         int64_t bits) {
+         Stored<T> tail_k, Stored<T> tail_v, Small<int64_t> pos, Small<int64_t> prompt_len, Strided<int64_t> flushed) {
     Tensor out = like(q);
     const char *keys = k.data(bits), *values = v.data(bits);
     const Listed<T> listed{.bits = bits,
@@ -256,9 +255,8 @@ static const float* book_of(const Optional<Stored<float>>& book, int64_t bits) {
     return data(book);
 }
 
-OPERATOR(void, quantized_append, Small<T> x, Small<int64_t> pos, Stored<T> kept, InBits<T> packed,
-         Optional<Stored<uint16_t>> params, Optional<Stored<float>> book, int64_t bits, int64_t sinks, int64_t block,
-         double clip) {
+OPERATOR(void, quantized_append, Small<T> x, Small<int64_t> pos, InBits<T> packed, Optional<Stored<uint16_t>> params,
+         Stored<T> kept, int64_t bits, int64_t sinks, int64_t block, double clip, Optional<Stored<float>> book) {
     const int64_t H = x.size(1), D = x.size(2), slots = packed.size(2), ring = kept.size(2) - sinks;
     STD_TORCH_CHECK(D % WHOLE == 0 && packed.size(3) * 8 == D * (bits == 16 ? 8 : bits), "no rows of ", D, " channels");
     const QuantizedHead<T> first{.packed = packed.data(bits),
@@ -286,9 +284,9 @@ OPERATOR(void, quantized_append, Small<T> x, Small<int64_t> pos, Stored<T> kept,
 }
 
 OPERATOR(Tensor, quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params, Stored<T> k_kept,
-         InBits<T> v, Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, Small<int64_t> pos, Small<int64_t> k_stop,
-         Small<int64_t> v_stop, Optional<Stored<float>> k_book, Optional<Stored<float>> v_book, int64_t sinks,
-         int64_t k_bits, int64_t v_bits, bool channels) {
+         int64_t k_bits, int64_t sinks, int64_t k_block, double, Optional<Stored<float>> k_book, InBits<T> v,
+         Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
+         Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop) {
     const int64_t D = q.size(2);
     Tensor out = like(q);
     const auto cache = [&](const InBits<T>& x, const Stored<T>& kept, const Optional<Stored<uint16_t>>& params,
@@ -305,7 +303,7 @@ OPERATOR(Tensor, quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<
                                  .book = book_of(book, bits),
                                  .share = book ? x.size(2) / params->size(2) : 1};
     };
-    const auto keys = cache(k, k_kept, k_params, k_book, k_bits, channels),
+    const auto keys = cache(k, k_kept, k_params, k_book, k_bits, k_block && !k_book),
                values = cache(v, v_kept, v_params, v_book, v_bits, false);
     const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
     if (q.size(0)) attend_quantized(heads_of(q, k_kept.size(1), out), keys, values, ends);
