@@ -214,7 +214,7 @@ def test_slots_that_nobody_tells_of_are_found(write):
     assert run_check(write("toy_said", said), "saved").note == ""
 
 
-RAZOR = "window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))"
+RAZOR = "window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, pos - self.sinks, fresh, self.dropped(pos))"
 READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fresh.clamp(min=0)
         left_k, left_v = self.k[row, :, slot], self.v[row, :, slot]
         self.k[row, :, slot], self.v[row, :, slot] = k, v
@@ -454,9 +454,13 @@ from torch import Tensor
 from kernels.op import operation
 from kv_methods.full import Full
 
-@operation(triton=lambda x: x * SCALE)
+@operation()
 def toy_scaled_BY(x: Tensor) -> Tensor:
     return x * 1.0
+
+@toy_scaled_BY.triton
+def launch(x: Tensor) -> Tensor:
+    return x * SCALE
 
 class Scaled(Full):
     def attend(self, q, idx, count, pos):
@@ -486,6 +490,6 @@ def test_as_a_command(tmp_path):
 
 
 def test_input_errors_are_told_as_such(write):
-    result = run_check(write("toy_refuses", TOY.replace("B, H, S, D = k.shape", "from errors import InputError\n"
-                       "        raise InputError('too short')")), "turn")  # fmt: skip
+    refusal = "from runtime.errors import InputError\n        raise InputError('too short')"
+    result = run_check(write("toy_refuses", TOY.replace("B, H, S, D = k.shape", refusal)), "turn")
     assert not result.ok and result.what.startswith("it refuses the prefill") and isinstance(result.error, InputError)
