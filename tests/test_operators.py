@@ -127,7 +127,7 @@ def test_it_is_float64(name, version):
 @every_version
 def test_it_is_float64_of_other_draws(name, version):
     skip_without(version)
-    for seed in range(20 if version == "triton" else 150):
+    for seed in range(12 if version == "triton" else 100):
         check(name, version, 1000 + 1000 * SEED + seed)
     for seed in range(0 if version == "triton" else 10):
         check(name, version, 1000 + 1000 * SEED + seed, "long")
