@@ -25,9 +25,10 @@ if __name__ == "__main__":
 import torch
 
 from cache.spec import describe, parse_knobs
-from engine.llm import LLM, Completion, Ended, Result, Sampling, stop_strings
+from engine import LLM, Chat, Completion, Ended, Sampling
+from engine.decode import Batch, Tally
 from engine.snapshot import CacheFile
-from engine.speculation import Tally
+from loading.tokenizer.base import stop_strings
 from loading.tokenizer.chat import template_variable
 from runtime import parallel
 from runtime.machine import (
@@ -114,9 +115,12 @@ def knobs(opt: argparse.Namespace) -> dict[str, str]:
     return parse_knobs(opt.method_arg) | {k: v for k, v in shortcuts.items() if v is not None}
 
 
-def chat_args(opt: argparse.Namespace) -> dict[str, Any]:
-    """--chat-arg K=V; V is parsed as JSON if it is valid JSON (false, 3, []), and is text otherwise."""
-    return dict(template_variable(item) for item in opt.chat_arg)
+def chat_of(opt: argparse.Namespace) -> Chat | None:
+    """--chat, --system and --chat-arg K=V; V is parsed as JSON if it is valid JSON (false, 3, []), else it is text."""
+    variables = dict(template_variable(item) for item in opt.chat_arg)
+    if not opt.chat and (opt.system is not None or variables):
+        raise InputError("a system message and template variables are for the chat template: add --chat")
+    return Chat(opt.system, variables) if opt.chat else None
 
 
 def read_prompts(opt: argparse.Namespace) -> list[str]:
@@ -184,7 +188,7 @@ class Report:
         ))  # fmt: skip
 
 
-def drafts_of(batches: list[Result]) -> dict[str, float]:
+def drafts_of(batches: list[Batch]) -> dict[str, float]:
     """If drafts were made, the share that exact attention accepted, and the tokens that each check gave."""
     drafted, kept, checks = (sum(getattr(b.drafts, x) for b in batches) for x in ("drafted", "kept", "checks"))
     total = Tally(drafted, kept, checks)
@@ -208,13 +212,28 @@ def profiled(trace: str | None) -> Iterator[None]:
             prof.export_chrome_trace(str(tmp))
 
 
-@contextlib.contextmanager
-def answering(opt: argparse.Namespace, report: Report, streaming: bool) -> Iterator[None]:
-    """Wraps a run: an early end keeps the completions so far. Prints completions that were not streamed."""
+def run_once(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
+    """Answers the prompts, or the questions about them."""
+    texts = None if opt.saved else read_prompts(opt)
+    rows = len(opt.saved.meta["lengths"]) if texts is None else len(texts)
+    if texts and rows == 1 and opt.batch_size:
+        texts *= opt.batch_size
+    asked = len(opt.question)
+    streaming, begun = not opt.json and rows * (opt.batch_size or 1) == 1, set[int]()
+
+    def show(i: int, piece: str) -> None:
+        if asked > 1 and i not in begun:
+            print(f"{chr(10) * bool(i)}--- {i + 1} ---")
+        begun.add(i)
+        print(piece, end="", flush=True)
+
     try:
         with profiled(opt.profile):
-            yield
-    except Ended as e:
+            report.completions += llm.generate(
+                texts, opt.max_new_tokens, sampling, questions=opt.question, chat=opt.chat, batch_size=opt.batch_size,
+                stop=opt.stop, on_text=show if streaming else None, save=opt.save_cache, load=opt.saved,
+            )  # fmt: skip
+    except Ended as e:  # an early end keeps the completions so far
         report.completions += e.completions
         report.error = e
     if streaming:
@@ -224,57 +243,9 @@ def answering(opt: argparse.Namespace, report: Report, streaming: bool) -> Itera
             print(f"--- {i + 1} ---\n{c.text}")
 
 
-def run_questions(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
-    """Runs every question from the state after the prompts, which are read once or loaded from a file."""
-    saved, asked = opt.saved, max(1, len(opt.question))
-    texts = None if saved else read_prompts(opt)
-    alone = not opt.json and (len(saved.meta["lengths"]) if texts is None else len(texts)) == 1
-    begun: set[int] = set()
-
-    def show(row: int, piece: str) -> None:
-        if asked > 1 and row not in begun:
-            print(f"{chr(10) * bool(row)}--- {row + 1} ---")
-        begun.add(row)
-        print(piece, end="", flush=True)
-
-    with answering(opt, report, alone):
-        report.completions += llm.ask(
-            texts,
-            opt.question,
-            opt.max_new_tokens,
-            sampling,
-            chat=opt.chat,
-            system=opt.system,
-            chat_args=chat_args(opt),
-            stop=opt.stop,
-            on_text=show if alone else None,
-            save=opt.save_cache,
-            load=saved,
-        )
-
-
-def run_batches(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
-    texts = read_prompts(opt)
-    prompts = [llm.encode(t, opt.chat, opt.system, chat_args(opt)) for t in texts]
-    if len(prompts) == 1:
-        prompts *= opt.batch_size or 1
-    streaming = not opt.json and len(prompts) == 1
-    show = (lambda row, piece: print(piece, end="", flush=True)) if streaming else None
-    with answering(opt, report, streaming):
-        report.completions += llm.generate(
-            prompts,
-            opt.max_new_tokens,
-            sampling,
-            question=opt.question[0] if opt.question else None,
-            batch_size=opt.batch_size,
-            stop=opt.stop,
-            on_text=show,
-        )
-
-
 def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Report) -> None:
     """Reads one turn per line from standard input, until it ends."""
-    talk, terminal = llm.conversation(sampling, opt.chat, opt.system, chat_args(opt), opt.stop), sys.stdin.isatty()
+    talk, terminal = llm.conversation(sampling, opt.chat, opt.stop), sys.stdin.isatty()
     show = None if opt.json else lambda piece: print(piece, end="", flush=True)
     if terminal:
         print(f"one turn per line; /reset starts over, /exit ends. Context: {talk.size} tokens.", file=sys.stderr)
@@ -336,6 +307,7 @@ def main(argv: list[str] | None = None) -> int:
         opt.method = str(opt.saved.meta["method"]) if opt.saved else "full"
     sampling = Sampling(opt.temperature, opt.top_k, opt.top_p, opt.seed, opt.min_p, opt.repetition_penalty)
     stop_strings(opt.stop)
+    opt.chat = chat_of(opt)
     with ranks.agreed():  # a rank that cannot load ends them all
         llm = LLM(opt.checkpoint or TINY, device=device, dtype=opt.dtype, compile=opt.compile,
                   random_init=opt.random_init, seed=opt.seed, weights=opt.weights, head=opt.head,
@@ -346,10 +318,7 @@ def main(argv: list[str] | None = None) -> int:
         if ranks.size > 1 and (opt.save_cache or opt.load_cache):
             raise InputError(f"a cache of {ranks.size} processes cannot be saved or loaded: use one process")
     report = Report(opt.method, llm.model.device)
-    if opt.interactive:
-        run_interactive(opt, llm, sampling, report)
-    else:
-        (run_questions if once else run_batches)(opt, llm, sampling, report)
+    (run_interactive if opt.interactive else run_once)(opt, llm, sampling, report)
     if opt.json:
         print(report.json(), flush=True)
     elif not report.error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cache.base import CacheShape, KVMethod
+from cache.base import CacheShape, KVMethod, OncePerStep
 from cache.calibration import Calibration, RandomCalibration
-from cache.prompt import Angles, Text
-from cache.spec import build_cache, layer_methods, method_name
-from kernels.backend import use_native
+from cache.key_bias import warn_of_key_bias
+from cache.prompt import Angles
+from cache.spec import Methods, build_cache, layer_methods, method_name
+from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
-from kernels.native import OnePiece, in_huge_pages
 from kernels.rope import Rope, RopeArgs, apply_rope
-from runtime.errors import InputError, warn_once
+from runtime.errors import InputError
 from runtime.machine import require_memory
 from runtime.parallel import ONE, Ranks
-from weights import Choose, Linear, PackedEmbedding, PackedLinear, first_outputs, pack
-from weights.codes import BF16
+from weights import Linear, first_outputs
 
 SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
-# A key bias warned of, in lengths of a key without it (ours). Codes that share one scale for all channels of a head lose
-# in proportion to the key's length, bias included. Random model of 4 layers, 100 + 60 tokens, bias in 4 slow channels
-# of the first and last layer: mean KL to full at 0, 1.6, 3.2, 6.4 and 16 lengths:
-# hadamard-4 .0019, .0024, .0032, .0091, .050;  turboquant .0024, .0031, .0047, .0098, .051;
-# fp8 .00010, .00020, .00039, .0011, .0092;  kivi, whose scales are of channels: .0019, .0019, .0020, .0021, .0021
-KEY_BIAS = 4.0
 
 
 @dataclass
@@ -110,16 +104,8 @@ class ModelArgs:
         """The rotary tables of positions 0 to max_seq_len - 1."""
         return Rope(self.rope, self.head_dim, self.max_seq_len, max_batch, max_seq_len, device)
 
-    def cache_shape(
-        self,
-        layer: int,
-        max_batch: int,
-        max_seq_len: int,
-        dtype: torch.dtype,
-        device: Any = "cpu",
-        max_new_tokens: int | None = None,
-        drafts: int = 0,
-    ) -> CacheShape:
+    def cache_shape(self, layer: int, max_batch: int, max_seq_len: int, dtype: torch.dtype, device: Any = "cpu",
+                    max_new_tokens: int | None = None, drafts: int = 0) -> CacheShape:  # fmt: skip
         """The shape by which a method allocates the cache of that layer, on this rank."""
         window, own = self.window(layer), self.local
         window = None if window is None or window >= max_seq_len else window
@@ -154,33 +140,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [..., Hq, D], k and v [
 # ---- the network ----
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
-        whole, args = args, args.local
-        self.ranks, g = args.ranks, whole.n_head // whole.n_kv_head
-        # With more ranks than KV heads, several ranks hold the same KV head and attend with all its queries, because
-        # methods choose tokens by all of them. After that, each rank goes on with its share of the query heads.
-        first = self.ranks.heads(whole.n_kv_head).start * g
-        mine = self.ranks.part(whole.n_head)
-        self.mine = slice(mine.start - first, mine.stop - first)
+        self.ranks, self.mine, args = args.ranks, args.ranks.queries(args.n_head, args.n_kv_head), args.local
         self.n_head, self.n_kv_head, self.head_dim = args.n_head, args.n_kv_head, args.head_dim
         self.window = args.window(layer)
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
-        self.wo = Linear((mine.stop - mine.start) * args.head_dim, args.dim, bias=args.o_bias)
-        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
+        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., dim] -> q [..., Hq, D], k and v [..., Hkv, D], before rotation."""
@@ -192,18 +162,6 @@ class Attention(nn.Module):
         """Only the q of `qkv`: x [..., dim] -> [..., Hq, D]."""
         q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
         return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
-
-    @torch.no_grad()
-    def key_bias(self, norm: RMSNorm) -> float:
-        """The length of the key bias over that of keys without it, of the KV head in which it is largest. norm: in
-        front of the layer; the keys are of random inputs."""
-        if self.wqkv.bias is None or isinstance(self.k_norm, RMSNorm):
-            return 0.0
-        x = torch.randn(8, norm.weight.numel(), generator=torch.Generator().manual_seed(0))
-        keys = self.qkv(norm(x.to(norm.weight)))[1].float()  # [8, Hkv, D]
-        heads = slice(self.n_head * self.head_dim, (self.n_head + self.n_kv_head) * self.head_dim)
-        bias = self.wqkv.bias[heads].float().view(-1, self.head_dim)
-        return float((bias.norm(dim=-1) / (keys - bias).square().sum(-1).mean(0).sqrt()).max())
 
     def output_weights(self, like: Tensor) -> Tensor:
         """W_O of this rank's query heads, dequantized if need be: [Hq, D, dim], with dtype and device of `like`."""
@@ -244,8 +202,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(args, layer)
         self.feed_forward = FeedForward(args)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]. Teacher forcing, prompts and decode steps share this residual path."""
@@ -271,11 +229,12 @@ class Transformer(nn.Module):
         # not initialized: on the meta device, initialization imports a compiler, which takes over a second
         self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
-        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.output = Linear(args.dim, args.local.vocab_size, bias=False)
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
         self.kv_dtype: torch.dtype | None = None  # dtype of keys and values in the cache; None: the compute dtype
+        self.once = OncePerStep()  # shared by the layers of `cache`
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self.prefill_chunk: int | None = None  # prompt tokens per prefill chunk; None: the whole prompt
         self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, if there is one
@@ -285,7 +244,7 @@ class Transformer(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the output head is the embedding. Never with several ranks: each holds rows of the head separately."""
+        """Whether the output head is the embedding. Never with several ranks: each holds rows of the head."""
         return self.args.tie_embeddings and self.args.ranks.size == 1
 
     @property
@@ -334,68 +293,38 @@ class Transformer(nn.Module):
 
     # ---- with one ----
 
-    def setup_cache(
-        self, method: str, max_batch: int, max_seq_len: int, max_new_tokens: int | None = None, **method_args: Any
-    ) -> None:
-        """Allocate every buffer of the KV cache. `method` is a name, a preset or a spec by layers (cache/spec.py).
-
-        max_seq_len counts prompt and new tokens together. If max_new_tokens is known, methods do not allocate slots
-        that neither the prompt nor the new tokens can fill. Raises InputError if the method or an argument is unknown
-        or out of range, or if the buffers do not fit in memory.
-        """
-        self.setup(method, max_batch, max_seq_len, max_new_tokens, method_args)
-
-    def setup(
-        self,
-        method: str,
-        max_batch: int,
-        max_seq_len: int,
-        max_new_tokens: int | None,
-        knobs: dict[str, Any],
-        drafts: int = 0,
-    ) -> None:
-        """`setup_cache` with the knobs as a dictionary, since a user may give them any names. drafts: the number of
-        tokens drafted at a time for `verify`; the cache gets as many extra slots. Raises InputError if the method cannot
-        draft."""
+    def setup_cache(self, method: str | Methods, max_batch: int, max_seq_len: int, max_new_tokens: int | None = None,
+                    *, drafts: int = 0, **knobs: Any) -> None:  # fmt: skip
+        """Allocate every buffer of the KV cache. method: a name, a preset, a spec by layers (cache/spec.py), or the
+        `layer_methods` of one. max_seq_len counts prompt and new tokens together. If max_new_tokens is known, methods
+        allocate no slots that neither the prompt nor the new tokens can fill. drafts: the number of tokens drafted at a
+        time and then checked, for which the cache gets extra slots. Raises InputError if the method or a knob is
+        unknown or out of range, if the method cannot draft, or if the buffers do not fit in memory."""
         if max_batch < 1 or max_seq_len < 1:
             raise InputError(f"the cache needs a batch and a length of at least 1, got {max_batch} and {max_seq_len}")
         if max_new_tokens is not None and not 0 <= max_new_tokens < max_seq_len:
             raise InputError(f"max_new_tokens {max_new_tokens} leaves no tokens for a prompt in {max_seq_len}")
         args, w = self.args, self.norm.weight
-        use_native(w)  # compiles the CPU kernels now, if need be, and not in the middle of a step
+        layers = layer_methods(method, args.n_layer, knobs) if isinstance(method, str) else method
+        version_for(w.device, w.dtype)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
 
         def make_rope(device: torch.device) -> Rope:
             return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
 
-        if drafts and (cannot := [c for c, _ in layer_methods(method, args.n_layer, knobs) if not c.verifies]):
-            raise InputError(
-                f"method {method} cannot draft: {cannot[0].__name__} does not hold all keys and values. Add keep=full, "
-                "which stores them beside it, or draft with double_sparsity, quest, loki, sparq or hshare"
-            )
+        if drafts and (cannot := [method_name(c) for c, _ in layers if not c.verifies]):
+            raise InputError(f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full to "
+                             "store them, or draft with double_sparsity, quest, loki, sparq or hshare")  # fmt: skip
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
-        self.cache = build_cache(method, shapes, make_rope, self.find_calibration, knobs)
+        self.cache = build_cache(layers, shapes, make_rope, self.find_calibration)
         for block, layer in zip(self.layers, self.cache, strict=True):
             for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
-        self._warn_of_key_bias()
-
-    def _warn_of_key_bias(self) -> None:
-        """Name the layers whose key bias costs their method's codes more than KEY_BIAS allows."""
-        found: dict[str, dict[int, float]] = {}
-        for i, (block, layer) in enumerate(zip(self.layers, self.cache or (), strict=True)):
-            for part in layer.modules():
-                if not isinstance(part, KVMethod) or not part.shares_key_scale or self.device.type == "meta":
-                    continue
-                if (ratio := block.attention.key_bias(block.attention_norm)) > KEY_BIAS:
-                    found.setdefault(method_name(type(part)), {})[i] = ratio
-        for method, layers in found.items():
-            warn_once(f"{method} rounds keys with one scale for all channels, and the key bias of layers "
-                      f"{', '.join(map(str, layers))} is up to {max(layers.values()):.0f} times as long as a key without "
-                      "it: more is lost than of other models. Use kivi, self_index, sals or palu")  # fmt: skip
+                    part.once = self.once
+        warn_of_key_bias(self.layers, self.cache)
 
     def find_calibration(self) -> Calibration:
         """The calibration set on the model, or else the file in the checkpoint's folder or beside its GGUF file. Raises
@@ -413,8 +342,7 @@ class Transformer(nn.Module):
         """Use the calibration in a file, or in several; None: the default again. Raises InputError if it is another
         model's."""
         self.calibration = None
-        files = [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]
-        if files:
+        if files := [Path(f) for f in ([file] if isinstance(file, str | Path) else file or ())]:
             if self.folder is None:
                 raise InputError("random weights have no calibration: drop --calibration, or give a --checkpoint")
             self.calibration = Calibration.joined(self.folder, self.args, files)
@@ -437,65 +365,45 @@ class Transformer(nn.Module):
         # on a terminal only; a layer reads its share of every token, and a GPU is not waited for
         with tqdm(total=tokens.numel(), desc="prompt", unit="token", delay=SILENT, leave=False, disable=None) as bar:
             for layer, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
+                dtype = method.shape.dtype
                 if chunk >= S and not texts:
-                    x = block(x, prompt_attention(method, lengths))
+                    x = block(x, attending(method.prefill, dtype, lengths))
                     bar.update(tokens.numel() * (layer + 1) // len(self.layers) - bar.n)
                     continue
                 method.begin_prompt(S)
                 for start in range(0, S, chunk):
                     part = x[:, start : start + chunk]
-                    part.copy_(block(part, prompt_attention(method, lengths, start)))
+                    part.copy_(block(part, attending(method.prefill, dtype, lengths, start)))
                     bar.update(len(tokens) * (layer * S + min(start + chunk, S)) // len(self.layers) - bar.n)
-                again = [
-                    block(y, text_attention(method, lengths, t, angles)) for y, t in zip(again, texts, strict=True)
-                ]
+                read = angles.rotated(method.reread)
+                again = [block(y, attending(read, dtype, lengths, t)) for y, t in zip(again, texts, strict=True)]
                 method.end_prompt(lengths)
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
 
     def _check_prompt(self, tokens: Tensor, chunk: int) -> None:
         (rows, length), a, shape = tokens.shape, self.args.local, self.cache[0].shape
         if chunk < length and (refused := [m for m in self.cache if not m.takes_chunks]):
-            raise InputError(
-                f"method {type(refused[0]).__name__} needs a whole prompt at a time: leave out --prefill-chunk, or give "
-                f"at least the {length} tokens of this one"
-            )
+            raise InputError(f"method {type(refused[0]).__name__} needs a whole prompt at a time: leave out "
+                             f"--prefill-chunk, or give at least the {length} tokens of this one")  # fmt: skip
         if rows > shape.max_batch or length > shape.max_prompt:
-            raise InputError(
-                f"prompts of {rows} x {length} tokens do not fit in a cache of {shape.max_batch} x {shape.max_prompt}: "
-                "set up a larger cache"
-            )
-        require_memory(
-            rows
-            * self.norm.weight.element_size()
-            * (
-                chunk * (3 * a.dim + 3 * (a.n_head + 2 * a.n_kv_head) * a.head_dim)
-                + (length if chunk < length else 0) * (a.dim + (a.n_head + 3 * a.n_kv_head) * a.head_dim)
-            ),
-            tokens.device,
-            f"prefill of {rows} x {length} tokens",
-            "lower the batch or --prefill-chunk, or shorten the prompt",
-        )
+            raise InputError(f"prompts of {rows} x {length} tokens do not fit in a cache of {shape.max_batch} x "
+                             f"{shape.max_prompt}: set up a larger cache")  # fmt: skip
+        numbers = chunk * (3 * a.dim + 3 * (a.n_head + 2 * a.n_kv_head) * a.head_dim)
+        if chunk < length:
+            numbers += length * (a.dim + (a.n_head + 3 * a.n_kv_head) * a.head_dim)
+        require_memory(rows * numbers * self.dtype.itemsize, tokens.device, f"prefill of {rows} x {length} tokens",
+                       "lower the batch or --prefill-chunk, or shorten the prompt")  # fmt: skip
 
     def decode(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """One step: tokens [B] at positions pos [B] -> logits [B, V]. A static graph; engine/compiled.py compiles it."""
+        """One step: tokens [B] at positions pos [B] -> logits [B, V]. Or exact attention of n tokens of each row, the
+        first ones at pos: [B, n] -> [B, n, V]; their keys and values replace those drafted there. A static graph;
+        engine/compiled.py compiles it."""
         # no autograd history, whoever calls; a compiled graph cannot enter inference mode
-        with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
-            return self.logits(self.decode_hidden(tokens, pos))
-
-    def decode_hidden(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """`decode`, up to the last block's output [B, dim]."""
-        x = self.embed(tokens)
-        for block, method, ahead in self.decode_parts():
-            x = decode_layer(block, method, ahead, x, pos)
-        return x
-
-    def verify(self, tokens: Tensor, pos: Tensor) -> Tensor:
-        """Process n tokens of each row at once by exact attention: tokens [B, n], the first ones at pos [B] -> logits
-        [B, n, V]. A static graph. Their keys and values replace those drafted at these positions."""
-        with torch.no_grad() if torch.compiler.is_compiling() else torch.inference_mode():
+        compiling = torch.compiler.is_compiling()
+        with torch.no_grad() if compiling else torch.inference_mode(), nullcontext() if compiling else self.once:
             x = self.embed(tokens)
-            for block, method, _ in self.decode_parts():
-                x = verify_layer(block, method, x, pos)
+            for part in self.decode_parts():
+                x = layer_step(part, x, pos)
             return self.logits(x)
 
     @torch.inference_mode()
@@ -530,11 +438,10 @@ class Transformer(nn.Module):
             method.reset()
 
     def cache_nbytes(self) -> dict[int, dict[str, int]]:
-        """Bytes of every buffer as allocated: {layer: {buffer: bytes}}."""
+        """Bytes of every buffer as allocated: {layer: {buffer: bytes}}; `kv_bytes`: of all of them."""
         return {layer: method.nbytes() for layer, method in enumerate(self.cache or ())}
 
     def kv_bytes(self) -> int:
-        """Bytes of all buffers of the cache."""
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
@@ -543,94 +450,25 @@ class Transformer(nn.Module):
         return 2 * a.n_layer * batch * a.local.n_kv_head * max_seq_len * a.head_dim * dtype.itemsize
 
 
-def prompt_attention(method: KVMethod, lengths: Tensor, start: int | None = None) -> Attend:
-    """A method's attention within right-padded prompts, or one chunk of them; it stores their keys and values too.
-    q is [B, S, Hq, D], k and v [B, S, Hkv, D]."""
+def attending(read: Callable[..., Tensor], dtype: torch.dtype, *at: Any) -> Attend:
+    """A method's `read(q, k, v, *at)`, which gets its cache's dtype, and [B, H, S, D] for [B, S, H, D], as a block's
+    attention."""
+
+    def turn(x: Tensor) -> Tensor:
+        return x.transpose(1, 2) if x.dim() == 4 else x
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
-        return method.prefill(q, k, v, lengths, start).transpose(1, 2).to(dtype)
+        return turn(read(*(turn(x).to(dtype) for x in (q, k, v)), *at)).to(q.dtype)
 
     return attend
 
 
-def text_attention(method: KVMethod, lengths: Tensor, text: Text, angles: Angles) -> Attend:
-    """A method's attention for a text of its second pass, read behind prompts of lengths [B]. q is [B, n, Hq, D]."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype = method.shape.dtype
-        q_rot, k_rot = (angles.rotate(x.transpose(1, 2).to(dtype)) for x in (q, k))
-        y = method.reread(q_rot, k_rot, v.transpose(1, 2).to(dtype), lengths, text)
-        return y.transpose(1, 2).to(q.dtype)
-
-    return attend
-
-
-def step_attention(method: KVMethod, pos: Tensor) -> Attend:
-    """A method's attention for one token per row, in the dtype of its cache. q is [B, Hq, D]."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype = method.shape.dtype
-        return method.decode(q.to(dtype), k.to(dtype), v.to(dtype), pos).to(q.dtype)
-
-    return attend
-
-
-def decode_layer(
-    block: Block, method: KVMethod, ahead: tuple[Block, KVMethod] | None, x: Tensor, pos: Tensor
-) -> Tensor:
-    """One decode step of a layer: x [B, dim] at pos [B] -> [B, dim]. ahead: the next layer, if it prefetches."""
-    if ahead is not None:
+def layer_step(part: Any, x: Tensor, pos: Tensor) -> Tensor:
+    """A layer of `Transformer.decode_parts`, a token of each row, x [B, dim] at pos [B], or exact attention of drafted
+    ones, x [B, n, dim] from pos [B] on. Returns the layer's output, like x."""
+    block, method, ahead = part
+    dtype, alone = method.shape.dtype, x.dim() == 2
+    if ahead is not None and alone:  # the next layer, which prefetches
         after, fetching = ahead
-        fetching.prefetch(after.predicted_query(x).to(method.shape.dtype), pos)
-    return block(x, step_attention(method, pos))
-
-
-def verify_layer(block: Block, method: KVMethod, x: Tensor, pos: Tensor) -> Tensor:
-    """One layer over drafted tokens, by exact attention: x [B, n, dim], the first ones at pos [B] -> [B, n, dim]."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dtype, (q, k, v) = q.dtype, (x.transpose(1, 2).to(method.shape.dtype) for x in (q, k, v))
-        return method.verify(q, k, v, pos).transpose(1, 2).to(dtype)
-
-    return block(x, attend)
-
-
-# ---- making one ----
-
-
-def empty_transformer(
-    args: ModelArgs, device: str | torch.device, dtype: torch.dtype, choose: Choose | None = None
-) -> Transformer:
-    """A model with its weights allocated on the device but not filled. choose: the format of each matrix. Raises
-    InputError if they do not fit in memory."""
-    device, meta = torch.device(device), torch.device("meta")
-    with meta:
-        model = Transformer(args).to(dtype)
-    if choose:
-        pack(model, choose, meta)
-        # with several ranks the head is not tied, but the embedding keeps the format it has in one process
-        rows = choose("output" if args.tie_embeddings else "tok_embeddings", 0, args.dim)
-        if model.tied:
-            if isinstance(model.output, PackedLinear):
-                model.tok_embeddings = PackedEmbedding(model.output, dtype, tied=True)
-        elif rows == BF16:
-            model.tok_embeddings = model.tok_embeddings.to(torch.bfloat16)
-        elif rows:
-            matrix = PackedLinear(args.dim, args.vocab_size, False, rows, meta)
-            model.tok_embeddings = PackedEmbedding(matrix, dtype, tied=False)
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}  # counts a tied embedding once
-    need = sum(t.numel() * t.element_size() for t in tensors.values())
-    require_memory(need, device, "the model", "use --weights int4 or --dtype bf16, a smaller model, or a device with "
-                   "more memory")  # fmt: skip
-    if device.type == "cpu":  # weights that every step reads, laid out in the order of reading
-        layers = [t for block in model.layers for t in (*block.parameters(), *block.buffers())]
-        model.layers._apply(OnePiece(t.nbytes for t in layers).take)
-    for name, part in model.named_children():
-        if device.type != "cpu" or name != "layers":
-            part.to_empty(device=device)
-    if model.tied and isinstance(model.output, Linear):  # to_empty unties them
-        model.output.weight = model.tok_embeddings.weight
-    for t in (*model.parameters(), *model.buffers()):
-        in_huge_pages(t.data)
-    return model
+        fetching.prefetch(after.predicted_query(x).to(dtype), pos)
+    return block(x, attending(method.decode if alone else method.verify, dtype, pos))

@@ -89,6 +89,29 @@ class CacheShape:
         return in_huge_pages(torch.empty(size, dtype=dtype or self.dtype, device=self.device)).zero_()
 
 
+class OncePerStep:
+    """What is the same in all layers of an eager step, such as how many tokens a budget allows at this length, is
+    computed by the first that asks. Within `with`, which the model opens around a step; elsewhere, and in a compiled
+    graph, each time."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self.made = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self.made = None
+
+    def __call__(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, whose result nobody may write to. key: what it depends on beside the step's positions."""
+        if self.made is None:
+            return make()
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
 @dataclass
 class Attended:
     """What one step of a method attended to, dequantized, as `observe` (trace.py) sees it. N is fixed.
@@ -186,34 +209,43 @@ class KVMethod(Storage):
     class Args:
         """Knobs of the method. A subclass lists its own, each with default and source."""
 
+    # Who it is, and what the contract checks (scripts/contract): knobs, and deviations that it has to know of
     paper: ClassVar[str] = ""  # authors, title, year
     lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
-    stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens, for tests
-    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
-    units: ClassVar[str] = ""  # "k", "v" or "kv": compress, append and attend get these divided by `unit_of`
+    stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens
+    deviates: ClassVar[frozenset[str]] = frozenset()  # of "rereads": a step also reads keys to score them, so `traffic`
+    # may exceed the allocated bytes; "unequal steps": steps or layers read unequal amounts, and `traffic` is their
+    # mean; "weighs queries": bases weigh queries against keys, so another scale of both is another cache
+
+    # Which layers it gets, and what for
     supports_window: ClassVar[bool] = False  # whether it honours a model's sliding window
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration must hold (calibration.py)
+    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see key_bias.py
+
+    # The prompt
+    pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation
+    units: ClassVar[str] = ""  # "k", "v" or "kv": compress, append and attend get these divided by `unit_of`
     exact_prefill: bool = True  # attention within a prompt is exact, whatever the method
     takes_chunks: bool = True  # a prompt may come in chunks
-    joins_heads: bool = False  # one decision covers all heads of a layer
-    whole_calibration: ClassVar[bool] = False  # every rank needs that of all heads; else only that of its own heads
-    rereads: ClassVar[bool] = False  # a step also reads keys to score them: `traffic` may exceed the allocated bytes
     reads_queries: ClassVar[bool] = True  # False: `compress` does not use q and gets none for a prompt in chunks
-    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see model.KEY_BIAS
-    weighs_queries: ClassVar[bool] = False  # bases weigh queries against keys: another scale of both is another cache
-    steps_alike: ClassVar[bool] = True  # False: steps or layers read unequal amounts, and `traffic` is their mean
     prompt: Prompt | None = None  # the prompt that is being read in chunks
+
+    # Drafts (engine/speculation.py), and queries predicted a layer ahead
     verifies: ClassVar[bool] = False  # keeps all keys and values in full precision, so that its drafts can be verified
     rewinds: ClassVar[bool] = False  # appending where a token was taken back leaves no trace of that token
     predicts: bool = False  # the previous layer calls `prefetch` with a predicted query
-    trace: Any = None  # set by `observe`: called with every step's attention
+
+    # Heads, of several ranks too
+    joins_heads: bool = False  # one decision covers all heads of a layer
+    whole_calibration: ClassVar[bool] = False  # every rank needs that of all heads; else only that of its own heads
     heads: Tensor | None = None  # which KV heads of its layer the method holds; None: all
     output_weights: Callable[[], Tensor] | None = None  # set by the model: W_O by query head, [Hq, D, dim]
 
+    once: OncePerStep = OncePerStep()  # set by the model: shared by all layers of a cache
+    trace: Any = None  # set by `observe`: called with every step's attention
     noted: Tensor  # int64 [B, 2]: tokens read, and tokens there, summed over the steps since the prompt (`note_read`)
-
     args: Any
     rope: Rope
     k_unit: Tensor  # [B, Hkv, 1], powers of two, 1 for keys of usual size
@@ -462,7 +494,7 @@ def unit_of(x: Tensor, lengths: Tensor) -> Tensor:
 
 def _by_head(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, unit: Tensor) -> Tensor:
     """f of x [B, heads, ..., D] and the unit of its KV head, [>= B, Hkv, 1]."""
-    B, H, unit = len(x), unit.shape[1], unit[: len(x)]
+    B, H, unit = x.shape[0], unit.shape[1], unit[: x.shape[0]]
     if x.dim() > 3:  # more tokens than one
         return f(x.unflatten(1, (H, -1)), unit[:, :, :, None, None]).flatten(1, 2)
     return f(x, unit) if x.shape[1] == H else f(x.reshape(B, H, -1), unit).view(x.shape)

@@ -49,7 +49,7 @@ class PackedVectors(Storage):
 
     def parts(self) -> tuple[Tensor, ...]:
         """data and params; at 16 bits only data."""
-        return (self.data,) if self.params is None else (self.data, self.params)
+        return tuple(self._buffers.values())  # type: ignore[arg-type]
 
 
 def check_groups(what: str, head_dim: int, instead: str = "") -> None:

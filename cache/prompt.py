@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,3 +58,7 @@ class Angles:
         """Rotate the tokens of a text, x [B, H, n, D]."""
         at = self.first[:, None] + torch.arange(x.shape[2], device=x.device)
         return apply_rope(x, *(t[:, None] for t in self.rope.at(at)))
+
+    def rotated(self, read: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`read(q, k, v, ...)` for q and k that are not rotated yet."""
+        return lambda q, k, *rest: read(self.rotate(q), self.rotate(k), *rest)

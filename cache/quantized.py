@@ -68,9 +68,8 @@ class QuantizedStore(Storage):
     @property
     def tokens(self) -> QuantizedTokens:
         """The store as the kernels take it."""
-        data, params = self.packed.get_buffer("data"), None if self.bits == 16 else self.packed.get_buffer("params")
-        book = None if self.book is None else self.packed.get_buffer("book")
-        return QuantizedTokens(data, params, self.full_precision, self.bits, self.sinks, self.block, self.clip, book)
+        parts, rest = self.packed._buffers, (self.bits, self.sinks, self.block, self.clip)
+        return QuantizedTokens(parts["data"], parts.get("params"), self.full_precision, *rest, parts.get("book"))  # type: ignore[arg-type]
 
     @property
     def fixed_bytes(self) -> int:

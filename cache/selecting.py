@@ -99,16 +99,20 @@ class Selecting(Dense):
             return self.pick(self.ranked(q, pos), pos)
         return self.pick_mass(self.weights(self.logits(q, pos), pos), pos)
 
+    def wanted(self, pos: Tensor) -> Tensor:
+        """How many tokens the budget allows with the newest at pos [B] -> [B] int64."""
+        return self.once(self.selection, lambda: self.selection.at(pos + 1))
+
     def pick(self, scores: Tensor, pos: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `wanted` [B] or [B, H] best tokens by scores [B, H, T] -> idx, count; None: as many as the budget."""
-        a, wanted = self.args, self.selection.at(pos + 1) if wanted is None else wanted
+        a, wanted = self.args, self.wanted(pos) if wanted is None else wanted
         return budget_select(scores, pos, wanted, self.k_static, a.sinks, a.recent)
 
     def pick_mass(self, weights: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """The fewest tokens, sinks and recent ones included, whose weights [B, H, T] reach p; at most `cap`."""
         assert self.p is not None
         need = top_p_count(weights, pos, self.p, self.args.sinks, self.args.recent)
-        idx, count = self.pick(weights, pos, need.minimum(self.selection.at(pos + 1)[:, None]))
+        idx, count = self.pick(weights, pos, need.minimum(self.wanted(pos)[:, None]))
         self.note_read(count, pos)
         return idx, count
 

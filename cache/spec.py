@@ -216,6 +216,8 @@ def inner_method(text: str) -> tuple[type[KVMethod], Any]:
 
 # ---- the grammar ----
 
+Methods = Sequence[tuple[type[KVMethod], Any]]  # the class and Args of every layer
+
 
 def parse_knobs(items: Iterable[str]) -> dict[str, str]:
     """The values of all --method-arg K=V."""
@@ -305,7 +307,7 @@ def layer_methods(spec: str, n_layer: int, knobs: Mapping[str, Any] | None = Non
         if layer in _skipped(cls, skip_layers, n_layer):
             cls, args = resolve("full") if cls.skip_knobs is None else (cls, args | cls.skip_knobs)
         made = make_args(cls, args)
-        out.append((kept(cls) if keep and not cls.verifies else cls, made))
+        out.append((kept(cls) if keep and not cls.verifies else cls, made))  # type: ignore[arg-type]
     return out
 
 
@@ -340,18 +342,16 @@ def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list
 
 
 def build_cache(
-    spec: str,
+    layers: Methods,
     shapes: Sequence[CacheShape],
     make_rope: Callable[[torch.device], Rope],
     calibration: Callable[[], Any],
-    knobs: Mapping[str, Any] | None = None,
 ) -> nn.ModuleList:
     """One method per layer with all buffers allocated, after a check on the meta device that they fit.
 
     shapes: one per layer; make_rope: makes the tables that all layers share, on a device; calibration: called if a
     method needs one.
     """
-    layers = layer_methods(spec, len(shapes), knobs)
     needed = [s for cls, args in layers for s in cls.needs(args)]
     calib = calibration().require(needed) if needed else None
 
@@ -368,6 +368,7 @@ def build_cache(
     need = {True: 0, False: 0}
     for buffer, b in build(torch.device("meta")).named_buffers():
         need[buffer.rpartition(".")[2].startswith("host_")] += b.numel() * b.element_size()
+    spec = ", ".join(dict.fromkeys(method_name(cls) for cls, _ in layers))
     what = f"the KV cache of {spec} for batch {s.max_batch} and {s.max_seq_len} tokens"
     if s.device.type != "cpu":
         require_memory(need[True], torch.device("cpu"), f"{what}, its part on the host,", "lower --batch-size")

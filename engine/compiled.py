@@ -7,20 +7,18 @@ step (kernels/native/graphs.cpp).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from engine import inductor
+from engine.inductor import CompiledCall, compiling, in_native_code
 from kernels import native, op
-from model import Transformer, decode_layer, verify_layer
+from model import Transformer, layer_step
 
 # A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
 # each has its own budget, GROUP of the further layers share a graph.
@@ -30,7 +28,8 @@ Step = Callable[..., Tensor]  # tokens and pos [B], then Sampling.draw's other a
 
 
 def eager_step(model: Transformer, choose: Step) -> Step:
-    """`Transformer.decode` followed by the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]."""
+    """`Transformer.decode` followed by the choice of a token: choose(logits [B, V], pos, *given) -> tokens [B]. With
+    tokens [B, n], to check drafts, logits are [B, n, V] and the choice is [B, n]."""
 
     def step(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         # NO_TOKEN, which marks an error, is negative and is fed before the host reads it
@@ -53,21 +52,6 @@ def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> 
     return CompiledStep(model, torch_compile(head, model.device), like if isinstance(like, CompiledStep) else None)
 
 
-def compile_verify(model: Transformer, choose: Step) -> Step:
-    """`Transformer.verify`, compiled: tokens [B, n] from pos [B] on, then the other arguments of `choose` ->
-    choose(logits [B, n, V], pos, *given), [B, n]. On a CPU it is compiled by kinds of layers, like a step."""
-
-    def whole(tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        return choose(model.verify(tokens.clamp(min=0), pos), pos, *given)
-
-    def head(x: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        return choose(model.logits(x), pos, *given)
-
-    if model.device.type == "cuda":
-        return torch_compile(whole, model.device, guard_filter_fn=arguments_alone)
-    return CompiledStep(model, torch_compile(head, model.device), None, verify_group)
-
-
 def torch_compile(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
     """torch.compile with fullgraph, so that a graph break is an error instead of a slowdown."""
     # a code object of its own, so that graphs compiled for one cache are never tried for another
@@ -87,6 +71,8 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
     file.
     """
     if device.type != "cuda":
+        if not inductor.KNOWN:
+            return {}
         options: dict[str, Any] = {
             "cpp_wrapper": True,
             "cpp_wrapper_build_separate": True,
@@ -113,26 +99,19 @@ def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
     return model.embed(tokens.clamp(min=0))
 
 
-def decode_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """Apply `decode_layer` to each of these parts of `Transformer.decode_parts`."""
-    for block, method, ahead in layers:
-        x = decode_layer(block, method, ahead, x, pos)
-    return x
-
-
-def verify_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """Apply `verify_layer` to each of these parts."""
-    for block, method, _ in layers:
-        x = verify_layer(block, method, x, pos)
+def layer_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
+    """Apply `layer_step` to each of these parts of `Transformer.decode_parts`."""
+    for part in layers:
+        x = layer_step(part, x, pos)
     return x
 
 
 class Layers:
     """Compiled calls up to the last layer, shared by all steps on one cache. key: that of their last lookup."""
 
-    def __init__(self, model: Transformer, group: Callable[..., Tensor]):
+    def __init__(self, model: Transformer):
         self.hidden, self.parts = (model.args.dim, model.dtype), model.decode_parts()
-        self.group = torch_compile(group, model.device)
+        self.group = torch_compile(layer_group, model.device)
         self.calls = [CompiledCall(torch_compile(embed, model.device), model)]
         self.key: Any = None
 
@@ -159,11 +138,9 @@ class CompiledStep:
     In eager mode the embedding alone takes 0.2 ms, because a step evicts eager code from the processor's cache.
     """
 
-    def __init__(
-        self, model: Transformer, head: Step, like: CompiledStep | None, group: Callable[..., Tensor] = decode_group
-    ):
+    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
         self.head = CompiledCall(head)
-        self.layers: Layers = like.layers if like else Layers(model, group)
+        self.layers: Layers = like.layers if like else Layers(model)
         self.key: Any = None  # that of the last lookup of graphs
         self.graphs: Step | None = None
 
@@ -184,10 +161,8 @@ class CompiledStep:
 
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced."""
-        layers, bar = (
-            self.layers,
-            tqdm(desc="tracing", total=len(self.layers.parts), unit="layer", disable=None, leave=False),
-        )
+        layers = self.layers
+        bar = tqdm(desc="tracing", total=len(layers.parts), unit="layer", disable=None, leave=False)
         with compiling() as finish:
             with bar:
                 x = layers.compile(tokens, pos, bar)
@@ -204,169 +179,3 @@ class CompiledStep:
         self.key = layers.key  # the same object, until a lookup for another key
         self.graphs = in_native_code([*layers.calls, self.head])
         return out
-
-
-def in_native_code(calls: list[CompiledCall]) -> Step | None:
-    """The calls in sequence, run without Python; None if one of them needs Python."""
-    links = [link for call in calls if (link := call.link())]
-    if not native.available() or len(links) < len(calls):
-        return None
-    try:
-        return native.Graphs(links)
-    except AttributeError:  # another release of torch may name them differently
-        return None
-
-
-class CompiledCall:
-    """A compiled function with fixed first arguments, whose inductor graph is called directly with its tensors.
-
-    At every call torch.compile checks types and numbers of its arguments to choose a graph, and looks up all weights
-    and buffers by name. None of that changes between the steps on one cache, so it is done once and the tensors passed
-    to the graph are kept. A function that assigns Python attributes goes through torch.compile at each call.
-    """
-
-    def __init__(self, function: Step, *fixed: Any):
-        self.function, self.fixed = function, fixed
-        self.graph: Callable[[list[Tensor]], Any] | None = None
-        self.tensors: list[Tensor] = []  # inputs of the graph
-        self.places: list[int | None] = []  # index of each argument among them; None: the graph does not read it
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        if self.graph is None:
-            return self.look_up(*args)
-        tensors = self.tensors.copy()
-        for place, x in zip(self.places, args, strict=True):
-            if place is not None:
-                tensors[place] = x
-        return self.graph(tensors)[0]
-
-    def compile(self, *args: Tensor) -> Any:
-        """The graph for these arguments, compiled if there is none, and not run."""
-        try:
-            with graph_calls(run=False):
-                self.function(*self.fixed, *args)
-        except NotRun as e:
-            return e.graph
-
-    def look_up(self, *args: Tensor) -> Tensor:
-        """Call through torch.compile, which compiles a graph if none fits."""
-        self.graph = None
-        with graph_calls() as calls:
-            out = self.function(*self.fixed, *args)
-        if len(calls) != 1 or len(set(map(id, args))) != len(args):
-            return out
-        (graph, self.tensors, outputs), at = calls[0], {id(x): i for i, x in enumerate(calls[0][1])}
-        if len(outputs) == 1 and outputs[0] is out:  # other outputs are assigned to attributes by torch.compile
-            self.graph, self.places = graph.current_callable, [at.get(id(x)) for x in args]
-        return out
-
-    def link(self) -> tuple[str, list[Tensor | int]] | None:
-        """The graph's library and its inputs: tensors, or the index of an argument. None if Python has to do more than
-        call it."""
-        parts = getattr(self.graph, "__closure__", None) or ()
-        entry = next((part.cell_contents for part in parts if isinstance(part.cell_contents, Entry)), None)
-        if entry is None or entry.n_given != len(self.tensors):  # it also gets constants
-            return None
-        given: list[Tensor | int] = list(self.tensors)
-        for number, place in enumerate(self.places):
-            if place is not None:
-                given[place] = number
-        return entry.file, given
-
-
-class NotRun(Exception):
-    """Raised in place of running a graph."""
-
-    def __init__(self, graph: Any):
-        self.graph = graph
-
-
-@contextmanager
-def graph_calls(run: bool = True) -> Iterator[list[tuple[Any, list[Tensor], Sequence[Any]]]]:
-    """Records inductor's graphs called within, each with its inputs and outputs. run=False: the first call raises
-    NotRun."""
-    from torch import _dynamo
-    from torch._inductor.output_code import CompiledFxGraph
-
-    calls, original = [], CompiledFxGraph.__call__
-
-    def call(graph: Any, inputs: Sequence[Any]) -> Any:
-        if not run:
-            raise NotRun(graph)
-        tensors = list(inputs)  # a copy, as the graph clears its list
-        outputs = original(graph, inputs)
-        calls.append((graph, tensors, outputs))
-        return outputs
-
-    # there may be as many kinds of layers as layers
-    limits = _dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100_000)
-    with limits, mock.patch.object(CompiledFxGraph, "__call__", call):
-        yield calls
-
-
-class Entry:
-    """The C++ entry of an inductor graph; the first call waits for the compiler."""
-
-    def __init__(self, load: Callable[[], Any]):
-        self.load = load
-        self.n_given = 0  # number of tensors of the last call
-
-    def __call__(self, handles: list[Any]) -> Any:
-        self.n_given = len(handles)
-        return self.load()(handles)
-
-    @property
-    def file(self) -> str:
-        return self.load().__self__.__file__  # the extension module of the function
-
-
-@contextmanager
-def compiling() -> Iterator[Callable[[], None]]:
-    """Within, work that needs no Python lock runs in parallel to tracing: the C++ compiler, which a call of the graph
-    waits for, and half a second of set-up in inductor. Yields a function that waits for all compilers."""
-    from torch._dynamo import symbolic_convert
-    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401, imported before threads do
-
-    wrappers, entries = codecache.CppWrapperCodeCache, []
-    start: Callable[..., Any] = wrappers.load_pybinding_async
-
-    def load(*args: Any, **kwargs: Any) -> Entry:
-        entries.append(Entry(start(*args, submit_fn=submit, **kwargs)))
-        return entries[-1]
-
-    def submit(job: Any) -> Future[None]:
-        """Compile a graph's parts in parallel, which inductor does one by one; then run the job, which links them."""
-        lock, parts = job.args
-        objects = [pool.submit(job.func, f"{lock}.{i}", (part,)) for i, part in enumerate(parts[:-1])]
-
-        def link() -> None:
-            for made in objects:
-                made.result()
-            job()
-
-        return linkers.submit(link)
-
-    def finish() -> None:
-        for entry in entries:
-            entry.load()
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool, ThreadPoolExecutor() as linkers:
-        sets = pool.submit(instruction_sets, cpu_vec_isa.valid_vec_isa_list)
-        with contextlib.ExitStack() as stack:
-            # create=True: names that another release of torch lacks are created and never called
-            replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
-            replace(cpu_vec_isa, "valid_vec_isa_list", sets.result)
-            replace(wrappers, "load_pybinding", load)
-            replace(symbolic_convert, "get_funcname", lambda *line: None)  # for a log: it reads all sources, 0.2 s
-            if not torch.cuda.is_available():
-                replace(codecache, "triton_key", lambda: None)  # a hash of 0.3 s for absent kernels
-            yield finish
-
-
-def instruction_sets(ask: Callable[[], list[Any]]) -> list[Any]:
-    """The instruction sets that inductor may use. It skips trials, which take 7 s and change flags that others read, if
-    our library is available, since that was compiled with them."""
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": native.available() or None}):
-        return ask()

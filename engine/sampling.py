@@ -47,9 +47,23 @@ class Sampling:
         check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
         check_count("--seed", self.seed, 0, 2**63 - 1)
 
+    def given(self, keys: Tensor, texts: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
+        """The last arguments of `draw`: keys [B], and the tokens of the texts [B, vocab] if there is a penalty."""
+        if self.repetition_penalty == 1:
+            return [keys]
+        seen = torch.zeros(len(texts), vocab, dtype=torch.bool)
+        for row, text in zip(seen, texts, strict=True):
+            row[list(text)] = True
+        return [keys, seen.to(keys.device)]
+
     def draw(self, logits: Tensor, pos: Tensor, keys: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Draw without synchronization: logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B].
-        seen [B, V] bool: tokens in prompt and text, None without a penalty."""
+        """Draw without synchronization: logits [B, V] of the tokens at pos [B], keys [B] of `noise_keys` -> tokens [B],
+        NO_TOKEN for a row with a NaN or infinite logit. seen [B, V] bool: tokens in prompt and text, None without a
+        penalty."""
+        finite = logits.sum(-1, dtype=torch.float32).isfinite()  # one number that is not makes the sum so
+        return torch.where(finite, self._choose(logits, pos, keys, seen), NO_TOKEN)
+
+    def _choose(self, logits: Tensor, pos: Tensor, keys: Tensor, seen: Tensor | None) -> Tensor:
         if seen is not None:
             logits, penalty = logits.float(), self.repetition_penalty
             logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
@@ -105,8 +119,3 @@ def exponential_noise(keys: Tensor, pos: Tensor, n: int) -> Tensor:
     bits = mix_bits(mix_bits(torch.arange(n, device=keys.device) ^ low[:, None]) ^ high[:, None])
     # fp32 rounds the largest value up to 1, which would give infinity
     return -torch.log1p(-((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
-
-
-def draw_finite(sampling: Sampling, logits: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-    """`Sampling.draw`, but NO_TOKEN for a row with a NaN or infinite logit, which makes the row's sum non-finite."""
-    return torch.where(logits.sum(-1, dtype=torch.float32).isfinite(), sampling.draw(logits, pos, *given), NO_TOKEN)

@@ -1,4 +1,4 @@
-"""Copies of a KV cache: snapshots in memory to return to, and files from which another process continues.
+"""Copies of a session: snapshots in memory to return to, and files from which another process continues.
 
 A file is a safetensors file with every buffer that prompts write, cut to its filled part. Methods do not declare that
 part: a cache of the same methods with capacity for just these tokens, made on the meta device, has buffers of its size,
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from cache.base import Storage, connected
 from cache.calibration import Calibration, RandomCalibration, fingerprint, of_model, write_tensors
-from cache.spec import layer_methods, method_name
+from cache.spec import Methods, method_name
+from engine.decode import Session
+from engine.sampling import noise_keys
 from model import Transformer
 from runtime.errors import InputError
 from runtime.machine import DTYPES, check_fetched, require_memory
@@ -46,6 +48,36 @@ class State:
     @property
     def decoded(self) -> int:
         return self.fed.shape[1]
+
+
+def state_of(session: Session) -> State:
+    """All that `resume` needs beside the cache itself. Raises InputError if there is nothing in the cache, or if rows
+    have gone on unevenly."""
+    if not session.owns_cache:
+        raise InputError("there is nothing in the cache to save: read a prompt first")
+    if session.uneven:
+        raise InputError("rows that speculate have gone on unevenly: save the cache after the prompt, or a row alone")
+    fed = torch.stack(session.fed, 1) if session.fed else session.next.new_empty(len(session.next), 0)
+    return State(session.prompts, fed, session.next, session.logits)
+
+
+@torch.inference_mode()
+def resume(session: Session, state: State) -> None:
+    """Continue from a state, in a cache with the contents of that time. If a prompt's logits are known, the next token
+    is drawn again, since the Sampling may differ."""
+    sampling, device = session.sampling, session.device
+    lengths = torch.tensor([len(p) for p in state.prompts], device=device)
+    fed, tokens, pos = state.fed.to(device), state.next.to(device), lengths + state.decoded
+    texts = [p + row for p, row in zip(state.prompts, fed.tolist(), strict=True)]
+    keys = torch.tensor(noise_keys(sampling.seed, state.prompts), device=device)
+    given = sampling.given(keys, texts, session.model.args.vocab_size)
+    logits = None if state.logits is None else state.logits.to(device)
+    if logits is not None:
+        tokens = sampling.draw(logits, pos - 1, *given)
+    session.model.cache[0].rope.set_prompt(lengths)
+    session.begin(tokens, pos, *given)
+    session.prompts, session.fed, session.logits = state.prompts, list(fed.unbind(1)), logits
+    session.decoded = state.decoded
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -147,12 +179,11 @@ def counted(cache: nn.Module) -> dict[str, dict[str, Any]]:
 # ---- the identity of a cache ----
 
 
-def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, form: WeightFormat | None) -> dict:
-    """Everything but the tokens that determines a cache's contents. source: the checkpoint and the format of its
-    weights, in the user's words."""
+def identity(model: Transformer, spec: str, layers: Methods, source: str, form: WeightFormat | None) -> dict:
+    """Everything but the tokens that determines a cache's contents. spec: the text of `layers`; source: the checkpoint
+    and the format of its weights, in the user's words."""
     if model.args.ranks.size > 1:
         raise InputError(f"a cache of {model.args.ranks.size} processes cannot be saved or loaded: use one process")
-    layers = layer_methods(spec, model.args.n_layer, knobs)
     needs = any(cls.needs(args) for cls, args in layers)
     weights = fingerprint(model.folder) if model.folder is not None else source
     out = dict(
@@ -161,7 +192,7 @@ def identity(model: Transformer, spec: str, knobs: dict[str, Any], source: str, 
         weights=[weights, of_model(model.args), None if form is None else asdict(form)],
         dtype=dtype_name(model.dtype),
         kv_dtype=dtype_name(model.kv_dtype or model.dtype),
-        method=spec + "".join(f", {k}={v}" for k, v in knobs.items()),
+        method=spec,
         layers=[[method_name(cls), asdict(args)] for cls, args in layers],
         calibration=calibration_id(model.find_calibration()) if needs else None,
     )
@@ -261,6 +292,12 @@ class CacheFile:
             raise InputError(
                 f"{path} was saved with another calibration: give the --calibration that it was saved with"
             )
+
+    def check_chat(self, chat: bool) -> None:
+        """Raises InputError unless the prompt was, or was not, written by a chat template."""
+        if (was := self.meta["more"].get("chat", False)) != chat:
+            raise InputError(f"{self.path} was saved with{'' if was else 'out'} a chat template: "
+                             f"{'add' if was else 'drop'} --chat")  # fmt: skip
 
     @property
     def state(self) -> State:

@@ -1,44 +1,26 @@
 """Self-speculation: a method drafts and exact attention verifies, with the same weights, keys and values.
 
-Each token is drawn with noise that is fixed by its row and position (sampling.py). The method draws
-a draft from its distribution p, exact attention draws from its own, q, with the same noise, and the draft is accepted
-if both drew the same token. So the text is, token by token, what `full` writes with the same seed, greedy or not
-(Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft is
-accepted with probability at least (1 - d) / (1 + d), with d the total variation of p and q. The rule of Leviathan et
+Each token is drawn with noise that is fixed by its row and position (`exponential_noise`, sampling.py). The method
+draws a draft from its distribution p, exact attention draws from its own, q, with the same noise, and the draft is
+accepted if both drew the same token. So the text is, token by token, what `full` writes with the same seed, greedy or
+not (Daliri, Musco and Suresh 2024, Coupling without Communication and Drafter-Invariant Speculative Decoding). A draft
+is accepted with probability at least (1 - d) / (1 + d), with d the total variation of p and q. The rule of Leviathan et
 al. 2023 accepts with 1 - d, but preserves only q's distribution and needs p of every draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.compiled import Step, compile_verify
+from engine.compiled import Step, compile_step, eager_step
+from engine.decode import Session
 from model import Transformer
 
 Draw = Callable[..., Tensor]  # logits [R, V], pos [R], keys [R], then seen [R, V] if there is a penalty -> tokens [R]
-
-
-@dataclass
-class Tally:
-    """Counts of drafts that were checked and accepted, and of checks, over rows that were not done."""
-
-    drafted: int = 0
-    kept: int = 0
-    checks: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """The share of drafts that were accepted, not counting drafts after a rejected one."""
-        return self.kept / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_check(self) -> float:
-        """The mean number of tokens per check: the accepted drafts and one more."""
-        return (self.kept + self.checks) / self.checks if self.checks else 0.0
 
 
 def tokens_a_round(n: int, acceptance: float) -> float:
@@ -53,7 +35,7 @@ class Speculator:
 
     def __init__(self, model: Transformer, draw: Draw, most: int, compile: bool, adaptive: bool = False):
         self.model, self.draw, self.most, self.adaptive = model, draw, most, adaptive
-        self.compile = compile
+        self.make = compile_step if compile else eager_step
         self.n = most  # drafts before the next check
         self.checks: dict[int, Step] = {}  # by number of tokens
         methods = model.cache or ()
@@ -70,11 +52,8 @@ class Speculator:
         given: the result of `behind`."""
         n = tokens.shape[1]
         if n not in self.checks:
-            self.checks[n] = compile_verify(self.model, self._choose) if self.compile else self._eager
+            self.checks[n] = self.make(self.model, self._choose)
         return self.checks[n](tokens, pos, *given).clone()  # under CUDA graphs the next replay reuses the memory
-
-    def _eager(self, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        return self._choose(self.model.verify(tokens.clamp(min=0), pos), pos, *given)
 
     def _choose(self, logits: Tensor, pos: Tensor, keys: Tensor, *seen: Tensor) -> Tensor:
         B, n, _ = logits.shape
@@ -127,6 +106,82 @@ class Speculator:
             sizes = self.sizes()
             at = sizes.index(self.n) + (1 if 2 * kept < drafted else -1 if kept == drafted else 0)
             self.n = sizes[min(max(at, 0), len(sizes) - 1)]
+
+
+class Speculating(Session):
+    """A session whose method drafts, while every token is drawn by exact attention."""
+
+    def __init__(self, speculator: Speculator, *args: Any):
+        super().__init__(*args)
+        self.speculator = speculator
+
+    def warm_step(self, tokens: Tensor, pos: Tensor, given: list[Tensor]) -> None:
+        super().warm_step(tokens, pos, given)
+        for n in self.speculator.sizes():
+            block = tokens[:, None].repeat(1, n + 1)
+            self.speculator.check(block, pos, *behind(given, block))
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int]) -> None:
+        block = self.speculator.most + 1
+        for i in range(0, len(tokens), block):
+            self.own_cache()
+            part = list(tokens[i : i + block])
+            self.next, self.logits = self.speculator.feed(part, self.pos, self.given), None
+            self.fed += [torch.full_like(self.pos, t) for t in part]
+            self.pos = self.pos + len(part)
+            self.decoded += len(part)
+            self.model.maintain(self.decoded)
+
+    @torch.inference_mode()
+    def rewind(self, length: int) -> None:
+        """Shorten each row's text to `length` tokens."""
+        over = int((self.pos - length).amax())
+        if over > 0:
+            end, self.pos = self.pos, self.pos.clamp(max=length)
+            self.model.rewind(self.pos, end)
+            self.decoded -= over
+            self.fed = self.fed[:-over]
+
+    def tokens(self, n: int) -> Iterator[list[int | None]]:
+        """The next n tokens of every row, drafted by the method and verified by exact attention in rounds. A round's
+        tokens are all fed when its first is yielded; `rewind` takes back those that the caller does not use."""
+        yield self.next.tolist()
+        left, begun = torch.full_like(self.pos, n - 1), self.decoded
+        fed = [0] * len(self.pos)
+        while not all(f == n - 1 or done for f, done in zip(fed, self.done, strict=True)):
+            first = self.next
+            tokens, count, kept = self.check(left)
+            self.logits, self.uneven = None, self.uneven or len(set(count)) > 1
+            self.fed += [first, *torch.tensor(tokens, device=first.device).unbind(1)][: max(count)]
+            at_most = [n - 1 - f for f in fed]
+            fed = [f + c for f, c in zip(fed, count, strict=True)]
+            self._count(at_most, kept)
+            left = left - torch.tensor(count, device=left.device)
+            self.pos = self.pos + torch.tensor(count, device=left.device)
+            self.decoded = begun + max(fed)
+            self.model.maintain(self.decoded)
+            for i in range(max(count)):
+                yield [row[i] if i < c else None for row, c in zip(tokens, count, strict=True)]
+
+    @torch.inference_mode()
+    def check(self, left: Tensor) -> tuple[list[list[int]], list[int], list[int]]:
+        """One round (`Speculator.round`), with its results read on the host."""
+        self.own_cache()
+        tokens, count, kept = self.speculator.round(self.step, self.next, self.pos, left, self.given)
+        last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        self.next = torch.where(count > 0, last, self.next)
+        return tokens.tolist(), count.tolist(), kept.tolist()
+
+    def _count(self, left: list[int], kept: list[int]) -> None:
+        """Count a round's drafted and accepted tokens, of rows that are not done, and adapt the number of drafts."""
+        n, before = self.speculator.n, (self.tally.kept, self.tally.drafted)
+        for most, agreed, done in zip(left, kept, self.done, strict=True):
+            if most and not done:
+                self.tally.kept += min(agreed, most)
+                self.tally.drafted += min(agreed + 1, n, most)
+                self.tally.checks += 1
+        self.speculator.adapt(self.tally.kept - before[0], self.tally.drafted - before[1])
 
 
 def behind(given: list[Tensor], tokens: Tensor) -> list[Tensor]:

@@ -1,19 +1,20 @@
 """Which version of an operation runs: its Triton kernels, C++, or torch.
 
-Every operation of this folder (op.py) calls its Triton version for CUDA tensors. For CPU tensors it calls C++ (native/)
+Every operation of this folder (op.py) takes its Triton version for CUDA tensors. For CPU tensors it takes C++ (native/)
 where torch is slow, and its torch version otherwise or without a C++ compiler. KV_FAST_BACKEND=torch turns all kernels
 off; KV_FAST_BACKEND=triton asks for Triton everywhere: on CPU tensors it then runs in its interpreter, which needs
-TRITON_INTERPRET=1 before the first import. What Triton kernels share is in tiles.py and splits.py. The strides of a
-tensor are one argument of theirs, a tuple: `k_strides` is k.stride().
+TRITON_INTERPRET=1. Both are read once, at the first import; to choose again, assign to BACKEND. What Triton kernels
+share is in tiles.py and splits.py. The strides of a tensor are one argument of theirs, a tuple: `k_strides` is
+k.stride().
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels import native
 from runtime.errors import InputError
@@ -42,26 +43,29 @@ HIP = torch.version.hip is not None  # for AMD, Triton has neither TF32 nor a re
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def chosen_backend() -> str:
-    backend = os.environ.get("KV_FAST_BACKEND", "")
+BACKEND = os.environ.get("KV_FAST_BACKEND", "")
+
+
+def version_for(device: torch.device, dtype: torch.dtype) -> str:
+    """Which version of operations tensors like this take: "triton", "cpp" or "torch". A graph holds one version."""
+    return _version_for(BACKEND, device.type, dtype)
+
+
+version_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as native.available
+
+
+@functools.cache
+def _version_for(backend: str, device: str, dtype: torch.dtype) -> str:
     if backend not in ("", "torch", "triton"):
         raise InputError(f"KV_FAST_BACKEND={backend}: use torch or triton, or leave it unset")
-    return backend
-
-
-def use_triton(x: Tensor) -> bool:
-    """Whether operations on tensors like x run as Triton kernels. Decided while tracing: a graph holds one version."""
-    backend = chosen_backend()
-    on_gpu = x.device.type in ("cuda", "meta")  # `meta` tensors give shapes and bytes as on a GPU
-    wanted = backend != "torch" if on_gpu else backend == "triton"
-    if wanted and isinstance(triton, _Absent) and x.device.type != "meta":
-        raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
-    if wanted and x.device.type == "cpu" and not INTERPRETED:
-        raise InputError("KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too")
-    return wanted
-
-
-def use_native(x: Tensor, channels: int = native.VECTOR) -> bool:
-    """Whether operations on tensors like x, with rows of `channels` numbers, run in C++."""
-    fits = x.device.type == "cpu" and x.dtype in native.DTYPES and channels % native.VECTOR == 0
-    return fits and chosen_backend() == "" and native.available()
+    on_gpu = device in ("cuda", "meta")  # `meta` tensors give shapes and bytes as on a GPU
+    if backend != "torch" if on_gpu else backend == "triton":
+        if isinstance(triton, _Absent) and device != "meta":
+            raise InputError("the kernels need triton: install it, or set KV_FAST_BACKEND=torch")
+        if device == "cpu" and not INTERPRETED:
+            raise InputError(
+                "KV_FAST_BACKEND=triton on a CPU runs in Triton's interpreter: set TRITON_INTERPRET=1, too"
+            )
+        return "triton"
+    in_cpp = device == "cpu" and backend == "" and dtype in native.DTYPES and native.available()
+    return "cpp" if in_cpp else "torch"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
 from kernels.splits import empty_scores
@@ -18,8 +18,7 @@ TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
 
 @operation(
-    triton=lambda *args: launch(*args),
-    cpp=lambda q, channels, keys, pos: use_native(keys),
+    cpp=True,
     fake=lambda q, channels, keys, pos: empty_scores(*q.shape[:3], keys.shape[3], device=q.device),
     reads=lambda q, channels, keys, pos: dict(keys=picked(channels, keys)),
 )
@@ -63,6 +62,7 @@ def block_of(G: int) -> dict[str, int]:
     return dict(BLOCK_G=width, BLOCK_T=max(32, TILE // width))
 
 
+@channel_score.triton
 def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | None = None) -> Tensor:
     """The Triton version of `channel_score`; tests give tokens per block."""
     B, H, G, R = q.shape

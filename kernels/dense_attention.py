@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.backend import tl, triton, use_native
-from kernels.op import operation
+from kernels.backend import tl, triton
+from kernels.op import operation, whole_vectors
 from kernels.splits import COMBINE_D, blocks_of, multiprocessors
 from kernels.tiles import LOG2_E, dot
 
@@ -336,17 +336,18 @@ def split_attention(
 # ---- the operator ----
 
 
-@operation(
-    triton=lambda q, k, v, start, stop: split_attention(q, k, v, stop, start),
-    cpp=lambda q, *_: use_native(q, q.shape[2]),
-    opaque=True,
-)
+@operation(cpp=whole_vectors, opaque=True)
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """One query per row over slots start <= t < stop of its row; start None: 0, with no tensor of zeros to read.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), start and stop [B] int64 -> [B, Hq, D]. Scale 1/sqrt(D).
     """
     return (_decode_attention_cpu if q.device.type == "cpu" else _decode_attention_masked)(q, k, v, start, stop)
+
+
+@decode_attention.triton
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
+    return split_attention(q, k, v, stop, start)
 
 
 def _decode_attention_cpu(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
-from kernels.op import operation, picked
+from kernels.backend import tl, triton
+from kernels.op import operation, picked, whole_vectors
 from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
@@ -29,8 +29,7 @@ def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
 
 
 @operation(
-    triton=lambda *args: launch(*args),
-    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    cpp=whole_vectors,
     reads=lambda q, k, v, idx, count: dict(k=picked(idx, k), v=picked(idx, v)),
 )
 def gather_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor) -> Tensor:
@@ -103,6 +102,7 @@ def options_of(tile: dict[str, int], itemsize: int) -> dict[str, int]:
     return dict(num_warps=4 if tile["BLOCK_G"] * tile["BLOCK_D"] * itemsize <= 8192 else 8, num_stages=NUM_STAGES)
 
 
+@gather_attention.triton
 def launch(
     q: Tensor, k: Tensor, v: Tensor, idx: Tensor, count: Tensor, block: int | None = None, splits: int | None = None
 ) -> Tensor:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
+from kernels.native import VECTOR
 from kernels.op import operation
 from kernels.quantize import WORDS, dequantize
 from kernels.rope import apply_rope
@@ -73,10 +74,10 @@ def rebuild(x: Tensor, basis: Tensor, bias: Tensor, head_dim: int) -> Tensor:
 
 def _serves(q: Tensor, *rest: Any) -> bool:
     """Rotation is by halves, and RANKS coordinates are multiplied with bases at a time."""
-    return use_native(q, q.shape[2] // 2) and rest[4].shape[2] % RANKS == 0
+    return q.shape[2] // 2 % VECTOR == 0 and rest[4].shape[2] % RANKS == 0
 
 
-@operation(triton=lambda *args: launch(*args), cpp=_serves, opaque=True)
+@operation(cpp=_serves, opaque=True)
 def _group_attention(
     q: Tensor, k: Tensor, k_params: Tensor | None, v: Tensor, v_params: Tensor | None, k_basis: Tensor, v_basis: Tensor,
     k_bias: Tensor, v_bias: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int,
@@ -179,6 +180,7 @@ def _group_values(
         tl.store(lse + at, top + tl.log2(total), mask=g < G)
 
 
+@_group_attention.triton
 def launch(
     q: Tensor, k: Tensor, k_params: Tensor | None, v: Tensor, v_params: Tensor | None, k_basis: Tensor, v_basis: Tensor,
     k_bias: Tensor, v_bias: Tensor, pos: Tensor, cos: Tensor, sin: Tensor, bits: int, splits: int | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.latent_score import head_scores
 from kernels.op import nbytes, operation
 from kernels.quantize import half_params, pack
@@ -46,8 +46,7 @@ def store_labels(
 
 
 @operation(
-    triton=lambda *args: _store_labels_triton(*args),
-    cpp=lambda k, *_: use_native(k),
+    cpp=True,
     mutates=("labels", "params"),
     reads=lambda k, channels, *_: dict(k=nbytes(k) * channels.shape[1] // k.shape[3]),
 )
@@ -85,8 +84,7 @@ def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos
 
 
 @operation(
-    triton=lambda *args: _label_score_triton(*args),
-    cpp=lambda q, *_: use_native(q),
+    cpp=True,
     fake=lambda q, labels, *_: empty_scores(len(q), *labels.shape[1:3], device=q.device),
 )
 def _label_score(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
@@ -140,6 +138,7 @@ def _label_score_kernel(
     tl.store(out + b * out_strides[0] + h * out_strides[1] + t, y, mask=t < tl.cdiv(T, 16) * 16)
 
 
+@_label_score.triton
 def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     B, H, T, W = labels.shape
     out = empty_scores(B, H, T, device=q.device)
@@ -192,6 +191,7 @@ def _store_labels_kernel(
     tl.store(to + 1, zero, mask=s < S)
 
 
+@_store_labels.triton
 def _store_labels_triton(
     k: Tensor, channels: Tensor, start: Tensor | None, labels: Tensor, params: Tensor, bits: int
 ) -> None:

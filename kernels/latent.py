@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, slots
 from kernels.quantize import GROUP, WORDS, dequantize, quantize
@@ -85,7 +85,7 @@ def store_prompt(store: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, lengt
         part[:B, :S] = x.reshape(B, S, *part.shape[2:])
 
 
-@operation(triton=lambda *args: _project_launch(*args), mutates=("lead", "rest"))
+@operation(mutates=("lead", "rest"))
 def _project(x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tensor) -> None:
     """Keys x [B, S, n*D] into the latent space (eq. 1), coordinates to two buffers [>= B, >= S, r_i]."""
     widths = [part.shape[2] for part in (lead, rest)]
@@ -119,10 +119,12 @@ def append_token(
     _latent_append(latents, values, pos, ring.latents[0], *ring.coded(), lead, rest, *store.coded(), store.bits, recent)
 
 
+def _whole_groups(latents: Tensor, values: Tensor, *rest: object) -> bool:
+    return values.shape[1] % GROUP == 0
+
+
 @operation(
-    triton=lambda *args: _append_launch(*args),
-    cpp=lambda latents, values, *_: use_native(values, values.shape[1]),
-    when=lambda latents, values, *_: values.shape[1] % GROUP == 0,
+    cpp=_whole_groups,
     mutates=("ring_k", "ring_v", "ring_params", "lead", "rest", "v", "params"),
     reads=lambda latents, values, pos, ring_k, ring_v, ring_params, *_: {  # the token that goes to the store
         name: slots(len(pos), x, 1) for name, x in dict(ring_k=ring_k, ring_v=ring_v, ring_params=ring_params).items()
@@ -181,6 +183,7 @@ def tiles_of(itemsize: int) -> tuple[int, int]:
     return TILE, TILE // 2 if itemsize == 4 else TILE
 
 
+@_project.triton
 def _project_launch(
     x: Tensor, basis: Tensor, lengths: Tensor, lead: Tensor, rest: Tensor, tile: int | None = None
 ) -> None:
@@ -264,6 +267,7 @@ def _append(
                     GROUPS, BITS, PART // 32)  # fmt: skip
 
 
+@_latent_append.triton(serves=_whole_groups)
 def _append_launch(
     latents: Tensor, values: Tensor, pos: Tensor,
     ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.dense_attention import masked_attention
 from kernels.latent import LatentTokens, latent_tokens, read_tokens
+from kernels.native import VECTOR
 from kernels.op import operation, picked
 from kernels.quantize import WORDS
 from kernels.rope import apply_rope
@@ -76,8 +77,7 @@ def _reads(q: Tensor, *args: Any) -> dict[str, int]:
 
 
 @operation(
-    triton=lambda *args: _launch(*args),
-    cpp=lambda q, *_: use_native(q, q.shape[2] // 2),  # halves are rotated
+    cpp=lambda q, *_: q.shape[2] // 2 % VECTOR == 0,  # halves are rotated
     reads=_reads,
 )
 def _latent_attention(
@@ -280,6 +280,7 @@ def block_size(programs: int, n: int, D: int, itemsize: int, bits: int, device: 
     return block
 
 
+@_latent_attention.triton
 def _launch(
     q: Tensor, basis: Tensor,
     ring_k: Tensor, ring_v: Tensor, ring_params: Tensor | None,

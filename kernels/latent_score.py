@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
+from kernels.native import DTYPES, VECTOR
 from kernels.op import operation
 from kernels.ring import ring_positions
 from kernels.splits import empty_scores
@@ -46,8 +47,7 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, recent: int
 
 
 @operation(
-    triton=lambda *args: _latent_score_triton(*args),
-    cpp=lambda q, latents, pos: use_native(latents, q.shape[3]),
+    cpp=lambda q, latents, pos: q.shape[3] % VECTOR == 0 and latents.dtype in DTYPES,
     fake=lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
 )
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
@@ -100,6 +100,7 @@ def _score_many(
     tl.store(to, score, mask=(c[:, None] < C) & (t < tl.cdiv(T, 16) * 16))
 
 
+@head_scores.triton
 def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: int | None = None) -> Tensor:
     """q [B, H, C, r], latents [>= B, H, T, r], pos [B] -> [B, H, C, T]. Tests give the number of tokens per block."""
     B, H, C, R = q.shape

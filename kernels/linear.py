@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
-from kernels.native import ask
-from kernels.op import operation
+from kernels.backend import tl, triton
+from kernels.native import VECTOR, ask
+from kernels.op import operation, whole_vectors
 from kernels.splits import multiprocessors, share_of
 from kernels.tiles import dot
 
@@ -123,7 +123,7 @@ def sharing(x: Tensor | None, step: Tensor | None) -> int:
 # ---- the products ----
 
 
-def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 rows, and for one in bf16.
 
     For one row in fp32, torch is a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as
@@ -131,7 +131,7 @@ def _serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """
     rows, bf16 = x.numel() // x.shape[-1], x.dtype == torch.bfloat16
     here = rows < MANY and weight.dtype == x.dtype and weight.is_contiguous()
-    here = here and not torch.is_grad_enabled() and use_native(x, x.shape[-1])
+    here = here and not torch.is_grad_enabled() and x.shape[-1] % VECTOR == 0
     here = here and (rows > 1 or bf16 or ask("multiplies_one_row"))
     return here and not (bf16 and rows >= MANY_BF16 and ask("has_tiles"))
 
@@ -142,11 +142,6 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return F.linear(x, weight, bias)
 
 
-def packed_linear(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> Tensor:
-    """x [..., in] fp32 or bf16, bias fp32 [out] -> [..., out] in its dtype; sums in fp32."""
-    return _packed_linear(x, *w, bias, bits)
-
-
 def separate_all(w: Weight, bits: int) -> Weight:
     """The arguments of `dequantize` except bits: codes and the groups' numbers, row by row."""
     zero = None if w.zero is None else unpack_zeros(w.zero)
@@ -155,14 +150,14 @@ def separate_all(w: Weight, bits: int) -> Weight:
 
 
 @operation(
-    triton=lambda *args: _in_triton(*args),
-    cpp=lambda x, *_: use_native(x, x.shape[-1]),
+    cpp=whole_vectors,
     fake=lambda x, packed, *_: x.new_empty(*x.shape[:-1], packed.shape[0] * ROWS),
 )
-def _packed_linear(
+def packed_linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
     minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,
 ) -> Tensor:  # fmt: skip
+    """x [..., in] fp32 or bf16, a `Weight`, bias fp32 [out] -> [..., out] in the dtype of x; sums in fp32."""
     w = Weight(packed, scale, step, zero, minimum, min_step)
     weight = dequantize(*separate_all(w, bits), bits).to(x.dtype)
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
@@ -358,6 +353,7 @@ def _shapes(w: Weight, n: int, bits: int) -> dict[str, int]:
     return dict(BITS=bits, G=group, S=sharing(w.scale, w.step), MS=sharing(w.minimum, w.min_step))
 
 
+@packed_linear.triton
 def _in_triton(
     x: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
     minimum: Tensor | None, min_step: Tensor | None, bias: Tensor | None, bits: int,

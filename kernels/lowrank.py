@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, version_for
 from kernels.dense_attention import masked_attention
-from kernels.op import operation
+from kernels.op import operation, whole_vectors
 from kernels.splits import blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step
 
@@ -60,7 +60,7 @@ def lowrank_attention(
     is of widths r_k and r_v (OjaKV, Sec. 3.2). Otherwise reconstruct keys and values (Sec. 3.3). The same to rounding
     (App. A.3).
     """
-    if latent or use_triton(q):
+    if latent or version_for(q.device, q.dtype) == "triton":
         return _lowrank_attention(q, k_lat, v_lat, k_basis, v_basis, stored, k_full, v_full, filled)
     keys = torch.cat((reconstruct(k_lat, k_basis), k_full), 2)
     values = torch.cat((reconstruct(v_lat, v_basis), v_full), 2)
@@ -95,10 +95,10 @@ def _latent_space(
 
 def _serves(q: Tensor, k_lat: Tensor, v_lat: Tensor, *rest: object) -> bool:
     """Latents lie coordinate by coordinate in memory."""
-    return use_native(q, q.shape[2]) and k_lat.stride(2) == v_lat.stride(2) == 1
+    return whole_vectors(q) and k_lat.stride(2) == v_lat.stride(2) == 1
 
 
-@operation(triton=lambda *args: launch(*args), cpp=_serves, opaque=True)
+@operation(cpp=_serves, opaque=True)
 def _lowrank_attention(
     q: Tensor, k_lat: Tensor, v_lat: Tensor, k_basis: Tensor, v_basis: Tensor, stored: Tensor, k_full: Tensor,
     v_full: Tensor, filled: Tensor,
@@ -264,6 +264,7 @@ def split_counts(groups: int, C: int, r: float, F: int, D: int, block: int, devi
     return parts, max(1, min(round(parts * F * D / (C * r)), triton.cdiv(F, block)))
 
 
+@_lowrank_attention.triton
 def launch(
     q: Tensor,
     k_lat: Tensor,

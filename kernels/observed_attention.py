@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.dense_attention import prefill_attention
-from kernels.op import operation
+from kernels.op import operation, whole_vectors
 from kernels.splits import COMBINE_D, block_size, blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
 
@@ -227,7 +227,7 @@ def _outputs(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(len(q), *k.shape[1:3], dtype=torch.float32)
 
 
-@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: use_native(q, q.shape[2]), fake=_outputs, opaque=True)
+@operation(cpp=whole_vectors, fake=_outputs, opaque=True)
 def observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """One query per row over slots t < stop of its row, and each slot's softmax weight summed over a group's heads.
 
@@ -246,3 +246,6 @@ def observed_attention(q: Tensor, k: Tensor, v: Tensor, stop: Tensor) -> tuple[T
     p = logits.masked_fill(empty[:, None, None], float("-inf")).softmax(-1)
     y = (p @ values).to(q.dtype).view(B, Hq, D)
     return y, F.pad(p.sum(2), (0, N - n))
+
+
+observed_attention.triton(launch)

@@ -23,10 +23,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native, use_triton
+from kernels.backend import tl, triton, version_for
 from kernels.dense_attention import masked_attention
 from kernels.native import in_huge_pages
-from kernels.op import operation, picked
+from kernels.op import operation, picked, whole_vectors
 from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
 from kernels.ring import ring_positions
 
@@ -73,7 +73,8 @@ def fetched_attention(
     slots may hold anything.
     """
     B, H, K = idx.shape
-    if use_triton(q) or use_native(q, q.shape[2]):
+    version = version_for(q.device, q.dtype)
+    if version == "triton" or (version == "cpp" and whole_vectors(q)):
         # both are read where they are: the list is 0, 1, ..., and a ring of decoded tokens is one of a prompt of none
         none, slots = torch.zeros_like(pos), torch.arange(K, device=q.device).expand(B, H, K)
         whole = FullPrecisionTokens(ring_k[:, :, :0], ring_v[:, :, :0], ring_k, ring_v)
@@ -140,7 +141,7 @@ def _flat_rows(idx: Tensor, T: int) -> Tensor:
 
 def _fetch_rows_cpu(host_k: Tensor, host_v: Tensor, idx: Tensor, asked: Tensor, out_k: Tensor, out_v: Tensor) -> None:
     asked = asked[: len(idx)].copy_(idx)
-    if use_triton(asked):
+    if version_for(asked.device, asked.dtype) == "triton":
         return launch(host_k, host_v, asked, out_k, out_v)
     rows, into = _flat_rows(asked, host_k.shape[2]), (asked >= 0).flatten().nonzero()[:, 0]
     for host, out in ((host_k, out_k), (host_v, out_v)):
@@ -176,7 +177,7 @@ def _fetch_rows_cuda(host_k: Tensor, host_v: Tensor, idx: Tensor, asked: Tensor,
     side.wait_stream(torch.cuda.current_stream(idx.device))
     with torch.cuda.stream(side):
         # temporaries belong to the side stream's pool, and all else are buffers: no record_stream is needed
-        if use_triton(asked):
+        if version_for(asked.device, asked.dtype) == "triton":
             launch(host_k, host_v, asked, out_k, out_v)
         else:
             rows = _flat_rows(asked, host_k.shape[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.op import operation
 
 # For rule "column": the floor of a column's energy is what this many tokens would give it if they were spread evenly
@@ -44,9 +44,7 @@ def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> 
     return basis + eta * step
 
 
-@operation(
-    triton=lambda *args: launch(*args), cpp=lambda basis, x: use_native(x) and x.dtype == basis.dtype == torch.float32
-)
+@operation(cpp=lambda basis, x: x.dtype == basis.dtype == torch.float32)
 def sequential(basis: Tensor, x: Tensor) -> Tensor:
     """Bases U [N, D, r] after tokens x [N, m, D], one by one: U += (x - U y) y^T with y = U^T x of the running U.
 
@@ -74,6 +72,7 @@ def _sequential(
     tl.store(out + start + at, u, mask=real)
 
 
+@sequential.triton
 def launch(basis: Tensor, x: Tensor) -> Tensor:
     """The Triton version of `sequential`."""
     (N, D, r), out = basis.shape, torch.empty(basis.shape, dtype=torch.float32, device=x.device)

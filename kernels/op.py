@@ -1,13 +1,19 @@
 """Operations are declared once, each in its file: arguments, results, and versions in torch, Triton and C++.
 
-    @operation(triton=lambda *args: _launch(*args), cpp=lambda q, *_: use_native(q))
+    @operation(cpp=whole_vectors)
     def score(q: Tensor, keys: Tensor, pos: Tensor | None = None) -> Tensor:
-        ...  # the torch version
+        ...  # the torch version, the reference
 
-The declared object is what callers call. CUDA tensors take the Triton version; CPU tensors take the C++ version where
-it serves, otherwise the torch version; tensors on `meta` go where CUDA tensors go, and a TorchDispatchMode sees every
-call. The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a
-version is opaque to the compiler. Its overload `cpp` is the C++ function of the same name (kernels/native/).
+    @score.triton
+    def launch(q: Tensor, keys: Tensor, pos: Tensor | None) -> Tensor: ...
+
+The declared object is what callers call. `version_for` (backend.py) says which version its first argument takes: Triton
+for CUDA tensors, C++ for CPU tensors, or torch's. Where an operation has no such version, or that one does not serve
+these shapes, torch's runs. That is all there is to the choice.
+
+The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a version is
+opaque to the compiler, and a TorchDispatchMode sees every call. Its overload `cpp` is the C++ function of the same name
+(kernels/native/).
 """
 
 from __future__ import annotations
@@ -22,10 +28,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.backend import use_triton
+from kernels.backend import version_for
+from kernels.native import VECTOR
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+Serves = Callable[..., bool]  # whether a version serves these arguments, of which it sees all
 _LIB = torch.library.Library("kv_fast", "DEF")
 OPERATIONS: dict[str, Operation] = {}  # by name, in the order of their files' imports
 _IN_C = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", "int": "int64_t", "bool": "int32_t",
@@ -33,23 +42,21 @@ _IN_C = {"Tensor": "AtenTensorHandle", "Optional[Tensor]": "AtenTensorHandle*", 
 
 
 class Operation(Generic[P, R]):
-    """See `operation`. reference: the torch version; op: the operator; cpp: its overload in C++."""
+    """See `operation`. reference: the torch version; op: the operator; cpp: its overload in C++; versions: by the name
+    that `version_for` gives, how to call it, and what it serves (None: all)."""
 
     def __init__(
         self,
         reference: Callable[P, R],
-        triton: Callable[..., R] | None,
-        cpp: Callable[..., bool] | None,
+        cpp: bool | Serves,
         fake: Callable[..., Any] | None,
-        when: Callable[..., bool] | None,
         opaque: bool,
         mutates: tuple[str, ...],
         reads: Callable[..., dict[str, int]] | None,
     ):
         functools.update_wrapper(self, reference)
         self.reference: Callable[..., R] = reference
-        self.triton, self.serves, self.when, self.opaque = triton, cpp, when, opaque
-        self.mutates, self.parts = mutates, reads
+        self.opaque, self.mutates, self.parts = opaque, mutates, reads
         self.name = reference.__name__.lstrip("_")
         parameters = inspect.signature(reference).parameters.values()
         self.defaults = [(p.name, p.default) for p in parameters]
@@ -57,27 +64,35 @@ class Operation(Generic[P, R]):
         if fake is None:
             fake = _nothing if schema.endswith("()") else _like_the_first
         shapes = lambda *args, fake=fake, **kwargs: fake(*self.filled(args, kwargs))  # noqa: E731
-        versions = ("", ".cpp") if cpp else ("",)
-        for version in versions:
-            _LIB.define(self.name + version + schema)
-            torch.library.register_fake(f"kv_fast::{self.name}{version}", shapes, lib=_LIB)
+        for overload in ("", ".cpp") if cpp else ("",):
+            _LIB.define(self.name + overload + schema)
+            torch.library.register_fake(f"kv_fast::{self.name}{overload}", shapes, lib=_LIB)
         for device in ("CPU", "CUDA"):
             _LIB.impl(self.name, self._run, device)
         packet = getattr(torch.ops.kv_fast, self.name)
         self.op: Any = packet.default
         self.cpp: Any = packet.cpp if cpp else None
+        self.versions: dict[str, tuple[Any, Serves | None]] = {}
+        if cpp:
+            self.versions["cpp"] = self.cpp, cpp if callable(cpp) else None
+        self.otherwise = self.op if opaque else reference
+        self.launch: Callable[..., R] | None = None
         OPERATIONS[self.name] = self
 
+    def triton(self, launch: F | None = None, serves: Serves | None = None) -> Any:
+        """Declare the decorated function, of the same arguments, to be the Triton version. serves: which shapes."""
+        if launch is None:
+            return functools.partial(self.triton, serves=serves)
+        self.launch = launch
+        self.versions["triton"] = self.op, serves
+        return launch
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        given = self.filled(args, kwargs)
-        if self.when is None or self.when(*given):
-            if self.triton is not None and use_triton(given[0]):
-                return self.op(*given)
-            if self.serves is not None and self.serves(*given):
-                return self.cpp(*given)
-            if self.opaque:
-                return self.op(*given)
-        return self.reference(*given)
+        x: Any = args[0]
+        version = self.versions.get(version_for(x.device, x.dtype))
+        if version is None or not (version[1] is None or version[1](*args, **kwargs)):
+            return self.otherwise(*args, **kwargs)
+        return version[0](*args, **kwargs)
 
     def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments in order: torch leaves out trailing ones that equal their defaults."""
@@ -95,8 +110,8 @@ class Operation(Generic[P, R]):
     def _run(self, *args: Any, **kwargs: Any) -> R:
         """The operator's Python implementation, on any device."""
         args = self.filled(args, kwargs)
-        if self.triton is not None and (not self.opaque or use_triton(args[0])):
-            return self.triton(*args)
+        if self.launch and "triton" in self.versions and version_for(args[0].device, args[0].dtype) == "triton":
+            return self.launch(*args)
         return self.reference(*args)
 
 
@@ -109,23 +124,26 @@ def _like_the_first(x: Tensor, *rest: Any) -> Tensor:
 
 
 def operation(
-    triton: Callable[..., Any] | None = None,
-    cpp: Callable[..., bool] | None = None,
+    cpp: bool | Serves = False,
     fake: Callable[..., Any] | None = None,
-    when: Callable[..., bool] | None = None,
     opaque: bool = False,
     mutates: tuple[str, ...] = (),
     reads: Callable[..., dict[str, int]] | None = None,
 ) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Declare the operation of which the decorated function is the torch version.
 
-    All callables take the arguments of that function. triton: the Triton version; cpp: whether the C++ version, the
-    function of that name in kernels/native/, serves these CPU tensors; fake: gives empty results of the right shapes,
-    by default one like the first argument; when: whether there is another version than torch's; opaque: a compiled
-    graph calls the torch version, too, as an operator, where by default the compiler sees into it; mutates: arguments
-    that are written in place; reads: bytes of each argument of which a part is read, or that is both written and read.
+    All callables take the arguments of that function. cpp: whether there is a C++ version, the function of that name in
+    kernels/native/, or which shapes it serves; fake: gives empty results of the right shapes, by default one like the
+    first argument; opaque: a compiled graph calls the torch version, too, as an operator, where by default the compiler
+    sees into it; mutates: arguments that are written in place; reads: bytes of each argument of which a part is read,
+    or that is both written and read.
     """
-    return lambda reference: Operation(reference, triton, cpp, fake, when, opaque, mutates, reads)
+    return lambda reference: Operation(reference, cpp, fake, opaque, mutates, reads)
+
+
+def whole_vectors(x: Tensor, *rest: Any) -> bool:
+    """For `cpp`: it reads rows of the first argument in whole vectors."""
+    return x.shape[-1] % VECTOR == 0
 
 
 def nbytes(x: Tensor | None) -> int:

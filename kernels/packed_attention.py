@@ -8,12 +8,13 @@ heads if they differ. The program that reads a head's first slots adds the extra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kernels.backend import use_native
 from kernels.dense_attention import split_attention
-from kernels.op import nbytes, operation
+from kernels.op import nbytes, operation, whole_vectors
 
 
 def packed_attention(
@@ -43,8 +44,7 @@ def packed_attention(
 
 
 @operation(
-    triton=lambda q, k, v, stop, *mean: split_attention(q, k, v, stop, mean=None if mean[2] is None else mean),
-    cpp=lambda q, *_: use_native(q, q.shape[2]),
+    cpp=whole_vectors,
     opaque=True,
 )
 def _packed_attention(
@@ -53,6 +53,11 @@ def _packed_attention(
     return (_packed_attention_cpu if q.device.type == "cpu" else _packed_attention_masked)(
         q, k, v, stop, mean_k, mean_v, count
     )
+
+
+@_packed_attention.triton
+def _(q: Tensor, k: Tensor, v: Tensor, stop: Tensor, *mean: Any) -> Tensor:
+    return split_attention(q, k, v, stop, mean=None if mean[2] is None else mean)
 
 
 @operation(

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
+from kernels.native import VECTOR
 from kernels.op import operation, picked
 from kernels.quantize import GROUP, WORDS
 from kernels.ring import ring_positions
@@ -72,10 +73,7 @@ def _reads(q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, *rest: A
 
 
 @operation(
-    triton=lambda *args: launch(*args),
-    cpp=lambda q, idx, count, k, v, k_params, *_: (
-        use_native(q, q.shape[2]) and (k_params is None or q.shape[2] % GROUP == 0)
-    ),
+    cpp=lambda q, idx, count, k, v, k_params, *_: q.shape[2] % (VECTOR if k_params is None else GROUP) == 0,
     reads=_reads,
 )
 def _packed_gather_attention(
@@ -239,6 +237,7 @@ def _packed_gather_attention_kernel(
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
 
 
+@_packed_gather_attention.triton
 def launch(
     q: Tensor,
     idx: Tensor,

@@ -44,7 +44,6 @@ def join_page(low: Tensor, high: Tensor, k: Tensor, pos: Tensor, page: int) -> N
 
 
 @operation(
-    triton=lambda *args: _page_score_triton(*args),
     fake=lambda q, low, high, last: empty_scores(len(q), *low.shape[1:3], device=q.device),
 )
 def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None) -> Tensor:
@@ -84,6 +83,7 @@ def _page_score(
     tl.store(to, tl.sum(score, 1), mask=p < tl.cdiv(P, 16) * 16)
 
 
+@page_score.triton
 def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None, block: int | None = None) -> Tensor:
     """The Triton version of `page_score`; tests give pages per program."""
     (B, Hq, D), (H, P) = q.shape, low.shape[1:3]

@@ -36,11 +36,14 @@ def group_size(width: int, groups: int) -> int:
     return width // groups if groups == 1 or width % (groups * GROUP) == 0 else GROUP
 
 
-def _whole_groups(x: Tensor, bits: int, mean: object, alpha: object, magnitude: bool, group: int, clip: float) -> bool:
+def _whole_groups(
+    x: Tensor, bits: int, mean: object = None, alpha: object = None, magnitude: bool = False, group: int = GROUP,
+    clip: float = 1.0,
+) -> bool:  # fmt: skip
     return group == GROUP and clip == 1 and bits in WORDS and x.shape[-1] % GROUP == 0
 
 
-@operation(triton=lambda *args: launch(*args[:5]), fake=_outputs, when=_whole_groups)
+@operation(fake=_outputs)
 def quantize(
     x: Tensor,
     bits: int,
@@ -177,8 +180,14 @@ def _quantize(
     tl.store(pairs + group, pair, mask=group < n)
 
 
+@quantize.triton(serves=_whole_groups)
 def launch(
-    x: Tensor, bits: int, mean: Tensor | None = None, alpha: Tensor | None = None, magnitude: bool = False
+    x: Tensor,
+    bits: int,
+    mean: Tensor | None = None,
+    alpha: Tensor | None = None,
+    magnitude: bool = False,
+    *rest: object,
 ) -> tuple[Tensor, Tensor]:
     """The Triton version of `quantize`."""
     D, n = x.shape[-1], x.numel() // GROUP

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.codebook import quantize_book, read_book
 from kernels.dense_attention import masked_attention
 from kernels.gather_attention import gather_rows
@@ -107,13 +107,13 @@ def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
     )  # fmt: skip
 
 
-def _in_cpp(x: Tensor) -> bool:
+def _whole_groups(x: Tensor, *rest: object) -> bool:
     """Whether C++ serves: it has whole groups of 32 channels."""
-    return use_native(x, x.shape[2]) and x.shape[2] % GROUP == 0
+    return x.shape[2] % GROUP == 0
 
 
 @operation(
-    cpp=lambda x, pos, full_precision, *_: _in_cpp(x) and x.dtype == full_precision.dtype,
+    cpp=lambda x, pos, full_precision, *_: x.shape[2] % GROUP == 0 and x.dtype == full_precision.dtype,
     opaque=True,
     mutates=("full_precision", "data", "params"),
     reads=lambda x, pos, full_precision, *_: dict(full_precision=nbytes(x)),
@@ -196,7 +196,7 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     )  # fmt: skip
 
 
-@operation(triton=lambda *args: launch(*args), cpp=lambda q, *_: _in_cpp(q))
+@operation(cpp=_whole_groups)
 def _quantized_attention(
     q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
     v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,
@@ -315,6 +315,7 @@ def _side(
     return words, third, params.view(torch.int32), each if channels else group_size(D, params.shape[3])
 
 
+@_quantized_attention.triton
 def launch(
     q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
     v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,

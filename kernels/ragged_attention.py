@@ -10,16 +10,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.backend import use_native
 from kernels.dense_attention import decode_attention, split_attention
-from kernels.op import operation
+from kernels.op import operation, whole_vectors
 
 
-@operation(
-    triton=lambda *args: _of_rows(split_attention, *args),
-    cpp=lambda q, *_: use_native(q, q.shape[2]),
-    opaque=True,
-)
+@operation(cpp=whole_vectors, opaque=True)
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """Softmax attention of each KV head's query heads over its own slots start <= t < stop.
 
@@ -27,6 +22,11 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tenso
     -> [B, Hq, D]. Scale 1/sqrt(D). Slots that no head has may hold anything.
     """
     return _of_rows(lambda q, k, v, stop, start: decode_attention.reference(q, k, v, start, stop), q, k, v, start, stop)
+
+
+@ragged_attention.triton
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    return _of_rows(split_attention, q, k, v, start, stop)
 
 
 def _of_rows(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def angles(table: Tensor, pos: Tensor) -> Tensor:
     """A table [1 or >= B, T, D/2] at positions pos [B, ...] int64 -> [B, ..., D/2]."""
-    if len(table) == 1:
+    if table.shape[0] == 1:
         return table[0][pos]
     return table[torch.arange(len(pos), device=pos.device).view(-1, *[1] * (pos.dim() - 1)), pos]
 

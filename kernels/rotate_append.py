@@ -36,15 +36,13 @@ def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
     return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
 
 
-@operation(triton=lambda *args: _token(*args), fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
+@operation(fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
 def _rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     a, b = angles(cos, pos)[:, None], angles(sin, pos)[:, None]
     return apply_rope(q, a, b), apply_rope(k, a, b)
 
 
-@operation(
-    triton=lambda *args: _launch(*args), fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles
-)
+@operation(fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles)
 def _rotate_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
@@ -98,6 +96,7 @@ def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:
     return dict(G=G, D=D) | tile, dict(num_warps=warps, enable_fp_fusion=False)
 
 
+@_rotate_append.triton
 def _launch(
     q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, pos: Tensor, k_out: Tensor, v_out: Tensor | None
 ) -> Tensor:
@@ -116,6 +115,7 @@ def _launch(
     return q_out
 
 
+@_rotate_token.triton
 def _token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     return _launch(q, k, None, cos, sin, pos, k_out, None), k_out

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import HIP, tl, triton, use_native
+from kernels.backend import HIP, tl, triton
 from kernels.bisection import (
     HIGH,
     LOW,
@@ -54,11 +54,10 @@ def _lists(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_fp32(scores: Tensor, *_: object) -> bool:
-    return scores.dtype == torch.float32 and use_native(scores)
+    return scores.dtype == torch.float32
 
 
 @operation(
-    triton=lambda scores, mask, k, count: select(scores, mask, None, count, k),
     cpp=_of_fp32,
     fake=lambda scores, mask, k, count: _lists(scores, k),
 )
@@ -76,7 +75,6 @@ def topk_select(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Te
 
 
 @operation(
-    triton=lambda scores, pos, wanted, *rest: select(scores, None, pos, wanted, *rest),
     cpp=_of_fp32,
     fake=lambda scores, pos, wanted, k, *_: _lists(scores, k),
 )
@@ -96,6 +94,16 @@ def budget_select(
     least = (sinks + recent * torch.ones_like(pos)).minimum(pos + 1)[:, None]
     wanted = torch.maximum(wanted.view(len(pos), -1), least)
     return topk_select(scores, filled[:, None], k, wanted.expand(scores.shape[:2]))
+
+
+@topk_select.triton
+def _(scores: Tensor, mask: Tensor, k: int, count: Tensor) -> tuple[Tensor, Tensor]:
+    return select(scores, mask, None, count, k)
+
+
+@budget_select.triton
+def _(scores: Tensor, pos: Tensor, wanted: Tensor, k: int, sinks: int, recent: int) -> tuple[Tensor, Tensor]:
+    return select(scores, None, pos, wanted, k, sinks, recent)
 
 
 def with_run(idx: Tensor, count: Tensor, first: Tensor, last: int, k: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.op import operation
 from kernels.quantize import pack
 from kernels.splits import empty_scores, multiprocessors
@@ -60,8 +60,7 @@ def codebook(x: Tensor, codes: Tensor, valid: Tensor) -> Tensor:
 
 
 @operation(
-    triton=lambda *args: _lut_score_triton(*args),
-    cpp=lambda q, *_: use_native(q),
+    cpp=True,
     fake=lambda q, book, packed, *_: empty_scores(*packed.shape[:3], device=q.device),
 )
 def lut_score(q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
@@ -132,6 +131,7 @@ def _lut_score(
         tl.store(out + slot, tl.full([BLOCK_S], float("-inf"), tl.float32), mask=(slot >= lo) & (slot < hi))
 
 
+@lut_score.triton
 def _lut_score_triton(
     q: Tensor, book: Tensor, packed: Tensor, pos: Tensor | None, skip: Tensor | None = None,
     block: int = LUT_BLOCK, part: int | None = None,

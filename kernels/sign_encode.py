@@ -31,7 +31,6 @@ def key_range(k: Tensor, lengths: Tensor, mean: Tensor | None = None) -> tuple[T
 
 
 @operation(
-    triton=lambda *args: _key_range_triton(*args),
     fake=lambda k, lengths: k.new_empty(3, *k.shape[:2], k.shape[3], dtype=torch.float32),
 )
 def _key_range(k: Tensor, lengths: Tensor) -> Tensor:
@@ -47,7 +46,7 @@ def _fake(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return k.new_empty(B, H, S, D // 8, dtype=torch.uint8), mean.new_empty(B, H, D // SUB, 16, SUB)
 
 
-@operation(triton=lambda *args: launch(*args), fake=_fake)
+@operation(fake=_fake)
 def encode_keys(k: Tensor, mean: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Keys less their mean -> packed sign codes (eq. 2-3) and the centroids of their cells (eq. 4); see `codebook`.
 
@@ -154,6 +153,7 @@ def _encode_keys(
     tl.store(part + at + G * 64, count, mask=real)
 
 
+@_key_range.triton
 def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> Tensor:
     """The Triton version of `_key_range`; tests give the number of parts."""
     B, H, S, D = k.shape
@@ -168,6 +168,7 @@ def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> T
     return torch.stack((total.sum(2) / lengths.view(B, 1, 1), low.amin(2), high.amax(2)))
 
 
+@encode_keys.triton
 def launch(k: Tensor, mean: Tensor, lengths: Tensor, parts: int | None = None) -> tuple[Tensor, Tensor]:
     """The Triton version of `encode_keys`; tests give the number of parts."""
     B, H, S, D = k.shape

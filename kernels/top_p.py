@@ -11,15 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import tl, triton, use_native
+from kernels.backend import tl, triton
 from kernels.op import operation
 
 BLOCK, WARPS = 4096, 8  # weights summed at a time: 16 a thread
 
 
 @operation(
-    triton=lambda *args: launch(*args),
-    cpp=lambda weights, *_: use_native(weights),
+    cpp=True,
     fake=lambda weights, *_: weights.new_empty(weights.shape[:2], dtype=torch.int64),
 )
 def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: int = 0) -> Tensor:
@@ -79,6 +78,7 @@ def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: 
     tl.store(count + tl.program_id(0), tl.minimum(taken, tl.maximum(n, 0)).to(tl.int64))
 
 
+@top_p_count.triton
 def launch(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int, block: int = BLOCK) -> Tensor:
     """The Triton version of `top_p_count`; tests give weights per block."""
     B, H, T = weights.shape

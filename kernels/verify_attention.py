@@ -10,26 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.backend import use_native
 from kernels.dense_attention import attend_where, split_attention
-from kernels.op import operation
+from kernels.op import operation, whole_vectors
 
 MOST = 64  # query heads times tokens of a Triton program: beyond, registers spill
 
 
-def _split(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
-    """Run in parts of as many tokens as a program holds; each part reads K and V."""
-    n, parts = q.shape[2], []
-    most = max(1, MOST * k.shape[1] // q.shape[1])
-    for i in range(0, n, most):
-        part = q[:, :, i : i + most]
-        m = part.shape[2]
-        ends = stop - (n - i - m), None if start is None else start + i
-        parts.append(split_attention(part.flatten(1, 2), k, v, *ends, tokens=m).unflatten(1, (-1, m)))
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-
-
-@operation(triton=_split, cpp=lambda q, *_: use_native(q, q.shape[3]), opaque=True)
+@operation(cpp=whole_vectors, opaque=True)
 def verify_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
     """n tokens per row, causal among themselves: the last one sees the slots before its row's stop, the one before it
     one slot less. start: where the first one's slots begin, the next one's a slot later; None: all begin at 0.
@@ -43,3 +30,16 @@ def verify_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop
     filled = seen.any(1)[:, None, :, None]  # other slots may hold NaN
     keys, values = (x[: len(q)].masked_fill(~filled, 0) for x in (k, v))
     return attend_where(q, keys, values, seen)
+
+
+@verify_attention.triton
+def _split(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, stop: Tensor) -> Tensor:
+    """Run in parts of as many tokens as a program holds; each part reads K and V."""
+    n, parts = q.shape[2], []
+    most = max(1, MOST * k.shape[1] // q.shape[1])
+    for i in range(0, n, most):
+        part = q[:, :, i : i + most]
+        m = part.shape[2]
+        ends = stop - (n - i - m), None if start is None else start + i
+        parts.append(split_attention(part.flatten(1, 2), k, v, *ends, tokens=m).unflatten(1, (-1, m)))
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]

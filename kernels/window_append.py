@@ -35,7 +35,7 @@ def window_append(
     _window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
 
 
-@operation(triton=lambda *args: launch(*args), mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
+@operation(mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
 def _window_append(
     k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None, mean_v: Tensor | None,
     k: Tensor, v: Tensor, place: Tensor, fresh: Tensor, dropped: Tensor,
@@ -87,6 +87,7 @@ def _window_append_kernel(
         tl.store(table + p, slot.to(tl.int32))
 
 
+@_window_append.triton
 def launch(
     k_cache: Tensor,
     v_cache: Tensor,

@@ -98,7 +98,7 @@ class HShare(DoubleSparsity):
     skip_layers = ()  # type: ignore[assignment]
     reads_queries = True
     joins_heads = True
-    steps_alike = False
+    deviates = frozenset({"unequal steps"})
 
     sets: SharedSets
     head_source: Tensor  # int64 [B, Hkv]: whose set a head takes, its own or an earlier one's, of all ranks

@@ -29,7 +29,7 @@ class KeyDiff(Evicting):
     lookback = 0
     reads_queries = False
     evicts_while_reading = True
-    rereads = True
+    deviates = frozenset({"rereads"})
 
     @dataclass
     class Args(Evicting.Args):

@@ -52,7 +52,7 @@ class KeyComponentsBefore(KeyComponents):
 class Loki(Selecting):
     paper = "Singhania et al. 2024, Loki: Low-rank Keys for Efficient Sparse Attention"
     statistics = (KeyComponents(),)
-    rereads = True
+    deviates = frozenset({"rereads"})
 
     basis: Tensor  # [Hkv, D, D], components in columns, the largest first
 

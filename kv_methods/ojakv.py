@@ -164,7 +164,8 @@ class OjaKV(KVMethod):
     stress = dict(n_start=5, n_recent=5, update_every=6, query_window=8)
     statistics = (HeadMoments(),)
     exact_prefill = False  # Sec. 3.3
-    joins_heads = weighs_queries = True
+    joins_heads = True
+    deviates = frozenset({"weighs queries"})
     takes_chunks = False  # the bases turn towards the whole prompt before it is attended to
     layout = KVMethod.first_slots
 

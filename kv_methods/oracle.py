@@ -8,7 +8,7 @@ from kernels.latent_score import head_scores
 
 class Oracle(Selecting):
     paper = "none: the ceiling that selection methods are compared with"
-    rereads = True
+    deviates = frozenset({"rereads"})
 
     def logits(self, q, pos):
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))

@@ -99,7 +99,7 @@ class Quest(Selecting):
     def select(self, q, pos):
         """The best full pages, followed by the current one as far as it is filled."""
         page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
-        last, wanted = pos // page, self.pages_of(self.selection.at(pos + 1))
+        last, wanted = pos // page, self.pages_of(self.wanted(pos))
         if self.p is None:
             scores = self.ranked(q, pos, last)
         else:

@@ -65,6 +65,7 @@ class LatentStore(Storage):
     `ranks`: the number of coordinates in each buffer, so that a pass over the first ones reads nothing else.
     """
 
+    k0: Tensor
     vectors: ClassVar[type[PackedVectors]] = PackedVectors
     layout = Storage.first_slots
 
@@ -72,21 +73,21 @@ class LatentStore(Storage):
         super().__init__(shape)
         where = (shape.max_batch, slots)
         self.slots, self.rank = slots, sum(ranks)
-        self.parts = [f"k{i}" for i in range(len(ranks))]
-        for part, r in zip(self.parts, ranks, strict=True):
-            self.buffer(part, (*where, r))
+        for i, r in enumerate(ranks):
+            self.buffer(f"k{i}", (*where, r))
         self.values = self.vectors(shape, where, shape.n_kv_head * shape.head_dim, bits)
         self.token_bytes = self.rank * shape.dtype.itemsize + self.values.vector_bytes  # all KV heads together
 
     @property
     def lead(self) -> Tensor:
         """The first coordinates of all slots, [B, slots, ranks[0]]."""
-        return self.get_buffer(self.parts[0])
+        return self.k0
 
     @property
     def tokens(self) -> LatentTokens:
         """The slots in the form that the kernels take."""
-        return LatentTokens(tuple(self.get_buffer(x) for x in self.parts), self.values.parts(), self.values.bits)
+        latents, values = tuple(self._buffers.values()), self.values
+        return LatentTokens(latents, values.parts(), values.bits)  # type: ignore[arg-type]
 
 
 class Ring(Storage):
@@ -209,7 +210,8 @@ class Sals(KVMethod):
         """Positions chosen in the store, one set for all heads; None: all. Recent tokens are always attended to."""
         if self.dense:
             return None, None
-        n, scores, wanted = self.recent, self._scores(q, pos), self.selection.at(pos + 1)
+        n, scores = self.recent, self._scores(q, pos)
+        wanted = self.once(self.selection, lambda: self.selection.at(pos + 1))
         if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)

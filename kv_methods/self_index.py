@@ -252,8 +252,9 @@ class SelfIndex(KVMethod):
         return torch.where(there, each * q.shape[2] ** -0.5, float("-inf")).softmax(-1).nan_to_num(0).mean(0)
 
     def attend(self, q, idx, count, pos):
-        whole = FullPrecisionTokens(self.sinks.k, self.sinks.v, self.tail.k, self.tail.v)
-        return packed_gather_attention(q, idx, count, self.store, whole, pos, self.tail.prompt_len, self.flushed)
+        sinks, tail = self.sinks, self.tail
+        whole = FullPrecisionTokens(sinks.k, sinks.v, tail.k, tail.v)
+        return packed_gather_attention(q, idx, count, self.store, whole, pos, tail.prompt_len, self.flushed)
 
     @property
     def store(self):

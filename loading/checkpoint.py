@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.rope import RopeArgs
-from model import ModelArgs, Transformer, empty_transformer
+from loading.allocate import empty_transformer
+from model import ModelArgs, Transformer
 from runtime.errors import InputError, short
 from runtime.parallel import ONE, Ranks
 from weights import (

@@ -54,6 +54,12 @@ class Ranks:
         part = self.part(n)
         return range(part.start, max(part.stop, part.start + 1))
 
+    def queries(self, n_head: int, n_kv_head: int) -> slice:
+        """Which of its KV heads' queries this rank goes on with behind attention, all of them but with more ranks than
+        KV heads: then several hold one and attend with all its queries, because methods choose tokens by all."""
+        mine, first = self.part(n_head), self.heads(n_kv_head).start * (n_head // n_kv_head)
+        return slice(mine.start - first, mine.stop - first)
+
     def copies(self, n: int) -> int:
         """The number of ranks that hold each of n KV heads."""
         return max(1, self.size // n)

@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU, by scripts/report/kernel_report.py."""
+"""Kernels compiled without a GPU, by tests/audit/kernel_report.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW = ("--models", "llama-3.1-8b", "--sizes", "8x32768", "8x12288", "--methods",
 def report(*args: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
     """Its rows, and how it ended: in a process of its own, because in this one kernels may be interpreted."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "KV_FAST_BACKEND")}
-    command = [sys.executable, "-m", "scripts.report.kernel_report", "--json", *args]
+    command = [sys.executable, "-m", "tests.audit.kernel_report", "--json", *args]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done

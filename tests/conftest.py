@@ -51,6 +51,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 
 
+def _follow(event, args):
+    """A process reads KV_FAST_BACKEND once (kernels/backend.py): here a change of the environment changes it, too."""
+    backend = sys.modules.get("kernels.backend")
+    if backend and event in ("os.putenv", "os.unsetenv") and os.fsdecode(args[0]) == "KV_FAST_BACKEND":
+        backend.BACKEND = os.fsdecode(args[1]) if event == "os.putenv" else ""
+
+
+sys.addaudithook(_follow)
+
+
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def _rounded():
     """Triton's interpreter cuts numbers off to bf16, which loses up to twice as much as rounding, and always downwards:
@@ -74,7 +84,7 @@ def _rounded():
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
 def addresses():
     """Every interpreted kernel, in any test: what it loads and stores lies in the tensors that it was launched with."""
-    from scripts.report.addresses import watched
+    from tests.audit.addresses import watched
 
     with watched() as seen:
         yield seen

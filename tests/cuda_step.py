@@ -31,7 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
 from engine.compiled import compiler_options
-from model import ModelArgs, empty_transformer
+from loading.allocate import empty_transformer
+from model import ModelArgs
 from runtime.parallel import Ranks
 
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -63,7 +64,7 @@ def on_cuda(model, method, batch, length):
     """Set a cache up on `meta`, where what decides about sizes is real; then all tensors are fake ones on `cuda`."""
     rotary = ModelArgs.rotary  # on `meta` a cache is asked for its size alone, and has no angles
     with mock.patch.object(ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, length, device)):
-        model.setup(method, batch, length, None, {})
+        model.setup_cache(method, batch, length, None)
     fakes = {}
 
     def fake(t):

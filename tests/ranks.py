@@ -22,7 +22,7 @@ RAGGED = (50, 23, 71)
 
 
 def decoded(model, spec, tokens, lengths, steps, compile):
-    model.setup(spec, len(lengths), tokens.shape[1] + steps, steps, {})
+    model.setup_cache(spec, len(lengths), tokens.shape[1] + steps, steps)
     logits, pos, said = [model.prefill(tokens.clone(), lengths)], lengths.clone(), []
     step = model.decode
     if compile:

@@ -15,8 +15,9 @@ from sampled import sampled
 from test_contract import METHODS
 
 from kernels.backend import tl, triton
-from scripts.report import addresses
-from scripts.report.addresses import BLOCKS, edges
+from runtime.machine import ROOT
+from tests.audit import addresses
+from tests.audit.addresses import BLOCKS, edges
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="natively, nothing is watched")
 
@@ -54,6 +55,17 @@ def test_edges(name, blocks, monkeypatch):
     if not seen.launches:
         pytest.skip("no kernels of its own")
     assert all(seen.stores[kernel] and seen.addresses[kernel] for kernel in seen.launches), seen.stores
+
+
+def test_a_methods_file_outside_the_repository(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setenv("KV_FAST_METHODS", "")
+    code = (ROOT / "kv_methods" / "random.py").read_text()
+    (tmp_path / "by_chance.py").write_text(code)
+    status, out, err = cli(addresses, "--methods", tmp_path / "by_chance.py", "--blocks", "whole", "--json")
+    assert status == 0, err
+    (row,) = json.loads(out)
+    assert row["method"] == "by_chance" and row["loads"] > 0
 
 
 def test_the_report(cli, monkeypatch):

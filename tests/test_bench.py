@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import os
 import re
+import shlex
 import statistics
-import subprocess
 import sys
-import tarfile
-import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -22,17 +19,15 @@ from cache.calibration import Calibration
 from cache.spec import layer_methods, make_args, method_files, method_name
 from kv_methods.razor import Razor
 from loading.checkpoint import args_from_hf, random_transformer
-from model import NAMED
+from models.tiny.training import train_tiny
 from runtime.errors import InputError
-from scripts.bench import bench_attention, bench_generate, bench_linear, bench_restore, layer, our_runs
+from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
-from scripts.eval import analyze, compare, weights_quality
-from scripts.report import gpu, launches, measure, plots, tables, update_readme
-from scripts.report.markdown import share, wilson
+from scripts.eval import analyze, compare
+from scripts.report import measure, plots, tables, update_readme
 from scripts.shared import options, timing
-from scripts.shared import progress as progress_module
-from scripts.shared.progress import Progress
-from scripts.train import train_tiny
+from scripts.shared.markdown import share, wilson
+from tests.audit import launches
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = dict(model_type="llama", vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
@@ -325,13 +320,14 @@ def test_every_round_is_kept(cli, config, tmp_path, monkeypatch):
 
 def test_interrupted_in_a_round(cli, config, tmp_path, monkeypatch):
     """Ctrl-C ends the run, not only the loop that decodes; what was measured before it stays."""
-    out, loop = tmp_path / "generate.json", our_runs.continue_rows
+    out, rows = tmp_path / "generate.json", our_runs.Session.rows
 
     def interrupted(session, *args):
-        if "streaming" not in str(type(session.model.cache[0])):
-            loop(session, *args)
+        if "streaming" in str(type(session.model.cache[0])):
+            raise KeyboardInterrupt
+        return rows(session, *args)
 
-    monkeypatch.setattr(our_runs, "continue_rows", interrupted)
+    monkeypatch.setattr(our_runs.Session, "rows", interrupted)
     argv = ("--random-init", config, "--device", "cpu", "--rounds", 1, "--new", 3, "--mode", "eager", "--batch", 1,
             "--length", 16, "--no-interleave", "--method", "full", "streaming", "random", "--out", out)  # fmt: skip
     assert cli(bench_generate, *argv)[0] == 130
@@ -419,16 +415,6 @@ def decode_one_token(model, token, pos, mask, temperature):
 """
 
 
-DOUBLE_SPARSE_GENERATE = """
-def sparse_decode_one_token(model, token, pos, temperature):
-    torch._dynamo.graph_break()
-    a = model.layers[0].attention
-    assert a.sorted_channel.shape == (4, 32) and a.kv_cache.k_label.any() and not a.kv_cache.out.any()
-    assert (model.args.heavy_const, model.args.heavy_channel_num) == (16, 32)
-    return token, None
-"""
-
-
 def peer_rows(cli, config, peer):
     argv = ("--synthetic", "--peer", peer, "--mode", "eager", "--batch", 1, "--length", 24)
     return generated(cli, config, *argv)["rows"]
@@ -441,27 +427,6 @@ def test_peer_gpt_fast(cli, config, tmp_path):
         (tmp_path / name).write_text(code)
     ours, peer = peer_rows(cli, config, f"gpt-fast:{tmp_path}")
     assert len(peer["seconds_per_step"]) == 2 and peer["compiled"] is False and "times_gpt_fast" not in ours
-
-
-@pytest.mark.slow
-def test_peer_double_sparse(cli, tmp_path):
-    """Labels are filled with the caches, other buffers are not; channels are chosen for every head."""
-    (tmp_path / "models").mkdir()
-    code = PEER_MODEL.replace('"v_cache"', '"v_cache", "k_label", "out"')
-    code = code.replace("args.n_local_heads)", "args.n_local_heads); self.args = args")
-    (tmp_path / "models" / "model.py").write_text(code)
-    (tmp_path / "models" / "generate.py").write_text("import torch\n" + DOUBLE_SPARSE_GENERATE)
-    path = tmp_path / "mha.json"
-    path.write_text(json.dumps(CONFIG | dict(num_key_value_heads=4)))
-    _, peer = peer_rows(cli, str(path), f"double-sparse:{tmp_path}")
-    assert len(peer["seconds_per_step"]) == 2 and peer["compiled"] is False
-
-
-def test_peer_without_grouped_queries(cli, config, tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "generate.py").touch()
-    ours, peer = peer_rows(cli, config, f"double-sparse:{tmp_path}")
-    assert "no grouped queries" in peer["error"] and "tokens_per_s" in ours
 
 
 def test_peer_that_fails(cli, config, tmp_path):
@@ -486,94 +451,13 @@ def test_generate_takes_a_spec_by_layers(cli, config):
     assert row["kv_bytes"] < row["kv_bytes_full"]
 
 
-# ---- what the user sees while it runs ----
-
-
-class Watch:
-    """A clock that the test turns."""
-
-    def __init__(self):
-        self.time = 0.0
-
-    def __call__(self):
-        return self.time
-
-
-def test_progress_says_what_runs_and_what_is_left():
-    watch, stream = Watch(), io.StringIO()
-    progress = Progress(dict(prepare=2, round=4), stream, watch)
-    assert progress.left() is None
-    progress.now("prepare", "full, compiling")
-    assert not stream.getvalue()  # bad input is told before anything else
-    watch.time = 60
-    progress.now("prepare", "sals, compiling")
-    # one of two is done, and of the rounds nothing is known
-    assert progress.line() == "[1:00, more than 1:00 left] sals, compiling" and stream.getvalue().endswith(
-        "compiling\n"
-    )
-    watch.time = 119.8  # longer than the first took: of it, too, nothing is known
-    assert progress.line() == "[2:00] sals, compiling"
-    watch.time = 120
-    progress.now("round", "full, round 1 of 2")
-    watch.time = 121
-    progress.now("round", "sals, round 1 of 2")
-    assert progress.left() == 3
-    progress.drop("round", 2)
-    assert progress.left() == 1
-    watch.time = 3 * 3600
-    assert progress.left() == 0 and progress.line().startswith("[3:00:00, about 0:00 left]")
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_goes_on_while_nothing_ends(monkeypatch, terminal):
-    """A compilation of minutes is no silence: a thread adds lines, or on a terminal rewrites one."""
-    monkeypatch.setattr(progress_module, "FIRST", 0.2)
-    monkeypatch.setattr(progress_module, "EVERY", 0.4)
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    with Progress(dict(prepare=1), stream) as progress:
-        progress.now("prepare", "full, compiling")
-        until = time.monotonic() + 30
-        while stream.getvalue().count("full, compiling") < 2 and time.monotonic() < until:
-            time.sleep(0.1)
-    lines = stream.getvalue()
-    assert lines.count("full, compiling") >= 2 and ("\r" in lines) == terminal
-
-
-def test_generate_tells_how_far_it_is(cli, config, monkeypatch):
-    monkeypatch.setattr(progress_module, "FIRST", 0.0)
-    monkeypatch.setattr(progress_module, "SPACED", 0.0)
-    argv = ("--random-init", config, "--device", "cpu", "--rounds", 2, "--new", 3, "--mode", "eager", "--batch", 1,
-            "--length", 16, "--method", "full", "streaming")  # fmt: skip
-    status, out, err = cli(bench_generate, *argv)
-    assert status == 0 and "round" not in out
-    steps = [
-        re.fullmatch(r"\[\d+:\d\d(?:, (?:about|more than) \d+:\d\d left)?\] (.*)", line) for line in err.splitlines()
-    ]
-    said = [m[1] for m in steps if m]
-    where = "batch 1 length 16: "
-    turns = [f"{where}{m} eager, {what}" for what in ("warm-up round 1 of 1", "round 1 of 2", "round 2 of 2")
-             for m in ("full", "streaming")]  # fmt: skip
-    assert [s for s in said if "round" in s] == turns
-    assert f"{where}full eager, setting up" in said and said[0].startswith("making")
-    assert "left" in err.splitlines()[-1]
-
-
 # ---- plots, wrong use ----
 
 
 def test_committed_results_can_be_drawn(cli, tmp_path):
     status, out, err = cli(plots, "--out", tmp_path, "--json")
     assert status == 0, err
-    assert {Path(f).stem for f in json.loads(out)} == tables.TABLES.keys() - {
-        "gpu",
-        "published",
-        "claims",
-        "collectives",
-        "restore",
-        "ranks",
-        "kvpress",
-    }
+    assert {Path(f).stem for f in json.loads(out)} == {"ruler", "speculation"}
     assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
 
 
@@ -589,25 +473,71 @@ def test_all_methods_are_in_the_lists_of_all(specs, aside):
     assert {"snapkv,adaptive=True", "snapkv,value_aware=True"} <= {*specs}
 
 
-@pytest.mark.parametrize("name", [t for t in tables.TABLES if t != "gpu"])
-def test_a_table_can_print_its_rows(cli, name):
-    """With the machine and the clean commit of each."""
+@pytest.mark.parametrize("name", [t for t in tables.TABLES if t not in ("gpu", "claims", "methods")])
+def test_a_table_is_of_one_file_and_can_print_its_rows(cli, name):
     status, out, err = cli(tables, name, "--json")
     assert status == 0 and json.loads(out), err
-    assert all(r["machine"] and re.fullmatch("[0-9a-f]{7,}", r["commit"]) for r in json.loads(out))
-    assert cli(tables, name)[1].count("\n") == len(json.loads(out))
+    assert all(r["file"] and re.fullmatch("[0-9a-f]{7,}", r["commit"]) for r in json.loads(out))
+    text = cli(tables, name)[1]
+    assert text.count("| ---") and text.count("\nFile: [") == len(re.findall(r"\n\|( ---\s?\|)+", "\n" + text))
 
 
 def test_what_the_tables_need_is_measured_by_a_command(cli):
-    """Every question has commands, of scripts and flags that exist."""
-    status, out, _ = cli(measure, "--list")
-    commands = [re.fullmatch(r"(\w+): python -m (scripts\S+) (.*)", line + " ").groups() for line in out.splitlines()]
-    assert status == 0 and {q.partition("_smollm2")[0] for q, *_ in commands} | {"real_files"} == {
-        q.rstrip("*") for _, qs in tables.TABLES.values() for q in qs
-    }
-    texts = helps(sorted({module for _, module, _ in commands}))
-    for _, module, rest in commands:
-        assert all(flag in texts[module] for flag in ["--out", *re.findall(r"--[a-z-]+", rest)]), module
+    """Every question of a table has commands, which the script's own parser takes; and so has every result file."""
+    patterns = {q for _, made in tables.TABLES.values() if not callable(made) for s in made for q in s.questions}
+    asked, files = {*measure.commands(), "prompt"}, {f.stem for f in (ROOT / "results").glob("*/*.json")}
+    assert all(any(fnmatch(q, p) for q in asked) for p in patterns)
+    assert all(any(fnmatch(q, p) for p in patterns) for q in asked | files)
+    assert asked >= measure.gpu_commands().keys() - {"checks"} and files - asked == {"accuracy_baselines"}
+    for every in (measure.commands("llama-bench", ["m.Q8_0.gguf"]), measure.gpu_commands("gpt-fast")):
+        for line in (line for lines in every.values() for line in lines if not line.startswith("pytest")):
+            module, *argv = shlex.split(line)
+            measure.check_command(module, argv)
+            assert "--out" in measure.importlib.import_module(measure.full_name(module)).parser().format_help()
+    assert cli(measure, "--list")[1].count("\n") == sum(map(len, measure.commands().values()))
+
+
+RUN = dict(command="python -m scripts.bench.bench_attention --threads 2", commit="HEAD")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(command="python scripts/eval/equal_bytes.py --threads 1"), "no longer exists"),
+        (dict(command="python -m scripts.bench.bench_attention --no-such-flag"), "no longer parses"),
+        (dict(command="python -m scripts.bench.bench_attention --method sals-99"), "no longer parses"),
+        ({}, "another command"),
+        (dict(commit="0000000"), "not in this clone"),
+    ],
+    ids=str,
+)
+def test_a_stale_result_is_told(change, why, monkeypatch):
+    known = frozenset() if why == "another command" else frozenset(["bench.bench_attention --threads 2"])
+    monkeypatch.setattr(measure, "known_commands", lambda: known)
+    assert why in measure.stale(RUN | change)
+
+
+def test_a_result_is_stale_when_its_hot_path_has_changed(monkeypatch):
+    """And is not when other folders have; where its file lies, and what continued it, make no difference."""
+    monkeypatch.setattr(measure, "known_commands", lambda: frozenset(["bench.bench_attention --threads 2"]))
+    differ = ["kernels"]
+    monkeypatch.setattr(measure, "changed", lambda since, folders: [f for f in folders if f in differ])
+    run = RUN | dict(command=RUN["command"] + " --out runs/a-0.json --resume --time-limit 9")
+    assert measure.stale(run) == "kernels changed since"
+    differ[:] = ["engine", "scripts"]
+    assert measure.stale(run) == ""
+
+
+def test_the_check_names_stale_files_and_the_pages_mark_them(cli, monkeypatch):
+    monkeypatch.setattr(measure, "stale", lambda run: "x" if run["command"].count("bench_attention") else "")
+    status, out, err = cli(measure, "--check")
+    assert status == 2 and out == "results/xeon/attention.json: x\n" and err.startswith("error: 1 of ")
+    assert "**Stale**: " in tables.section("attention")
+    monkeypatch.setattr(tables, "stale", lambda run: "")
+    assert "**Stale**" not in tables.section("attention")
+    update_readme.update(ROOT, check=True)  # the marks are not compared: they depend on later commits
+    monkeypatch.setattr(measure, "stale", lambda run: "")
+    assert cli(measure, "--check")[0] == 0
 
 
 def test_a_measurement_goes_on_and_is_written_whole(monkeypatch, tmp_path, cli):
@@ -618,6 +548,7 @@ def test_a_measurement_goes_on_and_is_written_whole(monkeypatch, tmp_path, cli):
 
     def run(command, limit):
         ran.append(command[2])
+        assert command[-2:] == ["--time-limit", "3575"]
         out = tmp_path / command[command.index("--out") + 1]
         out.write_text(json.dumps(dict(commit="abc1234", rows=[len(ran)])))
         return None if len(ran) == 2 else 0
@@ -645,8 +576,6 @@ def test_a_measurement_that_takes_too_long_is_interrupted(tmp_path):
 def test_result_files_are_of_one_clean_commit():
     """results/<machine>/<question>.json; no run of changed files."""
     for file in (ROOT / "results").rglob("*.json"):
-        if (file.parent / "steps.json").exists():  # scripts/bench/gpu_suite.sh keeps a file a step
-            continue
         runs = json.loads(file.read_text())["runs"]
         (commit,) = {run["commit"] for run in runs}
         assert re.fullmatch("[0-9a-f]{7,}", commit), file
@@ -654,35 +583,19 @@ def test_result_files_are_of_one_clean_commit():
         assert len(file.relative_to(ROOT).parts) == 3, file
 
 
-def test_the_frontier_is_what_nothing_beats():
-    points = [(0.25, 50, "a"), (0.125, 50, "b"), (0.125, 40, "c"), (0.5, 90, "d"), (0.6, 80, "e"), (0.0625, 10, "f")]
-    assert plots.frontier(points) == [(0.0625, 10, "f"), (0.125, 50, "b"), (0.5, 90, "d")]
-
-
-def test_products_are_timed_beside_torchs(cli, monkeypatch):
-    small = dict(dim=64, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=96, vocab_size=160, rope={})
-    monkeypatch.setitem(NAMED, "small", small)
-    argv = ["--model", "small", "--rows", "1", "5", "--rounds", "2", "--json"]
-    status, out, err = cli(bench_linear, *argv)
-    assert status == 0, err
-    rows = json.loads(out)["rows"]
-    ours = {(r["part"], r["M"], r["product"]): r for r in rows if r["product"].startswith("ours")}
-    assert len(ours) == 5 * 2 * 4 and all(r["share"] > 0 and len(r["each"]) == 2 for r in rows)
-    assert ours["gate_up", 5, "ours int8"]["bytes"] == 64 * 192 + 2 * 2 * 192  # codes, and a scale for 32 of them
-    assert {r["product"] for r in rows} >= {"torch fp32", "torch bf16"}
-
-
 @pytest.mark.parametrize("how", [["--synthetic"], []])
 def test_restoring_is_timed_and_files_are_measured(cli, how):
-    argv = ["--length", "300", "--method", "full", "streaming,recent=96", "--rounds", "2", "--json", *how]
-    status, out, err = cli(bench_restore, *argv)
+    argv = ["--restore", "--size", "1x300", "--method", "full", "streaming,recent=96", "--rounds", "2", *how]
+    status, out, err = cli(bench_generate, *argv, "--json")
     assert status == 0, err
     full, few = json.loads(out)["rows"]
-    assert all(len(r["restore_s"]) == 2 and r["save_s"] > 0 and ("prefill_s" in r) == (not how) for r in (full, few))
+    for r in (full, few):
+        assert len(r["restore_s"]) == len(r["save_s"]) == 2 and ("prefill_s" in r) == (not how), r
     token = full["kv_bytes"] // 428  # of the cache, which has room for 128 tokens beside the prompt
-    text = full["tensor_bytes"] - 301 * token  # with the next token
-    assert 0 < text < 4 * 300 + 4 * 2048 + 64 and few["tensor_bytes"] - text == 100 * token
-    assert full["tensor_bytes"] < full["file_bytes"] < full["tensor_bytes"] + 8192
+    assert 300 * token < full["file_bytes"] < 301 * token + 4 * 2048 + 16384
+    assert (
+        abs(full["file_bytes"] - few["file_bytes"] - 200 * token) < token + 4096
+    )  # the file of a prompt has its logits
 
 
 @pytest.mark.parametrize(
@@ -705,8 +618,8 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_attention, ["--size", "0x16"]),
         (bench_attention, ["--out", "/no/such/folder/x.json"]),
         (bench_attention, ["--device", "nothing"]),
-        (bench_restore, ["--method", "sals,nothing=1"]),
-        (bench_restore, ["--length", "0"]),
+        (bench_generate, ["--texts"]),
+        (bench_generate, ["--texts", "--speculate", "4", "--length", "100"]),
         (bench_generate, ["--method", "nothing"]),
         (bench_generate, ["--method", "0-1:full"]),
         (bench_generate, ["--method", "0-1:full,2-99:sals"]),
@@ -719,7 +632,6 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_generate, ["--peer", "nothing"]),
         (bench_generate, ["--peer", "gpt-fast"]),
         (bench_generate, ["--peer", "gpt-fast:/no/such/folder"]),
-        (bench_generate, ["--peer", "double-sparse:/no/such/folder"]),
         (bench_generate, ["--warm-up", "-1"]),
         (bench_generate, ["--size", "8x"]),
         (bench_generate, ["--peer", "transformers", "--prefill"]),
@@ -727,12 +639,11 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (bench_generate, ["--out", "/no/such/folder/x.json"]),
         (plots, ["--only", "nothing"]),
         (plots, ["--out", "/no/such/folder"]),
-        (bench_linear, ["--model", "nothing"]),
-        (bench_linear, ["--rows", "0"]),
         (measure, ["--only", "nothing"]),
         (measure, ["--only", "weights"]),
+        (measure, ["--small"]),
+        (measure, ["--gpu", "--gpt-fast", "/no/such/folder"]),
         (tables, ["nothing"]),
-        (tables, ["gpu", "--folder", "/no/such/folder"]),
         (analyze, ["--checkpoint", "/no/such/folder"]),
         (train_tiny, ["--evaluate", "x"]),
         (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
@@ -769,150 +680,52 @@ def test_what_cannot_be_written_is_told_first(cli, script, flag, tmp_path, monke
 
 def test_every_script_has_an_example_and_json():
     scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py") if "run_cli(main)" in f.read_text())
-    assert len(scripts) > 15
+    assert len(scripts) > 12
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in scripts]
     for module, text in helps(modules).items():
-        assert f"python -m {module}" in text and "--json" in text, module
+        assert f"python -m {module.removesuffix('.__main__')}" in text and "--json" in text, module
 
 
-# ---- the suite and what becomes of its files ----
-
-
-def suite(*argv, **env):
-    command = ["bash", "scripts/bench/gpu_suite.sh", *map(str, argv)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                          env=dict(os.environ, PYTHON=sys.executable) | env)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("argv", "env"),
-    [
-        ([], {}),
-        ([4], {}),
-        ([1, "a", "b"], {}),
-        ([1, "/dev/null/x"], dict(SMALL="1")),
-        ([1], dict(GPT_FAST="/no/such/folder")),
-        ([1], dict(DOUBLE_SPARSE="/no/such/folder")),
-        ([1], dict(PYTHON="/bin/false")),
-    ],
-)
-def test_wrong_use_of_the_suite(argv, env):
-    run = suite(*argv, **env)
-    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
-
-
-def test_suite_says_what_it_does():
-    run = suite("--help")
-    assert (
-        run.returncode == 0
-        and "scripts/bench/gpu_suite.sh 1|2|3" in run.stdout
-        and "#" not in run.stdout.split("\n")[0]
-    )
-
-
-def test_suite_ends_within_ten_minutes():
-    """Deadlines of a part rise, and leave a minute for what is around it."""
-    text = (ROOT / "scripts" / "bench" / "gpu_suite.sh").read_text()
-    parts = re.split(r'if \[ "\$PART" = \d \]; then', text)[1:]
-    for part in parts:
-        found = re.findall(r"^ *(?:.*(?:\|\|) )?(?:step|attention|generate) ([\w-]+) (\d+)", part, re.M)
-        deadlines = [int(seconds) for _, seconds in found]
-        assert deadlines == sorted(deadlines) and 500 <= deadlines[-1] <= 540, found
-    assert len(parts) == 3
+# ---- the commands of a GPU, and its tables ----
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [1, 2, 3])
-def test_suite(part, tmp_path):
-    """Every step of a part runs on the CPU with toy models and leaves its JSON, of which the tables can be made."""
-    out, pack = tmp_path / "h100", tmp_path / "h100.tar.gz"
-    run = suite(part, out, SMALL="1", PACK=str(pack))
-    assert run.returncode == 0, run.stdout[-2000:]
-    steps = json.loads((out / "steps.json").read_text())
-    assert all("skipped" in s or s["status"] in (0, 124) for s in steps), steps
-    names = {s["step"] for s in steps}
-    wanted = {1: {"environment", "once", "attention_goals", "attention_goals_mha", "attention_self_index"},
-              2: {"generate_batch8", "attention_sals", "attention_double_sparsity", "attention_lengths"},
-              3: {"prompt_128k", "prefill", "second_token", "offload", "generate_batch1"}}[part]  # fmt: skip
-    assert wanted <= names
-    assert all((out / f"{name}.json").exists() for name in wanted)
-    with tarfile.open(pack) as f:
-        assert {f"./{name}.json" for name in wanted - {"plots"}} < set(f.getnames())
-    assert ("SALS, Table" in gpu.section(out)) == (part < 3)
+def test_the_commands_of_a_gpu_run_on_a_cpu(cli, monkeypatch, tmp_path):
+    """With toy models, all of them; what was done is not done again."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    argv = ("--gpu", "--small", "--machine", f"try-{tmp_path.name}", "--json")
+    status, out, err = cli(measure, *argv)
+    assert status == 0, err[-2000:]
+    files = [ROOT / f for f in json.loads(out)]
+    assert [f.stem for f in files] == ["attention", "speed", "prompt"]
+    for file in files:
+        assert all(r["rows"] and not any("error" in x for x in r["rows"]) for r in json.loads(file.read_text())["runs"])
+    monkeypatch.setattr(measure, "run", None)  # would not be callable
+    assert cli(measure, *argv)[0] == 0
 
 
-@pytest.fixture
-def results(cli, tmp_path):
-    """A folder as the suite writes it, at sizes that papers have, with toy models of the names of theirs."""
+def test_tables_of_a_gpu_have_the_papers_figures(cli, tmp_path, monkeypatch):
+    """Beside the shapes that they have; the table of a processor is another one."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "measure --gpu" in tables.section("gpu")
     for name, heads in (("llama-2-7b", 4), ("llama-3.1-8b", 2)):
         (tmp_path / f"{name}.json").write_text(json.dumps(CONFIG | dict(num_key_value_heads=heads)))
-    small, folder = {name: str(tmp_path / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b")}, tmp_path / "h100"
-    folder.mkdir()
-    gqa, both = small["llama-3.1-8b"], ("full", "sals-12.5")
-    attention(cli, small["llama-2-7b"], "--ceilings", "--out", folder / "environment.json")
-    attention(cli, small["llama-2-7b"], "--size", "8x1024", "--method", *both, "--out", folder / "attention_sals.json")
-    generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "8x4096", "--method", *both, "--out",
-              folder / "generate_batch8.json")  # fmt: skip
-    generated(cli, gqa, "--mode", "eager", "--size", "1x128", "--method", *both, "--out", folder / "prompt_128k.json")
-    generated(cli, gqa, "--prefill", "--size", "1x512", "--method", "sals-12.5", "--out", folder / "prefill.json")
-    offload = ("flexgen", "double_sparsity_offload")
-    generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "1x256", "--method", *offload, "--out",
-              folder / "offload.json")  # fmt: skip
-    return folder
-
-
-def test_speed_tables(results, cli):
-    """Every table is there, with the paper's figure beside the shapes that it has, and what was not measured."""
-    file = results / "generate_batch8.json"
-    data = json.loads(file.read_text())
-    data["rows"].append(dict(batch=8, length=4096, run="gpt-fast", kv_bytes=None, error="no luck"))
-    file.write_text(json.dumps(data))
-    (results / "steps.json").write_text(json.dumps([
-        dict(step="a", skipped="no time is left"), dict(step="b", status=124, seconds=9, timed_out=True, last=[]),
-        dict(step="c", status=1, seconds=9, timed_out=False, last=["it broke"])]))  # fmt: skip
-    status, out, err = cli(tables, "gpu", "--folder", results)
-    assert status == 0, err
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
-
-    def row(*start):
-        return next(r for r in rows if r[: len(start)] == list(start))
-
-    assert row("llama-2-7b", "8", "1024", "`sals-12.5`")[7] == "0.64x (SALS, Table 6)"
-    assert row("llama-2-7b", "8", "1024", "`full`")[7] == "-"
-    decode = row("llama-3.1-8b", "8", "4096", "`sals-12.5`")
-    assert decode[6] == "1.39x (SALS, Table 7)" and decode[5].endswith("x") and decode[-1].endswith(" %")
-    assert row("llama-3.1-8b", "1", "128", "`sals-12.5`")[5].endswith("GiB")
-    assert row("llama-3.1-8b", "1", "512", "`sals-12.5`")[5][0] in "+-"
-    assert row("llama-3.1-8b", "1", "256", "`flexgen`")[5] == "1.00x"
-    for text in ("gpt-fast: no luck", "a was skipped: no time is left", "b ran out of its time after 9 s",
-                 "c failed: it broke", "Not measured: 4"):  # fmt: skip
-        assert text in out
-
-
-def test_speed_tables_without_a_run(tmp_path):
-    assert "scripts/bench/gpu_suite.sh" in gpu.section(tmp_path)
-    (tmp_path / "x.json").write_text('{"rows": [1]}')
-    with pytest.raises(InputError, match=r"x\.json"):
-        gpu.section(tmp_path)
-
-
-def test_what_rounding_the_weights_costs(cli, tmp_path, few_texts):
-    out = tmp_path / "weights.json"
-    argv = ["--weights", "fp32", "int8", "int4", "--method", "full", "self_index", "--length", 96, "--samples", 2]
-    status, _, err = cli(weights_quality, *argv, "--texts", 1, "--new", 4, "--batch-size", 2, "--out", out)
-    assert status == 0, err
-    rows = {(r["weights"], r["method"]): r for r in json.loads(out.read_text())["rows"]}
-    assert len(rows) == 6 and all(len(r["needle_each"]) == 2 and r["perplexity_code"] > 1 for r in rows.values())
-    off = [rows[w, "full"]["logits_off"] for w in ("fp32", "int8", "int4")]
-    assert off[0] == 0 < 10 * off[1] < off[2], "rounding to 4 bits moves logits more than to 8"
-    assert rows["fp32", "self_index"]["greedy_agreement"] == 1 and rows["int4", "full"]["greedy_agreement"] <= 1
-    assert weights_quality.agreement([[1, 2, 3], [1, 2, 3]], [[1, 2, 4], [0, 2, 3]]) == 2 / 6
-
-
-@pytest.mark.parametrize("argv", [["--length", 32], ["--weights", "int3"], ["--samples", 0], ["--method", "nothing"]])
-def test_weights_quality_refuses(argv, cli):
-    status, out, err = cli(weights_quality, *argv)
-    assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+    (tmp_path / "h100").mkdir()
+    both, mha, gqa = ("full", "sals-12.5"), str(tmp_path / "llama-2-7b.json"), str(tmp_path / "llama-3.1-8b.json")
+    found = dict(
+        attention=attention(cli, mha, "--size", "8x1024", "--method", *both),
+        speed=generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "8x4096", "--method", *both),
+        prompt=generated(cli, gqa, "--prefill", "--size", "1x512", "--method", "sals-12.5"),
+    )
+    for question, run in found.items():
+        run |= dict(gpu=dict(name="H100"))
+        run |= {"model": "llama-3.1-8b"} if "model" in run else {}
+        for row in run["rows"]:
+            row |= {"model": "llama-2-7b"} if "model" in row else {}
+        (tmp_path / "h100" / f"{question}.json").write_text(json.dumps(dict(runs=[run])))
+    text = tables.section("gpu")
+    assert "0.64x (SALS, Table 6)" in text and "1.39x (SALS, Table 7)" in text and "on full" in text
+    assert text.count("h100/") == 3 * 2 and tables.section("speed") == tables.NONE
 
 
 def test_a_method_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):
@@ -985,7 +798,7 @@ def test_a_device_that_is_lost_ends_a_run_after_its_row(monkeypatch):
 
 
 def test_a_run_in_which_nothing_is_measured_fails(cli, config, monkeypatch):
-    """gpu_suite.sh takes a step's exit status for what it is worth."""
+    """measure.py takes a command's exit status for what it is worth."""
 
     def fails(*args):
         raise RuntimeError("no kernel image")

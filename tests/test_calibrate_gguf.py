@@ -22,7 +22,7 @@ from model import Transformer
 from runtime.machine import TINY
 from scripts import quantize
 from scripts.bench import bench_generate
-from scripts.eval import analyze, compare, perplexity, weights_quality
+from scripts.eval import analyze, compare, perplexity
 
 CALIBRATE = ("--samples", 2, "--seq-len", 64, "--random-tokens", 16)
 
@@ -101,7 +101,6 @@ def test_a_gguf_in_a_folder_that_cannot_be_written(files, cli, monkeypatch):
 SCRIPTS = {
     "compare": (compare, "--method sals --lengths 128 --tasks needle --samples 1 --json"),
     "perplexity": (perplexity, "--method sals --length 64 --decoded 4 --windows 1 --json"),
-    "weights_quality": (weights_quality, "--method sals --weights fp32 --length 128 --samples 1 --texts 1 --new 4"),
     "bench_generate": (bench_generate, "--method sals --batch 1 --length 64 --new 4 --rounds 1 --eager-only --json"),
     "analyze": (analyze, "--only heads --samples 1 --seq-len 64 --json"),
 }

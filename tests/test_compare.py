@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from fractions import Fraction
 from types import SimpleNamespace
@@ -14,15 +13,14 @@ import torch
 from engine.snapshot import Snapshot
 from kv_methods.kvzip import ASK
 from loading.checkpoint import load_checkpoint
-from loading.tokenizer import Tokenizer, load_tokenizer
+from loading.tokenizer import load_tokenizer
 from loading.tokenizer.turns import ChatParts, chat_parts
-from model import Transformer
 from runtime.machine import TINY
-from scripts.eval import answers, compare, perplexity, samples
-from scripts.eval.evaluation import Context, Evaluation, contexts
+from scripts.eval import compare, perplexity
+from scripts.eval.evaluation import Evaluation
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
-from scripts.eval.rows import read_rows, write_rows
-from scripts.eval.samples import rows_of
+from scripts.eval.rows import SEVERAL, Context, contexts, read_rows, rows_of
+from scripts.eval.ruler import write_rows
 from scripts.shared import options
 
 SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
@@ -81,7 +79,7 @@ def test_sizes_are_those_of_real_caches(sizes, spec):
     model.kv_dtype = torch.bfloat16
     read = []
     for name in ("full", spec):
-        model.setup(name, sizes.batch, SIZE, NEW, {})
+        model.setup_cache(name, sizes.batch, SIZE, NEW)
         read.append((model.kv_bytes(), sum(m.traffic(T - 1) for m in model.cache)))
     held, full = read[1], read[0]
     assert sizes.of(spec) == (held[0] / full[0], held[1] / full[1])
@@ -113,6 +111,12 @@ def test_rows_of_one_context_stand_together(tmp_path):
     assert text(first.prompt) == "oneq1 It is" and text(first.asked[1]) == "a1\nq3 It is"
 
 
+def test_the_example_asks_ten_questions_about_one_text():
+    rows, tk = read_rows(TINY.parents[1] / "examples" / "observatory.jsonl"), load_tokenizer(TINY)
+    (context,) = contexts(rows, tk, ChatParts(), False, False)
+    assert len(context.rows) == 10 and all(r["context"].count(r["answer"][0]) == 1 for r in rows)
+
+
 def test_chat_templates_are_cut_where_texts_stand(smol_vocabulary):
     tk = smol_vocabulary
     parts = chat_parts(tk, True)
@@ -140,7 +144,7 @@ def smol_vocabulary():
     return load_tokenizer(smollm2())
 
 
-@pytest.mark.parametrize("task", samples.SEVERAL)
+@pytest.mark.parametrize("task", SEVERAL)
 def test_five_questions_on_one_context(task):
     tk, ev = load_tokenizer(TINY), SimpleNamespace(tk=load_tokenizer(TINY))
     rows = list(rows_of(ev, task, 2048, 2, SimpleNamespace(seed=1), 0))
@@ -243,18 +247,14 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
         assert c["method"] in BOUNDS or share <= float(Fraction(c["target"]))
     assert ("kivi", "1/16") in [(m["method"], m["target"]) for m in data["missing"]]
     assert all(m["least"] > float(Fraction(m["target"])) for m in data["missing"])
-    table = (out / "cells.csv").read_text().splitlines()
-    assert len(table) == 1 + len(rows) and table[0].startswith(
-        "method,task,length,question_known,samples,score,low,high"
-    )
-    for name in ("held.png", "read.png", "depth.png"):
+    for name in ("held.png", "read.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     monkeypatch.setattr(Evaluation, "ask", None)  # would not be callable
     assert cli(compare, *argv, "--resume")[0] == 0
     after = {f.name: f.read_bytes() for f in out.iterdir()}
-    assert all(after[n] == before[n] for n in ("samples.jsonl", "cells.csv", "table.md"))
+    assert all(after[n] == before[n] for n in ("samples.jsonl", "table.md"))
 
 
 def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypatch, few_texts):
@@ -285,7 +285,7 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
                 f.write(b'{"method": "full", "ta')
     assert codes == [130] * 6 + [0] and asked.count("run") == 6
     assert rows == [[]] * 3 + [[["needle"]] * 2] * 3 + [[["needle", "repeats"]] * 2]  # what all settings have answered
-    for name in ("samples.jsonl", "cells.csv", "table.md"):
+    for name in ("samples.jsonl", "table.md"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)
     assert status == 2 and "another settings" in err
@@ -371,28 +371,6 @@ def test_settings_alone(cli, few_texts):
     status, out, _ = cli(compare, *argv, "--device", "cpu")
     assert status == 0 and "tova,budget=" in out and "loki,dims=" in out
     assert {line.split()[0] for line in out.splitlines()} == {"256"}
-
-
-def test_ten_questions_on_one_text(cli, tmp_path, monkeypatch):
-    """One prefill for all; killed in the middle and resumed, the same answers."""
-    monkeypatch.setattr(Tokenizer, "encode_chat", lambda self, said: self.encode(said[0]["content"] + "\n"))
-    prefill, prefills, ask = Transformer.prefill, [], Evaluation.ask
-    monkeypatch.setattr(Transformer, "prefill", lambda *args: prefills.append(1) or prefill(*args))
-    argv = ("--checkpoint", TINY, "--method", "streaming,recent=16", "--length", 400, "--max-new-tokens", 2, "--device",
-            "cpu", "--out")  # fmt: skip
-    status, printed, err = cli(answers, *argv, tmp_path / "whole.json")
-    assert status == 0 and len(prefills) == 1 and printed.count(" found, ") == 2, err
-
-    def stops(self, batch):
-        yield from itertools.islice(ask(self, batch), 13)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Evaluation, "ask", stops)
-    assert cli(answers, *argv, tmp_path / "parts.json")[0] == 130
-    monkeypatch.setattr(Evaluation, "ask", ask)
-    assert cli(answers, *argv, tmp_path / "parts.json", "--resume")[0] == 0
-    whole, parts = (json.loads((tmp_path / f"{n}.json").read_text())["rows"] for n in ("whole", "parts"))
-    assert whole == parts and [len(r["answers"]) for r in whole] == [10, 10]
 
 
 # ---- text ----

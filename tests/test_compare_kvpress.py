@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runtime.errors import InputError
-from scripts.eval import compare_kvpress
-from scripts.report.published import both_found
+from scripts.shared.markdown import both_found
+from tests.audit import compare_kvpress
 
 INSTALLED = importlib.util.find_spec("kvpress") is not None
 
@@ -25,7 +25,7 @@ def command(monkeypatch, *args):
 @pytest.mark.skipif(not INSTALLED, reason="kvpress is not installed")
 def test_set_alike_they_keep_the_same_tokens(monkeypatch, tmp_path, capsys):
     out = tmp_path / "kvpress.json"
-    args = ["--samples", "2", "--lengths", "320", "--keep", "1/2,1/4", "--batch-size", "2", "--out", str(out)]
+    args = ["--samples", "2", "--lengths", "320", "--keep", "1/2,1/4", "--out", str(out)]
     command(monkeypatch, *args)
     data = json.loads(out.read_text())
     rows = data["rows"]
@@ -66,31 +66,28 @@ def test_positions_of_kept_keys():
     marks = torch.zeros(9, dtype=torch.long), torch.tensor([0] * 3 + [1] * 6), torch.tensor([*range(3), *range(3, 9)])
     marked = compare_kvpress.Held([(keys, keys)], [marks])
     assert compare_kvpress.positions(marked, whole) == [[[3, 4, 5, 6, 7, 8], [0, 1, 2]]]
-    assert marked.lengths() != whole.lengths()
-    share = compare_kvpress.common([[[1, 4, 7], [0, 2, 8]]], [[[1, 4, 7], [0, 3]]])
-    assert share.tolist() == [[1.0, 1 / 3]]
+    assert compare_kvpress.common([[[1, 4, 7], [0, 2, 8]]], [[[1, 4, 7], [0, 3]]]) == ([1.0, 1 / 3], 1)
 
 
 def test_a_row_counts_both_sides_by_task():
-    pair = compare_kvpress.Pair("snapkv", "alike", "SnapKVPress", lambda ratio: None, "snapkv,budget={}".format, "")
-    cases = [compare_kvpress.Case(pair, "1/4", 100)]
+    pair = compare_kvpress.Pair("snapkv", "alike", "SnapKVPress", lambda ratio: None, "snapkv,budget={n}", "")
 
     def sample(task, index, ours, theirs, share):
-        result = dict(found=[ours, theirs], common=share, common_min=share / 2, equal=0.5, sizes_apart=index)
+        result = dict(found=[ours, theirs], common=share, common_min=share / 2, sizes_apart=index)
         return dict(task=task, length=512, index=index, cases=[result])
 
     samples = [sample("a", 0, 1, 0, 1.0), sample("b", 0, 1, 1, 0.5), sample("a", 1, 0, 0, 0.6)]
-    (row,) = compare_kvpress.summary(samples, cases, 512)
+    (row,) = compare_kvpress.summary(samples, [(pair, "1/4", 100)], 512)
     assert row["ours"] == "snapkv,budget=100" and row["a_ours"] == [1, 0] and row["b_theirs"] == [1]
     assert sorted(both_found(row)[0]) == [0, 1, 1]
     assert (row["common"], row["common_min"], row["sizes_apart"]) == (0.7, 0.25, 1)
-    assert compare_kvpress.summary(samples, cases, 1024) == []
+    assert list(compare_kvpress.summary(samples, [(pair, "1/4", 100)], 1024)) == []
 
 
-@pytest.mark.parametrize("kept", [64, 256, 1000])
+@pytest.mark.parametrize("kept", [100, 256, 1000])
 def test_a_steeper_beta_makes_their_sizes(kept):
     """w + (K - w) s, of ours, are K s' of theirs at both ends of a sequence of the same mean."""
     window, theirs = 8, compare_kvpress.BETA
-    ours = compare_kvpress.steeper(kept, window)
+    ours = float(compare_kvpress.Pair("", "", "", None, "{beta}", "").spec(kept))
     for a, b in ((2 - 1 / ours, 2 - 1 / theirs), (1 / ours, 1 / theirs)):
         assert abs(window + (kept - window) * a - kept * b) < 1e-6

@@ -12,7 +12,8 @@ from sampled import sampled
 
 import engine.llm as E
 from cache.spec import method_files
-from engine import compiled
+from engine import compiled, inductor
+from engine.decode import Session, make_step
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
@@ -40,6 +41,18 @@ def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     assert all(step.graphs for step in steps)  # on a CPU no method's graphs need Python between them
 
 
+def test_a_release_of_torch_that_is_not_known(tiny, monkeypatch):
+    """Steps are then torch.compile's own functions: nothing of inductor is replaced, and the tokens are the same."""
+    prompts, tokens = [tiny[1].encode("import os\n" * 30, bos=True), [5] * 20], []
+    for compile in (False, True):
+        with monkeypatch.context() as context:
+            context.setattr(inductor, "KNOWN", False)
+            context.setattr(inductor, "graph_calls", None)
+            llm = E.LLM(TINY, method="0-1:full,2-:self_index", compile=compile)
+            tokens.append([c.tokens for c in llm.generate(prompts, 8)])
+    assert tokens[0] == tokens[1] and next(iter(llm._steps.values()))[0].graphs is None
+
+
 @pytest.mark.slow
 def test_compiled_steps_of_several_caches_do_not_mix(tiny):
     """A step checks its arguments alone: it must never be handed the cache of another."""
@@ -64,7 +77,7 @@ def test_layers_of_many_kinds_go_by_groups(tiny, monkeypatch):
     monkeypatch.setattr(compiled, "KINDS", 2), monkeypatch.setattr(compiled, "GROUP", 3)
     for kinds, sizes in (([0] * 6, [1] * 6), ([0, 1, 0, 1, 0, 1], [1] * 6), ([0, 1, 2, 3, 4, 5], [1, 1, 1, 3])):
         tiny[0].setup_cache("full", 1, 64)
-        layers, graphs = compiled.Layers(tiny[0], compiled.decode_group), {}
+        layers, graphs = compiled.Layers(tiny[0]), {}
         numbers = {id(part[1]): kind for part, kind in zip(layers.parts, kinds, strict=True)}
 
         def compile(call, *args, numbers=numbers, graphs=graphs):
@@ -89,10 +102,10 @@ def test_warm_up_compiles_all_that_decoding_runs(compiled_inputs):
     model, sampling = random_transformer(args, "cpu", torch.float32), E.Sampling()
     for graphs, batch in ((3, 3), (6, 2)):  # of the embedding, a layer, and the choice of a token
         model.setup_cache("full", batch, 16)
-        s = E.Session(model, E.make_step(model, sampling, compile=True), sampling)
+        s = Session(model, make_step(model, sampling, compile=True), sampling)
         s.warm_up(batch)
         assert len(compiled_inputs) == graphs
-        E.generate(s, [[1, 2]] * batch, 4)
+        s.run([[1, 2]] * batch, 4)
         assert len(compiled_inputs) == graphs
     # a size that may change would be a number
     assert all(isinstance(x, torch.Tensor) for inputs in compiled_inputs for x in inputs)
@@ -142,7 +155,7 @@ def test_a_compiled_call_looks_its_tensors_up_once():
         counted = [
             compiled.CompiledCall(lambda *x, step=step, asked=asked: asked.append(0) or step(*x), h) for h in held
         ]
-        with torch.inference_mode(), compiled.compiling():
+        with torch.inference_mode(), inductor.compiling():
             for i in range(3):
                 for call in counted:
                     assert torch.equal(call(tokens + i, pos), function(*call.fixed, tokens + i, pos))
@@ -155,7 +168,7 @@ def test_a_compiled_call_looks_its_tensors_up_once():
 def test_a_step_looks_again_for_another_batch_and_not_for_other_threads(tiny, monkeypatch):
     model, threads = tiny[0], torch.get_num_threads()
     model.setup_cache("full", 3, 64)
-    step = E.make_step(model, E.Sampling(), compile=True)
+    step = make_step(model, E.Sampling(), compile=True)
     asked, look_up = [], step.look_up
     step.look_up = lambda *x: asked.append(0) or look_up(*x)
     pos = torch.arange(3)
@@ -168,7 +181,7 @@ def test_a_step_looks_again_for_another_batch_and_not_for_other_threads(tiny, mo
     step(pos[:2], pos[:2] + 7, pos[:2] + 1)
     assert len(asked) == 3
     step.head(torch.zeros(2, model.args.dim), pos[:2], pos[:2])  # the same tensor twice
-    other = E.make_step(model, E.Sampling(repetition_penalty=2.0), compile=True, like=step)
+    other = make_step(model, E.Sampling(repetition_penalty=2.0), compile=True, like=step)
     seen = torch.zeros(3, model.args.vocab_size, dtype=torch.bool)
     for batch, f, given in ((3, other, [seen]), (2, step, [])):  # which share their layers
         want = model.decode(pos[:batch], pos[:batch] + 9).argmax(-1)

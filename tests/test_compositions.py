@@ -185,7 +185,7 @@ def test_a_prompt_is_compressed_without_its_question(llm):
     llm.use(SNAPKV)
     agnostic, aware = [], []
     for question in QUESTIONS:
-        llm.generate(CONTEXT, 1, question=question)
+        llm.generate(CONTEXT, 1, questions=[question])
         agnostic.append(kept(llm, n))
         llm.generate([llm.encode(CONTEXT) + tk.encode(question, bos=False)], 1)
         aware.append(kept(llm, n))
@@ -197,21 +197,19 @@ def test_where_nothing_is_lost_it_is_the_same_when_the_question_comes(llm):
     """With rows of several lengths, which give what each gives alone; slots and counts have room for the question."""
     rows, asked = [llm.encode(CONTEXT), llm.encode("import os\n")], llm.tokenizer.encode(QUESTIONS[0], bos=False)
     llm.use("full")
-    later = llm.generate(rows, 4, question=QUESTIONS[0])
+    later = llm.generate(rows, 4, questions=QUESTIONS[:1])
     at_once = llm.generate([row + asked for row in rows], 4)
     assert [x.tokens for x in later] == [x.tokens for x in at_once]
     assert [x.prompt_tokens for x in later] == [len(row) + len(asked) for row in rows]
     assert later[0].kv_bytes == at_once[0].kv_bytes and later[0].batch.steps == at_once[0].batch.steps
     llm.use(SNAPKV)
-    both = llm.generate(rows, 4, question=asked)
-    assert [x.tokens for x in both] == [llm.generate([row], 4, question=asked)[0].tokens for row in rows]
+    both = llm.generate(rows, 4, questions=[asked])
+    assert [x.tokens for x in both] == [llm.generate([row], 4, questions=[asked])[0].tokens for row in rows]
 
 
 def test_the_command_line_asks_later(cli, llm):
     code, out, err = cli(generate, "--method", SNAPKV, "--prompt", CONTEXT, "--question", QUESTIONS[0],
                          "--max-new-tokens", 2)  # fmt: skip
-    assert (code, out) == (0, llm.use(SNAPKV).generate(CONTEXT, 2, question=QUESTIONS[0])[0].text + "\n")
+    assert (code, out) == (0, llm.use(SNAPKV).generate(CONTEXT, 2, questions=QUESTIONS[:1])[0].text + "\n")
     code, _, err = cli(generate, "--question", "why?", "--interactive")
     assert code == 2 and "--question" in err and err.count("\n") == 1
-    with pytest.raises(InputError, match="second turn of a conversation"):
-        llm.generate("x", 2, chat=True, question="why?")

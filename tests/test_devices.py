@@ -147,7 +147,7 @@ def test_kernels_on_rocm():
 import json, torch
 torch.version.hip = {hip!r}
 from kernels import tiles
-from scripts.report import launches
+from tests.audit import launches
 found = launches.recorded(["llama-3.1-8b"], ["sparq"], [], ["1x12288"]).seen.values()
 print(json.dumps([tiles._PRECISION.value, sorted({{x for e in found for x in e["options"]}})]))
 """

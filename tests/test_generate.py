@@ -15,6 +15,8 @@ import engine.llm as E
 import generate as G
 import model as M
 from cache.spec import method_files
+from engine import Chat
+from engine.decode import LAG, Batch, Session, make_step
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
@@ -42,7 +44,7 @@ def run(capsys, *argv, stdin=None, monkeypatch=None):
 def session(model, method, prompts, n, sampling=None, **knobs):
     sampling = sampling or E.Sampling()
     model.setup_cache(method, len(prompts), max(map(len, prompts)) + n, **knobs)
-    return E.Session(model, E.make_step(model, sampling, compile=False), sampling)
+    return Session(model, make_step(model, sampling, compile=False), sampling)
 
 
 # ---- the loop ----
@@ -51,7 +53,7 @@ def session(model, method, prompts, n, sampling=None, **knobs):
 def test_greedy_is_teacher_forced_argmax(tiny):
     model, tk = tiny
     prompt = tk.encode("def read(self, size):\n", bos=True)
-    result = E.generate(session(model, "full", [prompt], 24), [prompt], 24)
+    result = session(model, "full", [prompt], 24).run([prompt], 24)
     ids = torch.tensor([prompt + result.tokens[0]])
     with torch.inference_mode():
         expected = model(ids)[0, len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -67,20 +69,20 @@ def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
     model, tk = tiny
     texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]
     prompts = [tk.encode(t, bos=True) for t in texts]
-    together = E.generate(session(model, method, prompts, 16), prompts, 16).tokens
-    alone = [E.generate(session(model, method, [p], 16), [p], 16).tokens[0] for p in prompts]
+    together = session(model, method, prompts, 16).run(prompts, 16).tokens
+    alone = [session(model, method, [p], 16).run([p], 16).tokens[0] for p in prompts]
     assert together == alone
 
 
 def test_stop_ids_end_a_row_and_are_not_part_of_it(tiny):
     model, tk = tiny
     prompts = [tk.encode(t, bos=True) for t in ("import os\n", "def f(x):\n    return")]
-    free = E.generate(session(model, "full", prompts, 12), prompts, 12).tokens
+    free = session(model, "full", prompts, 12).run(prompts, 12).tokens
     stop = free[0][5]
     first = [row.index(stop) if stop in row else 12 for row in free]
     seen = []
-    got = E.generate(
-        session(model, "full", prompts, 12), prompts, 12, frozenset([stop]), lambda r, t: seen.append((r, t))
+    got = session(model, "full", prompts, 12).run(
+        prompts, 12, frozenset([stop]), lambda r, t: seen.append((r, t)) or False
     )
     assert got.tokens == [row[:n] for row, n in zip(free, first, strict=True)]
     assert [t for r, t in seen if r == 0] == got.tokens[0]
@@ -92,7 +94,7 @@ def test_sampling(tiny):
 
     def draw(**kw):
         s = E.Sampling(**kw)
-        return E.generate(session(model, "full", prompt, 20, s), prompt, 20).tokens[0]
+        return session(model, "full", prompt, 20, s).run(prompt, 20).tokens[0]
 
     greedy = draw()
     assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
@@ -118,10 +120,10 @@ def lagging(monkeypatch):
 def test_a_lagging_reader_yields_the_same_tokens(tiny, lagging):
     model, tk = tiny
     prompt = [tk.encode("import sys\n", bos=True)]
-    direct = E.generate(session(model, "full", prompt, 10), prompt, 10).tokens
+    direct = session(model, "full", prompt, 10).run(prompt, 10).tokens
     s = session(model, "full", prompt, 10)
-    s.lag = E.LAG
-    assert E.generate(s, prompt, 10).tokens == direct
+    s.lag = LAG
+    assert s.run(prompt, 10).tokens == direct
 
 
 # ---- what ends a run early ----
@@ -156,7 +158,7 @@ def fail_after(monkeypatch, step, error=InputError):
 def whole(tiny):
     model, tk = tiny
     prompt = [tk.encode("import os", bos=True)]
-    return tk, E.generate(session(model, "full", prompt, 8), prompt, 8).tokens[0]
+    return tk, session(model, "full", prompt, 8).run(prompt, 8).tokens[0]
 
 
 ARGV = ("--prompt", "import os", "--max-new-tokens", "8")
@@ -203,12 +205,10 @@ def test_batches_before_a_failure_are_kept(whole, capsys, monkeypatch):
 def test_a_row_that_is_done_may_be_anything(tiny, monkeypatch):
     model, tk = tiny
     prompts = [tk.encode(t, bos=True) for t in ("import os", "def f(x):\n    return")]
-    free = E.generate(session(model, "full", prompts, 8), prompts, 8).tokens
+    free = session(model, "full", prompts, 8).run(prompts, 8).tokens
     spoil_logits(monkeypatch, 5, rows=slice(0, 1))
     stop = frozenset([free[0][2]])
-    assert E.generate(session(model, "full", prompts, 8), prompts, 8, stop).tokens[1] == [
-        t for t in free[1] if t not in stop
-    ]
+    assert session(model, "full", prompts, 8).run(prompts, 8, stop).tokens[1] == [t for t in free[1] if t not in stop]
 
 
 def test_ctrl_c_prints_what_there_is_and_exits_130(whole, capsys, monkeypatch):
@@ -229,10 +229,10 @@ def test_a_lagging_reader_hands_over_what_is_in_flight(tiny, whole, lagging, mon
     for spoil in (lambda: fail_after(monkeypatch, 4), lambda: spoil_logits(monkeypatch, 4)):
         with monkeypatch.context() as monkeypatch:
             spoil()
-            s, result = session(model, "full", prompt, 8), E.empty_result(prompt)
-            s.lag = E.LAG
+            s, result = session(model, "full", prompt, 8), Batch.of(prompt)
+            s.lag = LAG
             with pytest.raises(InputError):
-                E.generate(s, prompt, 8, result=result)
+                s.run(prompt, 8, batch=result)
             assert result.tokens[0] == whole[1][:4]
 
 
@@ -349,7 +349,7 @@ def test_tokens_without_an_embedding_are_a_line(tiny):
     for call in (
         lambda: llm.generate([[1, 2048]], 4),
         lambda: llm.generate([[-1]], 4),
-        lambda: llm.generate([[1, 5]], 4, question=[2048]),
+        lambda: llm.generate([[1, 5]], 4, questions=[[2048]]),
         lambda: list(llm.stream([2048], 4)),
     ):
         with pytest.raises(InputError, match=r"the text has token (2048|-1), the model embeds 2048 \(vocab_size"):
@@ -535,13 +535,13 @@ def test_system_message_and_template_variables(tmp_path, capsys, monkeypatch):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{{ 'hm' if think else 'so' }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=template)))
-    llm, asked = E.LLM(folder), dict(chat=True, system="Be brief.", chat_args=dict(think=True))
+    llm, asked = E.LLM(folder), Chat("Be brief.", dict(think=True))
     want = "system: Be brief.;user: import os;hm"
-    assert llm.tokenizer.decode(llm.encode("import os", **asked)) == want
-    assert llm.tokenizer.decode(llm.encode("import os", chat=True)) == "user: import os;so"
-    tokens = llm.generate("import os", 4, **asked)[0].tokens
-    assert tokens == llm.generate([llm.encode("import os", **asked)], 4)[0].tokens
-    talk = llm.conversation(**asked)
+    assert llm.tokenizer.decode(llm.encode("import os", asked)) == want
+    assert llm.tokenizer.decode(llm.encode("import os", Chat())) == "user: import os;so"
+    tokens = llm.generate("import os", 4, chat=asked)[0].tokens
+    assert tokens == llm.generate([llm.encode("import os", asked)], 4)[0].tokens
+    talk = llm.conversation(chat=asked)
     for _ in range(2):  # from the start, after the second
         assert talk.say("import os", 4).tokens == tokens
         talk.forget()

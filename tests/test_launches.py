@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.report.kernel_report import kernels
-from scripts.report.launches import MODELS
+from tests.audit.kernel_report import kernels
+from tests.audit.launches import MODELS
 from tests.compiling import FEW
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def process(*command, cwd=ROOT):
 
 
 def launches(*argv):
-    done = process("-m", "scripts.report.kernel_report", "--json", *argv)
+    done = process("-m", "tests.audit.kernel_report", "--json", *argv)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -49,7 +49,7 @@ LAUNCHING = """
 import json, sys
 import torch, triton
 from triton import language as tl
-from scripts.report import kernel_report, launches
+from tests.audit import kernel_report, launches
 
 
 @triton.jit

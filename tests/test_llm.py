@@ -130,7 +130,7 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: LLM("/no/such"), "/no/such"),
         (lambda llm: llm.generate([[1, 2048]]), "token 2048, the model embeds 2048"),
         (lambda llm: llm.generate([[-1]]), "token -1, the model embeds"),
-        (lambda llm: llm.generate(["a"], question=[1, 2048]), "token 2048, the model embeds"),
+        (lambda llm: llm.generate(["a"], questions=[[1, 2048]]), "token 2048, the model embeds"),
         (
             lambda llm: llm.generate([1, 2, 3]),
             r"a list: give a list, of texts or of lists of token ids, as \[\[1, 2, 3\]\]",

@@ -7,7 +7,7 @@ import pytest
 from scripts.report import measure
 
 
-@pytest.mark.parametrize("command, name", [("eval.compare --lengths 64", "q-0"), ("bench.bench_linear", "q-0.json")])
+@pytest.mark.parametrize("command, name", [("eval.compare --lengths 64", "q-0"), ("bench.bench_attention", "q-0.json")])
 def test_a_part_of_another_commit_is_measured_anew(tmp_path, monkeypatch, command, name):
     now, found = ["first"], []
     monkeypatch.setattr(measure, "ROOT", tmp_path)
@@ -25,10 +25,10 @@ def test_a_part_of_another_commit_is_measured_anew(tmp_path, monkeypatch, comman
         return 0
 
     monkeypatch.setattr(measure, "run", run)
-    assert measure.part("q", 0, command, 1)["commit"] == "first"
-    assert measure.part("q", 0, command, 1)["commit"] == "first" and len(found) == 1  # it is there
+    assert measure.part("q", 0, command, 60)["commit"] == "first"
+    assert measure.part("q", 0, command, 60)["commit"] == "first" and len(found) == 1  # it is there
     now[0] = "second"
-    assert measure.part("q", 0, command, 1)["commit"] == "second"
+    assert measure.part("q", 0, command, 60)["commit"] == "second"
     assert found == [False, False]  # nothing of the first commit was left to go on with
 
 
@@ -44,5 +44,5 @@ def test_a_comparison_that_took_too_long_is_left_out(tmp_path, monkeypatch):
         (out / "samples.jsonl").write_text("{}\n")
 
     monkeypatch.setattr(measure, "run", run)
-    assert measure.part("q", 0, "eval.compare --lengths 64", 1) is None
+    assert measure.part("q", 0, "eval.compare --lengths 64", 60) is None
     assert (tmp_path / "runs/q-0/samples.jsonl").read_text() == "{}\n"

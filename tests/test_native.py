@@ -320,6 +320,7 @@ def fresh(monkeypatch, tmp_path):
     loaded = build.library()
     monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
     monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
+    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
     yield Path(loaded._name)
     loaded.kvf_register()  # operators of another build would serve all tests that follow
 
@@ -329,9 +330,9 @@ def test_torch_is_asked_for(fresh, monkeypatch):
     monkeypatch.setattr(build, "library", lambda: pytest.fail("the library was asked for"))
     monkeypatch.setattr(build, "_available", lambda: pytest.fail("the library was asked for"))
     x = torch.zeros(2, 32)
-    assert not backend.use_native(x.half()) and not backend.use_native(x, 24)
+    assert backend.version_for(x.device, torch.float16) == "torch"
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
-    assert not backend.use_native(x)
+    assert backend.version_for(x.device, x.dtype) == "torch"
     for name, operation in OPERATIONS.items():
         if name in PROBLEMS and operation.cpp is not None:
             operation(*finite(draw(name, "torch", 0)[0]))

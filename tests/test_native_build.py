@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import native
+from kernels import backend, native
 from kernels.dense_attention import decode_attention
 from kernels.native import build
 
@@ -73,6 +73,7 @@ def fresh(monkeypatch, tmp_path):
     loaded = build.library()
     monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
     monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
+    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
     yield Path(loaded._name)
     loaded.kvf_register()  # operators of another build would serve all tests that follow
 
@@ -90,6 +91,7 @@ def copier(fresh, monkeypatch, tmp_path):
 def forget():
     build.library.cache_clear()
     build._available.cache_clear()
+    backend._version_for.cache_clear()
 
 
 def works():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import pytest
 import torch
 
 from cache.base import connected
 from cache.spec import make_args, method_files, resolve
+from kernels import native
 from kernels.gather_attention import gather_attention
 from kernels.op import OPERATIONS, bytes_read
 from kv_methods.full import Full
-from model import ModelArgs
+from model import ModelArgs, Transformer
 
 LLAMA = ModelArgs.from_name("llama-3.1-8b")
 
@@ -91,3 +95,23 @@ def test_one_list_for_all_heads_is_as_many_rows():
     for heads in (1, 4):
         idx = torch.empty(2, heads, 10, dtype=torch.int64)
         assert gather_attention.reads(q, k, k, idx, idx[..., 0])["k"] == 2 * 4 * 10 * 64 * 4
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("method, most", [("full", 130), ("double_sparsity", 175), ("self_index", 165), ("kivi", 180)])
+def test_a_layer_of_an_eager_step_takes_few_python_calls(method, most):
+    """Which version runs is decided once: half of a layer's calls were that choice, made again by every operation."""
+    calls = {n: python_calls(method, n) for n in (2, 3)}
+    assert calls[3] - calls[2] < most
+
+
+def python_calls(method, n_layer):
+    model = Transformer(ModelArgs(dim=64, n_layer=n_layer, n_head=2, n_kv_head=1, ffn_dim=64, vocab_size=32))
+    model.setup_cache(method, 1, 64)
+    token, pos, count = torch.tensor([1]), torch.tensor([40]), Counter()
+    model.prefill(torch.arange(40)[None] % 32, pos)
+    model.decode(token, pos)
+    sys.setprofile(lambda frame, event, arg: count.update([event]))
+    model.decode(token, pos)
+    sys.setprofile(None)
+    return count["call"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts.train import train_tiny
 
 import generate
 from engine import llm
@@ -16,7 +17,6 @@ from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
 from scripts.report import kernel_report, plots, update_readme
 from scripts.shared import options
-from scripts.train import train_tiny
 
 OUTPUTS = {
     "generate --profile": (generate.main, ["--prompt", "a", "--profile"]),

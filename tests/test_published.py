@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cache.spec import method_files
-from engine import LLM
+from engine import LLM, Chat
 from runtime.machine import SMOLLM2_CALIBRATION, smollm2
 
 FILE = smollm2()
@@ -106,7 +106,7 @@ def test_it_writes_what_transformers_does(llm, reference):
 # shares of a prompt of some 30 tokens would be two or three tokens
 @pytest.mark.parametrize("method", [*sorted(method_files()), "quest-7.5", "loki-12.5", "snapkv-7.5", "self_index-7.5"])
 def test_every_method_answers(llm, method):
-    (c,) = llm.use(SPECS.get(method, method)).generate(QUESTION, 12, chat=True)
+    (c,) = llm.use(SPECS.get(method, method)).generate(QUESTION, 12, chat=Chat())
     assert "Paris" in c.text, c.text
 
 

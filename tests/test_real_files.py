@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.report.real_files import CHECKS, files, refused_or
+from tests.audit.real_files import CHECKS, files, refused_or
 
 pytestmark = pytest.mark.real
 FOLDERS = {"vocabularies": ("KV_FAST_LLAMA_CPP", "models"), "templates": ("KV_FAST_LLAMA_CPP", "models/templates"),

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.llm import LLM, Text
+from engine import LLM
 from engine.sampling import Sampling, exponential_noise, noise_keys
+from loading.tokenizer.base import Stream
 from runtime.errors import InputError
 
 PROMPTS = ["import os\n", "def f(x):", "import os\n", "import os\n"]
@@ -140,11 +141,11 @@ def test_tokens_with_a_penalty_are_those_of_hugging_faces_processor(llm, tempera
 
 def test_a_penalty_counts_the_question_and_earlier_turns(llm):
     penalty = Sampling(repetition_penalty=1.3)
-    whole = llm.generate([llm.encode("import os") + llm._encode_question(" as x", False)], 6, penalty)[0].tokens
-    assert llm.generate("import os", 6, penalty, question=" as x")[0].tokens == whole
+    whole = llm.generate([llm.encode("import os") + llm.tokenizer.encode(" as x", bos=False)], 6, penalty)[0].tokens
+    assert llm.generate("import os", 6, penalty, questions=" as x")[0].tokens == whole
     talk = llm.conversation(penalty)
     first = talk.say("import os", 4).tokens
-    ids = llm.encode("import os") + first + llm._encode_question("\ndef f", False)
+    ids = llm.encode("import os") + first + llm.tokenizer.encode("\ndef f", bos=False)
     assert talk.say("def f", 4).tokens == llm.generate([ids], 4, penalty)[0].tokens
 
 
@@ -168,14 +169,11 @@ def test_a_stop_string_ends_each_row_and_is_not_shown(llm):
 
 def test_what_may_become_a_stop_string_waits():
     class Pieces:
-        def put(self, token):
-            return token
-
-        def flush(self):
-            return ""
+        invalid_bytes, strips_all_leading = "replace", False
+        piece = first_piece = staticmethod(str.encode)
 
     def pieces(stop, *said):
-        text = Text(Pieces(), stop)
+        text = Stream(Pieces(), stop)
         return [*map(text.put, said), text.flush()]
 
     assert pieces(["END"], "a", "E", "N", "x", "EN", "D", "b") == ["a", "", "", "ENx", "", "", "", ""]

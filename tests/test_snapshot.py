@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import generate
 from cache.calibration import write_tensors
-from cache.spec import method_class
-from engine import LLM, Sampling, snapshot
+from cache.spec import layer_methods, method_class
+from engine import LLM, Chat, Sampling, snapshot
 from engine.snapshot import CacheFile, Snapshot, State, buffers_of, identity
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
@@ -75,7 +75,8 @@ def write(file: Path, model, spec: str, lengths, step: int) -> None:
     name, knobs = knobs_of(spec)
     rows = [prompt(n, i).tolist() for i, n in enumerate(lengths)]
     state = State(rows, torch.zeros(len(rows), step, dtype=torch.int64), torch.zeros(len(rows)), None)
-    snapshot.save(file, model.cache, state, identity(model, name, knobs, "tiny", None))
+    layers = layer_methods(name, model.args.n_layer, knobs)
+    snapshot.save(file, model.cache, state, identity(model, name, layers, "tiny", None))
 
 
 def load(file: Path, model, lengths) -> None:
@@ -94,7 +95,7 @@ def test_restored_with_other_drafts(tmp_path, before, after, spec="sals stress")
     name, knobs = knobs_of(spec)
     model, want = tiny(head_dim=64), None
     for drafts in (before, after):
-        model.setup(name, 2, 260, 100, knobs | dict(keep="full"), drafts)
+        model.setup_cache(name, 2, 260, 100, drafts=drafts, **knobs, keep="full")
         poison(model)
         model.reset_cache()
         if want is None:
@@ -175,19 +176,19 @@ def test_every_question_is_answered_as_if_alone(llm, tmp_path, method):
     prompts, file = [tokens_of(290), tokens_of(133, 1)], tmp_path / "a"
     questions = [tokens_of(9, 2), tokens_of(3, 3), []]
     llm.use(method)
-    said = [c.tokens for c in llm.ask(prompts, questions, 10, save=file)]
-    assert said == [c.tokens for q in questions for c in llm.ask(prompts, [q], 10, Sampling())]
-    assert said[:2] == [c.tokens for c in llm.generate(prompts, 10, question=questions[0])]
-    assert said == [c.tokens for c in llm.ask(None, questions, 10, load=file)]
-    assert llm.ask(None, questions[:1], 10, load=file)[1].prompt_tokens == 142
+    said = [c.tokens for c in llm.generate(prompts, 10, questions=questions, save=file)]
+    assert said == [c.tokens for q in questions for c in llm.generate(prompts, 10, Sampling(), questions=[q])]
+    assert said[:2] == [c.tokens for c in llm.generate(prompts, 10, questions=questions[:1])]
+    assert said == [c.tokens for c in llm.generate(None, 10, questions=questions, load=file)]
+    assert llm.generate(None, 10, questions=questions[:1], load=file)[1].prompt_tokens == 142
 
 
 def test_a_snapshot_is_needed(llm, monkeypatch):
     """What was decoded stays in the cache without it: the test above can fail."""
     llm.use("h2o", heavy=16, recent=8)
-    said = [c.tokens for c in llm.ask([tokens_of(90)], [tokens_of(20, 2), tokens_of(3, 3)], 10)]
+    said = [c.tokens for c in llm.generate([tokens_of(90)], 10, questions=[tokens_of(20, 2), tokens_of(3, 3)])]
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
-    assert said != [c.tokens for c in llm.ask([tokens_of(90)], [tokens_of(20, 2), tokens_of(3, 3)], 10)]
+    assert said != [c.tokens for c in llm.generate([tokens_of(90)], 10, questions=[tokens_of(20, 2), tokens_of(3, 3)])]
 
 
 def test_sampling_and_penalty_go_on(llm, tmp_path):
@@ -213,7 +214,7 @@ def test_a_conversation_can_be_saved_and_fed(llm, tmp_path):
     llm.save(tmp_path / "a")
     want = talk.say("def f(x):\n", 12).tokens
     session = llm.restore(tmp_path / "a", 60)
-    assert session.prompts[0] + session.state().fed[0].tolist() == talk.tokens[: int(session.pos[0])]
+    assert session.prompts[0] + snapshot.state_of(session).fed[0].tolist() == talk.tokens[: int(session.pos[0])]
     session.feed(llm.tokenizer.encode("\ndef f(x):\n", bos=False))
     assert [row[0] for row in session.tokens(len(want))] == want
 
@@ -254,21 +255,25 @@ def test_a_chat_is_one_turn_of_prompt_and_question(tmp_path):
     config = json.loads((TINY / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}{% if think %}Hm.{% endif %}so"
     (folder / "tokenizer_config.json").write_text(json.dumps(config | dict(chat_template=template)))
-    llm, how = LLM(folder), dict(chat=True, chat_args=dict(think=True))
-    got = llm.ask("import os\n", ["", "Why?"], 3, system="Be brief.", **how, save=tmp_path / "a")
+    llm, how = LLM(folder), Chat(variables=dict(think=True))
+    got = llm.generate(
+        "import os\n", 3, questions=["", "Why?"], chat=Chat("Be brief.", dict(think=True)), save=tmp_path / "a"
+    )
     session, saved = llm.model.cache.owner, CacheFile(tmp_path / "a")
-    read = session.prompts[0] + session.state().fed[0, : -len(got[1].tokens) + 1].tolist()
+    read = session.prompts[0] + snapshot.state_of(session).fed[0, : -len(got[1].tokens) + 1].tolist()
     assert llm.tokenizer.decode(read) == "system: Be brief.;user: import os\nWhy?;Hm.so"
     assert llm.tokenizer.decode(saved.state.prompts[0]) == "system: Be brief.;user: import os\n"
-    assert [c.tokens for c in llm.ask(None, ["", "Why?"], 3, **how, load=saved)] == [c.tokens for c in got]
+    assert [c.tokens for c in llm.generate(None, 3, questions=["", "Why?"], chat=how, load=saved)] == [
+        c.tokens for c in got
+    ]
     with pytest.raises(InputError, match=r"was saved with a chat template: add --chat"):
-        llm.ask(None, ["Why?"], 6, load=tmp_path / "a")
+        llm.generate(None, 6, questions=["Why?"], load=tmp_path / "a")
 
 
 def test_caches_of_several_processes_are_refused():
     several = SimpleNamespace(args=SimpleNamespace(ranks=SimpleNamespace(size=2)))
     with pytest.raises(InputError, match="a cache of 2 processes cannot be saved or loaded: use one process"):
-        identity(several, "full", {}, "models/tiny", None)
+        identity(several, "full", [], "models/tiny", None)
 
 
 # ---- the command line ----
@@ -280,7 +285,7 @@ KEYS = "self_index,budget=80"
 def files(llm, tmp_path_factory):
     """A folder of caches, `a` is whole."""
     folder = tmp_path_factory.mktemp("caches")
-    llm.use("self_index", budget=80).ask("import os\n" * 40, [], 2, save=folder / "a")
+    llm.use("self_index", budget=80).generate("import os\n" * 40, 2, save=folder / "a")
     data, at = bytearray((folder / "a").read_bytes()), 8 + int.from_bytes((folder / "a").read_bytes()[:8], "little")
     (folder / "cut").write_bytes(data[:-1])
     (folder / "cut in its header").write_bytes(data[: at // 2])
@@ -299,7 +304,7 @@ def files(llm, tmp_path_factory):
     weights = load_file(TINY / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, folder / "other" / "model.safetensors", {"format": "pt"})
-    llm.use("sals").ask("import os\n", [], 2, save=folder / "sals")
+    llm.use("sals").generate("import os\n", 2, save=folder / "sals")
     with safe_open(TINY / "calibration.safetensors", "pt") as f:
         tensors, about = {k: f.get_tensor(k) for k in f.keys()}, f.metadata()  # noqa: SIM118
     save_file(tensors | {"layers.0.mine.x": torch.ones(1)}, folder / "calibration.safetensors", about)
@@ -401,7 +406,7 @@ class Unsaid(Full):
 def test_the_command_line_saves_loads_and_asks(cli, llm, tmp_path):
     file, asked = tmp_path / "a", ["def f", "class A"]
     llm.use("self_index", budget=80)
-    want = [c.text for c in llm.ask("import os\n", asked, 6)]
+    want = [c.text for c in llm.generate("import os\n", 6, questions=asked)]
     both = "--question", asked[0], "--question", asked[1]
     code, out, err = cli(generate, "--method", KEYS, "--prompt", "import os\n", *both, "--max-new-tokens", 6)
     assert code == 0 and out == "--- 1 ---\n" + want[0] + "\n--- 2 ---\n" + want[1] + "\n" and "prefill" in err

@@ -13,15 +13,17 @@ from test_contract import TOL, prompt, tiny
 
 import generate
 from cache.spec import method_class, method_files
-from engine.llm import LLM, Session, eager_step
-from engine.sampling import Sampling, draw_finite, noise_keys
-from engine.speculation import Speculator, seen_behind
+from engine import LLM
+from engine.compiled import eager_step
+from engine.sampling import Sampling, noise_keys
+from engine.speculation import Speculating, Speculator, seen_behind
 from kernels.native import available
 from kernels.verify_attention import _split, verify_attention
 from runtime.errors import InputError
 from runtime.machine import SMOLLM2_CALIBRATION, TINY, smollm2
-from scripts.eval import acceptance
-from scripts.report.speculation import gain
+from scripts.bench import bench_generate, texts
+from scripts.bench.texts import gap
+from scripts.report.plots import gain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)
@@ -126,7 +128,7 @@ def test_what_is_taken_back_leaves_no_trace(name):
     feed = torch.stack([prompt(30, 5), prompt(30, 6)])
     runs = []
     for disturbed in (False, True):
-        model.setup(plain, 2, 90, 40, given, drafts=N)
+        model.setup_cache(plain, 2, 90, 40, drafts=N, **given)
         out = [model.prefill(tokens, lengths)]
         for i in range(30):
             pos = lengths + i
@@ -135,7 +137,7 @@ def test_what_is_taken_back_leaves_no_trace(name):
                 for j in range(N):
                     model.decode(garbage[:, j].contiguous(), pos + j)
                 model.rewind(pos, pos + N)
-                model.verify(garbage, pos)
+                model.decode(garbage, pos)
                 model.rewind(pos, pos + N + 1)
             out.append(model.decode(feed[:, i].contiguous(), pos))
             model.maintain(i + 1)
@@ -149,12 +151,12 @@ def test_a_check_is_full(name):
     model, lengths, n = tiny(3, 32), torch.tensor([33, 8]), 5
     tokens = torch.stack([torch.nn.functional.pad(prompt(int(m)), (0, 33 - int(m))) for m in lengths])
     feed = torch.stack([prompt(2 * n, 5), prompt(2 * n, 6)])
-    model.setup("full", 2, 60, 20, {}, drafts=n - 1)
+    model.setup_cache("full", 2, 60, 20, drafts=n - 1)
     model.prefill(tokens, lengths)
     want = torch.stack([model.decode(feed[:, i].contiguous(), lengths + i) for i in range(2 * n)], 1)
-    model.setup(name.partition(",")[0], 2, 60, 20, knobs(name), drafts=n - 1)
+    model.setup_cache(name.partition(",")[0], 2, 60, 20, drafts=n - 1, **knobs(name))
     model.prefill(tokens, lengths)
-    got = torch.cat([model.verify(feed[:, i : i + n].contiguous(), lengths + i) for i in (0, n)], 1)
+    got = torch.cat([model.decode(feed[:, i : i + n].contiguous(), lengths + i) for i in (0, n)], 1)
     assert (got - want).abs().max() < TOL
 
 
@@ -221,18 +223,18 @@ def test_a_published_model(rows, name, published):
     for story, want, said in zip(STORIES, text(rows), drafted, strict=False):
         pairs = list(zip(want, said.tokens, strict=True))
         if (apart := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
-            gap = acceptance.gap(full, full.encode(story) + want[:apart], *pairs[apart])
-            print(f"{name}, {rows} rows: apart at {apart}, logits {gap:.1e}")
-            assert gap < 1e-4
+            off = gap(full, full.encode(story) + want[:apart], *pairs[apart])
+            print(f"{name}, {rows} rows: apart at {apart}, logits {off:.1e}")
+            assert off < 1e-4
 
 
 @torch.inference_mode()
 def test_draws_have_the_distribution_of_full():
     """20,000 rows of seeds of their own behind one text: the two tokens of a round, by chi-square."""
     model, text, B, sampling = tiny(2, 32), prompt(30), 400, Sampling(temperature=1.0)
-    model.setup("random", B, 40, 8, dict(budget=4, sinks=0, recent=2), drafts=2)
-    draw = lambda *args: draw_finite(sampling, *args)  # noqa: E731
-    session = Session(model, eager_step(model, draw), sampling, Speculator(model, draw, 2, compile=False))
+    model.setup_cache("random", B, 40, 8, drafts=2, budget=4, sinks=0, recent=2)
+    speculator = Speculator(model, sampling.draw, 2, compile=False)
+    session = Speculating(speculator, model, eager_step(model, sampling.draw), sampling)
     lengths, first = torch.full((B,), len(text)), torch.full((B,), 5)
     model.prefill(text.expand(B, -1), lengths)
     counts, pairs, refused = torch.zeros(96), torch.zeros(96, 96), 0
@@ -244,7 +246,7 @@ def test_draws_have_the_distribution_of_full():
             counts[row[0]] += 1
             if c > 1:
                 pairs[row[0], row[1]] += 1
-    model.setup("full", 1, 40, 8, {})
+    model.setup_cache("full", 1, 40, 8)
     model.prefill(text[None], lengths[:1])
     want = model.decode(first[:1], lengths[:1])[0].softmax(-1) * 50 * B
     assert 0.1 < refused / (50 * B) < 0.9
@@ -288,7 +290,7 @@ def test_a_conversation_is_full():
 
 def test_a_question_is_read_by_exact_attention():
     question = list(range(20, 33))
-    answers = [llm.generate(PROMPTS, 20, question=question) for llm in (LLM(), LLM(method="quest", speculate=3))]
+    answers = [llm.generate(PROMPTS, 20, questions=[question]) for llm in (LLM(), LLM(method="quest", speculate=3))]
     assert [c.tokens for c in answers[0]] == [c.tokens for c in answers[1]]
 
 
@@ -305,7 +307,7 @@ def test_a_kept_store_is_held_beside_the_method():
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["--method", "snapkv", "--speculate", "4"], "SnapKV does not hold all keys and values. Add keep=full"),
+        (["--method", "snapkv", "--speculate", "4"], "snapkv cannot draft: it does not hold all keys and values. Add"),
         (["--method", "snapkv,keep=full"], "appended tokens cannot be taken back"),
         (["--method", "quest,keep=half"], "method quest has no knob 'keep'"),
         (["--method", "quest", "--method-arg", "keep=half"], "method quest has no knob 'keep'"),
@@ -354,29 +356,31 @@ def test_the_gain_counts_what_a_round_reads():
 
 def test_acceptance_is_measured(cli, tmp_path, monkeypatch):
     """On the shipped model: a row a method and text, its share of right drafts, and full's own text."""
-    monkeypatch.setattr(acceptance, "texts", lambda *_: dict(a=list(range(5, 60)), b=list(range(300, 340))))
+    monkeypatch.setattr(texts, "prompts", lambda *_: dict(a=list(range(5, 60)), b=list(range(300, 340))))
     out = tmp_path / "acceptance.json"
-    argv = ["--checkpoint", TINY, "--lengths", 700, "--new", 12, "--method", "double_sparsity", "--out", out]
-    status, said, err = cli(acceptance, *argv)
+    argv = ["--texts", "--checkpoint", TINY, "--size", "1x700", "--new", 12, "--speculate", 4, "--method",
+            "double_sparsity", "--out", out]  # fmt: skip
+    status, said, err = cli(bench_generate, *argv)
     rows = json.loads(out.read_text())["rows"]
     assert status == 0 and [r["text"] for r in rows] == ["a", "b"] and "full's text" in said
     assert all(r["apart"] is None and 0 <= r["kept"] <= r["drafted"] and r["tokens"] == 12 for r in rows)
     before = out.read_text()
     assert (
-        cli(acceptance, *argv, "--resume")[0] == 0 and json.loads(out.read_text())["rows"] == json.loads(before)["rows"]
+        cli(bench_generate, *argv, "--resume")[0] == 0
+        and json.loads(out.read_text())["rows"] == json.loads(before)["rows"]
     )
-    for wrong in (["--lengths", "x"], ["--lengths", "600"], ["--speculate", "0"]):
-        assert cli(acceptance, "--checkpoint", TINY, *wrong)[0] == 2
+    for wrong in (["--size", "1x600"], ["--speculate", "0"]):
+        assert cli(bench_generate, "--texts", "--checkpoint", TINY, *wrong)[0] == 2
 
 
 def test_a_prompt_is_saved_and_asked_by_drafts(tmp_path):
     """Questions from one state, saved and loaded, are answered as full answers them; uneven rows are not saved."""
     questions = [list(range(20, 33)), list(range(40, 44))]
-    want = [c.tokens for c in LLM().ask(PROMPTS[:1], questions, max_new_tokens=20)]
+    want = [c.tokens for c in LLM().generate(PROMPTS[:1], 20, questions=questions)]
     llm = LLM(method="double_sparsity,min_tokens=0", speculate=3)
-    assert [c.tokens for c in llm.ask(PROMPTS[:1], questions, max_new_tokens=20, save=tmp_path / "c")] == want
+    assert [c.tokens for c in llm.generate(PROMPTS[:1], 20, questions=questions, save=tmp_path / "c")] == want
     again = LLM(method="double_sparsity,min_tokens=0", speculate=3)
-    assert [c.tokens for c in again.ask(None, questions, max_new_tokens=20, load=tmp_path / "c")] == want
+    assert [c.tokens for c in again.generate(None, 20, questions=questions, load=tmp_path / "c")] == want
     llm.generate(PROMPTS, 20)
     with pytest.raises(InputError, match="unevenly"):
         llm.save(tmp_path / "d")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from test_contract import prompt, run, same, tiny
 
 import kernels.backend as backend_module
 from kernels import dense_attention
-from kernels.backend import use_triton
+from kernels.backend import version_for
 from kernels.dense_attention import split_attention
 from kernels.gather_attention import launch
 from kernels.packed_attention import packed_attention
@@ -177,19 +176,20 @@ def test_window_append(monkeypatch, backend, dtype, compensation):
 
 def test_which_version_runs(monkeypatch):
     """Kernels on a GPU, torch elsewhere; KV_FAST_BACKEND forces either."""
-    gpu, cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    gpu, cpu = ((torch.device(name), torch.float32) for name in ("cuda", "cpu"))
     for backend, expected in (("", (True, False)), ("torch", (False, False)), ("triton", (True, True))):
         monkeypatch.setenv("KV_FAST_BACKEND", backend)
-        assert (use_triton(gpu), use_triton(cpu)) == expected
+        assert (version_for(*gpu) == "triton", version_for(*cpu) == "triton") == expected
+    version = backend_module._version_for.__wrapped__  # not cached
     monkeypatch.setattr(backend_module, "INTERPRETED", False)
     with pytest.raises(InputError, match="TRITON_INTERPRET=1"):
-        use_triton(cpu)
+        version("triton", "cpu", torch.float32)
     monkeypatch.setattr(backend_module, "triton", backend_module._Absent())
     with pytest.raises(InputError, match="need triton"):
-        use_triton(gpu)
+        version("", "cuda", torch.float32)
     monkeypatch.setenv("KV_FAST_BACKEND", "cuda")
     with pytest.raises(InputError, match="use torch or triton"):
-        use_triton(cpu)
+        version_for(*cpu)
 
 
 def test_a_sliding_window_by_kernels(monkeypatch):

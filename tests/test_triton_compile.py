@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
-from scripts.report.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
+from tests.audit.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
 from tests.compiling import FEW, report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,7 +135,7 @@ import sys
 
 import triton
 import triton.language as tl
-from scripts.report import kernel_report
+from tests.audit import kernel_report
 
 
 @triton.jit

@@ -25,8 +25,9 @@ from engine import LLM
 from kernels import linear as K
 from kernels import native
 from kernels.native import build
+from loading.allocate import empty_transformer
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
-from model import ModelArgs, empty_transformer
+from model import ModelArgs
 from runtime.errors import InputError
 from runtime.machine import TINY
 from scripts import quantize as quantize_script

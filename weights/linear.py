@@ -48,7 +48,8 @@ class Linear(nn.Linear):
         super().__init__(n, sum(self.sizes), bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return dense_linear(x, self.weight, self.bias)
+        weight_and_bias: Any = self._parameters.values()  # by its name, each would take a call of nn.Module's
+        return dense_linear(x, *weight_and_bias)
 
 
 class PackedLinear(nn.Module):
@@ -70,7 +71,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bits = n, out, layout.bits
         self.group, self.layout = layout.group or n, layout
-        for name in (*Weight._fields, "bias"):
+        for name in (*Weight._fields, "bias"):  # in the order in which `forward` passes them
             self.register_buffer(name, None)
         self.groups = 0 if self.bits == 16 else n // self.group
         self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
@@ -95,12 +96,14 @@ class PackedLinear(nn.Module):
         return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.weight, self.bias, self.bits)[..., : self.out_features]
+        given: Any = (x, *self._buffers.values(), self.bits)
+        y = packed_linear(*given)
+        return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
 
     def first(self, x: Tensor, n: int) -> Tensor:
         """Only the first n outputs, n a multiple of 16."""
         bias = None if self.bias is None else self.bias[:n]
-        return packed_linear(x, self.weight.blocks(slice(n // ROWS)), bias, self.bits)
+        return packed_linear(x, *self.weight.blocks(slice(n // ROWS)), bias, self.bits)
 
     def takes(self, c: Codes) -> bool:
         """Whether this layer can store codes as they are."""

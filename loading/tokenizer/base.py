@@ -5,14 +5,14 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
 from loading.tokenizer import chat
-from runtime.errors import InputError, warn_once
+from runtime.errors import InputError, short, warn_once
 
 # SentencePiece and ByteFallback give each byte of an invalid sequence its own U+FFFD; "replace" gives one for a
 # truncated character.
@@ -95,8 +95,8 @@ class Tokenizer:
             text += stream.put(id)
         return text + stream.utf8.decode(b"".join(map(self.piece, rest)), final=True)
 
-    def stream(self) -> Stream:
-        return Stream(self)
+    def stream(self, stop: Sequence[str] = ()) -> Stream:
+        return Stream(self, stop)
 
     @functools.cached_property
     def _added_pattern(self) -> re.Pattern[str]:
@@ -163,23 +163,48 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes one text: takes ids one by one and returns text as soon as its characters are complete."""
+    """Decodes one text: takes ids one by one and returns text as soon as its characters are complete, up to the first
+    of the `stop` strings. A possible beginning of one is held back."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
         self.utf8 = codecs.getincrementaldecoder("utf-8")(tokenizer.invalid_bytes)
         self.at_start = True
+        self.text = self.waiting = ""  # what was returned, and what is held back
+        self.stopped = False  # whether a stop string has ended the text
 
     def put(self, id: int) -> str:
+        """The text that can be shown after this token."""
         data = self.tokenizer.piece(id)
         if self.at_start and data:
             data = self.tokenizer.first_piece(id)
             self.at_start = self.tokenizer.strips_all_leading and not data
-        return self.utf8.decode(data)
+        return self._show(self.utf8.decode(data))
 
     def flush(self) -> str:
         """The end of the text: U+FFFD for bytes of an incomplete character."""
-        return self.utf8.decode(b"", final=True)
+        return self._show(self.utf8.decode(b"", final=True), last=True)
+
+    def _show(self, piece: str, last: bool = False) -> str:
+        if self.stopped:
+            return ""
+        self.waiting += piece
+        # the stop string that ends first, however the text comes in pieces
+        found = [(i + len(s), i) for s in self.stop if (i := self.waiting.find(s)) >= 0]
+        self.stopped = bool(found)
+        begun = [n for s in self.stop for n in range(1, len(s)) if self.waiting.endswith(s[:n])]
+        end = min(found)[1] if found else len(self.waiting) - (0 if last else max(begun, default=0))
+        shown, self.waiting = self.waiting[:end], self.waiting[end:]
+        self.text += shown
+        return shown
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The stop strings. Raises InputError unless `stop` is a non-empty text or a list of them."""
+    given = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(given, list | tuple) or not all(isinstance(s, str) and s for s in given):
+        raise InputError(f"--stop is {short(stop)}: give a text, or a list of texts, that are not empty")
+    return tuple(given)
 
 
 def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:

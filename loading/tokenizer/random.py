@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from loading.tokenizer.base import Stream
+
 
 class RandomVocabulary:
     eos_ids: frozenset[int] = frozenset()
+    invalid_bytes = "replace"
+    strips_all_leading = False
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: list[dict], **variables: object) -> list[int]:
-        return self.encode("".join(m["content"] for m in messages))
+    def apply_chat_template(self, messages: Sequence[dict], /, **variables: object) -> str:
+        return "".join(m["content"] for m in messages)
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f" {i}" for i in ids)
+    def encode_chat(self, messages: Sequence[dict], /, **variables: object) -> list[int]:
+        return self.encode(self.apply_chat_template(messages))
 
-    def stream(self) -> RandomVocabulary:
-        return self
+    def piece(self, id: int) -> bytes:
+        return b" %d" % id
 
-    def put(self, token: int) -> str:
-        return f" {token}"
+    first_piece = piece
 
-    def flush(self) -> str:
-        return ""
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.piece, ids)).decode()
+
+    def stream(self, stop: Sequence[str] = ()) -> Stream:
+        return Stream(self, stop)

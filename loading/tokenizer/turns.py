@@ -5,12 +5,34 @@ A prompt that is read once, before its questions are known, ends in the middle o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from loading.tokenizer.base import Tokenizer
 from runtime.errors import InputError
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Prompts are a user's messages, written by the checkpoint's chat template. system: a message before the first;
+    variables: those of the template, such as dict(enable_thinking=False)."""
+
+    system: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages before the user's first."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def encode(self, tk: Any, prompt: str) -> list[int]:
+        """Ids of a conversation up to the answer; names of special tokens in the prompt are plain text."""
+        return tk.encode_chat([*self.opening, {"role": "user", "content": prompt}], **self.variables)
+
+    def parts(self, tk: Any) -> ChatParts:
+        """The text around a prompt and a question about it. Raises InputError as `parts_of`."""
+        return parts_of(tk, self.opening, **self.variables)
 
 
 @dataclass(frozen=True)

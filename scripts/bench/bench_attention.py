@@ -34,6 +34,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,8 +48,7 @@ from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import DTYPES, available_memory, pick_device, pick_dtype, set_threads
 from scripts.bench.dense import prepare_dense
 from scripts.bench.layer import STAGES, build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
-from scripts.shared.options import SPECS, add_run, check_run, earlier, expand, shapes
-from scripts.shared.progress import Progress
+from scripts.shared.options import SPECS, Steps, add_run, check_run, earlier, expand, shapes
 from scripts.shared.results import record, write_json
 from scripts.shared.timing import (
     Call,
@@ -161,7 +161,7 @@ def prepare(size: Size, text: str) -> tuple[Row, dict[tuple[str, str], Call]]:
 
 @torch.inference_mode()
 def measure(
-    size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Progress,
+    size: Size, group: list[str], bandwidth: float, late: Callable[[], bool], progress: Steps,
     enter: Callable[[list[Row]], None],
 ) -> tuple[list[Row], bool]:  # fmt: skip
     """Times methods and all dense attentions in turns -> one row per method, and whether Ctrl-C ended it.
@@ -176,7 +176,7 @@ def measure(
         for text in group:
             if late():
                 break
-            progress.now("prepare", f"{size}: {text}, {'compiling and ' * size.opt.compile}filling its cache")
+            progress.now(f"{size}: {text}, {'compiling and ' * size.opt.compile}filling its cache")
             try:
                 row, ready = prepare(size, text)
                 calls |= ready
@@ -194,9 +194,7 @@ def measure(
     times: dict[tuple[str, str], list[float]] = {}
     try:
         if timed:
-            size.clock.rounds(calls, n, times, lambda i: progress.now("round", f"{what}, round {i + 1} of {n}"))
-        else:
-            progress.drop("round", n)
+            size.clock.rounds(calls, n, times, lambda i: progress.now(f"{what}, round {i + 1} of {n}"))
     except KeyboardInterrupt:
         interrupted = True
     except Exception as e:
@@ -255,7 +253,7 @@ def line(row: Row) -> str:
     return f"{where}: {row['operator']['ms']:.3f} ms ({'; '.join(figures)})"
 
 
-def parse_args() -> argparse.Namespace:
+def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
     a("--model", nargs="+", default=["llama-3.1-8b"], help="shapes: a known model, or a path to a config.json")
@@ -270,11 +268,15 @@ def parse_args() -> argparse.Namespace:
     a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages, too (default: yes)")
     a("--once", action="store_true", help="run every method's compress and decode, time nothing")
     a("--ceilings", action="store_true", help="measure only bandwidth and matmul")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     a("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile methods (default: yes)")
     add_run(p)
-    opt = p.parse_args()
+    return p
+
+
+def parse_args() -> argparse.Namespace:
+    opt = parser().parse_args()
     check_run(opt)
     if opt.layers is not None and opt.layers < 1:
         raise InputError(f"--layers {opt.layers} is below 1")
@@ -303,7 +305,7 @@ def main() -> None:
     grid = [(m, b, n, [t for t in opt.method if (m, b, n, t) not in done])
             for m in opt.model for b, n in opt.size if not opt.ceilings]  # fmt: skip
     grid = [g for g in grid if g[3]]
-    plan = dict(prepare=sum(len(todo) for *_, todo in grid), round=0 if opt.once else opt.rounds * len(grid))
+    steps = 1 + sum(1 + len(todo) + (0 if opt.once else opt.rounds) for *_, todo in grid)
 
     def late() -> bool:
         stop = opt.time_limit is not None and time.monotonic() - begin > opt.time_limit
@@ -311,8 +313,8 @@ def main() -> None:
             data["stopped"] = f"the time limit of {opt.time_limit:g} s"
         return stop
 
-    with Progress(plan) as progress:
-        progress.now("ceilings", "bandwidth and matrix products of this machine")
+    with Steps(total=steps) as progress:
+        progress.now("bandwidth and matrix products of this machine")
         limits = {} if opt.once else ceilings(device, opt.dtype)
         clock = Clock(device, opt.cache == "cold" and not opt.once)
         data = record(device, **known, flush_bytes=flush_bytes(device), **limits, rows=[], dense=[]) | old
@@ -323,7 +325,7 @@ def main() -> None:
                 write_json(opt.out, data)
             if not opt.json:
                 for row in rows:
-                    progress.write(line(row))
+                    progress.write(line(row), file=sys.stdout)
 
         def enter_lost(rows: list[Row]) -> None:
             for row in rows:
@@ -337,11 +339,11 @@ def main() -> None:
             torch._dynamo.reset()
             recover(device)
             size = Size(name, batch, length, shapes(name), opt, clock)
-            progress.now("dense", f"{size}: keys and values, and every dense attention over them")
+            progress.now(f"{size}: keys and values, and every dense attention over them")
             size.fill()
             if opt.once:
                 for text in todo:
-                    progress.now("prepare", f"{size}: {text}")
+                    progress.now(f"{size}: {text}")
                     attempt(size, text, enter)
                 continue
             for group in size.groups(todo):

@@ -4,6 +4,8 @@
     python -m scripts.bench.bench_generate --method full self_index --batch 1 8 --length 2048 --out generate.json
     python -m scripts.bench.bench_generate --random-init llama-3.1-8b --synthetic --peer gpt-fast:../gpt-fast
     python -m scripts.bench.bench_generate --prefill --method full self_index --size 1x4096 2x2048
+    python -m scripts.bench.bench_generate --restore --method full self_index --size 1x8192    # a cache as a file
+    python -m scripts.bench.bench_generate --texts --speculate 4 --method quest --checkpoint CKPT    # acceptance
 
 Prompts are random tokens. `--synthetic` skips the prefill: every layer's cache is filled with random keys and values
 through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
@@ -22,14 +24,13 @@ On a CPU the bandwidth is the better of before and after the run.
 
 With --speculate each method that can also drafts N tokens per round, which exact attention checks; --acceptance
 enforces the share of right ones. Its `limit_share` counts the bytes that all passes of a round read, per token that a
-round gives on average.
+round gives on average. --texts measures the share instead, on five texts (texts.py), and no time.
 
 `second_token_s` is the time of the prompt and the first decode step, if there is a prefill.
 
 Peers decode greedily at the same batch, length and number of tokens. `transformers` is its generate() with dynamic and
-static cache, minus a run of one token; with --synthetic its forward in a loop. `gpt-fast:PATH` and `double-sparse:PATH`
-are checkouts of gpt-fast, or of the published Double Sparsity that builds on it. They run in their own process, with a
-cache filled with random keys; see peer_decode.py.
+static cache, minus a run of one token; with --synthetic its forward in a loop. `gpt-fast:PATH` is a checkout of
+gpt-fast, which runs in its own process with a cache filled with random keys (peer_decode.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import functools
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,15 +49,18 @@ from typing import Any
 import torch
 
 from cache.spec import layer_methods
+from engine import LLM
 from loading.checkpoint import read_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
-from scripts.bench.our_runs import MODES, Ours, Prefill, Speculating
+from scripts.bench import texts
+from scripts.bench.our_runs import MODES, Ours, Prefill, Restoring, Speculating
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
 from scripts.shared.options import (
     SPECS_BY_LAYER,
+    Steps,
     add_run,
     check_folder,
     check_run,
@@ -65,7 +70,6 @@ from scripts.shared.options import (
     precision,
     shapes,
 )
-from scripts.shared.progress import Progress
 from scripts.shared.results import record, write_json
 from scripts.shared.timing import ceilings, end, reason, recover, settled, spread
 from weights import PackedLinear, WeightFormat
@@ -74,7 +78,6 @@ from weights import PackedLinear, WeightFormat
 PEERS = {
     "times_peer": "transformers ",
     "times_gpt_fast": "gpt-fast",
-    "times_double_sparse": "double-sparse",
     "times_llama_cpp": "llama.cpp",
 }
 
@@ -91,7 +94,7 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def rounds(
-    group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Progress, keep: Callable[[], Any]
+    group: list[Run], n: int, warm: int, out: dict[str, dict[str, Any]], progress: Steps, keep: Callable[[], Any]
 ) -> None:
     """Runs that take turns -> out: {name: {"step": [seconds, ...], "prefill": [...]}}, or {"error": the reason}.
 
@@ -100,27 +103,24 @@ def rounds(
     """
     opened: list[Run] = []
 
-    def attempt(run: Run, kind: str, what: str, left: int) -> dict[str, float]:
+    def attempt(run: Run, what: str, call: Callable[[], Any]) -> dict[str, float]:
         """The times of one round; empty after an error, which excludes the run from further rounds."""
-        progress.now(kind, f"batch {run.work.batch} length {run.work.length}: {run.name}, {what}")
+        progress.now(f"batch {run.work.batch} length {run.work.length}: {run.name}, {what}")
         try:
-            if kind == "round":
-                return run()
-            run.open()
+            return call() or {}
         except Exception as e:  # out of memory, or a peer that is missing or fails: the others go on
             out[run.name] = dict(error=reason(e))
-            progress.drop("round", left)
             recover(run.work.device, lambda: out[run.name].update(lost=True))
         return {}
 
     try:
         for run in group:
             opened.append(run)
-            attempt(run, "prepare", run.opening, warm + n)
+            attempt(run, run.opening, run.open)
         for i in range(warm + n):
             for run in [r for r in group if "error" not in out.get(r.name, {})]:
                 what = f"round {i - warm + 1} of {n}" if i >= warm else f"warm-up round {i + 1} of {warm}"
-                times = attempt(run, "round", what, warm + n - i - 1)
+                times = attempt(run, what, run)
                 for key, seconds in times.items() if i >= warm else ():
                     out.setdefault(run.name, {}).setdefault(key, []).append(seconds)
             keep()
@@ -147,10 +147,8 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
                 # weights are read in every pass: one per token, or with drafts the passes of a round per token
                 weights = weight_bytes(work.model) * run.info.get("passes", 1)
                 row["limit_share"] = (weights + run.info["traffic"]) / bandwidth / step
-        if "prefill" in t:
-            row |= dict(prefill_s=t["prefill"], prefill_spread=round(spread(t["prefill"]), 3))
-        if "second_token" in t:
-            row["second_token_s"] = t["second_token"]
+        row |= {f"{key}_s": t[key] for key in ("prefill", "second_token", "save", "restore") if key in t}
+        row |= dict(prefill_spread=round(spread(t["prefill"]), 3)) if "prefill" in t else {}
     return rows
 
 
@@ -158,7 +156,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
     """Adds to our rows of one batch and length their ratios to `full` in the same mode, and to the peers."""
     for row in (r for r in rows if "method" in r):
         same = [r for r in rows if (r.get("method"), r.get("mode")) == ("full", row["mode"]) and "error" not in r]
-        timed = all("prefill_s" in r and "prefill_overhead" not in r for r in (row, *same))
+        timed = all("second_token_s" in r and "prefill_overhead" not in r for r in (row, *same))
         if same and timed and row["method"] != "full":
             mine, full = statistics.median(row["prefill_s"]), statistics.median(same[0]["prefill_s"])
             row |= dict(prefill_overhead=mine / full - 1, full_prefill_s=same[0]["prefill_s"],
@@ -187,13 +185,18 @@ def line(row: dict[str, Any]) -> str:
         text += f"  prefill {statistics.median(row['prefill_s']):.3f} s"
     if "prefill_overhead" in row:
         text += f" ({100 * row['prefill_overhead']:+.1f} % on full)"
+    if "restore_s" in row:
+        text += (
+            f"  {row['file_bytes'] / 2**20:.1f} MiB, written in {statistics.median(row['save_s']):.3f} s, restored in "
+        )
+        text += f"{statistics.median(row['restore_s']):.3f} s"
     for key, what in (("times_full", "full"), *PEERS.items()):
         if key in row:
             text += f"  {row[key]:.2f}x {what.strip()}"
     return text
 
 
-def parse_args() -> argparse.Namespace:
+def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
@@ -205,6 +208,8 @@ def parse_args() -> argparse.Namespace:
     a("--new", type=int, default=128, help="tokens decoded; default: 128")
     a("--synthetic", action="store_true", help="fill the caches with random keys and values instead of a prefill")
     a("--prefill", action="store_true", help="measure only the prefill, each method in turns with full")
+    a("--restore", action="store_true", help="measure only the cache as a file: its size, writing and restoring it")
+    a("--texts", action="store_true", help="measure the share of right drafts on five texts; needs --speculate N")
     a("--mode", nargs="+", choices=MODES, default=["eager", "compiled"], help="default: eager compiled")
     a("--eager-only", action="store_true", help="the same as --mode eager")
     a("--rounds", type=int, default=5, help="rounds that count; default: 5")
@@ -215,16 +220,20 @@ def parse_args() -> argparse.Namespace:
         nargs="*",
         default=[],
         metavar="PEER",
-        help="transformers, gpt-fast:PATH or double-sparse:PATH of a checkout, llama.cpp:PATH of its llama-bench "
+        help="transformers, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
         "(scripts/bench/llama_cpp.py says how to build it)",
     )
     a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
     a("--acceptance", nargs="+", type=float, default=[0.8], metavar="A", help="enforced chance that a draft is right")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
+    a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     add_precision(p)
     add_calibration(p)
     add_run(p)
-    opt = p.parse_args()
+    return p
+
+
+def parse_args() -> argparse.Namespace:
+    opt = parser().parse_args()
     if opt.eager_only:
         opt.mode = ["eager"]
     check_run(opt)
@@ -239,8 +248,10 @@ def parse_args() -> argparse.Namespace:
         check_peer(peer)
     if "transformers" in opt.peer and not opt.random_init:
         check_folder(opt.checkpoint, "--peer transformers")
-    if opt.peer and opt.prefill:
-        raise InputError("--prefill compares methods with full: drop --peer")
+    if opt.peer and (opt.prefill or opt.restore or opt.texts):
+        raise InputError("--prefill, --restore and --texts compare methods: drop --peer")
+    if opt.texts and (len(opt.speculate) != 1 or opt.random_init or min(n for _, n in opt.size) < opt.new + 512):
+        raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
     if opt.synthetic and opt.prefill:
         raise InputError("--synthetic skips the prefill that --prefill measures: drop one of them")
     opt.method, args = expand(opt.method), model_shapes(opt)
@@ -255,6 +266,8 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
     if opt.prefill:  # a ratio of a few percent needs runs next to each other in time
         others = [m for m in opt.method if m != "full"]
         return [[Prefill(work, "full"), Prefill(work, m)] for m in others] or [[Prefill(work, "full")]]
+    if opt.restore:
+        return [[Restoring(work, m)] for m in opt.method]
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
     for method, mode, n in itertools.product(opt.method, set(opt.mode) & {"eager", "compiled"}, opt.speculate):
         if method != "full" and all(cls.verifies for cls, _ in layer_methods(method, work.model.args.n_layer)):
@@ -280,15 +293,17 @@ def main() -> None:
     lengths = list(dict.fromkeys(length for _, length in opt.size))
     known = dict(prompt_tokens=lengths[0] if len(lengths) == 1 else lengths, new_tokens=opt.new,
                  model=opt.random_init or Path(opt.checkpoint).name, synthetic=opt.synthetic)  # fmt: skip
-    with Progress() as progress:
-        progress.now("load", f"{'making' if opt.random_init else 'loading'} {known['model']}")
+    if opt.texts:
+        return on_texts(opt, known)
+    with Steps(total=2) as progress:
+        progress.now(f"{'making' if opt.random_init else 'loading'} {known['model']}")
         start = time.perf_counter()
         model = load_model(opt, device)
         loaded = dict(load_seconds=time.perf_counter() - start, load_peak_bytes=peak_memory(device))
         known |= precision(opt, model)
         same = ("device", "commit", "model", "new_tokens", "synthetic", *precision(opt, model))
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
-        progress.now("ceilings", "bandwidth and matrix products of this machine")
+        progress.now("bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)
         data = record(device, **known, weight_bytes=weight_bytes(model), **loaded, **limits, rows=[]) | old
         run_all(model, opt, data, begin, progress)
@@ -299,9 +314,30 @@ def main() -> None:
     end(data["rows"])
 
 
-def run_all(
-    model: Transformer, opt: argparse.Namespace, data: dict[str, Any], begin: float, progress: Progress
-) -> None:
+def on_texts(opt: argparse.Namespace, known: dict[str, Any]) -> None:
+    """--texts: a row per method, length and text."""
+    llm = LLM(opt.checkpoint, calibration=opt.calibration, device=opt.device, dtype=opt.dtype, weights=opt.weights,
+              head=opt.head, kv_dtype=opt.kv_dtype, compile=False)  # fmt: skip
+    (n,), known = opt.speculate, known | precision(opt, llm.model) | dict(speculate=opt.speculate[0])
+    data = record(llm.model.device, **known, rows=[])
+    if opt.resume:
+        data |= earlier(opt.out, data, ("device", "commit", *known), ("rows",))
+    done = {(r["method"], r["length"], r["text"]) for r in data["rows"]}
+    lengths = [length for _, length in opt.size]
+    with Steps(total=len(lengths) * len(texts.KINDS) * len(opt.method)) as progress:
+        for length in lengths:
+            args = Path(opt.checkpoint), length, opt.new, n, opt.method, done, progress.now
+            for row in texts.accepted(llm, *args):
+                data["rows"].append(row)
+                if opt.out:
+                    write_json(opt.out, data)
+                if not opt.json:
+                    progress.write(texts.line(row), file=sys.stdout)
+    if opt.json:
+        print(json.dumps(data))
+
+
+def run_all(model: Transformer, opt: argparse.Namespace, data: dict[str, Any], begin: float, progress: Steps) -> None:
     """Measures every group of runs that is not in `data` yet, and adds it."""
     todo: list[tuple[Work, list[Run]]] = []
     for batch, length in opt.size:
@@ -313,7 +349,7 @@ def run_all(
         rest = ([run for run in group if run.name not in lost] for group in groups(work, opt))
         todo += [(work, group) for group in rest if not {run.name for run in group} <= known]
     runs = sum(len(group) for _, group in todo)
-    progress.plan |= dict(prepare=runs, round=runs * (opt.warm_up + opt.rounds))
+    progress.total += runs * (1 + opt.warm_up + opt.rounds)
     for work, group in todo:
         if opt.time_limit and time.monotonic() - begin > opt.time_limit:
             data["stopped"] = f"the time limit of {opt.time_limit:g} s"
@@ -328,7 +364,7 @@ def run_all(
         finally:
             rows = keep()
             if rows and not opt.json:
-                progress.write("\n".join(map(line, rows)))
+                progress.write("\n".join(map(line, rows)), file=sys.stdout)
         recover(work.device)
 
 

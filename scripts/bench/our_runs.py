@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cache.spec import layer_methods
+from engine import speculation
 from engine.compiled import Step, compiler_options
-from engine.llm import Result, Session, continue_rows, make_step
-from engine.sampling import Sampling, draw_finite
+from engine.decode import Session, make_step
+from engine.sampling import Sampling
+from engine.snapshot import CacheFile, identity, resume, save, state_of
 from engine.speculation import Speculator, tokens_a_round
 from model import Transformer
 from runtime.machine import synchronize
@@ -100,29 +104,28 @@ class Ours(Run):
             times = {} if w.synthetic else self._prompt(session)
             if w.synthetic:
                 self._fill(session)
-            result = Result([[] for _ in range(w.batch)], [w.length] * w.batch)
-            synchronize(w.device)
-            # the first token exists before the first step
-            continue_rows(session, result, w.new + w.synthetic, frozenset(), None)
-        if result.steps < w.new + w.synthetic - 1:
-            raise KeyboardInterrupt  # the decode loop caught Ctrl-C and ended early
-        return times | dict(step=result.decode_s / max(1, result.steps))
+            before = session.decoded
+            took = self._timed(lambda: sum(1 for _ in session.rows(w.new + w.synthetic)))
+        return times | dict(step=took / max(1, session.decoded - before))
 
     def _session(self) -> Session:
         self.work.model.cache = self.cache
         self.work.model.reset_cache()
-        return Session(self.work.model, self.step, self.sampling)
+        return self._made(self.work.model, self.step, self.sampling)
+
+    _made: Any = Session
 
     def _prompt(self, session: Session) -> dict[str, float]:
         w = self.work
-        synchronize(w.device)
+        prefill = self._timed(lambda: session.prefill(w.tokens.tolist()))
+        return dict(prefill=prefill, second_token=prefill + self._timed(lambda: session.advance(session.next)))
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        synchronize(self.work.device)
         start = time.perf_counter()
-        session.prefill(w.tokens.tolist())
-        synchronize(w.device)
-        prefill = time.perf_counter() - start
-        session.advance(session.next)
-        synchronize(w.device)
-        return dict(prefill=prefill, second_token=time.perf_counter() - start)
+        call()
+        synchronize(self.work.device)
+        return time.perf_counter() - start
 
     def _fill(self, session: Session) -> None:
         w = self.work
@@ -167,11 +170,10 @@ class Speculating(Ours):
         if self.like is not None:
             self.cache, self.step, self.speculator = self.like.cache, self.like.step, self.like.speculator
         else:
-            model.setup(self.method, w.batch, w.length + w.new, w.new, {}, self.drafts)
+            model.setup_cache(self.method, w.batch, w.length + w.new, w.new, drafts=self.drafts)
             self.cache = model.cache
             self.step = make_step(model, self.sampling, self.mode == "compiled")
-            draw = functools.partial(draw_finite, self.sampling)
-            self.speculator = Enforced(model, draw, self.drafts, self.mode == "compiled")
+            self.speculator = Enforced(model, self.sampling.draw, self.drafts, self.mode == "compiled")
             self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
         full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
@@ -181,10 +183,48 @@ class Speculating(Ours):
                          traffic=(n * sum(m.traffic(at) for m in self.cache) + full) / tokens)  # fmt: skip
 
     def _session(self) -> Session:
-        session = super()._session()
-        session.speculator = self.speculator
         self.speculator.chance, self.speculator.rounds = self.chance, 0
-        return session
+        return super()._session()
+
+    def _made(self, *args: Any) -> Session:
+        return speculation.Speculating(self.speculator, *args)
+
+
+class Restoring(Ours):
+    """Times a prompt's cache as a file: writing it, and restoring it into an empty cache. The file was just written, so
+    it is read from the page cache."""
+
+    def __init__(self, work: Work, method: str):
+        super().__init__(work, method, "eager")
+        self.name = f"{method} restore"
+
+    def open(self) -> None:
+        super().open()
+        self.folder = tempfile.TemporaryDirectory(prefix="kv-fast-")
+        self.file = Path(self.folder.name) / "cache"
+
+    @torch.inference_mode()
+    def __call__(self) -> dict[str, float]:
+        w = self.work
+        session = self._session()
+        times = {} if w.synthetic else dict(prefill=self._timed(lambda: session.prefill(w.tokens.tolist())))
+        if w.synthetic:
+            self._fill(session)
+            session.prompts = w.tokens.tolist()
+        of = identity(w.model, self.method, layer_methods(self.method, w.model.args.n_layer), "", None)
+        times["save"] = self._timed(lambda: save(self.file, w.model.cache, state_of(session), of))
+        self.info |= dict(file_bytes=self.file.stat().st_size)
+
+        def restore() -> None:
+            session, saved = self._session(), CacheFile(self.file)
+            saved.fill(w.model.cache)
+            resume(session, saved.state)
+
+        return times | dict(restore=self._timed(restore))
+
+    def close(self) -> None:
+        super().close()
+        self.folder.cleanup()
 
 
 class Prefill(Ours):

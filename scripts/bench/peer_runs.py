@@ -19,9 +19,6 @@ from model import ModelArgs, Transformer
 from runtime.errors import InputError
 from runtime.machine import synchronize
 
-# kind of peer -> the folder of model.py and generate.py in its checkout
-FOLDERS = {"gpt-fast": ".", "double-sparse": "models"}
-
 
 class Work:
     """The task that all runs of a group share: `batch` rows of `length` tokens in the cache, `new` tokens to decode."""
@@ -153,28 +150,26 @@ class Transformers(Run):
 
 
 class Peer(Run):
-    """A model that decodes in its own process, with its own code: peer_decode.py."""
+    """gpt-fast, which decodes in its own process, with its own code: peer_decode.py."""
 
     opening = "loading and compiling"
 
-    def __init__(self, work: Work, kind: str, path: str, threads: int):
-        self.work, self.name, self.path, self.threads, self.info = work, kind, path, threads, {}
+    def __init__(self, work: Work, path: str, threads: int):
+        self.work, self.name, self.path, self.threads, self.info = work, "gpt-fast", path, threads, {}
         self.process: subprocess.Popen | None = None
 
     def open(self) -> None:
         w, a = self.work, self.work.model.args
         if a.head_dim * a.n_head != a.dim or a.qk_norm or a.qkv_bias:
             raise InputError(f"{self.name} supports no q/k norm, no biases, and only head_dim = dim / n_head")
-        if self.name == "double-sparse" and a.n_kv_head != a.n_head:
-            raise InputError("double-sparse has no grouped queries: measure it at the shapes of llama-2-7b")
         model = dict(block_size=max(a.max_seq_len, w.length + w.new + 8), vocab_size=a.vocab_size, n_layer=a.n_layer,
                      n_head=a.n_head, dim=a.dim, intermediate_size=a.ffn_dim, n_local_heads=a.n_kv_head,
                      rope_base=a.rope.theta, norm_eps=a.norm_eps)  # fmt: skip
         setup = dict(model=model, batch=w.batch, length=w.length, new=w.new, device=str(w.device),
                      dtype=str(w.dtype).removeprefix("torch."), threads=self.threads)  # fmt: skip
         pipe = subprocess.PIPE
-        command = [sys.executable, str(Path(__file__).with_name("peer_decode.py")), self.name, json.dumps(setup)]
-        env = os.environ | dict(PYTHONPATH=str(Path(self.path) / FOLDERS[self.name]))
+        command = [sys.executable, str(Path(__file__).with_name("peer_decode.py")), json.dumps(setup)]
+        env = os.environ | dict(PYTHONPATH=self.path)
         # a pipe that nobody reads would fill up and block the process
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open as long as the process
         self.process = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=self.log, env=env)

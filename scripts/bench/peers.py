@@ -6,20 +6,19 @@ from pathlib import Path
 
 from runtime.errors import InputError
 from scripts.bench.llama_cpp import LlamaCpp, check_program
-from scripts.bench.peer_runs import FOLDERS, Peer, Run, Transformers, Work
+from scripts.bench.peer_runs import Peer, Run, Transformers, Work
 
-LLAMA = "llama.cpp"
+FAST, LLAMA = "gpt-fast", "llama.cpp"
 
 
 def check_peer(peer: str) -> None:
     """Raises InputError unless it is `transformers`, KIND:PATH of a checkout, or llama.cpp:PATH of llama-bench."""
     kind, _, path = peer.partition(":")
-    if kind not in ("transformers", LLAMA, *FOLDERS) or (kind != "transformers") != bool(path):
-        known = " or ".join(f"{k}:PATH" for k in (*FOLDERS, LLAMA))
-        raise InputError(f"--peer {peer} is not known: use transformers, {known}")
+    if kind not in ("transformers", FAST, LLAMA) or (kind != "transformers") != bool(path):
+        raise InputError(f"--peer {peer} is not known: use transformers, {FAST}:PATH or {LLAMA}:PATH")
     if kind == LLAMA:
         check_program(peer, path)
-    elif path and not (file := Path(path) / FOLDERS[kind] / "generate.py").is_file():
+    elif path and not (file := Path(path) / "generate.py").is_file():
         raise InputError(f"--peer {peer}: {path} is not a checkout of {kind}: there is no {file}")
 
 
@@ -29,5 +28,5 @@ def peer_runs(work: Work, peer: str, folder: str | None, threads: int) -> list[R
     if kind == LLAMA:
         return [LlamaCpp(work, path, threads)]
     if path:
-        return [Peer(work, kind, path, threads)]
+        return [Peer(work, path, threads)]
     return [Transformers(work, folder, cache) for cache in ("dynamic", "static")]

@@ -199,13 +199,13 @@ def load(method: str) -> str:
 def interpret_own(name: str) -> None:
     """Leave Triton's versions only to the operations that the method's file declares, or else imports."""
     module = sys.modules[class_of(name).__module__]
-    named = [x for x in vars(module).values() if isinstance(x, Operation) and x.triton is not None]
+    named = [x for x in vars(module).values() if isinstance(x, Operation) and "triton" in x.versions]
     own = [x for x in named if x.__module__ == module.__name__] or named
     if not own:
         raise InputError(f"{module.__file__} declares or imports no operation with a Triton version: drop --kernels")
     for operation in OPERATIONS.values():
         if operation not in own:
-            operation.triton = None
+            operation.versions.pop("triton", None)
 
 
 def main() -> int:

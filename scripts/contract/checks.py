@@ -7,7 +7,6 @@ Broken says what was found and what to do.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -17,8 +16,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import kernels.backend
 from cache.base import Attended, KVMethod
 from cache.evicting import Evicting
+from cache.spec import layer_methods
 from cache.trace import observe
 from engine.snapshot import CacheFile, State, check_layouts, identity, save
 from kernels.dense_attention import prefill_attention
@@ -279,14 +280,14 @@ def check_kernels(name: str, knobs: Knobs) -> str:
     """With Triton, interpreted on a CPU, logits are those of torch. Prompts are short: a program takes milliseconds."""
     model, prompts, runs = tiny(), [prompt(3), prompt(37)], dict[str, Run]()
     for backend in ("torch", "triton"):
-        with mock.patch.dict(os.environ, KV_FAST_BACKEND=backend):
+        with mock.patch.object(kernels.backend, "BACKEND", backend):
             model.setup_cache(name, 3, 64, **knobs)
             poison(model)
             model.reset_cache()
             runs[backend] = run(model, prompts, 2, runs["torch"][1] if runs else None)
     got, want = runs["triton"][0], runs["torch"][0]
     same(got, want, f"kernels against torch {at_knobs(knobs)}", ROUNDED if rounds(model) else TOL)
-    return ", ".join(name for name, operation in OPERATIONS.items() if operation.triton is not None)
+    return ", ".join(name for name, operation in OPERATIONS.items() if "triton" in operation.versions)
 
 
 def check_store(name: str, knobs: Knobs) -> str | None:
@@ -425,6 +426,7 @@ def check_sizes(name: str, knobs: Knobs) -> None:
 def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
     """A cache that was saved to a file goes on bit for bit as one that was not, at its size and at a larger one."""
     model, rows, lengths = tiny(head_dim=64), [prompt(n, i) for i, n in enumerate(SAVED)], torch.tensor(SAVED)
+    layers = layer_methods(name, model.args.n_layer, knobs)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     feed, want = torch.stack([prompt(200, 7), prompt(200, 8)]), dict[str, list[Tensor]]()
 
@@ -451,7 +453,7 @@ def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
             for i in range(1 + max(n + THEN * (size == into) for saved, n, into in ways if size in (saved, into))):
                 if (size, i) in [way[:2] for way in ways]:
                     state = State([x.tolist() for x in rows], feed[:, :i], feed[:, i], None)
-                    save(Path(folder, f"{size} {i}"), model.cache, state, identity(model, name, knobs, "tiny", None))
+                    save(Path(folder, f"{size} {i}"), model.cache, state, identity(model, name, layers, "tiny", None))
                 want[size].append(step(i))
         for size, n, into in ways:
             set_up(into)
@@ -531,7 +533,7 @@ def check_size(name: str, knobs: Knobs) -> None:
     """Values times c multiply the output by c, and keys times c with queries over c leave it."""
     prompts, runs, fed = [prompt(9), prompt(40)], [], None
     for size in (1.0, *SCALES):
-        keys = 1.0 if class_of(name).weighs_queries else size
+        keys = 1.0 if "weighs queries" in class_of(name).deviates else size
         model = tiny(sizes=(1 / keys, keys, size))
         model.setup_cache(name, 2, 60, **knobs)
         got, fed = run(model, prompts, 12, fed)

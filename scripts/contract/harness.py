@@ -37,18 +37,11 @@ class Model(Transformer):
                 p.normal_(0, 1.3 * p.shape[1] ** -0.5, generator=gen) if p.dim() == 2 else p.fill_(1)
         self.to(device, dtype).eval()
 
-    def setup(
-        self,
-        method: str,
-        max_batch: int,
-        max_seq_len: int,
-        max_new_tokens: int | None,
-        knobs: dict[str, Any],
-        drafts: int = 0,
-    ) -> None:
+    def setup_cache(self, method, max_batch, max_seq_len, max_new_tokens=None, *, drafts=0, **knobs):
         now_doing(f"setup_cache({', '.join([repr(method), str(max_batch), str(max_seq_len), *knob_text(knobs)])})")
-        self.needed = [s for cls, args in layer_methods(method, self.args.n_layer, knobs) for s in cls.needs(args)]
-        super().setup(method, max_batch, max_seq_len, max_new_tokens, knobs, drafts)
+        layers = layer_methods(method, self.args.n_layer, knobs)
+        self.needed = [s for cls, args in layers for s in cls.needs(args)]
+        super().setup_cache(layers, max_batch, max_seq_len, max_new_tokens, drafts=drafts)
 
     def find_calibration(self) -> Calibration:
         return self.calibration or self.measured(self.needed)

@@ -101,7 +101,7 @@ def check_traffic(name: str, knobs: Knobs) -> None:
             raise Broken(
                 f"traffic(pos) falls along the text {at_knobs(knobs)}, or is not above 0: {read[0]} ... {read[-1]}"
             )
-        if read[-1] > (2.1 if method.rereads else 1.05) * (allocated := sum(method.nbytes().values())):
+        if read[-1] > (2.1 if "rereads" in method.deviates else 1.05) * (allocated := sum(method.nbytes().values())):
             raise Broken(
                 f"traffic({T - 1}) is {read[-1]} bytes {at_knobs(knobs)}, its buffers have {allocated}",
                 "it counts what one step reads of the cache, all rows and KV heads of one layer; leave it out to count "
@@ -112,7 +112,7 @@ def check_traffic(name: str, knobs: Knobs) -> None:
                for n in (LLAMA.n_head, LLAMA.n_kv_head, LLAMA.n_kv_head))  # fmt: skip
     pos = torch.empty(B, dtype=torch.int64, device="meta")
     takes, said = bytes_read(lambda: method.decode(q, k, v, pos), method.buffers()), method.traffic(32767)
-    if takes > READ_MORE * said and method.steps_alike:
+    if takes > READ_MORE * said and "unequal steps" not in method.deviates:
         raise Broken(
             f"a step of 32768 tokens reads {takes} bytes {at_knobs(knobs)}, traffic(32767) says {said}",
             "count in `traffic`, or in a Selecting's `score_bytes`, all that a step reads; a tensor that is read twice "

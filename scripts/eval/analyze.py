@@ -43,8 +43,8 @@ from runtime.corpus import collect
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
 from scripts.eval.analyses import ANALYSES
-from scripts.eval.analyses.axes import integer_axis
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
+from scripts.shared.options import add_run
 from scripts.shared.results import check_out, record, save_figure, write_json
 from weights import (
     WeightFormat,
@@ -80,23 +80,26 @@ def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration |
     return out
 
 
-def draw_plot(path: Path, analysis: Analysis, rows: list[Series]) -> None:
-    import matplotlib
+def draw_plot(path: Path, analysis: Analysis, table: Table) -> None:
+    """The columns of numbers over the first one: shares, and others."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig = analysis.plot(plt, rows)
-    fig.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)  # makes room for the legends below the axes
-    for ax in fig.axes:
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-        if not ax.images and ax.get_label() != "<colorbar>":
-            ax.spines[["top", "right"]].set_visible(False)
-        if ax.get_xlabel().startswith("layer"):
-            integer_axis(ax.xaxis)
+    head, body = table
+    rows = [row for row in body if row[0] not in ("mean", "all")]
+    columns = {name: [row[j] for row in rows] for j, name in enumerate(head) if j}
+    numbers = {n: x for n, x in columns.items() if all(isinstance(v, int | float) for v in x)}
+    shares = {n for n, x in numbers.items() if min(x) >= 0 and max(x) <= 1}
+    panels = [p for p in (shares, numbers.keys() - shares) if p]
+    fig = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
+    for ax, names in zip(fig.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for i, name in enumerate(n for n in numbers if n in names):
+            ax.plot([str(row[0]) for row in rows], numbers[name], "osD^vP*X"[i % 8] + "-", ms=4, lw=1, label=name)
+        ax.set(xlabel=head[0], ylim=(0, 1.02) if names == shares else (0, None))
+        ax.tick_params("x", labelsize=7, rotation=0 if len(rows) < 16 else 90)
+        ax.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+        ax.grid(alpha=0.3)
+    fig.suptitle(analysis.what, fontsize=10)
     save_figure(fig, path)
-    plt.close(fig)
 
 
 def show_table(name: str, what: str, table: Table) -> None:
@@ -152,22 +155,23 @@ def prepare(
     return calib, text, f"in memory, {rows.numel()} tokens"
 
 
-def main(argv: list[str] | None = None) -> None:
+def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
     a("--only", default=",".join(ANALYSES), metavar="NAME,NAME", help="analyses to run; default: all")
     a("--samples", type=int, default=4, help="sequences of held-out code, and as many of prose; default: 4")
     a("--seq-len", type=int, default=0, help="tokens of a sequence; default: 1024, or the model's context if shorter")
-    a("--out", help="result file, e.g. analysis.json")
     a("--plots", metavar="FOLDER", help="draw FOLDER/analysis_NAME.png")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--dtype", choices=sorted(DTYPES), default="fp32", help="dtype of the computation; default: fp32")
     add_weights(p)
     add_calibration(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
-    a("--json", action="store_true", help="print the result object instead of tables")
-    opt = p.parse_args(argv)
+    add_run(p, resume=False)
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    opt = parser().parse_args(argv)
     set_threads(opt.threads)
     kind = WeightFormat.parse(opt.weights, opt.head)
     names = list(dict.fromkeys(opt.only.split(",")))
@@ -200,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         write_json(opt.out, data)
     if opt.plots:
         for name in tqdm(names, desc="plots"):
-            draw_plot(Path(opt.plots) / f"analysis_{name}.png", ANALYSES[name], found[name])
+            draw_plot(Path(opt.plots) / f"analysis_{name}.png", ANALYSES[name], ANALYSES[name].table(found[name]))
     if opt.json:
         print(json.dumps(data))
         return

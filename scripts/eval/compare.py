@@ -2,7 +2,7 @@
 
     python -m scripts.eval.compare --method full sals-12.5 --tasks needle --lengths 512 --samples 10
     python -m scripts.eval.compare --checkpoint CKPT --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --lengths 2048,4096 --out DIR
-    python -m scripts.eval.compare --checkpoint CKPT --dataset longbench.jsonl --method full snapkv --query-in-prompt
+    python -m scripts.eval.compare --checkpoint CKPT --dataset examples/observatory.jsonl --method full snapkv
     python -m scripts.eval.compare --tasks kv,prefix_suffix --multi-turn --query-in-prompt --method full snapkv
     python -m scripts.eval.compare --kv 1/8 --settings                    # print settings and bytes, run nothing
 
@@ -14,16 +14,13 @@ Several questions about one context each start from the state after it, or follo
 context is prefilled once for all methods whose prefill is exact attention.
 
 --out DIR gets samples.jsonl (one line per sample, appended after every batch, from which --resume continues),
-compare.json, table.md, cells.csv, held.png, read.png, and depth.png if a task has depths; after Ctrl-C, they have the
-tasks that every setting has answered. Means over tasks leave out tasks of which full finds less than half, because
-these measure nothing.
+compare.json, table.md, held.png and read.png; after Ctrl-C, they have the tasks that every setting has answered. Means
+over tasks leave out tasks of which full finds less than half, because these measure nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -32,7 +29,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from cache.spec import layer_methods
@@ -41,24 +37,28 @@ from loading.tokenizer.turns import chat_parts
 from runtime.errors import InputError, Parser, did_you_mean, run_cli
 from runtime.machine import TINY, require_memory, set_threads, written
 from runtime.parallel import ONE, Ranks
-from scripts.eval.evaluation import Context, Evaluation, contexts, names_of, open_evaluation, parse_flags
+from scripts.eval.evaluation import (
+    Evaluation,
+    add_flags,
+    check_flags,
+    names_of,
+    open_evaluation,
+)
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
-from scripts.eval.rows import Row, check_metric, read_rows
-from scripts.eval.ruler import TASKS as RULER_TASKS
-from scripts.eval.ruler import add_sources, check_tasks, sized
-from scripts.eval.samples import TASKS, rows_of
-from scripts.report.markdown import measuring, table, tasks_of, wilson
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
+from scripts.eval.rows import TASKS, Context, Row, check_metric, check_names, contexts, read_rows, rows_of
+from scripts.eval.ruler import add_sources, sized
+from scripts.shared.markdown import measuring, table, tasks_of, wilson
+from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_shares, precision
 from scripts.shared.results import record, save_figure, write_json
 from weights import WeightFormat
 
-FILES = ("compare.json", "samples.jsonl", "table.md", "cells.csv", "held.png", "read.png", "depth.png")
+FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
 SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # samples are the same if these are
 AXES = dict(kv=("held", "kv_share"), read=("read", "read_share"))
 Key = tuple[Any, ...]
 
 
-def parse_args() -> argparse.Namespace:
+def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
@@ -76,17 +76,16 @@ def parse_args() -> argparse.Namespace:
     a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
     a("--settings", action="store_true", help="print the settings and their bytes, run nothing")
-    opt = parse_flags(p, "the folder compare", FILES[0])
+    add_flags(p)
+    return p
+
+
+def parse_args() -> argparse.Namespace:
+    opt = check_flags(parser().parse_args(), FILES[0])
     opt.targets = {}
     for axis in ("kv", "read"):
-        try:
-            wanted = [Fraction(part) for part in getattr(opt, axis).split(",") if part]
-        except (ValueError, ZeroDivisionError):
-            wanted = [Fraction(0)]
-        if not all(0 < w <= 1 for w in wanted):
-            raise InputError(f"--{axis} {getattr(opt, axis)} is not a list such as 1/2,1/4, each above 0 and at most 1")
-        if wanted:
-            opt.targets[axis] = wanted
+        if text := getattr(opt, axis):
+            opt.targets[axis] = parse_shares(f"--{axis}", text)
     args = read_args(opt.checkpoint)
     if opt.targets:
         laddered = sorted({m for axis in opt.targets for m in BY_AXIS[axis]})
@@ -97,7 +96,7 @@ def parse_args() -> argparse.Namespace:
         opt.method = expand(opt.method or ["full"], True)
         for spec in opt.method:
             layer_methods(spec, args.n_layer, {})  # a wrong name or knob ends the run before it starts
-    opt.rows, opt.tasks = None, opt.tasks.split(",")
+    opt.rows = None
     opt.samples = 50 if opt.samples is None and not opt.dataset else opt.samples
     if opt.dataset:
         opt.rows, opt.lengths = read_rows(opt.dataset), [0]
@@ -106,9 +105,7 @@ def parse_args() -> argparse.Namespace:
         for task in opt.tasks:
             check_metric(task)
     else:
-        if unknown := set(opt.tasks) - {*TASKS}:
-            raise InputError(f"unknown task {min(unknown)!r}: {did_you_mean(min(unknown), TASKS)}--help lists all")
-        check_tasks([t for t in opt.tasks if t in RULER_TASKS], opt)
+        opt.tasks = check_names(opt.tasks, opt)
         if min(opt.lengths) < (128 if opt.targets else 32):
             raise InputError(f"--lengths {min(opt.lengths)} has no room for a task, or its budget: give 128 or more")
     if min(opt.samples, opt.batch_size, opt.at_once) < 1:
@@ -241,8 +238,6 @@ class Run:
                 task = found[0]["task"]
                 row |= {task: round(mean(each), 4), f"{task}_each": each}
                 row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))]
-                if all("depth" in r for r in found):
-                    row[f"{task}_depth"] = [r["depth"] for r in found]
             out.append(row)
         return out
 
@@ -292,17 +287,6 @@ def markdown(data: Row) -> str:
     return "\n\n".join(out) + "\n"
 
 
-def cells_csv(data: Row) -> str:
-    out = io.StringIO()
-    write = csv.writer(out, lineterminator="\n")
-    write.writerow(["method", "task", "length", "question_known", "samples", "score", "low", "high", "held", "read"])
-    for r in data["rows"]:
-        for t in tasks_of([r]):
-            write.writerow([r["method"], t, r["seq_len"], r["query_in_prompt"], len(r[f"{t}_each"]), r[t],
-                            *r[f"{t}_interval"], r["kv_share"], r["read_share"]])  # fmt: skip
-    return out.getvalue()
-
-
 def draw_pareto(data: Row, axis: str, path: Path) -> None:
     """Mean score against bytes, one panel per length; the dashed line is the Pareto front."""
     from matplotlib.figure import Figure
@@ -325,36 +309,6 @@ def draw_pareto(data: Row, axis: str, path: Path) -> None:
         ax.set_title(f"{length} tokens" if length else "the dataset", fontsize=9)
         ax.grid(alpha=0.3)
     ax.legend(fontsize=6, ncols=2)
-    save_figure(fig, path)
-
-
-def draw_depths(data: Row, path: Path) -> None:
-    """One panel per setting: scores of single needles by depth (in tenths) and length."""
-    from matplotlib.figure import Figure
-
-    rows = [r for r in data["rows"] if any(k.endswith("_depth") for k in r)]
-    if not rows:
-        return
-    lengths = list(dict.fromkeys(r["seq_len"] for r in rows))
-    methods = list(dict.fromkeys(r["method"] for r in rows))
-    across = min(5, len(methods))
-    fig = Figure(figsize=(2.6 * across + 1, 2.6 * -(-len(methods) // across)), layout="constrained")
-    axes = fig.subplots(-(-len(methods) // across), across, squeeze=False).flat
-    for ax, method in zip(axes, methods, strict=False):
-        grid = torch.full((10, len(lengths)), torch.nan)
-        for r in (r for r in rows if r["method"] == method):
-            tasks = [t for t in tasks_of([r]) if f"{t}_depth" in r]
-            pairs = [p for t in tasks for p in zip(r[f"{t}_depth"], r[f"{t}_each"], strict=True)]
-            for i in range(10):
-                if here := [s for d, s in pairs if min(int(10 * d), 9) == i]:
-                    grid[i, lengths.index(r["seq_len"])] = mean(here)
-        image = ax.imshow(grid.numpy(), vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        ax.set_title(method, fontsize=7)
-        ax.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=6)
-        ax.set_yticks([0, 9], ["start", "end"], fontsize=6)
-    for ax in list(axes)[len(methods) :]:
-        ax.remove()
-    fig.colorbar(image, ax=fig.axes, label="found")
     save_figure(fig, path)
 
 
@@ -402,12 +356,10 @@ def report(data: Row, runs: Sequence[Run], store: Store, out: Path | None) -> Ro
     data["rows"] = [row for r in runs for row in r.rows(store)]
     if out:
         write_json(out / FILES[0], data)
-        for file, text in zip(FILES[2:4], (markdown(data), cells_csv(data)), strict=True):
-            with written(out / file) as tmp:
-                tmp.write_text(text, encoding="utf-8")
-        for axis, file in zip(AXES, FILES[4:6], strict=True):
+        with written(out / FILES[2]) as tmp:
+            tmp.write_text(markdown(data), encoding="utf-8")
+        for axis, file in zip(AXES, FILES[3:], strict=True):
             draw_pareto(data, axis, out / file)
-        draw_depths(data, out / FILES[6])
     return data
 
 

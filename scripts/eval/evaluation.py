@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -19,21 +18,20 @@ from torch import Tensor
 from cache import evicting
 from cache.base import KVMethod
 from cache.calibration import fingerprint
-from engine.llm import Session, make_step, pad
+from engine.decode import Session, make_step, pad
 from engine.sampling import NO_TOKEN, Sampling
 from engine.snapshot import Snapshot
 from kernels.dense_attention import prefill_attention
 from loading.checkpoint import load_checkpoint
-from loading.tokenizer import Tokenizer, load_tokenizer
-from loading.tokenizer.turns import ChatParts
+from loading.tokenizer import load_tokenizer
 from model import Transformer
+from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
 from runtime.errors import InputError
-from runtime.machine import TINY, add_calibration, add_precision, check_out, pick_device
+from runtime.machine import TINY, add_calibration, add_precision, pick_device
 from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
-from scripts.eval.rows import Row, score
-from scripts.eval.tasks import Tasks
-from scripts.shared.options import load_model, parse_lengths
+from scripts.eval.rows import Context, Row, score
+from scripts.shared.options import add_run, check_out_of, load_model, parse_lengths
 from weights import open_checkpoint
 
 WORDS = TINY / "words.json"
@@ -82,45 +80,6 @@ def held_out(checkpoint: Path) -> dict[str, np.ndarray]:
     }
 
 
-@dataclass
-class Context:
-    """A prompt and the rows that ask about it, as tokens; each row's `asked` follows the `prompt`."""
-
-    prompt: list[int]
-    rows: list[Row] = field(default_factory=list)
-    asked: list[list[int]] = field(default_factory=list)
-
-
-def contexts(rows: Sequence[Row], tk: Tokenizer, chat: ChatParts, known: bool, turns: bool) -> list[Context]:
-    """Groups rows by context, in the order in which contexts first appear.
-
-    known: the question is part of the prompt, so every row becomes a context of its own; with `turns`, only the first
-    question is. turns: a question follows earlier ones and their reference answers; otherwise each question comes right
-    after the context. Rows of token ids, such as those of the shipped model's tasks, are taken as they are.
-    """
-    found: dict[object, Context] = {}
-    for i, row in enumerate(rows):
-        text, question = row["context"], row["question"]
-        key = (row["task"], row["length"], text if isinstance(text, str) else tuple(text), known and not turns and i)
-        if key not in found:
-            found[key] = Context(list(text) if isinstance(text, list) else chat.opening(tk, text))
-        c = found[key]
-        if isinstance(question, list):
-            ids = list(question)
-        else:
-            ids = chat.closing(tk, question, row["answer_prefix"], turn=len(c.rows) if turns else 0)
-        if turns and c.rows:
-            last = c.rows[-1]
-            space = "" if (last["answer_prefix"] or " ").endswith((" ", "\n")) else " "
-            ids = c.asked[-1] + tk.encode_text(f"{space}{last['answer'][0]}", False, first=False) + ids
-        c.rows.append(row)
-        c.asked.append(ids)
-    for c in found.values() if known else ():
-        first = c.asked[0]
-        c.prompt, c.asked = c.prompt + first, [ids[len(first) :] for ids in c.asked]
-    return list(found.values())
-
-
 class Evaluation:
     def __init__(self, checkpoint: Path, device: torch.device, batch: int, query_in_prompt: bool, seed: int,
                  model: Transformer | None = None):  # fmt: skip
@@ -146,7 +105,7 @@ class Evaluation:
         """Sets up a cache for every label -> (method, knobs): `size` tokens per row, at most `new` of them decoded."""
         self.caches, self.size = {}, size
         for label, (method, knobs) in methods.items():
-            self.model.setup(method, self.batch, size, new, knobs)
+            self.model.setup_cache(method, self.batch, size, new, **knobs)
             self.caches[label] = self.model.cache
 
     def noting(self) -> list[str]:
@@ -181,16 +140,6 @@ class Evaluation:
             self.model.cache = self.caches[name]
             logits[name] = self.model.prefill(tokens, lengths)
         return logits, lengths
-
-    @torch.inference_mode()
-    def run_rows(self, prompts: list[list[int]], forced: list[list[int]], n_new: int) -> dict[str, list[list[int]]]:
-        """Prefill once, then `decode` with each method."""
-        first, lengths = self.prefill(prompts)
-        results = {}
-        for name, cache in self.caches.items():
-            self.model.cache = cache
-            results[name] = self.decode(first[name], lengths, forced, [n_new] * len(forced))
-        return results
 
     @torch.inference_mode()
     def decode(self, logits: Tensor, pos: Tensor, forced: list[list[int]], n_new: list[int],
@@ -242,7 +191,7 @@ class Evaluation:
 
 
 def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
-    """The evaluation for a command line read by `parse_flags`; in fp32 on every device, unless --dtype is given."""
+    """The evaluation for a command line read by `check_flags`; in fp32 on every device, unless --dtype is given."""
     with opt.ranks.agreed():
         device, opt.dtype = pick_device(opt.device), opt.dtype or "fp32"
         model = load_model(opt, device)
@@ -267,31 +216,24 @@ def join(opt: argparse.Namespace) -> None:
     opt.ranks, opt.device = start(opt.device, PATIENCE) if opt.parallel else (ONE, opt.device)
 
 
-def parse_flags(
-    p: argparse.ArgumentParser, name: str, in_folder: str = "", questions: bool = True
-) -> argparse.Namespace:
-    """Adds the flags that evaluations share and parses; --lengths, if an evaluation has it, becomes a list of numbers.
-
-    name: an example name for --out, a file or a folder; in_folder: a file of that folder. questions: whether the
-    evaluation has questions, which may be known."""
+def add_flags(p: argparse.ArgumentParser, questions: bool = True) -> None:
+    """The flags that evaluations share. questions: whether there are some, which may be known."""
     a = p.add_argument
     a("--seed", type=int, default=42, help="seed of the samples; default: 42")
     p.set_defaults(query_in_prompt=False)
     if questions:
         a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
-    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     add_precision(p)
     add_calibration(p)
-    a("--threads", type=int, help="CPU threads, default: torch's choice")
     add_parallel(p)
-    a("--resume", action="store_true", help="continue from --out: samples that it has are not run again")
-    a("--out", help=f"where to write the result, e.g. {name}; updated after every batch")
-    a("--json", action="store_true", help="print the result object")
-    opt = p.parse_args()
+    add_run(p)
+
+
+def check_flags(opt: argparse.Namespace, in_folder: str = "") -> argparse.Namespace:
+    """Checks them, and joins other ranks; --lengths, if there is one, becomes a list of numbers. in_folder: a file of
+    the folder that --out names."""
     join(opt)
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the result to continue from")
     if "lengths" in opt:
         opt.lengths = parse_lengths(opt.lengths)
-    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
+    check_out_of(opt, in_folder)
     return opt

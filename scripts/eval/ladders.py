@@ -117,7 +117,7 @@ class Sizes:
         self.full = self._bytes("full")
 
     def _bytes(self, spec: str) -> tuple[int, int]:
-        self.model.setup(spec, self.batch, self.size, self.new, {})
+        self.model.setup_cache(spec, self.batch, self.size, self.new)
         return self.model.kv_bytes(), sum(m.traffic(self.T - 1) for m in self.model.cache)
 
     def of(self, spec: str) -> tuple[float, float]:

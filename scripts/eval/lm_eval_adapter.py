@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from engine.llm import LLM, pad
+from engine import LLM
+from engine.decode import pad
 from engine.snapshot import Snapshot
 from runtime.errors import InputError, check_range, run_cli
 
@@ -102,7 +103,7 @@ class KVFast(TemplateLM):
         bar = tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm)
         for first in range(0, len(order), self.rows):
             contexts = order[first : first + self.rows]
-            self.model.setup(self.llm.method, len(contexts), len(contexts[0]) + new, new, self.llm.knobs)
+            self.model.setup_cache(self.llm.layers, len(contexts), len(contexts[0]) + new, new)
             tokens, lengths = pad([list(c) for c in contexts], self.model.device)
             start = self.model.prefill(tokens, lengths)
             most = max(len(by_context[c]) for c in contexts)

@@ -30,7 +30,7 @@ from loading.checkpoint import read_args
 from model import SILENT, ModelArgs
 from runtime.errors import InputError, Parser, check_range, run_cli
 from runtime.machine import TINY, read_text, set_threads
-from scripts.eval.evaluation import Evaluation, names_of, open_evaluation, parse_flags
+from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
 from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
 from scripts.shared.results import record, write_json
 from weights import WeightFormat
@@ -39,7 +39,7 @@ BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a b
 SUMS = ("nll", "kl", "same", "tokens")
 
 
-def parse_args() -> argparse.Namespace:
+def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
     a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
@@ -50,7 +50,12 @@ def parse_args() -> argparse.Namespace:
     a("--windows", type=int, default=4, help="the most windows; a short text has fewer")
     a("--batch-size", type=int, default=4, help="windows at a time")
     a("--recall", type=int, default=0, metavar="N", help="steps of a window whose attention is recorded")
-    opt = parse_flags(p, "perplexity.json", questions=False)
+    add_flags(p, questions=False)
+    return p
+
+
+def parse_args() -> argparse.Namespace:
+    opt = check_flags(parser().parse_args())
     check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "the tokens before them are the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)

@@ -1,41 +1,40 @@
-"""Samples in kvpress's format, and their scores.
+"""Samples in kvpress's format: from files, or of the tasks here; their scores; and the contexts that they share.
 
 A row has context, question, answer_prefix, answer (the references), max_new_tokens and task. RULER, LongBench,
 InfiniteBench and LooGLE are published in this format; the rows of one context follow one another. As in kvpress, a
 task's name decides its metric; for unknown names it is RULER's, the share of the references that the answer contains.
+
+needle, needle4, ruler, ruler4, key_value and repeats are rows of token ids in held-out text (models/tiny/training);
+their keys are words that training never saw. kv (a JSON object of uuids) and prefix_suffix (find a string by its two
+ends) ask five questions about one context, after SCBench (Li et al. 2024): each from the same state, or in turn. The
+other tasks are RULER's.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import string
+import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError
-from runtime.machine import read_text, written
+import numpy as np
 
-Row = dict[str, Any]
-
+from loading.tokenizer import Tokenizer
+from loading.tokenizer.turns import ChatParts
+from models.tiny.training.tasks import FIRST_PLAIN_ID, PLAIN, RULER
+from runtime.errors import InputError, did_you_mean
+from runtime.machine import read_text
+from scripts.eval import ruler
+from scripts.eval.ruler import Row
 
 # ---- files ----
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_text(path))
-    except ValueError as e:
-        raise InputError(f"{path} is no JSON: {e}") from None
-
-
-def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Writes one line per row, all of them or none."""
-    with written(path) as tmp:
-        tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -187,3 +186,159 @@ def score(row: Row, said: str) -> float:
     if task in FIRST_LINE:
         said = said.lstrip().split("\n")[0]
     return float(BY_NAME.get(task, contained)(said.strip(), row["answer"], row))
+
+
+# ---- the rows of every task ----
+
+NEEDLES = dict(needle=dict(n=1, fmt=PLAIN), needle4=dict(n=4, fmt=PLAIN),
+               ruler=dict(n=1, fmt=RULER), ruler4=dict(n=4, fmt=RULER))  # fmt: skip
+OF_TOKENS = [*NEEDLES, "key_value", "repeats"]
+SEVERAL = ["kv", "prefix_suffix"]
+TASKS = [*OF_TOKENS, *SEVERAL, *ruler.TASKS]
+QUESTIONS = 5  # on one context
+DECODED = 512  # most tokens of a copy
+
+
+def check_names(text: str, opt: Any, leave_out: Collection[str] = ()) -> list[str]:
+    """--tasks as a list. Raises InputError if one is unknown, or lacks its file."""
+    tasks, known = text.split(","), [t for t in TASKS if t not in leave_out]
+    if unknown := {*tasks} - {*known}:
+        raise InputError(f"unknown task {min(unknown)!r}: {did_you_mean(min(unknown), known)}use some of "
+                         f"{', '.join(known)}")  # fmt: skip
+    ruler.check_tasks([t for t in tasks if t in ruler.TASKS], opt)
+    return tasks
+
+
+def rows_of(ev: Any, task: str, T: int, samples: int, opt: Any, reserve: int) -> Iterator[Row]:
+    """The samples of a task; opt has the seed and the files that tasks need. Samples with one needle have evenly spaced
+    depths in a random order, so that an interrupted run has all depths."""
+    if task in OF_TOKENS:
+        yield from (token_row(ev, task, T, int(i), samples) for i in np.random.default_rng(0).permutation(samples))
+    elif task in SEVERAL:
+        yield from several(task, ev.tk, T, samples, opt.seed, reserve)
+    else:
+        yield from ruler.generate(task, ev.tk, T, samples, opt.seed, opt, reserve)
+
+
+def token_row(ev: Any, task: str, T: int, i: int, samples: int) -> Row:
+    row = dict(task=task, length=T, index=i, answer_prefix="")
+    if task == "repeats":
+        rng = ev.tasks(T, i).rng
+        copy = rng.integers(FIRST_PLAIN_ID, ev.tk.vocab_size, T // 2 - 1).tolist()
+        return row | dict(context=ev.tk.encode("") + copy, question=copy[:DECODED], answer=[], max_new_tokens=0)
+    context, question, value = case(ev, task, T, i, samples)
+    answer = [ev.tk.decode(value).strip()]
+    row |= dict(context=context, question=question, answer=answer, max_new_tokens=len(value))
+    return row | (dict(depth=(i + 0.5) / samples) if NEEDLES.get(task, {}).get("n") == 1 else {})
+
+
+def case(ev: Any, task: str, T: int, i: int, samples: int) -> tuple[list[int], list[int], list[int]]:
+    """Sample i of a task in the shipped model's wording: tokens of context, question, answer."""
+    tasks = ev.tasks(T, i, [*NEEDLES, "key_value"].index(task))
+    if task == "key_value":
+        context, asked = tasks.key_value_case(T)
+        return context.ids, asked.query, asked.value
+    depth = (i + 0.5) / samples if NEEDLES[task]["n"] == 1 else None
+    made = tasks.needle_case(T, depth=depth, digits_only=True, **NEEDLES[task])
+    if made is None:
+        raise InputError(f"a length of {T} has no room for the needles of {task}")
+    return made[0].ids, ev.tk.encode("\n", bos=False) + made[1][0].query, made[1][0].value
+
+
+# ---- several questions on one context ----
+
+
+def keys_and_values(rng: random.Random, n: int) -> tuple[str, list[tuple[str, str, str]]]:
+    def draw() -> str:
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+    pairs = {draw(): draw() for _ in range(n)}
+    asked = rng.sample(list(pairs), QUESTIONS)
+    context = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+    said = [(f'Key: "{k}"\n', "The value associated with the specified key is:", pairs[k]) for k in asked]
+    return context + json.dumps(pairs, indent=0) + "\n\n", said
+
+
+def prefixes_and_suffixes(rng: random.Random, n: int) -> tuple[str, list[tuple[str, str, str]]]:
+    """Every string shares its first letters with another string, and its last letters with a third."""
+
+    def draw(n: int) -> str:
+        return "".join(rng.choices(string.ascii_lowercase, k=n))
+
+    ends = [draw(4) for _ in range(n)]
+    strings = [f"{ends[i // 2]}{draw(rng.randint(6, 10))}{ends[-1 - (i + 1) // 2]}" for i in range(n)]
+    asked = rng.sample(strings, QUESTIONS)
+    rng.shuffle(strings)
+    said = [
+        (f"Which string begins with {s[:4]} and ends with {s[-4:]}?\n", "The string is:", s) for s in asked
+    ]  # fmt: skip
+    return "Here is a list of strings, one on a line.\n\n" + "\n".join(strings) + "\n\n", said
+
+
+def several(task: str, tk: Tokenizer, T: int, samples: int, seed: int, reserve: int) -> Iterator[Row]:
+    """Contexts that have at most T tokens together with all questions and answers, asked in turn."""
+    make: Callable[..., Any] = keys_and_values if task == "kv" else prefixes_and_suffixes
+    new = 40 if task == "kv" else 24
+
+    def parts(made: tuple[str, list[tuple[str, str, str]]]) -> ruler.Parts:
+        return made[0], "".join(q + p + f" {a}" for q, p, a in made[1]), "", []
+
+    def size(p: ruler.Parts) -> int:
+        return len(tk.encode(p[0] + p[1], bos=False)) + (QUESTIONS - 1) * reserve + new
+
+    rng = random.Random(f"{seed} {task} {T}")
+    fit = ruler.Fit(size, T - reserve, QUESTIONS, task)
+    found = functools.partial(make, rng)
+    n = fit.largest(lambda n: parts(found(n)), T // 4)
+    for i in range(samples):
+        while size(parts(made := found(n))) > fit.limit and n > QUESTIONS:
+            n -= 1
+        if size(parts(made)) > fit.limit:
+            raise InputError(
+                f"a length of {T} has no room for {QUESTIONS} questions of {task}: give a larger --lengths"
+            )
+        for turn, (question, prefix, answer) in enumerate(made[1]):
+            yield dict(turn=turn, task=task, context=made[0], question=question, answer_prefix=prefix, answer=[answer],
+                       max_new_tokens=new, length=T, index=i)  # fmt: skip
+
+
+# ---- contexts ----
+
+
+@dataclass
+class Context:
+    """A prompt and the rows that ask about it, as tokens; each row's `asked` follows the `prompt`."""
+
+    prompt: list[int]
+    rows: list[Row] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+
+
+def contexts(rows: Sequence[Row], tk: Tokenizer, chat: ChatParts, known: bool, turns: bool) -> list[Context]:
+    """Groups rows by context, in the order in which contexts first appear.
+
+    known: the question is part of the prompt, so every row becomes a context of its own; with `turns`, only the first
+    question is. turns: a question follows earlier ones and their reference answers; otherwise each question comes right
+    after the context. Rows of token ids, such as those of the shipped model's tasks, are taken as they are.
+    """
+    found: dict[object, Context] = {}
+    for i, row in enumerate(rows):
+        text, question = row["context"], row["question"]
+        key = (row["task"], row["length"], text if isinstance(text, str) else tuple(text), known and not turns and i)
+        if key not in found:
+            found[key] = Context(list(text) if isinstance(text, list) else chat.opening(tk, text))
+        c = found[key]
+        if isinstance(question, list):
+            ids = list(question)
+        else:
+            ids = chat.closing(tk, question, row["answer_prefix"], turn=len(c.rows) if turns else 0)
+        if turns and c.rows:
+            last = c.rows[-1]
+            space = "" if (last["answer_prefix"] or " ").endswith((" ", "\n")) else " "
+            ids = c.asked[-1] + tk.encode_text(f"{space}{last['answer'][0]}", False, first=False) + ids
+        c.rows.append(row)
+        c.asked.append(ids)
+    for c in found.values() if known else ():
+        first = c.asked[0]
+        c.prompt, c.asked = c.prompt + first, [ids[len(first) :] for ids in c.asked]
+    return list(found.values())

@@ -30,7 +30,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,7 @@ from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.tokenizer.turns import chat_parts
 from runtime.corpus import collect
 from runtime.errors import InputError, Parser, check_range, did_you_mean, run_cli
-from runtime.machine import check_out, read_text
-from scripts.eval.rows import Row, read_json, write_rows
+from runtime.machine import check_out, read_text, written
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -97,6 +96,7 @@ FULL = 0.95  # of its length that a sample fills; less is marked
 QA_FILES = dict(qa_1="squad", qa_2="hotpotqa")
 TASKS = [*NEEDLES, "vt", "cwe", "fwe", *QA_FILES]
 
+Row = dict[str, Any]
 Parts = tuple[str, str, str, list[str]]  # context, question, answer prefix, answers
 Make = Callable[[int], Parts]  # number of pieces of the haystack -> a sample
 
@@ -108,6 +108,19 @@ class Sources:
     essays: str | None = None
     squad: str | None = None
     hotpotqa: str | None = None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except ValueError as e:
+        raise InputError(f"{path} is no JSON: {e}") from None
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Writes one line per row, all of them or none."""
+    with written(path) as tmp:
+        tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
 
 
 def name_of(task: str, sources: Any) -> str:

@@ -24,7 +24,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.trace import Step, observe
-from engine.llm import LLM, pad
+from engine import LLM
+from engine.decode import pad
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import ROOT, TINY, add_calibration, check_out, read_text, written
 

@@ -1,11 +1,12 @@
-"""Draws a plot for each table of results/README.md.
+"""Draws the plots of the pages from the files of their tables.
 
-python -m scripts.report.plots                        # -> results/speed.png, attention.png, weights.png, ...
-python -m scripts.report.plots --only speed --out /tmp
+python -m scripts.report.plots                        # -> results/ruler.png, speculation.png
+python -m scripts.report.plots --only ruler --out /tmp
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,93 +18,21 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 
 from cache.evicting import Evicting
 from cache.spec import method_class
+from engine.speculation import tokens_a_round
+from model import ModelArgs, Transformer
 from runtime.errors import InputError, Parser, run_cli
 from scripts.eval.compare import AXES
 from scripts.eval.ladders import BOUNDS
-from scripts.report.accuracy import TASKS, Cell, cells, read_cells, share_of
-from scripts.report.compiled import CARD
-from scripts.report.markdown import RESULTS, measuring, runs
-from scripts.report.published import by_bytes
-from scripts.report.speculation import plot as speculation
-from scripts.report.speed import decoded, width
+from scripts.report.tables import HELD, READ, RESULTS, files
+from scripts.shared.markdown import measuring
 from scripts.shared.results import check_out, save_figure
 
 MARKERS = "osD^vP*Xhd<>"
-TICKS = [1 / 4, 1 / 8, 1 / 16]
-Points = dict[tuple[str, str], float]  # (label, machine) -> value
-
-
-def dots(panels: dict[str, Points], xlabel: str = "", one: bool = True) -> Any:
-    """One panel each, with a row per label and a marker per machine, sorted by the largest value."""
-    panels = {title: points for title, points in panels.items() if points}
-    machines = sorted({m for points in panels.values() for _, m in points})
-    looks: list[dict[str, Any]] = [
-        dict(marker=MARKERS[i], color=f"C{i}", linestyle="", label=m) for i, m in enumerate(machines)
-    ]
-    height = 1.6 + 0.21 * max((len({label for label, _ in points}) for points in panels.values()), default=1)
-    fig, axes = plt.subplots(1, len(panels), figsize=(1.4 + 3.9 * len(panels), height), squeeze=False)
-    for ax, (title, points) in zip(axes[0], panels.items(), strict=True):
-        most: dict[str, float] = {}
-        for (label, _), value in points.items():
-            most[label] = max(value, most.get(label, 0.0))
-        labels = sorted(most, key=lambda n: (most[n], n))
-        for look in looks:
-            xy = [(points[at], y) for y, n in enumerate(labels) if (at := (n, look["label"])) in points]
-            if xy:
-                ax.plot(*zip(*xy, strict=True), **look, markersize=5, alpha=0.8)
-        ax.set_yticks(range(len(labels)), labels, fontsize=8)
-        ax.set_ylim(-0.6, len(labels) - 0.4)
-        ax.set_xlim(left=0)
-        if one:
-            ax.axvline(1, color="black", linewidth=1, linestyle="--")
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel(xlabel)
-        ax.grid(alpha=0.3)
-    handles = [plt.Line2D([], [], **look) for look in looks]
-    fig.legend(handles=handles, loc="lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9)
-    fig.tight_layout(rect=(0, 0.3 / height, 1, 1))
-    return fig
-
-
-def speed() -> Any:
-    panels: dict[str, Points] = {}
-    for run, r in decoded("speed"):
-        if r.get("method") != "full" and "times_full" in r:
-            at = f"{run['model']}, {width(run)}, {r['length']:,} tokens"
-            panels.setdefault(at, {})[r["method"], run["machine"]] = r["times_full"]
-    return dots(panels, "tokens/s, times full")
-
-
-def attention() -> Any:
-    panels: dict[str, Points] = {}
-    for run in runs("attention"):
-        for r in run["rows"]:
-            if "times_dense" in r:
-                panels.setdefault(f"{r['length']:,} tokens", {})[r["method"], run["machine"]] = r["times_dense"]
-    return dots(panels, "times the best dense attention")
-
-
-def weights() -> Any:
-    panels: dict[str, Points] = {"decode, times llama.cpp": {}, "decode, share of the byte limit": {}}
-    for run, r in decoded("weights"):
-        if r.get("method") == "full" and "times_llama_cpp" in r:
-            at = f"{run['model']}, {width(run)}, {r['length']:,}", run["machine"]
-            panels["decode, times llama.cpp"][at] = r["times_llama_cpp"]
-            panels["decode, share of the byte limit"][at] = r["limit_share"]
-    return dots(panels)
-
-
-def compiled() -> Any:
-    points: Points = {}
-    for run in runs("kernels"):
-        for r in run["rows"]:
-            if r["cc"] == CARD:
-                at = r["file"], "the kernel with the fewest"
-                points[at] = min(points.get(at, 99), r["programs"])
-    return dots({f"compute capability {CARD / 10:g}": points}, "programs a multiprocessor", one=False)
+DRAWN = ("llama-3.1-8b", ("double_sparsity", "self_index,keep=full"))  # the model and the methods of speculation's plot
 
 
 def looks_of(methods: list[str]) -> dict[str, dict[str, Any]]:
@@ -113,37 +42,13 @@ def looks_of(methods: list[str]) -> dict[str, dict[str, Any]]:
     return looks | {m: looks[m] | dict(linestyle="--", color="0.6") for m in BOUNDS if m in looks}
 
 
-def accuracy() -> Any:
-    """What each method finds against the bytes that a step reads; the Pareto front is grey."""
-    every = read_cells(cells())
-    tasks = [t for t in TASKS if any(t in c["row"] for c in every)]
-    done = {t: {c["seq_len"] for c in every if t in c["row"]} for t in tasks}
-    lengths = sorted(set.intersection(*done.values()))
-    methods = sorted({c["method"] for c in every}, key=lambda m: (m in BOUNDS, m))
-    looks = looks_of(methods)
-    size = (5.2 * len(tasks), 3.4 * len(lengths) + 1.2)
-    fig, axes = plt.subplots(len(lengths), len(tasks), figsize=size, sharey=True, sharex=True, squeeze=False)
-    for row, T in zip(axes, lengths, strict=True):
-        row[0].set_ylabel("% found")
-        for ax, task in zip(row, tasks, strict=True):
-            panel(ax, [c for c in every if c["seq_len"] == T and task in c["row"]], task, looks)
-            ax.set_title(f"{task}, {T} tokens", fontsize=10)
-    for ax in axes[-1]:
-        ax.set_xlabel("bytes that a step reads, share of full")
-    handles = [plt.Line2D([], [], label=m, **look) for m, look in looks.items()]
-    handles.append(plt.Line2D([], [], color="0.75", linewidth=6, alpha=0.6, label="frontier"))
-    fig.legend(handles=handles, loc="lower center", ncols=6, frameon=False, fontsize=8)
-    fig.tight_layout(rect=(0, (0.2 + 0.2 * -(-len(handles) // 6)) / size[1], 1, 1))
-    return fig
-
-
 def ruler() -> Any:
     """What each method finds on the published model: a row per length; against the bytes held, a column for the methods
     that drop tokens and one for the others, and against the bytes that a step reads, one for the methods that select.
     """
     found: dict[str, dict[int, dict[str, list[tuple[float, float]]]]] = {"drop": {}, "keep": {}, "read": {}}
     full: dict[int, float] = {}
-    for axis, run in by_bytes():
+    for run in (run for q in (*HELD, *READ) for runs in files(q).values() for run in runs):
         if run["rows"][0]["query_in_prompt"]:
             continue
         rows, length = {r["method"]: r for r in run["rows"]}, run["rows"][0]["seq_len"]
@@ -152,7 +57,7 @@ def ruler() -> Any:
         for c in run["cells"]:
             if "," in c["method"]:  # a variant, which the table has
                 continue
-            name = c["method"]
+            name, axis = c["method"], c["axis"]
             of = "read" if axis == "read" else "drop" if drops(name) else "keep"
             x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"]][AXES[axis][1]]
             y = 100 * mean(rows[c["spec"]][t] for t in tasks)
@@ -206,41 +111,51 @@ def name_lines(ax: Any, ends: dict[str, tuple[float, float]], looks: dict[str, d
                     arrowprops=line if abs(at - y) > 1 else None)  # fmt: skip
 
 
-def panel(ax: Any, here: list[Cell], task: str, looks: dict[str, dict[str, Any]]) -> None:
-    points = []
-    for method, look in looks.items():
-        mine = sorted((share_of(c), 100 * c["row"][task]) for c in here if c["method"] == method)
-        if mine:
-            ax.plot(*zip(*mine, strict=True), **look, markersize=5, linewidth=1.2, alpha=0.9)
-        points += [(x, y, method) for x, y in mine if method not in BOUNDS]
-    xs, ys, _ = zip(*frontier(points), strict=True)
-    ax.step([*xs, 1], [*ys, ys[-1]], where="post", color="0.75", linewidth=6, alpha=0.6, zorder=0)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(TICKS, [f"1/{1 / t:.0f}" for t in TICKS])
-    ax.minorticks_off()
-    ax.set_xlim(1 / 34, 0.62)
-    ax.set_ylim(-4, 106)
-    ax.grid(alpha=0.3)
+# ---- when speculation pays, by bytes ----
 
 
-def frontier(points: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """The Pareto front of (bytes, found, method): points that find more than all points with no more bytes."""
-    out: list[tuple[float, float, str]] = []
-    for x, y, name in sorted(points, key=lambda p: (p[0], -p[1])):
-        if not out or y > out[-1][1]:
-            out.append((x, y, name))
-    return out
+def gain(read: tuple[float, float, float], n: int, acceptance: float) -> float:
+    """Speed over full's if only bytes take time, with n drafts and one check per round. read: the bytes that a step
+    reads, of weights, of full's cache, of the method's cache."""
+    weights, full, draft = read
+    return (weights + full) * tokens_a_round(n, acceptance) / (n * (weights + draft) + weights + full)
 
 
-PLOTS: dict[str, Callable[[], Any]] = dict(
-    speed=speed,
-    attention=attention,
-    weights=weights,
-    accuracy=accuracy,
-    ruler=ruler,
-    compiled=compiled,
-    speculation=speculation,
-)
+@functools.cache
+def read_bytes(name: str, method: str, batch: int, length: int) -> tuple[float, float, float]:
+    """The bytes of weights and caches in bf16, computed on the meta device."""
+    with torch.device("meta"):
+        model = Transformer(ModelArgs.from_name(name)).to(torch.bfloat16)
+    unread = 0 if model.args.tie_embeddings else model.tok_embeddings.weight.nbytes
+    weights = sum(p.nbytes for p in model.parameters()) - unread
+    model.setup_cache(method, batch, length)
+    return weights, model.kv_bytes_full(batch, length), sum(m.traffic(length - 1) for m in model.cache)
+
+
+def speculation() -> Any:
+    """The gain over context, with a line per number of drafts and a panel per method and batch."""
+    name, methods = DRAWN
+    lengths = [2**i for i in range(10, 18)]
+    panels = [(m, batch) for m in methods for batch in (1, 8)]
+    fig, axes = plt.subplots(1, len(panels), figsize=(14, 3.6), sharey=True)
+    for ax, (method, batch) in zip(axes, panels, strict=True):
+        for i, n in enumerate((1, 2, 4, 8)):
+            for acceptance, style in ((0.9, "-"), (0.7, ":")):
+                ys = [gain(read_bytes(name, method, batch, T), n, acceptance) for T in lengths]
+                ax.plot(lengths, ys, style, color=f"C{i}", label=f"drafts: {n}, {100 * acceptance:.0f} % right")
+        ax.axhline(1, color="black", linewidth=1, linestyle="--")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, [f"{T // 1024}K" for T in lengths], fontsize=8)
+        ax.set_title(f"{method}, batch {batch}", fontsize=10)
+        ax.set_xlabel("tokens in the cache")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("tokens/s, times full, by bytes")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, fontsize=8)
+    fig.tight_layout(rect=(0, 0.11, 1, 1))
+    return fig
+
+
+PLOTS: dict[str, Callable[[], Any]] = dict(ruler=ruler, speculation=speculation)
 
 
 def main() -> None:
@@ -252,7 +167,7 @@ def main() -> None:
     out, made = Path(opt.out), []
     if not out.is_dir():
         raise InputError(f"--out {out} is not a folder: create it first")
-    check_out(out / "speed.png")
+    check_out(out / "ruler.png")
     for name in opt.only:
         made.append(str(out / f"{name}.png"))
         save_figure(PLOTS[name](), made[-1])

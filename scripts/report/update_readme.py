@@ -4,7 +4,8 @@
     python -m scripts.report.update_readme --demo     # also run `make demo` and show its output
     python -m scripts.report.update_readme --check    # exit with 2 if a page is not up to date
 
-A section is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand.
+A section is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand. --check does
+not look at the marks of stale results, which depend on later commits: `python -m scripts.report.measure --check` does.
 """
 
 from __future__ import annotations
@@ -12,25 +13,14 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import ROOT, check_out, written
-from scripts.report.accuracy import methods, quality
-from scripts.report.tables import TABLES
+from scripts.report.tables import TABLES, section
 
-OF_PUBLISHED = ("ruler", "kvpress", "claims", "published")
-OF_DOCS = {"docs/parallel.md": ("collectives", "ranks"), "docs/speculation.md": ("speculation",)}
-ELSEWHERE = {*OF_PUBLISHED, *(name for names in OF_DOCS.values() for name in names)}
-# page -> section -> the function that writes it
-PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": dict(methods=methods),
-    "results/README.md": {name: make for name, (make, _) in TABLES.items() if name not in ELSEWHERE},
-    "results/published/README.md": {name: TABLES[name][0] for name in OF_PUBLISHED},
-    **{page: {name: TABLES[name][0] for name in names} for page, names in OF_DOCS.items()},
-    "models/tiny/README.md": dict(quality=quality),
-}
+PAGES = {page: [name for name, (at, _) in TABLES.items() if at == page] for page, _ in TABLES.values()}
+MARK = re.compile(r" \*\*Stale\*\*: .*$", re.M)
 
 
 def demo() -> str:
@@ -54,14 +44,14 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
     for page in () if check else PAGES:  # all of them or none
         if (root / page).parent.is_dir():
             check_out(root / page, "update_readme")
-    for page, sections in PAGES.items():
+    for page, names in PAGES.items():
         path = root / page
         if not path.is_file():
             raise InputError(
-                f"{page} does not exist: its text is written by hand, around the sections {', '.join(sections)}"
+                f"{page} does not exist: its text is written by hand, around the sections {', '.join(names)}"
             )
         text = old = path.read_text()
-        bodies = {name: make() for name, make in sections.items()}
+        bodies = {name: section(name) for name in names}
         if with_demo and page == "README.md":
             bodies["demo"] = demo()
         for name, body in bodies.items():
@@ -69,11 +59,11 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
                 text = fill(text, name, body)
             except InputError as e:
                 raise InputError(f"{page}: {e}") from None
-        if text != old:
+        if (MARK.sub("", text) != MARK.sub("", old)) if check else text != old:
             changed[path] = text
     if check and changed:
-        stale = next(iter(changed)).relative_to(root)
-        raise InputError(f"{stale} is not up to date: run python -m scripts.report.update_readme")
+        first = next(iter(changed)).relative_to(root)
+        raise InputError(f"{first} is not up to date: run python -m scripts.report.update_readme")
     for path, text in changed.items():
         with written(path) as tmp:
             tmp.write_text(text)

@@ -6,13 +6,16 @@ import argparse
 import functools
 import json
 import re
+import time
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from cache.spec import knob_names, method_files, parse_spec, presets, resolve
+from cache.spec import method_files, presets
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
@@ -22,6 +25,20 @@ from scripts.shared.timing import reason
 from weights import WeightFormat, open_checkpoint
 from weights.shards import read_object as read_json
 
+
+class Steps(tqdm):
+    """A progress bar of steps that differ, which says what runs now."""
+
+    def __init__(self, total: int):
+        super().__init__(total=total, leave=False, dynamic_ncols=True, unit="step", delay=1.0)
+
+    def now(self, what: str) -> None:
+        self.set_description_str(what, refresh=False)
+        self.update()
+        if time.time() - self.start_t > self.delay:  # bad input is told before anything else
+            self.refresh()
+
+
 SPECS = "methods and presets, with knobs or without: full sals-12.5,budget=0.1"
 SPECS_BY_LAYER = SPECS + ", or by layers: 0-1:full,2-:self_index"
 
@@ -30,11 +47,6 @@ def expand(specs: Iterable[str], with_presets: bool = False) -> list[str]:
     """Replaces `all` by every method, and every preset if `with_presets`; drops duplicates."""
     every = [*sorted(method_files()), *(sorted(presets()) if with_presets else ())]
     return list(dict.fromkeys(s for spec in specs for s in (every if spec == "all" else [spec])))
-
-
-def takes(spec: str, knob: str) -> bool:
-    """Whether a part of a spec has this knob; all methods have skip_layers."""
-    return knob == "skip_layers" or any(knob in knob_names(resolve(p.name)[0]) for p in parse_spec(spec))
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
@@ -82,15 +94,33 @@ def parse_lengths(text: str) -> list[int]:
         raise InputError(f"--lengths {text} is not a list such as 512,1024") from None
 
 
+def parse_shares(flag: str, text: str) -> list[Fraction]:
+    """1/2,1/4 as a list."""
+    try:
+        wanted = [Fraction(part) for part in text.split(",") if part]
+    except (ValueError, ZeroDivisionError):
+        wanted = [Fraction(0)]
+    if not wanted or not all(0 < w <= 1 for w in wanted):
+        raise InputError(f"{flag} {text} is not a list such as 1/2,1/4, each above 0 and at most 1")
+    return wanted
+
+
 def add_run(p: argparse.ArgumentParser, resume: bool = True) -> None:
-    """Flags of every benchmark: threads, and the result file, which is written as it goes."""
+    """Flags of every measurement: device and threads, and the result file, which is written as it goes."""
     a = p.add_argument
+    a("--device", help="cpu, cuda, cuda:1 ...; default: a GPU if there is one")
     a("--threads", type=int, help="CPU threads, default: torch's choice")
     if resume:
-        a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
         a("--resume", action="store_true", help="keep what --out has and measure what is missing")
-    a("--out", help="result file, written after every part")
-    a("--json", action="store_true", help="print the result file's content and nothing else")
+    a("--out", help="result file (of compare.py a folder), written after every part")
+    a("--json", action="store_true", help="print the result's content and nothing else")
+
+
+def check_out_of(opt: argparse.Namespace, in_folder: str = "") -> None:
+    """Checks --out and --resume. in_folder: a file of the folder that --out names."""
+    if opt.resume and not opt.out:
+        raise InputError("--resume needs --out, the result to continue from")
+    check_out(Path(opt.out) / in_folder if opt.out and in_folder and Path(opt.out).is_dir() else opt.out)
 
 
 def check_run(opt: argparse.Namespace) -> None:
@@ -104,9 +134,7 @@ def check_run(opt: argparse.Namespace) -> None:
         opt.size = [(int(b), int(n)) for b, n in (text.split("x") for text in opt.size)]
     if min(opt.rounds, *(n for size in opt.size for n in size)) < 1:
         raise InputError("--batch, --length, --size and --rounds must be at least 1")
-    if opt.resume and not opt.out:
-        raise InputError("--resume needs --out, the file to continue from")
-    check_out(opt.out)
+    check_out_of(opt)
 
 
 def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""One file per analysis: what it measures in a layer, its table and its plot."""
+"""One file per analysis: what it measures in a layer, and its table."""
 
 from scripts.eval.analyses import adjacent, bases, channels, heads, latent_scores, shift, signs, spectra
 

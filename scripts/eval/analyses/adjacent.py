@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from cache.budget import budget_tokens
 from kernels.rope import apply_rope
-from scripts.eval.analyses.axes import fraction
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import covered, recall, top
 
@@ -49,25 +46,5 @@ def adjacent_table(rows: list[Series]) -> Table:
     return ["layers", *rows[-1]], [*body, ["mean", *mean(rows[1:]).values()]]
 
 
-def adjacent_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
-    at = range(1, len(rows))
-    for ax, key, label, color in (
-        (left, "cosine", "cosine of the two layers' inputs", "C0"),
-        (left, "hit_rate", "tokens hit by the predicted query", "C1"),
-        (right, "mass_oracle", "by true mass", "k"),
-        (right, "mass_true", "by labels, true query", "C0"),
-        (right, "mass_predicted", "by labels, predicted query", "C1"),
-    ):
-        ax.plot(at, [r[key] for r in rows[1:]], "o-", color=color, label=label)
-    left.axhline(LABEL_BUDGET, color="0.5", ls=":", label="hits at random")
-    right.axhline(LABEL_BUDGET, color="0.5", ls=":", label="at random")
-    left.set(ylabel="similarity or share", ylim=(0, 1.02), title="Layer against the layer before")
-    right.set(ylabel="share of the attention mass", title=f"Mass on {fraction(LABEL_BUDGET)} of the tokens")
-    for ax in (left, right):
-        ax.set(xlabel="layer whose query is predicted")
-    return fig
-
-
 ANALYSIS = Analysis("inputs of adjacent layers; 1/16 of the tokens by predicted and true queries, and their mass",
-                    adjacent, adjacent_table, adjacent_plot, ("double_sparsity",))  # fmt: skip
+                    adjacent, adjacent_table, ("double_sparsity",))  # fmt: skip

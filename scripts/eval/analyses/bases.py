@@ -7,8 +7,6 @@ which does not change the softmax.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -63,17 +61,5 @@ def sals(c: Capture, calibrated: Tensor) -> Series:
     return found | {"all coordinates": covered(c.mass, top(c.latent_scores(calibrated, width), count)[:, None, None])}
 
 
-def plot(plt: Any, rows: list[Series]) -> Any:
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.8))
-    names = list(rows[0])
-    first = next(i for i, name in enumerate(names) if name.startswith("covered"))
-    titles = (f"attention moved by keys of rank {OJA_RANK:g} D", f"mass on 1/8 of the tokens, by {SALS_RANK:g} of n*D")
-    for ax, some, title in zip(axes, (names[:first], names[first:]), titles, strict=True):
-        for name in some:
-            ax.plot(range(len(rows)), [r[name] for r in rows], "o-", ms=3, label=name.split(": ")[-1])
-        ax.set(xlabel="layer", title=title, ylim=(0, None))
-    return fig
-
-
 ANALYSIS = Analysis("attention moved by low-rank keys (OjaKV), mass found by latent scores (SALS), by basis",
-                    bases, overlap_table, plot, ("ojakv", "sals"))  # fmt: skip
+                    bases, overlap_table, ("ojakv", "sals"))  # fmt: skip

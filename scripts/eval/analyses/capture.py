@@ -79,7 +79,6 @@ class Analysis:
     what: str  # printed above its table
     measure: Callable[[Layer], Series]
     table: Callable[[list[Series]], Table]
-    plot: Callable[[Any, list[Series]], Any]
     reads: tuple[str, ...] = ()  # methods whose statistics it needs from the calibration
 
 

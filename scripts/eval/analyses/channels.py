@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from scripts.eval.analyses.axes import fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 
 RATIOS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)  # channels of d, Double Sparsity Fig. 9
@@ -40,19 +37,5 @@ def channels_table(rows: list[Series]) -> Table:
     return ["channels / d", "per sequence", "least layer", "per query", "chance"], body
 
 
-def channels_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, ax = plt.subplots(figsize=(7, 5.2))
-    for name, color, label in (("sequence", "C0", "channels of a sequence"), ("query", "C1", "channels of a query")):
-        each = np.array([[r[f"{name} {ratio:g}"] for ratio in RATIOS] for r in rows])
-        ax.plot(RATIOS, each.mean(0), "o-", color=color, label=label)
-        ax.fill_between(RATIOS, each.min(0), each.max(0), color=color, alpha=0.15, lw=0)
-    ax.plot(RATIOS, RATIOS, ":", color="0.5", label="chance")
-    ax.plot([0.25], [0.95], "k*", ms=10, label="the paper's 0.95, Llama-2-7B")
-    ax.set(xlabel="channels / head_dim", ylabel="overlap with the calibrated channels", ylim=(0, 1.02),
-           title="Outlier channels by |q k| (bands: least to most of the layers)")  # fmt: skip
-    fraction_axis(ax, (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1))
-    return fig
-
-
 ANALYSIS = Analysis("overlap of calibrated outlier channels with those of a sequence and of a query",
-                    channels, channels_table, channels_plot, ("double_sparsity",))  # fmt: skip
+                    channels, channels_table, ("double_sparsity",))  # fmt: skip

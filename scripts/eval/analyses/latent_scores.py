@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cache.budget import budget_tokens
-from scripts.eval.analyses.axes import fraction, fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import covered, recall, top
 
@@ -31,23 +28,6 @@ def overlap_table(rows: list[Series]) -> Table:
     return ["layer", *rows[0]], [*([i, *r.values()] for i, r in enumerate(rows)), ["mean", *mean(rows).values()]]
 
 
-def overlap_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, ax = plt.subplots(figsize=(8, 5.5))
-    shade = plt.get_cmap("viridis")
-    notes = {1.0: "only rotation left out", 0.125: "sals-25", 0.0625: "sals-12.5"}
-    lines = [("oracle", "chosen by true mass", "k", "-")]
-    for j, s in enumerate(SALS_RANKS):
-        note = f" ({notes[s]})" if s in notes else ""
-        lines.append((f"latent {s:g}", f"latent scores, r* = {fraction(s)} n·d{note}", shade(j / len(SALS_RANKS)), "-"))
-    lines.append(("newest", "the newest tokens", "0.5", "--"))
-    for key, label, color, style in lines:
-        ax.plot(range(len(rows)), [r[key] for r in rows], style, marker="o", ms=4, color=color, label=label)
-    ax.axhline(SALS_BUDGET, color="0.5", ls=":", label="at random")
-    ax.set(xlabel="layer", ylabel="share of the attention mass", ylim=(0, 1.02),
-           title=f"Mass on {fraction(SALS_BUDGET)} of the tokens, one set a layer")  # fmt: skip
-    return fig
-
-
 def recalls(layer: Layer) -> Series:
     """Recall of the oracle's tokens, which are those of the layer with the largest mean mass over all heads."""
     basis, rows = layer.get("sals.basis"), []
@@ -59,21 +39,7 @@ def recalls(layer: Layer) -> Series:
     return mean(rows)
 
 
-def recalls_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, ax = plt.subplots(figsize=(7, 5.2))
-    shade = plt.get_cmap("viridis")
-    for i, r in enumerate(rows):
-        label = f"layer {i}" if len(rows) <= 8 or i in (0, len(rows) - 1) else None
-        ax.plot(FRACTIONS, list(r.values()), color=shade(i / len(rows)), lw=1.2, label=label)
-    ax.plot(FRACTIONS, list(mean(rows).values()), "o-", color="k", lw=2, label="mean")
-    ax.axhline(SALS_BUDGET, color="0.5", ls=":", label="at random")
-    ax.set(xlabel="coordinates scored with, r* / (n·d)", ylabel="recall of the oracle's tokens", ylim=(0, 1.02),
-           title=f"Top {fraction(SALS_BUDGET)} of the tokens: by latent score against by true mass")  # fmt: skip
-    fraction_axis(ax, FRACTIONS)
-    return fig
-
-
 OVERLAP = Analysis("share of the attention mass on 1/8 of the tokens, by what chooses them; latent: share of n*d",
-                   overlap, overlap_table, overlap_plot, ("sals",))  # fmt: skip
+                   overlap, overlap_table, ("sals",))  # fmt: skip
 RECALL = Analysis("share of the oracle's 1/8 of the tokens that latent scores find, by r* / (n*d)",
-                  recalls, overlap_table, recalls_plot, ("sals",))  # fmt: skip
+                  recalls, overlap_table, ("sals",))  # fmt: skip

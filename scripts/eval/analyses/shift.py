@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,28 +71,5 @@ def shift_table(rows: list[Series]) -> Table:
     return ["basis, rank", *next(iter(rows[0].values()))], body
 
 
-def shift_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, axes = plt.subplots(2, len(OJA_RANKS), figsize=(11, 8), sharey="row")
-    rules = [(rule, f"{rule}, on code", f"C{i}") for i, rule in enumerate(RULES, 2)]
-    overlaps = [("so_static", "static, on code", "C0"), *((f"so_{rule}", *rest) for rule, *rest in rules)]
-    energy = [("rer_in_domain", "static, on prose", "0.75"), ("rer_static", "static, on code", "C0"),
-              *((f"rer_{rule}", *rest) for rule, *rest in rules),
-              ("rer_oracle", "best for each sequence", "C1")]  # fmt: skip
-    for column, rank in enumerate(OJA_RANKS):
-        names = [n for n in rows[0] if n.endswith(f", {rank}")]
-        for ax, bars in zip(axes[:, column], (energy, overlaps), strict=True):
-            width = 0.8 / len(bars)
-            for j, (key, label, color) in enumerate(bars):
-                height = [float(np.mean([r[n][key] for r in rows])) for n in names]
-                at = np.arange(len(names)) + (j - (len(bars) - 1) / 2) * width
-                drawn = ax.bar(at, height, width, color=color, label=label if column == 0 else None)
-                ax.bar_label(drawn, [f"{h:.3f}".lstrip("0") for h in height], fontsize=8)
-            ax.set_xticks(range(len(names)), [n.rpartition(",")[0] for n in names])
-        axes[0, column].set(title=f"Basis from prose, rank {rank} of head_dim")
-    axes[0, 0].set(ylabel="residual energy ratio")
-    axes[1, 0].set(ylabel="overlap with the best basis", ylim=(0, 1.1))
-    return fig
-
-
 ANALYSIS = Analysis("residual energy ratio (rer) and subspace overlap (so) on code of a basis from prose",
-                    shift, shift_table, shift_plot)  # fmt: skip
+                    shift, shift_table)  # fmt: skip

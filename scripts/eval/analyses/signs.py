@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 from cache.budget import budget_tokens
 from kernels.sign_codes import codebook, lut_score, pack_codes, sign_codes, sign_patterns
 from runtime.errors import InputError
-from scripts.eval.analyses.axes import fraction_axis
 from scripts.eval.analyses.capture import Analysis, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import recall, sign_entropy, top
 
@@ -71,28 +68,15 @@ def signs_table(rows: list[Series]) -> Table:
         for i, r in enumerate(rows)
     ]  # fmt: skip
     body.append(["mean", *np.mean([b[1:] for b in body], 0).tolist()])
-    return ["layer", "bits before", "lowest 5 %", "bits after", "lowest 5 %", *(f"R {s}" for s in SIGN_SCORES)], body
-
-
-def signs_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
-    at = range(len(rows))
-    for name, color in (("before", "C0"), ("after", "C1")):
-        e = [r[f"entropy_{name}"] for r in rows]
-        left.plot(at, [x["mean"] for x in e], "o-", color=color, label=f"{name} centring")
-        left.fill_between(at, [x["low"] for x in e], [x["high"] for x in e], color=color, alpha=0.15, lw=0)
-    left.set(xlabel="layer", ylabel="bits per sign", ylim=(0, 1.05),
-             title="Sign entropy per channel (bands: 5 to 95 %)")  # fmt: skip
-    labels = ("exact q·k, group mean", "codebook look-up", "signs alone", "signs alone, not centred")
-    for key, label, color in zip(SIGN_SCORES, labels, ("k", "C0", "C1", "C3"), strict=True):
-        each = [float(np.mean([r["recall"][f"{key} {b:g}"] for r in rows])) for b in SIGN_BUDGETS]
-        right.plot(SIGN_BUDGETS, each, "o-", color=color, label=label)
-    right.plot(SIGN_BUDGETS, SIGN_BUDGETS, ":", color="0.5", label="at random")
-    right.set(xlabel="k / prompt tokens", ylabel="recall of the oracle's tokens", ylim=(0, 1.02),
-              title="Recall@k, mean of the layers")  # fmt: skip
-    fraction_axis(right, SIGN_BUDGETS)
-    return fig
+    return [
+        "layer",
+        "bits before",
+        "lowest 5 % before",
+        "bits after",
+        "lowest 5 % after",
+        *(f"R {s}" for s in SIGN_SCORES),
+    ], body
 
 
 ANALYSIS = Analysis("sign entropy before and after centring; recall (R) of the oracle's 7.5 % of the prompt",
-                    signs, signs_table, signs_plot)  # fmt: skip
+                    signs, signs_table)  # fmt: skip

@@ -40,27 +40,4 @@ def spectra_table(rows: list[Series]) -> Table:
     return ["layer", *(f"{kind} {x}" for kind in ("joint", "centred", "head") for x in ("before", "after"))], body
 
 
-def spectra_plot(plt: Any, rows: list[Series]) -> Any:
-    fig, axes = plt.subplots(1, 3, figsize=(13, 4.8))
-    at, kinds = range(len(rows)), (("before", "C0"), ("after", "C1"))
-    for i, style in zip(sorted({0, len(rows) // 2, len(rows) - 1}), ("-", "--", ":"), strict=False):
-        for name, color in kinds:
-            r = rows[i][name]
-            axes[0].plot(r["index"], r["eigenvalues"], style, color=color, label=f"layer {i}, {name} rotation")
-    for name, color in kinds:
-        axes[1].plot(at, [r[name]["rank90"] for r in rows], "o-", color=color, label=f"{name} rotation")
-        centred = [r[name]["rank90_centred"] for r in rows]
-        axes[1].plot(at, centred, "--", color=color, lw=1, label=f"{name} rotation, centred")
-        heads = [r[name]["rank90_heads"] for r in rows]
-        axes[2].plot(at, [np.mean(h) for h in heads], "o-", color=color, label=f"{name} rotation, mean of heads")
-        axes[2].fill_between(at, [min(h) for h in heads], [max(h) for h in heads], color=color, alpha=0.15, lw=0)
-    width, d = rows[0]["width"], rows[0]["head_dim"]
-    axes[0].set(xscale="log", yscale="log", xlabel="component", ylabel="share of the energy",
-                title="Eigenvalues, all heads jointly")  # fmt: skip
-    axes[0].set_ylim(bottom=1e-7)
-    axes[1].set(xlabel="layer", ylabel=f"Rank(90), of {width}", title="All heads jointly", ylim=0)
-    axes[2].set(xlabel="layer", ylabel=f"Rank(90), of {d}", title="Per KV head (bands: least to most)", ylim=0)
-    return fig
-
-
-ANALYSIS = Analysis("Rank(90) of keys before and after rotation", spectra, spectra_table, spectra_plot)
+ANALYSIS = Analysis("Rank(90) of keys before and after rotation", spectra, spectra_table)

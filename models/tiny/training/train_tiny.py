@@ -1,12 +1,12 @@
 """Trains the shipped model, models/tiny: a small Llama that retrieves and writes Python- and English-like text.
 
-    python -m scripts.train.train_tiny --out models/tiny                 # the CPU recipe, hours on two cores
-    python -m scripts.train.train_tiny --out models/tiny --recipe gpu    # longer, and up to 16K tokens of context
+    python -m models.tiny.training.train_tiny --out models/tiny                 # the CPU recipe, hours on two cores
+    python -m models.tiny.training.train_tiny --out models/tiny --recipe gpu    # longer, up to 16K tokens of context
 
 The recipe. No circuit is built in by hand: weights start random. Training begins with the first 3 layers and sequences
 of 64 tokens in which random tokens repeat, until the model continues repeats (induction heads form). Then it adds the
 other layers, which start as the identity, lengthens the context stage by stage, and mixes in text of the corpus and
-retrieval in nine wordings (scripts/eval/tasks.py). rope_theta starts at 1e4, with which positions are learned fast, and
+retrieval in nine wordings (tasks.py). rope_theta starts at 1e4, with which positions are learned fast, and
 is raised as contexts grow. In the early stages an auxiliary loss makes the second layer predict the tokens 1 to 4 back.
 With it the model distinguishes keys after 1.6M tokens; a run without it still guessed among four statements of one
 wording after 18M. Matrices are trained by Muon, embeddings and norms by AdamW. The loss is a weighted sum of the means
@@ -38,13 +38,13 @@ from cache.calibration import write_tensors
 from kernels.rope import RopeArgs
 from loading.checkpoint import save_checkpoint_tensors
 from model import Transformer
+from models.tiny.training.data import VOCAB, Pieces, make_tasks, prepare
+from models.tiny.training.muon import Muon
+from models.tiny.training.recipe import ARGS, RECIPES
+from models.tiny.training.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import pick_device, set_threads, written
-from scripts.eval.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
 from scripts.shared.results import check_out, write_json
-from scripts.train.data import VOCAB, Pieces, make_tasks, prepare
-from scripts.train.muon import Muon
-from scripts.train.recipe import ARGS, RECIPES
 
 MUON_LR, ADAM_LR = 0.01, 2.5e-3
 BACK = 4  # how many tokens back the auxiliary loss predicts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model import ModelArgs
-from scripts.train.data import VOCAB
+from models.tiny.training.data import VOCAB
 
 ARGS = ModelArgs(dim=256, n_layer=6, n_head=8, n_kv_head=4, head_dim=64, ffn_dim=512, vocab_size=VOCAB,
                  max_seq_len=8192, norm_eps=1e-5, tie_embeddings=True)  # fmt: skip

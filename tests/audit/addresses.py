@@ -1,7 +1,7 @@
 """Checks in Triton's interpreter that every loaded or stored address is in a tensor of the launch.
 
-    python -m scripts.report.addresses
-    python -m scripts.report.addresses --methods sals loki --out results/addresses.json
+    python -m tests.audit.addresses
+    python -m tests.audit.addresses --methods sals loki mine.py     # a file, too
 
 A GPU can read outside a tensor without an error, and so can the interpreter, as long as the process owns the memory.
 Here every unmasked address is compared to the storages of the tensors that the kernel was launched with. This happens
@@ -31,8 +31,8 @@ from cache.spec import method_class, method_files
 from kernels import select
 from runtime.errors import run_cli
 from scripts.contract.harness import prompt, run, tiny
-from scripts.report.kernel_report import aligned
-from scripts.shared.results import check_out, record, write_json
+from tests.audit.kernel_report import aligned
+from tests.audit.launches import named
 
 # how the rows of a selection are read: whole, by one program that lists candidates, or by one program per chunk
 BLOCKS: dict[str, dict[str, int]] = dict(
@@ -130,13 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--methods", nargs="*", default=sorted(method_files()), help="methods (default: all)")
     p.add_argument("--blocks", nargs="*", default=list(BLOCKS), choices=BLOCKS, help="ways of selecting (default: all)")
-    p.add_argument("--out", help="result file, as JSON")
     p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
     a = p.parse_args(argv)
-    check_out(a.out)
     torch.manual_seed(0)
     rows, problems, total = [], 0, ("launches", "loads", "stores", "addresses")
-    for name, blocks in tqdm([(m, b) for m in a.methods for b in a.blocks], disable=None, unit="run"):
+    for name, blocks in tqdm([(m, b) for m in named(a.methods) for b in a.blocks], disable=None, unit="run"):
         row = dict(method=name, blocks=blocks)
         try:
             seen = edges(name, blocks)
@@ -146,8 +144,6 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row | dict(problem=str(e)))
             continue
         rows.append(row | {what: getattr(seen, what).total() for what in total} | dict(kernels=sorted(seen.launches)))
-    if a.out:
-        write_json(a.out, record("cpu", rows=rows))
     if a.json:
         print(json.dumps(rows))
     else:

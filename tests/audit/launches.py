@@ -1,15 +1,13 @@
 """Records every kernel that a model of a real size launches, without a GPU; kernel_report.py compiles them.
 
 A prompt, a step and its maintenance run on fake tensors, and each launch is recorded as Triton's launcher sees it:
-dtypes, which arguments are None, sizes of 1, alignment. For a step, the bytes and launches of every operation are
-recorded, too.
+dtypes, which arguments are None, sizes of 1, alignment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +16,19 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from triton.runtime.jit import KernelInterface
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from kernels import observed_attention, offload, splits
-from kernels.op import OPERATIONS, nbytes
+from kernels import backend, observed_attention, offload, splits
+from kernels.op import OPERATIONS
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
-from model import ModelArgs, empty_transformer
+from loading.allocate import empty_transformer
+from model import ModelArgs
 from runtime.errors import InputError
+from scripts.contract.__main__ import load
 from weights import WeightFormat
 
 MODELS = ("llama-2-7b", "llama-3.1-8b")
@@ -56,14 +55,10 @@ def is_tensor(noted: Any) -> bool:
 
 
 class Launches:
-    """Distinct launches: what the launcher specializes on -> the arguments, which runs launch them, and how often. And
-    the operations of steps: the bytes that each reads and returns, and its launches."""
+    """Distinct launches: what the launcher specializes on -> the arguments, which runs launch them, and how often."""
 
     def __init__(self) -> None:
         self.seen: dict[Any, dict[str, Any]] = {}
-        self.step: list[dict[str, Any]] | None = None  # operations of the step that runs now
-        self.steps: list[dict[str, Any]] = []
-        self.count = 0
         self.by: tuple[Any, ...] = ()  # model, method, rows, slots
 
     def note(self, kernel: Any, grid: tuple[int, ...], args: Any, kwargs: Any) -> None:
@@ -78,7 +73,6 @@ class Launches:
             special = isinstance(x, int) and not isinstance(x, bool)
             return (x == 1, x % 16 == 0, abs(x) < 2**31) if special else x
 
-        self.count += 1
         names = kernel.arg_names
         constant = {p.name for p in kernel.params if p.is_constexpr}
         given = dict(zip(names, args, strict=False)) | {n: x for n, x in kwargs.items() if n in names}
@@ -99,23 +93,13 @@ class Launches:
 class Operators(TorchDispatchMode):
     """Runs an operator's CUDA version in addition to its fake version."""
 
-    def __init__(self, launches: Launches):
-        super().__init__()
-        self.launches = launches
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "kv_fast":
-            before, args = self.launches.count, OPERATIONS[func._opname].filled(args, kwargs)
             kernel = torch.library.get_kernel(func, "CUDA")
-            kernel.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args)
-            if self.launches.step is not None:
-                given = sum(nbytes(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor))
-                moved = sum(OPERATIONS[func._opname].reads(*args).values()) + given
-                row = dict(op=func._opname, bytes=moved, launches=self.launches.count - before)
-                if row not in self.launches.step:  # layers are the same
-                    self.launches.step.append(row)
+            cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+            kernel.call_boxed(cuda, *OPERATIONS[func._opname].filled(args, kwargs))
         return out
 
 
@@ -174,11 +158,16 @@ def recording() -> Iterator[Launches]:
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.dict(os.environ, KV_FAST_BACKEND="triton"))
-        stack.enter_context(Operators(launches))
+        stack.enter_context(mock.patch.object(backend, "BACKEND", "triton"))
+        stack.enter_context(Operators())
         stack.enter_context(torch.inference_mode())
         yield launches
     splits.multiprocessors.cache_clear()
+
+
+def named(methods: list[str]) -> list[str]:
+    """Specs of methods, of which some may be files anywhere: these are made known by their names."""
+    return [load(m) if m.partition(",")[0].endswith(".py") else m for m in methods]
 
 
 def converse(launches: Launches, model: str, method: str, weights: str | None, batch: int, length: int) -> None:
@@ -191,14 +180,10 @@ def converse(launches: Launches, model: str, method: str, weights: str | None, b
     decoder.setup_cache(method, batch, length, NEW)
     lengths = torch.full((batch,), length - NEW, device="meta")
     logits = decoder.prefill(torch.zeros(batch, length - NEW, dtype=torch.int64, device="meta"), lengths)
-    launches.step = []
     decoder.decode(logits.argmax(-1), lengths)
-    by = dict(zip(("model", "method", "batch", "length"), launches.by, strict=True))
-    launches.steps += [by | row for row in launches.step]
-    launches.step = None
     if method == "full":  # the same kernels check the drafts of every method
         for n in CHECKED:
-            decoder.verify(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
+            decoder.decode(torch.zeros(batch, n, dtype=torch.int64, device="meta"), lengths)
     decoder.maintain(NEW)
 
 

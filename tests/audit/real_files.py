@@ -1,8 +1,5 @@
 """Compares our reading of published files to other readers': vocabularies, chat templates, tokenizers, GGUF models.
 
-    python -m scripts.report.real_files --vocabularies models --templates models/templates --mistral data --ggufs quants
-    python -m scripts.report.real_files --vocabularies models --json
-
 Vocabularies (ggml-vocab-*.gguf with .inp and .out, in vendor/llama.cpp/models of llama-cpp-python's sdist) must give
 the published ids of the published texts, and the texts again from the ids. Templates (models/templates there) must give
 the text that transformers renders. Mistral's tokenizers (mistral_common/data of mistral-common's wheel) must give the
@@ -17,7 +14,7 @@ import tempfile
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,7 @@ import torch
 
 from loading.checkpoint import load_checkpoint, save_checkpoint_tensors
 from loading.tokenizer import Tokenizer, chat, load_tokenizer
-from runtime.errors import InputError, Parser, run_cli
-from scripts.shared.results import check_out, record, write_json
+from runtime.errors import InputError
 from weights.gguf import hf_name
 from weights.gguf_file import GGUFFile
 
@@ -161,45 +157,3 @@ CHECKS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
 def files(kind: str, folder: str | Path) -> list[Path]:
     """The files of a kind in a folder, in order."""
     return sorted({f for pattern in CHECKS[kind][0].split("|") for f in Path(folder).glob(pattern)})
-
-
-def rows(kind: str, folder: str) -> Iterator[dict[str, Any]]:
-    if not (found := files(kind, folder)):
-        raise InputError(f"--{kind}: {folder} has no {CHECKS[kind][0].replace('|', ' or ')}")
-    for path in found:
-        yield dict(kind=kind) | refused_or(CHECKS[kind][1], path)
-
-
-def line(row: dict[str, Any]) -> str:
-    word = {True: "exact", False: "wrong", None: "not checked"}[row["exact"]]
-    if "refused" in row:
-        word = f"refused: {row['refused']}"
-    rest = {k: v for k, v in row.items() if k not in ("kind", "file", "exact", "refused") and v != []}
-    return f"{row['kind']:<13} {row['file']:<55} {word}  " + ", ".join(f"{k} {v}" for k, v in rest.items())
-
-
-def main() -> None:
-    p = Parser(__doc__)
-    for kind, (pattern, _) in CHECKS.items():
-        p.add_argument(f"--{kind}", metavar="FOLDER", help=f"folder with {pattern.replace('|', ' or ')}")
-    p.add_argument("--out", help="result file, as JSON")
-    p.add_argument("--json", action="store_true", help="print the rows as JSON, nothing else")
-    opt = p.parse_args()
-    check_out(opt.out)
-    found = []
-    for kind in CHECKS:
-        if folder := getattr(opt, kind):
-            for row in rows(kind, folder):
-                found.append(row)
-                if not opt.json:
-                    print(line(row), flush=True)
-    if not found:
-        raise InputError("nothing to read: name a folder, such as --vocabularies vendor/llama.cpp/models")
-    if opt.json:
-        print(json.dumps(found))
-    if opt.out:
-        write_json(opt.out, record("cpu", rows=found))
-
-
-if __name__ == "__main__":
-    run_cli(main)

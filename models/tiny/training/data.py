@@ -11,14 +11,14 @@ import numpy as np
 import sentencepiece as spm
 from tqdm import tqdm
 
+from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
-from scripts.eval.tasks import Tasks
 
 VOCAB = 2048
 
 
 class Pieces:
-    """The SentencePiece vocabulary as an `Encoder` of scripts/eval/tasks.py."""
+    """The SentencePiece vocabulary as an `Encoder` of tasks.py."""
 
     def __init__(self, path: Path):
         self.sp = spm.SentencePieceProcessor(model_file=str(path))

@@ -1,46 +1,16 @@
-"""Reads the runs in results/, and writes Markdown tables."""
+"""Markdown tables, and the words of evaluations: which tasks count, shares with their intervals."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from runtime.machine import ROOT
-
-RESULTS = ROOT / "results"
-NONE = "Not measured yet."
 Row = dict[str, Any]
-
-
-def runs(question: str) -> Iterator[Row]:
-    """The runs of all results/<machine>/<question>.json, each with its machine and its file's path below results/."""
-    for file in sorted(RESULTS.glob(f"*/{question}.json")):
-        where = dict(machine=file.parent.name, file=str(file.relative_to(RESULTS)))
-        yield from (where | run for run in json.loads(file.read_text())["runs"])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(r) + " |" for r in [header, ["---"] * len(header), *rows]]
     return "\n".join(lines)
-
-
-def by_machine(header: Sequence[str], cells: Mapping[tuple[tuple[str, ...], str], str]) -> str:
-    """A table with one column per machine; cells: (a row's first cells, machine) -> text."""
-    machines = sorted({machine for _, machine in cells})
-    rows = dict.fromkeys(first for first, _ in cells)
-    return table([*header, *machines], [[*r, *(cells.get((r, m), "-") for m in machines)] for r in rows])
-
-
-def folded(title: str, body: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
-
-
-def sources(*questions: str, root: str = "") -> str:
-    """A line that lists the files behind a table. root: the path of results/ as seen from the page."""
-    found = {r["file"]: f"[{r['file']}]({root}{r['file']}) ({r['device']}, {r['commit']}, {r['date']})"
-             for question in questions for r in runs(question)}  # fmt: skip
-    return "Files: " + "; ".join(found.values()) + "." if found else NONE
 
 
 def tasks_of(rows: Sequence[Row]) -> list[str]:
@@ -58,6 +28,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
+def rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def wilson(hits: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's score interval of a share of n samples, 95 % by default."""
     middle, half = hits / n + z**2 / (2 * n), z * (hits / n * (1 - hits / n) / n + z**2 / (4 * n**2)) ** 0.5
@@ -72,3 +46,14 @@ def share(each: Sequence[float]) -> str:
         return percent(mean)
     low, high = wilson(sum(each), len(each))
     return f"{100 * mean:.0f} ({100 * low:.0f}-{100 * high:.0f}) %"
+
+
+def pooled(row: Row, tasks: Sequence[str]) -> str:
+    """The share found over the samples of all tasks: `92 (81-97) %`."""
+    return share([x for t in tasks for x in row[f"{t}_each"]])
+
+
+def both_found(row: Row) -> tuple[list[float], list[float]]:
+    """Of a comparison to kvpress, the samples of all tasks together: ours and theirs."""
+    ours, theirs = ([x for k, each in row.items() if k.endswith(side) for x in each] for side in ("_ours", "_theirs"))
+    return ours, theirs

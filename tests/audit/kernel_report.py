@@ -1,15 +1,12 @@
 """Registers, spills, shared memory and occupancy of every launched Triton kernel, without a GPU.
 
-    python -m scripts.report.kernel_report --one
-    python -m scripts.report.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
-    python -m scripts.report.kernel_report --cc 80,89,90,100 --out results/kernels.json
+    python -m tests.audit.kernel_report --one
+    python -m tests.audit.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
+    python -m tests.audit.kernel_report --methods mine.py                          # a method's file, anywhere
 
 Records every launch of methods and weights (launches.py) and passes each through Triton's own launcher, up to the
 machine code of each GPU. The exit code is 1 if a kernel cannot be launched, spills registers or needs more shared
 memory than a program may have on the GPU.
-
-A second table is the static account: the bytes that every operation of a decode step reads and returns, the kernels
-that it launches, and the resulting time on an H100. It is an estimate from sizes, not a measurement.
 """
 
 from __future__ import annotations
@@ -40,9 +37,8 @@ from triton.runtime.jit import MockTensor
 
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT
-from scripts.report.collectives import BANDWIDTH
-from scripts.report.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, recorded
 from scripts.shared.results import check_out, record, write_json
+from tests.audit.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, named, recorded
 
 KERNELS = ROOT / "kernels"
 # compute capability -> a multiprocessor's shared memory in KB, most threads and most programs (CUDA C++ Programming
@@ -50,7 +46,6 @@ KERNELS = ROOT / "kernels"
 CARDS = {80: (164, 2048, 32), 86: (100, 1536, 16), 89: (100, 1536, 24), 90: (228, 2048, 32), 100: (228, 2048, 32),
          120: (100, 1536, 24)}  # fmt: skip
 REGISTERS, WARP_REGISTERS = 65536, 256  # of a multiprocessor; the unit in which a warp allocates them
-LAUNCH = 2e-6  # s, an assumption: the time to start, fill and drain the GPU, per kernel of a captured graph
 
 
 class Card:
@@ -188,17 +183,6 @@ def problem(row: dict[str, Any]) -> str | None:
     return None
 
 
-def account_table(rows: list[dict[str, Any]]) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("operation", "method", "model", "batch", "length", "MB", "launches", "us at the limit")
-    ]
-    for r in rows:
-        sizes = (str(r[c]) for c in ("batch", "length"))
-        numbers = (f"{r['bytes'] / 1e6:.2f}", str(r["launches"]), f"{r['seconds'] * 1e6:.1f}")
-        lines.append((r["op"], r["method"], r["model"], *sizes, *numbers))
-    return aligned(lines)
-
-
 def aligned(lines: list[tuple[str, ...]], width: list[int] | None = None) -> str:
     width = width or [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, width, strict=True)).rstrip() for line in lines)
@@ -221,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--cc", default="80,89,90,100", help="compute capabilities, 90 = H100 (default: %(default)s)")
     p.add_argument("--models", nargs="*", default=list(MODELS), help="models with these shapes (default: %(default)s)")
-    p.add_argument("--methods", nargs="*", default=list(METHODS), help="methods and presets, with knobs")
+    p.add_argument("--methods", nargs="*", default=list(METHODS), help="methods and presets, or files, with knobs")
     p.add_argument("--weights", nargs="*", default=list(WEIGHTS), help="packed weights, with the method full")
     p.add_argument("--sizes", nargs="*", default=list(SIZES), metavar="BxT", help="rows x slots (default: %(default)s)")
     p.add_argument("--files", nargs="*", default=[], help="only kernels of these files of kernels/, without .py")
@@ -237,17 +221,15 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(a.files) - {file for file, _ in kernels()}:
         raise InputError(f"no kernels in kernels/{unknown.pop()}.py")
     check_out(a.out)
-    found = recorded(a.models, a.methods, a.weights, a.sizes)
+    found = recorded(a.models, named(a.methods), a.weights, a.sizes)
     entries = [e for e in found.seen.values() if not a.files or e["file"] in a.files]
     if a.one:
         entries = list({(e["file"], e["kernel"]): e for e in reversed(entries)}.values())
-    account = [r | dict(seconds=r["bytes"] / BANDWIDTH + r["launches"] * LAUNCH) for r in found.steps]
     rows: list[dict[str, Any]] = []
 
     def write(complete: bool) -> None:
         if a.out:
-            assumed = dict(bandwidth=BANDWIDTH, launch=LAUNCH)
-            write_json(a.out, record("cpu", rows=rows, account=account, assumed=assumed, complete=complete))
+            write_json(a.out, record("cpu", rows=rows, complete=complete))
 
     for cc in cards:  # one GPU after the other, so that an interrupted run has some of them complete
         for i, e in enumerate(tqdm(entries, disable=None, unit=f"launch for cc {cc}")):
@@ -261,9 +243,6 @@ def main(argv: list[str] | None = None) -> int:
                 write(False)
     write(True)
     print(json.dumps(rows) if a.json else table(rows))
-    if not a.json:
-        print(f"\nStatic account, H100: {BANDWIDTH / 1e12} TB/s, {LAUNCH * 1e6:g} us a launch assumed")
-        print(account_table(account))
     problems = [r for r in rows if r["problem"]]
     for r in problems:
         print(
