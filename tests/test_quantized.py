@@ -10,6 +10,7 @@ import torch
 from oracle_quantized import codebook, e4m3_numbers, fp8, hadamard, kivi, quarot, through_bits, turboquant
 from oracles import rotate
 
+from cache.key_bias import KEY_BIAS
 from cache.spec import make_args, method_class
 from kernels import native
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
@@ -25,7 +26,7 @@ from kernels.quantize import (
 )
 from kernels.quantized_attention import QuantizedTokens, append_token, launch, quantized_attention, store_prompt
 from loading.checkpoint import random_transformer
-from model import KEY_BIAS, ModelArgs
+from model import ModelArgs
 from runtime import errors
 from weights import WeightFormat
 
