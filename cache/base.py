@@ -389,7 +389,7 @@ class KVMethod(Storage):
     def rotate_append(self, q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
         """Rotate q and k, unless `pre_rope`, and append k and v -> q for `select` and `attend`."""
         if not self.pre_rope:
-            q, k = rotate_token(self.rope, q, k, pos)
+            q, k = rotate_token(q, k, self.rope.cos, self.rope.sin, pos)
         self.append(*self.kv_in_units(k, v), pos)
         return self.query_in_units(q)
 

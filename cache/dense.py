@@ -28,7 +28,7 @@ class Dense(KVMethod):
     def rotate_append(self, q, k, v, pos):
         if self.pre_rope or type(self).append is not Dense.append:  # a subclass needs the rotated key, too
             return super().rotate_append(q, k, v, pos)
-        return rotate_append(self.rope, q, k, v, pos, self.k, self.v)
+        return rotate_append(q, k, v, self.rope.cos, self.rope.sin, pos, self.k, self.v)
 
     def append(self, k, v, pos):
         row = torch.arange(len(pos), device=pos.device)

@@ -17,7 +17,7 @@ from kernels.codebook import e4m3, lloyd_max
 from kernels.quantize import BITS, GROUP, groups_of
 from kernels.quantized_attention import (
     QuantizedTokens,
-    append_token,
+    quantized_append,
     quantized_attention,
     read_tokens,
     store_prompt,
@@ -99,7 +99,7 @@ class Quantized(KVMethod):
 
     def append(self, k, v, pos):
         for store, x in ((self.keys, k), (self.values, v)):
-            append_token(store.tokens, self.turn(x), pos)
+            quantized_append(self.turn(x), pos, store.tokens)
 
     def attend(self, q, idx, count, pos):
         return self.turn_back(quantized_attention(self.turn(q), self.keys.tokens, self.values.tokens, pos))

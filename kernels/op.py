@@ -11,8 +11,9 @@ The declared object is what callers call. `version_for` (backend.py) says which 
 for CUDA tensors, C++ for CPU tensors, or torch's. Where an operation has no such version, or that one does not serve
 these shapes, torch's runs. That is all there is to the choice.
 
-The operator `kv_fast::score` has the schema of the function's annotations: a compiled graph calls it where a version is
-opaque to the compiler, and a TorchDispatchMode sees every call. Its overload `cpp` is the C++ function of the same name
+The operator `kv_fast::score` has the schema of the function's annotations, with the fields of a NamedTuple `x` as
+arguments `x_field`: a compiled graph calls it where a version is opaque to the compiler, and a TorchDispatchMode sees
+every call. Its overload `cpp` is the C++ function of the same name
 (kernels/native/).
 """
 
@@ -20,9 +21,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -58,12 +60,14 @@ class Operation(Generic[P, R]):
         self.reference: Callable[..., R] = reference
         self.opaque, self.mutates, self.parts = opaque, mutates, reads
         self.name = reference.__name__.lstrip("_")
-        parameters = inspect.signature(reference).parameters.values()
-        self.defaults = [(p.name, p.default) for p in parameters]
-        schema = torch.library.infer_schema(reference, mutates_args=mutates).replace("SymInt", "int")
+        flat = _flat(reference)
+        self.defaults = [(p.name, p.default) for p in inspect.signature(flat).parameters.values()]
+        self.types = [x if hasattr(x, "_fields") else None for x in get_type_hints(reference).values()]
+        self.flattens = any(self.types[:-1])
+        schema = torch.library.infer_schema(flat, mutates_args=mutates).replace("SymInt", "int")
         if fake is None:
             fake = _nothing if schema.endswith("()") else _like_the_first
-        shapes = lambda *args, fake=fake, **kwargs: fake(*self.filled(args, kwargs))  # noqa: E731
+        shapes = lambda *args, fake=fake, **kwargs: fake(*self.grouped(self.filled(args, kwargs)))  # noqa: E731
         for overload in ("", ".cpp") if cpp else ("",):
             _LIB.define(self.name + overload + schema)
             torch.library.register_fake(f"kv_fast::{self.name}{overload}", shapes, lib=_LIB)
@@ -89,10 +93,15 @@ class Operation(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[0]
-        version = self.versions.get(version_for(x.device, x.dtype))
-        if version is None or not (version[1] is None or version[1](*args, **kwargs)):
-            return self.otherwise(*args, **kwargs)
-        return version[0](*args, **kwargs)
+        run, serves = self.versions.get(version_for(x.device, x.dtype), (self.otherwise, None))
+        if serves is not None and not serves(*args, **kwargs):
+            run = self.otherwise
+        if not self.flattens or run is self.reference:
+            return run(*args, **kwargs)
+        flat: list[Any] = []
+        for of, given in zip(self.types, args, strict=False):
+            flat += given if of else (given,)  # type: ignore[arg-type]
+        return run(*flat, **kwargs)
 
     def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """All arguments in order: torch leaves out trailing ones that equal their defaults."""
@@ -100,19 +109,40 @@ class Operation(Generic[P, R]):
             return args
         return (*args, *[kwargs.get(name, default) for name, default in self.defaults[len(args) :]])
 
+    def grouped(self, flat: Iterable[Any]) -> list[Any]:
+        """The operator's arguments as those of the function, whose NamedTuples are flat in a schema."""
+        left = iter(flat)
+        return [of(*itertools.islice(left, len(of._fields))) if of else next(left) for of in self.types[:-1]]
+
     def reads(self, *args: Any) -> dict[str, int]:
         """Bytes that are read of each tensor argument."""
         names, args = [name for name, _ in self.defaults], self.filled(args, {})
         given = {name: x for name, x in zip(names, args, strict=False) if isinstance(x, Tensor)}
         whole = {name: 0 if name in self.mutates else nbytes(x) for name, x in given.items()}
-        return whole | ({} if self.parts is None else {n: size for n, size in self.parts(*args).items() if n in whole})
+        parts = {} if self.parts is None else self.parts(*self.grouped(args))
+        return whole | {name: size for name, size in parts.items() if name in whole}
 
     def _run(self, *args: Any, **kwargs: Any) -> R:
         """The operator's Python implementation, on any device."""
         args = self.filled(args, kwargs)
         if self.launch and "triton" in self.versions and version_for(args[0].device, args[0].dtype) == "triton":
-            return self.launch(*args)
-        return self.reference(*args)
+            return self.launch(*self.grouped(args))
+        return self.reference(*self.grouped(args))
+
+
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the signature that the operator has: in place of a NamedTuple `x` its fields, `x_field`."""
+    hints, parameters = get_type_hints(function), list[inspect.Parameter]()
+    for p in inspect.signature(function).parameters.values():
+        of = hints[p.name]
+        fields = {f"{p.name}_{field}": x for field, x in get_type_hints(of).items()} if hasattr(of, "_fields") else {}
+        parameters += [p.replace(name=name, annotation=x) for name, x in (fields or {p.name: of}).items()]
+
+    def flat() -> None: ...
+
+    result = None if hints["return"] is type(None) else hints["return"]
+    flat.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    return flat
 
 
 def _nothing(*args: Any) -> None:

@@ -45,43 +45,27 @@ class FullPrecisionTokens(NamedTuple):
     tail_v: Tensor
 
 
+def _reads(q: Tensor, idx: Tensor, count: Tensor, packed: PackedTokens, *_: Any) -> dict[str, int]:
+    parts = {f"packed_{name}": x for name, x in packed._asdict().items() if name not in ("bits", "alpha")}
+    return {name: picked(idx, x) for name, x in parts.items()}
+
+
+def _serves(q: Tensor, idx: Tensor, count: Tensor, packed: PackedTokens, *_: Any) -> bool:
+    return q.shape[2] % (VECTOR if packed.k_params is None else GROUP) == 0
+
+
+@operation(cpp=_serves, reads=_reads)
 def packed_gather_attention(
-    q: Tensor,
-    idx: Tensor,
-    count: Tensor,
-    packed: PackedTokens,
-    full_precision: FullPrecisionTokens,
-    pos: Tensor,
-    prompt_len: Tensor,
-    flushed: Tensor,
-) -> Tensor:
+    q: Tensor, idx: Tensor, count: Tensor, packed: PackedTokens, full_precision: FullPrecisionTokens, pos: Tensor,
+    prompt_len: Tensor, flushed: Tensor,
+) -> Tensor:  # fmt: skip
     """Softmax attention over the sinks, the first `count` of the packed slots idx, and the newest tokens.
 
     q [B, Hq, D] (rotated), idx [B, Hkv, K] int64, count [B, Hkv], pos [B] of the newest token, prompt_len [>= B],
     flushed [1]: decoded tokens that are packed already, so that the ring holds positions prompt_len + flushed to pos
     -> [B, Hq, D]. Scale 1/sqrt(D). Entries of idx past the count point anywhere.
     """
-    return _packed_gather_attention(
-        q, idx, count, packed.k, packed.v, packed.k_params, packed.v_params, packed.alpha, packed.codes,
-        *full_precision, pos, prompt_len, flushed, packed.bits,
-    )  # fmt: skip
-
-
-def _reads(q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, *rest: Any) -> dict[str, int]:
-    chosen = dict(k=k, v=v, k_params=rest[0], v_params=rest[1], codes=rest[3])
-    return {name: picked(idx, x) for name, x in chosen.items()}
-
-
-@operation(
-    cpp=lambda q, idx, count, k, v, k_params, *_: q.shape[2] % (VECTOR if k_params is None else GROUP) == 0,
-    reads=_reads,
-)
-def _packed_gather_attention(
-    q: Tensor, idx: Tensor, count: Tensor, k: Tensor, v: Tensor, k_params: Tensor | None, v_params: Tensor | None,
-    alpha: Tensor | None, codes: Tensor | None, sink_k: Tensor, sink_v: Tensor, tail_k: Tensor, tail_v: Tensor,
-    pos: Tensor, prompt_len: Tensor, flushed: Tensor, bits: int,
-) -> Tensor:  # fmt: skip
-    packed = PackedTokens(k, v, bits, k_params, v_params, alpha, codes)
+    alpha, (sink_k, sink_v, tail_k, tail_v) = packed.alpha, full_precision
     B, Hq, D = q.shape
     H = idx.shape[1]
     grouped = q.view(B, H, -1, D).float()
@@ -92,7 +76,7 @@ def _packed_gather_attention(
     mask = torch.cat((sinks[:, None].expand(B, H, -1), chosen, tail[:, None].expand(B, H, -1)), 2)
 
     scaled = grouped if alpha is None else grouped * alpha[:B, :, None]
-    scaled = scaled if k_params is None else unit_order(scaled)
+    scaled = scaled if packed.k_params is None else unit_order(scaled)
     # one softmax over three parts: joining their logits copies one number per token, joining the keys would copy D
     parts = ((grouped, sink_k[:B]), (scaled, chosen_k), (grouped, tail_k[:B]))
     logits = torch.cat([x @ keys.float().mT for x, keys in parts], 3) * D**-0.5
@@ -100,7 +84,7 @@ def _packed_gather_attention(
     values = (sink_v[:B], chosen_v.to(q.dtype).masked_fill(~chosen[..., None], 0), tail_v[:B])
     split = p.split([x.shape[2] for x in values], 3)
     y = [(part @ x).float() for part, x in zip(split, values, strict=True)]
-    y[1] = y[1] if v_params is None else y[1].unflatten(-1, (UNIT, -1)).mT.flatten(-2)
+    y[1] = y[1] if packed.v_params is None else y[1].unflatten(-1, (UNIT, -1)).mT.flatten(-2)
     return (y[0] + y[1] + y[2]).to(q.dtype).view(B, Hq, D)
 
 
@@ -237,29 +221,13 @@ def _packed_gather_attention_kernel(
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
 
 
-@_packed_gather_attention.triton
+@packed_gather_attention.triton
 def launch(
-    q: Tensor,
-    idx: Tensor,
-    count: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_params: Tensor | None,
-    v_params: Tensor | None,
-    alpha: Tensor | None,
-    codes: Tensor | None,
-    sink_k: Tensor,
-    sink_v: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-    pos: Tensor,
-    prompt_len: Tensor,
-    flushed: Tensor,
-    bits: int,
-    block: int | None = None,
-    splits: int | None = None,
-) -> Tensor:
+    q: Tensor, idx: Tensor, count: Tensor, packed: PackedTokens, full_precision: FullPrecisionTokens, pos: Tensor,
+    prompt_len: Tensor, flushed: Tensor, block: int | None = None, splits: int | None = None,
+) -> Tensor:  # fmt: skip
     """The Triton version; tests give block (a power of two >= 16) and splits."""
+    (k, v, bits, k_params, v_params, alpha, codes), (sink_k, sink_v, tail_k, tail_v) = packed, full_precision
     B, Hq, D = q.shape
     H, K = idx.shape[1:]
     T, sinks, ring = k.shape[2], sink_k.shape[2], tail_k.shape[2]

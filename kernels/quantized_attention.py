@@ -96,33 +96,23 @@ def store_prompt(tokens: QuantizedTokens, x: Tensor, lengths: Tensor) -> None:
     tokens.full_precision[:B, :, tokens.sinks :] = gather_rows(x, newest.clamp(0, x.shape[2] - 1)[:, None])
 
 
-def append_token(tokens: QuantizedTokens, x: Tensor, pos: Tensor) -> None:
-    """Put one token per row, x [B, Hkv, D] at pos [B], into the ring; quantize what leaves it.
-
-    An operator, because a compiled graph that reads a slot of the ring before it writes it would copy the ring.
-    """
-    _quantized_append(
-        x, pos, tokens.full_precision, tokens.data, tokens.params, tokens.book, tokens.bits, tokens.sinks, tokens.block,
-        tokens.clip,
-    )  # fmt: skip
-
-
 def _whole_groups(x: Tensor, *rest: object) -> bool:
     """Whether C++ serves: it has whole groups of 32 channels."""
     return x.shape[2] % GROUP == 0
 
 
 @operation(
-    cpp=lambda x, pos, full_precision, *_: x.shape[2] % GROUP == 0 and x.dtype == full_precision.dtype,
+    cpp=lambda x, pos, tokens: x.shape[2] % GROUP == 0 and x.dtype == tokens.full_precision.dtype,
     opaque=True,
-    mutates=("full_precision", "data", "params"),
-    reads=lambda x, pos, full_precision, *_: dict(full_precision=nbytes(x)),
+    mutates=("tokens_full_precision", "tokens_data", "tokens_params"),
+    reads=lambda x, pos, tokens: dict(tokens_full_precision=nbytes(x)),
 )
-def _quantized_append(
-    x: Tensor, pos: Tensor, full_precision: Tensor, data: Tensor, params: Tensor | None, book: Tensor | None,
-    bits: int, sinks: int, block: int, clip: float,
-) -> None:  # fmt: skip
-    tokens = QuantizedTokens(data, params, full_precision, bits, sinks, block, clip, book)
+def quantized_append(x: Tensor, pos: Tensor, tokens: QuantizedTokens) -> None:
+    """Put one token per row, x [B, Hkv, D] at pos [B], into the ring; quantize what leaves it.
+
+    An operator, because a compiled graph that reads a slot of the ring before it writes it would copy the ring.
+    """
+    data, params, full_precision, _, sinks, block = tokens[:6]
     row, ring = torch.arange(len(pos), device=pos.device), tokens.ring
     slot = slot_of(pos, sinks, ring)
     if not block:
@@ -190,23 +180,16 @@ def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: 
     hold anything.
     """
     # a whole key has a whole value: the ring of keys holds no token that the ring of values lacks
-    return _quantized_attention(
-        q, k.data, k.params, k.full_precision, v.data, v.params, v.full_precision, pos, k.packed_until(pos),
-        v.packed_until(pos), k.book, v.book, k.sinks, k.bits, v.bits, k.channels,
-    )  # fmt: skip
+    return _quantized_attention(q, k, v, pos, k.packed_until(pos), v.packed_until(pos))
 
 
 @operation(cpp=_whole_groups)
 def _quantized_attention(
-    q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
-    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,
-    sinks: int, k_bits: int, v_bits: int, channels: bool,
-) -> Tensor:  # fmt: skip
-    n = v.shape[2]
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor
+) -> Tensor:
+    n = v.data.shape[2]
     there = torch.arange(n, device=pos.device) <= pos[:, None]
-    keys = QuantizedTokens(k, k_params, k_whole, k_bits, sinks, GROUP * channels, book=k_book)
-    values = QuantizedTokens(v, v_params, v_whole, v_bits, sinks, book=v_book)
-    return masked_attention(q, read_tokens(keys, pos, n, k_stop), read_tokens(values, pos, n, v_stop), there[:, None])
+    return masked_attention(q, read_tokens(k, pos, n, k_stop), read_tokens(v, pos, n, v_stop), there[:, None])
 
 
 # ---- Triton ----
@@ -303,42 +286,39 @@ def _quantized_attention_kernel(
     write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
 
 
-def _side(
-    data: Tensor, params: Tensor | None, bits: int, book: Tensor | None, D: int, channels: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+def _side(tokens: QuantizedTokens, D: int) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Keys or values as arguments of the kernel: codes; the same by bytes, for the third of 3 bits; params; and the
     number of channels, or with a book of tokens, that share them."""
+    data, params, bits = tokens.data, tokens.params, tokens.bits
     words = data if bits == 16 or (bits == 3 and D % 16) else data.view(WORDS.get(bits, torch.int16))
     third, each = data if bits == 3 else None, GROUP
-    if params is None or book is not None:
+    if params is None or tokens.book is not None:
         return words, third, params, each if params is None else data.shape[2] // params.shape[2]
-    return words, third, params.view(torch.int32), each if channels else group_size(D, params.shape[3])
+    return words, third, params.view(torch.int32), each if tokens.channels else group_size(D, params.shape[3])
 
 
 @_quantized_attention.triton
 def launch(
-    q: Tensor, k: Tensor, k_params: Tensor | None, k_whole: Tensor, v: Tensor, v_params: Tensor | None,
-    v_whole: Tensor, pos: Tensor, k_stop: Tensor, v_stop: Tensor, k_book: Tensor | None, v_book: Tensor | None,
-    sinks: int, k_bits: int, v_bits: int, channels: bool,
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
     splits: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The Triton version of `quantized_attention`; tests give splits (of the packed tokens, of the whole ones)."""
     B, Hq, D = q.shape
-    H, n_whole = k_whole.shape[1:3]
-    buffers = (k, k_params, k_whole, v, v_params, v_whole)
+    H, n_whole = k.full_precision.shape[1:3]
+    buffers = (*k[:3], *v[:3])
     assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
     if splits is None:
-        T = v.shape[2]
+        T = v.data.shape[2]
         S = split_count(B * H, T + n_whole, 2 * BLOCK_N, q.device)
         share = round(S * T / (T + n_whole))
         splits = (max(1, min(share, triton.cdiv(T, BLOCK_N))), max(1, S - share))
     part, lse = parts_of(q, sum(splits))
-    k_side, v_side = _side(k, k_params, k_bits, k_book, D, channels), _side(v, v_params, v_bits, v_book, D)
+    k_side, v_side = _side(k, D), _side(v, D)
     _quantized_attention_kernel[(B * H, sum(splits))](
-        q, *k_side[:3], k_whole, *v_side[:3], v_whole,
-        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k_book, v_book, part, lse,
-        q.stride(), H, k.shape[2], v.shape[2], sinks, n_whole - sinks, sum(splits), splits[0],
-        **blocks_of(Hq, H, D), K_BITS=k_bits, V_BITS=v_bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=channels,
+        q, *k_side[:3], k.full_precision, *v_side[:3], v.full_precision,
+        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, part, lse,
+        q.stride(), H, k.data.shape[2], v.data.shape[2], k.sinks, k.ring, sum(splits), splits[0],
+        **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=k.channels,
         BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -14,17 +14,7 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.op import operation
-from kernels.rope import Rope, angles, apply_rope
-
-
-def rotate_token(rope: Rope, q: Tensor, k: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64."""
-    return _rotate_token(q, k, rope.cos, rope.sin, pos)
-
-
-def rotate_append(rope: Rope, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-    """`rotate_token` -> q; in place, rotated k and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
-    return _rotate_append(q, k, v, rope.cos, rope.sin, pos, k_cache, v_cache)
+from kernels.rope import angles, apply_rope
 
 
 def _new(x: Tensor) -> Tensor:
@@ -37,16 +27,18 @@ def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
 
 
 @operation(fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
-def _rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+    """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64; cos and sin are those of `Rope`."""
     a, b = angles(cos, pos)[:, None], angles(sin, pos)[:, None]
     return apply_rope(q, a, b), apply_rope(k, a, b)
 
 
 @operation(fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles)
-def _rotate_append(
+def rotate_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
-    q, k = _rotate_token(q, k, cos, sin, pos)
+    """`rotate_token` -> q; in place, rotated k and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
+    q, k = rotate_token(q, k, cos, sin, pos)
     row = torch.arange(len(pos), device=pos.device)
     k_cache[row, :, pos], v_cache[row, :, pos] = k, v
     return q
@@ -96,7 +88,7 @@ def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:
     return dict(G=G, D=D) | tile, dict(num_warps=warps, enable_fp_fusion=False)
 
 
-@_rotate_append.triton
+@rotate_append.triton
 def _launch(
     q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, pos: Tensor, k_out: Tensor, v_out: Tensor | None
 ) -> Tensor:
@@ -115,7 +107,7 @@ def _launch(
     return q_out
 
 
-@_rotate_token.triton
+@rotate_token.triton
 def _token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     return _launch(q, k, None, cos, sin, pos, k_out, None), k_out

@@ -14,32 +14,17 @@ from kernels.op import operation
 from kernels.packed_attention import replace_token
 
 
+@operation(mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
 def window_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_of: Tensor,
-    mean: tuple[Tensor, Tensor] | None,
-    k: Tensor,
-    v: Tensor,
-    place: Tensor,
-    fresh: Tensor,
-    dropped: Tensor,
-) -> None:
+    k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None, mean_v: Tensor | None,
+    k: Tensor, v: Tensor, place: Tensor, fresh: Tensor, dropped: Tensor,
+) -> None:  # fmt: skip
     """In place, k and v [B, H, D] into caches [>= B, H, C, D]; place, fresh and dropped are int64 [B].
 
     slot_of int32 [>= B, ring] is the slot of the token at each place, modulo ring. A token at `place` goes into slot
     `fresh` or, where that is -1, into that of the oldest one, at place dropped - 1. The oldest then joins the means
-    (fp32, two of [>= B, H, D]) of the `dropped` tokens that have left, itself included: RazorAttention, Eq. 4.
+    (fp32 [>= B, H, D], or None) of the `dropped` tokens that have left, itself included: RazorAttention, Eq. 4.
     """
-    mean_k, mean_v = mean or (None, None)
-    _window_append(k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
-
-
-@operation(mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
-def _window_append(
-    k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None, mean_v: Tensor | None,
-    k: Tensor, v: Tensor, place: Tensor, fresh: Tensor, dropped: Tensor,
-) -> None:  # fmt: skip
     B, ring = len(place), slot_of.shape[1]
     oldest = slot_of[:B].gather(1, ((dropped - 1) % ring)[:, None])[:, 0]
     slot = torch.where(fresh < 0, oldest, fresh)
@@ -87,19 +72,11 @@ def _window_append_kernel(
         tl.store(table + p, slot.to(tl.int32))
 
 
-@_window_append.triton
+@window_append.triton
 def launch(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_of: Tensor,
-    mean_k: Tensor | None,
-    mean_v: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    place: Tensor,
-    fresh: Tensor,
-    dropped: Tensor,
-) -> None:
+    k_cache: Tensor, v_cache: Tensor, slot_of: Tensor, mean_k: Tensor | None, mean_v: Tensor | None,
+    k: Tensor, v: Tensor, place: Tensor, fresh: Tensor, dropped: Tensor,
+) -> None:  # fmt: skip
     B, H, D = k.shape
     buffers = (k_cache, v_cache, slot_of, mean_k, mean_v, place, fresh, dropped)
     assert all(x is None or x.is_contiguous() for x in buffers) and k.stride(2) == v.stride(2) == 1

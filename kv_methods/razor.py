@@ -294,8 +294,8 @@ class Razor(KVMethod):
         """While the window grows, nothing leaves it; otherwise the new token takes the slot of the oldest one."""
         filled = self.filled(pos)
         fresh = torch.where(filled > self.filled(pos - 1), filled - 1, -1)
-        mean = (self.mean_k, self.mean_v) if self.args.compensation else None  # Eq. 4, one token more
-        window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))
+        mean_k, mean_v = (self.mean_k, self.mean_v) if self.args.compensation else (None, None)  # Eq. 4
+        window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, pos - self.sinks, fresh, self.dropped(pos))
 
     def attend(self, q, idx, count, pos):
         filled = self.filled(pos)

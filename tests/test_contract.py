@@ -210,7 +210,7 @@ def test_slots_that_nobody_tells_of_are_found(write):
     assert run_check(write("toy_said", said), "saved").note == ""
 
 
-RAZOR = "window_append(self.k, self.v, self.slot_of, mean, k, v, pos - self.sinks, fresh, self.dropped(pos))"
+RAZOR = "window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, pos - self.sinks, fresh, self.dropped(pos))"
 READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fresh.clamp(min=0)
         left_k, left_v = self.k[row, :, slot], self.v[row, :, slot]
         self.k[row, :, slot], self.v[row, :, slot] = k, v
@@ -451,9 +451,13 @@ from torch import Tensor
 from kernels.op import operation
 from kv_methods.full import Full
 
-@operation(triton=lambda x: x * SCALE)
+@operation()
 def toy_scaled_BY(x: Tensor) -> Tensor:
     return x * 1.0
+
+@toy_scaled_BY.triton
+def launch(x: Tensor) -> Tensor:
+    return x * SCALE
 
 class Scaled(Full):
     def attend(self, q, idx, count, pos):

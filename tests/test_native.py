@@ -29,8 +29,7 @@ from kernels.native import build
 from kernels.op import OPERATIONS, Declarations
 from kernels.packed_attention import packed_attention
 from kernels.quantize import unpack
-from kernels.quantized_attention import QuantizedTokens
-from kernels.quantized_attention import append_token as append_whole
+from kernels.quantized_attention import QuantizedTokens, quantized_append
 from kernels.select import budget_select, topk_select
 from tests.test_weights import check_product
 
@@ -188,10 +187,10 @@ def test_a_token_joins_a_ring_of_whole_ones(case, dtype):
             token[0, :, 5] = 3e5  # more than fp16 holds
         x = torch.cat((token, token), -1)[..., :D] if step % 2 else token
         with Operators() as operators:
-            append_whole(ours, x, start + step)
+            quantized_append(x, start + step, ours)
         assert [str(f) for f, _ in operators.called] == ["kv_fast.quantized_append.cpp"]
         with torch_versions():
-            append_whole(theirs, token, start + step)
+            quantized_append(token, start + step, theirs)
     assert torch.equal(ours.full_precision, theirs.full_precision)
     if bits == 16:
         assert torch.equal(ours.data, theirs.data)
@@ -220,7 +219,7 @@ def test_e4m3_numbers_are_those_of_torch():
         store = QuantizedTokens(torch.zeros(2, 1, 64, 64, dtype=torch.uint8), params, whole, 8, 0, 32, book=e4m3())
         with versions:
             for t in range(32):
-                append_whole(store, blocks[:, :, t], torch.tensor([t, t]))
+                quantized_append(blocks[:, :, t], torch.tensor([t, t]), store)
         stores.append(store)
     ours, theirs = stores
     assert torch.equal(ours.data[0, 0, :32], theirs.data[0, 0, :32]) and len(ours.data[0, 0, :32].unique()) > 250

@@ -24,7 +24,7 @@ from kernels.quantize import (
     quantize_channels,
     unpack,
 )
-from kernels.quantized_attention import QuantizedTokens, append_token, launch, quantized_attention, store_prompt
+from kernels.quantized_attention import QuantizedTokens, launch, quantized_append, quantized_attention, store_prompt
 from loading.checkpoint import random_transformer
 from model import ModelArgs
 from runtime import errors
@@ -281,7 +281,7 @@ def filled(k_bits, v_bits, block, sinks, ring, shape, book=False, dtype=torch.fl
         store_prompt(tokens, x[:, :, :75], torch.tensor(lengths))
         for i in range(3):
             pos = torch.tensor(lengths) + i
-            append_token(tokens, x[torch.arange(B), :, pos], pos)
+            quantized_append(x[torch.arange(B), :, pos], pos, tokens)
         stores.append(tokens)
     return q[:, :, 0], *stores, torch.tensor(lengths) + 2
 
@@ -303,13 +303,9 @@ def test_triton_is_torch(case, splits, kernel_device, monkeypatch):
     q, k, v, pos = filled(*case)
     monkeypatch.setenv("KV_FAST_BACKEND", "torch")
     want = quantized_attention(q, k, v, pos)
-    buffers = (
-        x if x is None else x.to(kernel_device)
-        for x in (k.data, k.params, k.full_precision, v.data, v.params, v.full_precision)
-    )
     at = (x.to(kernel_device) for x in (pos, k.packed_until(pos), v.packed_until(pos)))
-    books = (x.book if x.book is None else x.book.to(kernel_device) for x in (k, v))
-    got = launch(q.to(kernel_device), *buffers, *at, *books, k.sinks, k.bits, v.bits, k.channels, splits=splits)
+    sides = (QuantizedTokens(*(x.to(kernel_device) if isinstance(x, torch.Tensor) else x for x in y)) for y in (k, v))
+    got = launch(q.to(kernel_device), *sides, *at, splits=splits)
     assert (got.cpu() - want).abs().max() < 1e-4
 
 

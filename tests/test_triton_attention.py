@@ -164,7 +164,7 @@ def test_window_append(monkeypatch, backend, dtype, compensation):
             dropped.append(len(gone[b][0]) or -2)
         place = torch.full((B,), t - sinks, device=DEVICE)
         table = [torch.tensor(n, device=DEVICE) for n in (fresh, dropped)]
-        window_append(*caches, slot_of, tuple(means) if compensation else None, *x, place, *table)
+        window_append(*caches, slot_of, *(means if compensation else (None, None)), *x, place, *table)
         for b, i in ((b, i) for b in range(B) for i in range(2)):
             some = caches[i][b, :, : len(kept[b][i])].float().transpose(0, 1).flatten(1)
             held = torch.stack(kept[b][i]).float().flatten(1)

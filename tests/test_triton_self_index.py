@@ -188,7 +188,7 @@ def test_a_query_times_alpha_beyond_fp16():
     packed.k_params.zero_()  # keys of 0, whose product with an infinite query would be NaN
     whole = FullPrecisionTokens(*(torch.zeros(1, 1, n, 64, dtype=torch.float16, device=DEVICE) for n in (0, 0, 1, 1)))
     slots, n = torch.arange(45, device=DEVICE)[None, None], torch.tensor([45], device=DEVICE)
-    given = (packed.k, packed.v, *packed[3:5], packed.alpha * 2**13, packed.codes, *whole, n - 1, n, n * 0, 2)
+    given = (packed._replace(alpha=packed.alpha * 2**13), whole, n - 1, n, n * 0)
     y = launch(torch.full((1, 2, 64), 64.0, device=DEVICE).half(), slots, n[None], *given)
     assert np.abs(numbers(y) - values.mean(2)).max() < TOLERANCE[torch.float16]
 
@@ -199,14 +199,14 @@ def test_shares_are_even(monkeypatch):
     B, H, D, K, sinks, ring, T, S, block = 4, 1, 32, 150, 20, 60, 256, 3, 16
     seen = []
     monkeypatch.setattr("kernels.packed_gather_attention.combine", lambda part, lse, dtype: seen.append(lse) or part)
-    store = rand(0, B, H, T, D), rand(1, B, H, T, D), None, None, None, None
-    whole = [rand(2 + i, B, H, (sinks, ring)[i // 2], D) for i in range(4)]
+    store = PackedTokens(rand(0, B, H, T, D), rand(1, B, H, T, D), 16)
+    whole = FullPrecisionTokens(*(rand(2 + i, B, H, (sinks, ring)[i // 2], D) for i in range(4)))
     prompt, decoded = (torch.tensor(n, device=DEVICE) for n in ([900, 900, 7, 1], [1, 200, 59, 1]))
     count, idx = randint(7, K + 1, B, H), randint(8, T, B, H, K)
     count[0], count[2] = K, 0
     for flushed in (0, 10):
         there, q = torch.tensor([flushed], device=DEVICE), torch.zeros(B, H, D, device=DEVICE)
-        launch(q, idx, count, *store, *whole, prompt + decoded - 1, prompt, there, 16, block, S)
+        launch(q, idx, count, store, whole, prompt + decoded - 1, prompt, there, block, S)
         tokens = seen.pop().exp2().round().view(B, H, S)
         tail = (decoded - flushed).clamp(0, ring)
         held = count + (prompt.clamp(max=sinks) + tail)[:, None]

@@ -51,7 +51,7 @@ import torch
 from cache.spec import layer_methods
 from engine import LLM
 from loading.checkpoint import read_args
-from model import ModelArgs, Transformer
+from model import Transformer
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
 from scripts.bench import texts
@@ -64,8 +64,8 @@ from scripts.shared.options import (
     add_run,
     check_folder,
     check_run,
+    checked,
     earlier,
-    expand,
     load_model,
     precision,
     shapes,
@@ -74,6 +74,7 @@ from scripts.shared.results import record, write_json
 from scripts.shared.timing import ceilings, end, reason, recover, settled, spread
 from weights import PackedLinear, WeightFormat
 
+TIMES = ("seconds_per_step", "restore_s", "prefill_s")  # the first of them that a row has tells its rounds
 # a row's key for its ratio to a peer's tokens/s -> how the names of the peer's runs begin
 PEERS = {
     "times_peer": "transformers ",
@@ -254,9 +255,9 @@ def parse_args() -> argparse.Namespace:
         raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
     if opt.synthetic and opt.prefill:
         raise InputError("--synthetic skips the prefill that --prefill measures: drop one of them")
-    opt.method, args = expand(opt.method), model_shapes(opt)
-    for method in opt.method:
-        layer_methods(method, args.n_layer)  # a wrong name or knob ends the run before it starts
+    # before any weight is loaded
+    args = shapes(opt.random_init) if opt.random_init else read_args(opt.checkpoint)
+    opt.method = checked(opt.method, args.n_layer)
     set_threads(opt.threads)
     return opt
 
@@ -276,11 +277,6 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
     for peer in opt.peer:
         runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads or 0)
     return [runs] if opt.interleave else [[run] for run in runs]
-
-
-def model_shapes(opt: argparse.Namespace) -> ModelArgs:
-    """The model's shapes, before any weight is loaded. Raises InputError if there is no such model or checkpoint."""
-    return shapes(opt.random_init) if opt.random_init else read_args(opt.checkpoint)
 
 
 def main() -> None:
@@ -343,7 +339,7 @@ def run_all(model: Transformer, opt: argparse.Namespace, data: dict[str, Any], b
     for batch, length in opt.size:
         work = Work(model, batch, length, opt.new, opt.synthetic)
         here = [r for r in data["rows"] if (r["batch"], r["length"]) == (batch, length) and settled(r)]
-        known = {r["run"] for r in here if len(r.get("seconds_per_step", r.get("prefill_s", ()))) >= opt.rounds}
+        known = {r["run"] for r in here if len(next((r[k] for k in TIMES if k in r), ())) >= opt.rounds}
         lost = {r["run"] for r in here if r.get("lost")}
         # leave out the runs that the resumed file has measured, or that crashed its device
         rest = ([run for run in group if run.name not in lost] for group in groups(work, opt))

@@ -31,11 +31,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cache.spec import layer_methods
 from loading.checkpoint import read_args
 from loading.tokenizer.turns import chat_parts
 from runtime.errors import InputError, Parser, did_you_mean, run_cli
-from runtime.machine import TINY, require_memory, set_threads, written
+from runtime.machine import TINY, require_memory, written
 from runtime.parallel import ONE, Ranks
 from scripts.eval.evaluation import (
     Evaluation,
@@ -48,9 +47,8 @@ from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import TASKS, Context, Row, check_metric, check_names, contexts, read_rows, rows_of
 from scripts.eval.ruler import add_sources, sized
 from scripts.shared.markdown import measuring, table, tasks_of, wilson
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, parse_shares, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, parse_shares, precision
 from scripts.shared.results import record, save_figure, write_json
-from weights import WeightFormat
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
 SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # samples are the same if these are
@@ -86,16 +84,13 @@ def parse_args() -> argparse.Namespace:
     for axis in ("kv", "read"):
         if text := getattr(opt, axis):
             opt.targets[axis] = parse_shares(f"--{axis}", text)
-    args = read_args(opt.checkpoint)
     if opt.targets:
         laddered = sorted({m for axis in opt.targets for m in BY_AXIS[axis]})
         if wrong := {m.partition(",")[0] for m in opt.method} - {*laddered, "full"}:
             hint = did_you_mean(min(wrong), laddered)
             raise InputError(f"{min(wrong)!r} has no ladder: {hint}use some of {', '.join(laddered)}")
     else:
-        opt.method = expand(opt.method or ["full"], True)
-        for spec in opt.method:
-            layer_methods(spec, args.n_layer, {})  # a wrong name or knob ends the run before it starts
+        opt.method = checked(opt.method or ["full"], read_args(opt.checkpoint).n_layer, True)
     opt.rows = None
     opt.samples = 50 if opt.samples is None and not opt.dataset else opt.samples
     if opt.dataset:
@@ -110,8 +105,6 @@ def parse_args() -> argparse.Namespace:
             raise InputError(f"--lengths {min(opt.lengths)} has no room for a task, or its budget: give 128 or more")
     if min(opt.samples, opt.batch_size, opt.at_once) < 1:
         raise InputError("--samples, --batch-size and --at-once must be at least 1")
-    WeightFormat.parse(opt.weights, opt.head)
-    set_threads(opt.threads)
     return opt
 
 

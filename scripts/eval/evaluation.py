@@ -28,11 +28,11 @@ from model import Transformer
 from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
 from runtime.errors import InputError
-from runtime.machine import TINY, add_calibration, add_precision, pick_device
+from runtime.machine import TINY, add_calibration, add_precision, pick_device, set_threads
 from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
 from scripts.eval.rows import Context, Row, score
 from scripts.shared.options import add_run, check_out_of, load_model, parse_lengths
-from weights import open_checkpoint
+from weights import WeightFormat, open_checkpoint
 
 WORDS = TINY / "words.json"
 
@@ -236,4 +236,6 @@ def check_flags(opt: argparse.Namespace, in_folder: str = "") -> argparse.Namesp
     if "lengths" in opt:
         opt.lengths = parse_lengths(opt.lengths)
     check_out_of(opt, in_folder)
+    WeightFormat.parse(opt.weights, opt.head)
+    set_threads(opt.threads)
     return opt

@@ -24,16 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from cache.spec import layer_methods
 from cache.trace import Trace, observe
 from loading.checkpoint import read_args
 from model import SILENT, ModelArgs
 from runtime.errors import InputError, Parser, check_range, run_cli
-from runtime.machine import TINY, read_text, set_threads
+from runtime.machine import TINY, read_text
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
-from scripts.shared.options import SPECS_BY_LAYER, earlier, expand, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, precision
 from scripts.shared.results import record, write_json
-from weights import WeightFormat
 
 BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a bin begins
 SUMS = ("nll", "kl", "same", "tokens")
@@ -59,12 +57,7 @@ def parse_args() -> argparse.Namespace:
     check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "the tokens before them are the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)
-    WeightFormat.parse(opt.weights, opt.head)
-    opt.method = list(dict.fromkeys(["full", *expand(opt.method, True)]))
-    n_layer = read_args(opt.checkpoint).n_layer
-    for spec in opt.method:
-        layer_methods(spec, n_layer, {})  # a wrong name or knob ends the run before it starts
-    set_threads(opt.threads)
+    opt.method = checked(["full", *opt.method], read_args(opt.checkpoint).n_layer, True)
     return opt
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cache.spec import method_files, presets
+from cache.spec import layer_methods, method_files, presets
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
@@ -47,6 +47,14 @@ def expand(specs: Iterable[str], with_presets: bool = False) -> list[str]:
     """Replaces `all` by every method, and every preset if `with_presets`; drops duplicates."""
     every = [*sorted(method_files()), *(sorted(presets()) if with_presets else ())]
     return list(dict.fromkeys(s for spec in specs for s in (every if spec == "all" else [spec])))
+
+
+def checked(specs: Iterable[str], n_layer: int, with_presets: bool = False) -> list[str]:
+    """`expand`. Raises InputError for a wrong name or knob, before a run starts."""
+    out = expand(specs, with_presets)
+    for spec in out:
+        layer_methods(spec, n_layer, {})
+    return out
 
 
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:

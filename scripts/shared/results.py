@@ -70,7 +70,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def program() -> str:
-    """`python -m scripts.bench.bench_linear`, as it was started."""
+    """`python -m scripts.bench.bench_attention`, as it was started."""
     path = Path(os.path.relpath(sys.argv[0], ROOT))
     return f"python -m {'.'.join(path.with_suffix('').parts)}" if path.parts[0] == "scripts" else f"python {path}"
 

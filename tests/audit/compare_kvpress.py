@@ -33,7 +33,7 @@ from loading.checkpoint import save_checkpoint_tensors
 from loading.tokenizer import Tokenizer
 from loading.tokenizer.turns import chat_parts
 from runtime.errors import InputError, Parser, run_cli
-from runtime.machine import TINY, set_threads
+from runtime.machine import TINY
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
 from scripts.eval.rows import Context, check_names, contexts, rows_of, score
 from scripts.eval.ruler import add_sources
@@ -407,7 +407,6 @@ def main() -> None:
     if unknown := {*opt.method} - {p.name for p in pairs()}:
         known = ", ".join(dict.fromkeys(p.name for p in pairs()))
         raise InputError(f"no pair has {min(unknown)!r}: use {known}")
-    set_threads(opt.threads)
     ev, each = open_evaluation(opt, 1), [p for p in pairs() if not opt.method or p.name in opt.method]
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model) | dict(method=[p.name for p in each])
     data = record(ev.device, **names_of(opt.checkpoint), kvpress=version, settings=settings) | dict(rows=[], samples=[])
