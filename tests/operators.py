@@ -312,7 +312,8 @@ def packed_gather_attention(d: Draw) -> Problem:
     for b in range(s.B):  # finite values are the contract's, of keys nothing is asked
         whole[0][b, :, int(prompt[b]) :] = NAN if d.empty else 0
         whole[2][b, :, [i for i in range(ring) if i not in slots[b]]] = NAN if d.empty else 0
-    return (q, idx, count, *store, *whole, pos, prompt, torch.tensor([flushed]), bits), [want]
+    store = *store[:2], bits, *store[2:]
+    return (q, idx, count, *store, *whole, pos, prompt, torch.tensor([flushed])), [want]
 
 
 @problem

@@ -334,7 +334,7 @@ def test_torch_is_asked_for(fresh, monkeypatch):
     assert backend.version_for(x.device, x.dtype) == "torch"
     for name, operation in OPERATIONS.items():
         if name in PROBLEMS and operation.cpp is not None:
-            operation(*finite(draw(name, "torch", 0)[0]))
+            operation(*operation.grouped(finite(draw(name, "torch", 0)[0])))
 
 
 def test_wrong_types_are_refused():

@@ -44,7 +44,7 @@ def versions(name: str) -> list[str]:
 def serves(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> bool:
     """Whether the version takes such shapes; torch runs if it does not."""
     _, check = operation.versions.get(version, (None, None))
-    return check is None or check(*args)
+    return check is None or check(*operation.grouped(args))
 
 
 VERSIONS = [(name, version) for name in PROBLEMS for version in versions(name)]
@@ -67,7 +67,8 @@ def call(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) ->
     )
     if version == "triton":
         args = tensors(lambda x: x.to(DEVICE), args)
-    out = dict(torch=operation.reference, cpp=operation.cpp, triton=operation.launch)[version](*args)
+    run = dict(torch=operation.reference, cpp=operation.cpp, triton=operation.launch)[version]
+    out = run(*args) if version == "cpp" else run(*operation.grouped(args))
     results = [] if out is None else [out] if torch.is_tensor(out) else list(out)
     return tensors(torch.Tensor.cpu, results + [x for x, w in zip(args, written, strict=True) if w])
 
@@ -160,7 +161,7 @@ def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
 
     def step(*given):
         left = iter(given)
-        return operation(*(next(left) if torch.is_tensor(x) else x for x in args))
+        return operation(*operation.grouped(next(left) if torch.is_tensor(x) else x for x in args))
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     out = compiled(*(x.clone() for x in args if torch.is_tensor(x)))
