@@ -35,7 +35,7 @@ SEED ?= 0
 PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile \
 	--random-order-bucket=module --random-order-seed=$(SEED)
 test: .venv/dev .venv/smollm2
-	$(PYTEST) -m "not slow" --share 5
+	$(PYTEST) -m "not slow" --share 6
 
 test-all: .venv/dev .venv/smollm2
 	HYPOTHESIS_PROFILE=default $(PYTEST) --hypothesis-seed=$(SEED)

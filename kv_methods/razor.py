@@ -181,7 +181,7 @@ class Razor(KVMethod):
         if shape.ranks.size > 1 and self.other.joins_heads:
             raise InputError(f"razor: {shape.ranks.size} processes hold other heads each, so retrieval_method "
                              f"{self.args.retrieval_method} cannot join them: use full")  # fmt: skip
-        self.predicts = self.other.predicts  # differs between layers
+        self.predicts, self.deviates = self.other.predicts, self.other.deviates  # differ between layers
         self.exact_prefill, self.takes_chunks = self.other.exact_prefill, self.other.takes_chunks
         if own:
             self.other.heads, self.heads = torch.tensor(theirs), torch.tensor(own)

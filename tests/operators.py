@@ -312,7 +312,8 @@ def packed_gather_attention(d: Draw) -> Problem:
     for b in range(s.B):  # finite values are the contract's, of keys nothing is asked
         whole[0][b, :, int(prompt[b]) :] = NAN if d.empty else 0
         whole[2][b, :, [i for i in range(ring) if i not in slots[b]]] = NAN if d.empty else 0
-    return (q, idx, count, *store, *whole, pos, prompt, torch.tensor([flushed]), bits), [want]
+    store = *store[:2], bits, *store[2:]
+    return (q, idx, count, *store, *whole, pos, prompt, torch.tensor([flushed])), [want]
 
 
 @problem
@@ -580,7 +581,9 @@ def label_score(d: Draw) -> Problem:
 @problem
 def lut_score(d: Draw) -> Problem:
     s = d.sizes((32, 64, 96, 128, 256))
-    pos, skip = places(d, s), d.pick(None, d.integers(0, s.T, s.B, s.H, d.pick(0, 1, 5)))
+    pos, skip = places(d, s), d.pick(None, d.integers(0, s.T, s.B, s.H, d.pick(0, 2, 5)))
+    if skip is not None and skip.numel():  # the borders of blocks, too
+        skip[..., 0], skip[..., 1] = 0, s.T // 2 // 32 * 32
     q, book = d.normal(s.B, s.H * s.g, s.D), d.fp32(s.B, s.H, s.D // 4, 16, 4)
     packed = d.integers(0, 256, s.B + 1, s.H, s.T, s.D // 8).to(torch.uint8)[: s.B]
     mean = q.double().view(s.B, s.H, s.g, s.D // 4, 4).mean(2)

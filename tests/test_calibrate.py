@@ -943,6 +943,7 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_interrupted_while_the_model_is_loaded(checkpoint, text):
     """It tells what is there from before, and leaves it as it is."""
     _, _, before = ended(process(flags(checkpoint, text, 4), interrupt(15)))
@@ -953,6 +954,7 @@ def test_interrupted_while_the_model_is_loaded(checkpoint, text):
     assert C.partial(checkpoint / FILE, "text").read_bytes() == kept
 
 
+@pytest.mark.slow
 def test_a_signal_from_outside_acts_within_seconds(checkpoint, text):
     p = process([*flags(checkpoint, text), "--random-tokens", "1024"])
     seen = ""

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-from sampled import sampled
 
 from cache.spec import method_class, method_files
 from kernels.op import OPERATIONS
@@ -22,18 +21,12 @@ from scripts.contract.__main__ import CHECKS, SLOW, run_check
 from scripts.contract.checks import TOL, at_knobs, check_poison, check_second_turn, same, settings
 from scripts.contract.harness import VOCAB, poison, prompt, rounds, run, teacher, tiny
 
-__all__ = ["COMPILED", "KINDS", "METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
+__all__ = ["METHODS", "TOL", "VOCAB", "check_poison", "check_second_turn",
            "every_method", "method_class", "poison", "prompt", "rounds", "run", "same", "settings", "teacher",
            "tiny"]  # fmt: skip  # for other tests
 
 METHODS = sorted(method_files())
 every_method = pytest.mark.parametrize("name", METHODS)
-# Of checks that take long, a method of each kind in every run, and all in `make test-all`.
-KINDS = ("double_sparsity_offload", "full", "h2o", "hadamard", "hshare", "ojakv", "palu", "quest", "razor", "sals",
-         "self_index")  # fmt: skip
-# Tracing a step takes longest: of these kinds a compiled one is run here, the others are traced as for CUDA
-# (test_cuda_path.py).
-COMPILED = ("full", "h2o", "ojakv", "palu", "sals", "self_index")
 
 
 # ---- every method ----
@@ -43,24 +36,27 @@ COMPILED = ("full", "h2o", "ojakv", "palu", "sals", "self_index")
 AT_A_SETTING = {k: run.__wrapped__ for k, run in CHECKS.items() if hasattr(run, "__wrapped__")} | dict(
     turn=check_second_turn
 )
+LONG = ("compiled", "copies", "deep")
 
 
-def matrix():
-    """Slow checks are for `make test-all`, and of those that compile (`compiled`, `copies`) all but some methods."""
-    in_every_run = dict(compiled=COMPILED, copies=("self_index",), deep=("self_index", "palu", "razor", "h2o"))
-    for check, every_setting in CHECKS.items():
-        for name in METHODS:
-            slow = check in SLOW or name not in in_every_run.get(check, METHODS)
-            at_one = check in AT_A_SETTING
-            if at_one:
-                yield pytest.param(name, AT_A_SETTING[check], [settings(name)[-1]], id=f"{check}-{name}")
-            which = f"{check}-everywhere-{name}" if at_one else f"{check}-{name}"
-            yield pytest.param(name, every_setting, [], marks=[pytest.mark.slow] if slow or at_one else [], id=which)
+def at_one_setting():
+    """Of every check and method; those that compile or decode for long are in `at_every_setting` alone."""
+    quick = [(k, AT_A_SETTING.get(k, check)) for k, check in CHECKS.items() if k not in (*SLOW, *LONG)]
+    return [pytest.param(name, check, [settings(name)[-1]] if k in AT_A_SETTING else [], id=f"{k}-{name}")
+            for k, check in quick for name in METHODS]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, check, setting", list(matrix()))
+@pytest.mark.parametrize("name, check, setting", at_one_setting())
 def test_a_method_keeps_the_contract(name, check, setting):
     check(name, *setting)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(90)
+@pytest.mark.parametrize("check", [k for k in CHECKS if k in (*AT_A_SETTING, *SLOW, *LONG)])
+@every_method
+def test_a_method_keeps_the_contract_at_every_setting(name, check):
+    CHECKS[check](name)
 
 
 # ---- faults ----
@@ -258,7 +254,7 @@ class SnapKV(Evicting):
         return max_pool1d(mass, self.args.pool, 1, self.args.pool // 2)
 
     def decode_slots(self):
-        return self.args.slots
+        return min(self.args.slots, self.shape.max_decoded)
 '''
 TOVA = '''
 """TOVA: what the newest query looks at least is evicted, the same token for all heads."""
@@ -358,8 +354,9 @@ def command(monkeypatch, capsys, *args):
     return e.value.code, *capsys.readouterr()
 
 
-# in every run what evicts, and what is written from nothing
-@pytest.mark.parametrize("name", sampled(PASSING, ["toy"]))
+@pytest.mark.slow
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("name", PASSING)
 def test_a_new_file_passes(name, tmp_path, monkeypatch, capsys):
     file = tmp_path / f"{name}_new.py"
     file.write_text(PASSING[name])
@@ -490,6 +487,6 @@ def test_as_a_command(tmp_path):
 
 
 def test_input_errors_are_told_as_such(write):
-    refusal = "from runtime.errors import InputError\n        raise InputError('too short')"
-    result = run_check(write("toy_refuses", TOY.replace("B, H, S, D = k.shape", refusal)), "turn")
+    refusing = "from runtime.errors import InputError\n        raise InputError('too short')"
+    result = run_check(write("toy_refuses", TOY.replace("B, H, S, D = k.shape", refusing)), "turn")
     assert not result.ok and result.what.startswith("it refuses the prefill") and isinstance(result.error, InputError)

@@ -15,8 +15,9 @@ from models.tiny.training import train_tiny
 from runtime.errors import run_cli
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
-from scripts.report import kernel_report, plots, update_readme
+from scripts.report import plots, update_readme
 from scripts.shared import options
+from tests.audit import kernel_report
 
 OUTPUTS = {
     "generate --profile": (generate.main, ["--prompt", "a", "--profile"]),

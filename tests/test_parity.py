@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sampled import sampled
 
 import kernels.dense_attention
 import model as model_module
@@ -125,15 +124,7 @@ def build_hf(name):
     return hf
 
 
-# each family, and each feature in one of them
-OFTEN = (
-    "llama-gqa3-d32", "llama-mqa5-d96", "llama-all-biases-tied", "llama-eps", "llama-rope-llama3-blend",
-    "llama-rope-linear", "llama-rope-dynamic-crossing", "llama-rope-yarn-attention-factor", "mistral-v0.1",
-    "mistral-window-d96-yarn", "qwen2-tied-yarn", "qwen2-layer-types", "qwen3", "qwen3-window",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=sampled(CASES, OFTEN))
+@pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     """The same checkpoint in transformers and in kv-fast, and prompts of LENGTHS."""
     folder = tmp_path_factory.mktemp("hf") / request.param
