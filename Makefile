@@ -29,11 +29,12 @@ demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # One process per core with one thread each, because the tests are many and small. All tests of a file run in one
-# process, so that what they share is made once. SEED=N draws the order of files, that of tests in a file, and which
-# cases of a matrix run (tests/conftest.py).
+# process, so that what they share is made once. SEED=N draws which cases of a matrix run (tests/conftest.py) and, unless
+# ORDER=N does, the order of files, and of tests in a file.
 SEED ?= 0
+ORDER ?= $(SEED)
 PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile \
-	--random-order-bucket=module --random-order-seed=$(SEED)
+	--random-order-bucket=module --random-order-seed=$(ORDER)
 test: .venv/dev .venv/smollm2
 	$(PYTEST) -m "not slow" --share 6
 

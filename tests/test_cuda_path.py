@@ -79,6 +79,7 @@ STEP = (
         "double_sparsity,label_bits=16": {"head_scores", "budget_select", "gather_attention"},
         "double_sparsity_offload,label_bits=16": {"head_scores", "budget_select"} | FETCH,
         "razor,induction=0,echo=0": RAZOR,
+        "razor-none": RAZOR,
         "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
         "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
         "palu-30": {"half_params", "group_attention"},  # 3 bits
@@ -101,6 +102,7 @@ for _name in STEP:
     if _method not in UNROTATED:
         STEP[_name] |= {"rotate_append" if _method in APPENDED else "rotate_token"}
 STEP["razor"] |= {"rotate_append"}  # its retrieval heads are those of full
+STEP["streaming,positions=cache"] = {"decode_attention"}  # all keys are rotated as they meet, by torch
 PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
