@@ -55,7 +55,7 @@ from model import Transformer
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
 from scripts.bench import texts
-from scripts.bench.our_runs import MODES, Ours, Prefill, Restoring, Speculating
+from scripts.bench.our_runs import MODES, Drafting, Ours, Prefill, Restoring
 from scripts.bench.peer_runs import Run, Work
 from scripts.bench.peers import check_peer, peer_runs
 from scripts.shared.options import (
@@ -272,8 +272,8 @@ def groups(work: Work, opt: argparse.Namespace) -> list[list[Run]]:
     runs: list[Run] = [Ours(work, method, mode) for method in opt.method for mode in opt.mode]
     for method, mode, n in itertools.product(opt.method, set(opt.mode) & {"eager", "compiled"}, opt.speculate):
         if method != "full" and all(cls.verifies for cls, _ in layer_methods(method, work.model.args.n_layer)):
-            first = Speculating(work, method, mode, n, opt.acceptance[0])
-            runs += [first, *(Speculating(work, method, mode, n, a, first) for a in opt.acceptance[1:])]
+            first = Drafting(work, method, mode, n, opt.acceptance[0])
+            runs += [first, *(Drafting(work, method, mode, n, a, first) for a in opt.acceptance[1:])]
     for peer in opt.peer:
         runs += peer_runs(work, peer, None if opt.random_init else opt.checkpoint, opt.threads or 0)
     return [runs] if opt.interleave else [[run] for run in runs]

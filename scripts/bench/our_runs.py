@@ -156,11 +156,11 @@ class Enforced(Speculator):
         return torch.cat((torch.where(right, drafts, (drafts + 1) % self.model.args.vocab_size), chosen[:, -1:]), 1)
 
 
-class Speculating(Ours):
+class Drafting(Ours):
     """Drafts by a method, checked by exact attention; a share `chance` of the drafts is right. like: a run that differs
     only in its chance, whose cache and compiled steps are shared."""
 
-    def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float, like: Speculating | None = None):
+    def __init__(self, work: Work, method: str, mode: str, drafts: int, chance: float, like: Drafting | None = None):
         super().__init__(work, method, mode)
         self.drafts, self.chance, self.like = drafts, chance, like
         self.name = f"{method} {mode}, {drafts} drafts at {chance:g}"
