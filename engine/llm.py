@@ -205,7 +205,8 @@ class LLM:
         chat: apply the chat template to the prompt as a user's message, in which special tokens are plain text.
         """
         if isinstance(prompt, str):
-            prompt = chat.encode(self.tokenizer, prompt) if chat else self.tokenizer.encode(prompt, bos=True)
+            tk, chat = self.tokenizer, Chat.check(chat)
+            prompt = chat.encode(tk, prompt) if chat else tk.encode(prompt, bos=True)
         if not (ids := self.check_ids(prompt)):
             raise InputError("a prompt has no tokens: give some text")
         return ids
@@ -273,7 +274,7 @@ class LLM:
             saved.check_chat(chat is not None)
         once = len(texts) > 1 or save is not None or saved is not None or bool(texts and chat)
         # with a question, or to save, the prompt's turn of a chat stays open
-        turn = chat.parts(self.tokenizer) if chat and once else None
+        turn = chat.parts(self.tokenizer) if Chat.check(chat) and once else None
         asked = [self._question(text, turn) for text in texts or [""]]
         further = max(map(len, asked))
         run = functools.partial(self._run, out, max_new_tokens=max_new_tokens, stop=stop_strings(stop), on_text=on_text)
@@ -384,7 +385,7 @@ class LLM:
         self, sampling: Sampling | None = None, chat: Chat | None = None, stop: str | Sequence[str] = ()
     ) -> Conversation:
         """A conversation whose turns continue one cache. chat: as in `encode`; stop: as in `generate`."""
-        return Conversation(self, sampling or Sampling(), chat, stop_strings(stop))
+        return Conversation(self, sampling or Sampling(), Chat.check(chat), stop_strings(stop))
 
     # ---- prompts that are read once and used several times ----
 

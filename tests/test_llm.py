@@ -131,6 +131,8 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: llm.generate([[1, 2048]]), "token 2048, the model embeds 2048"),
         (lambda llm: llm.generate([[-1]]), "token -1, the model embeds"),
         (lambda llm: llm.generate(["a"], questions=[[1, 2048]]), "token 2048, the model embeds"),
+        (lambda llm: llm.generate(["a"], chat=True), r"chat=True is no Chat: give Chat\(\)"),
+        (lambda llm: llm.conversation(chat=True), r"chat=True is no Chat"),
         (
             lambda llm: llm.generate([1, 2, 3]),
             r"a list: give a list, of texts or of lists of token ids, as \[\[1, 2, 3\]\]",

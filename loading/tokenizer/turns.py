@@ -30,6 +30,13 @@ class Chat:
         """Ids of a conversation up to the answer; names of special tokens in the prompt are plain text."""
         return tk.encode_chat([*self.opening, {"role": "user", "content": prompt}], **self.variables)
 
+    @staticmethod
+    def check(chat: Any) -> Chat | None:
+        """Raises InputError unless this is a Chat, or None: no template."""
+        if chat is not None and not isinstance(chat, Chat):
+            raise InputError(f"chat={chat!r} is no Chat: give Chat(), or Chat(system, variables), from engine")
+        return chat
+
     def parts(self, tk: Any) -> ChatParts:
         """The text around a prompt and a question about it. Raises InputError as `parts_of`."""
         return parts_of(tk, self.opening, **self.variables)
