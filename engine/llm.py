@@ -265,7 +265,7 @@ class LLM:
         Ctrl-C ends the run early and keeps the text so far. Raises InputError if prompt and new tokens exceed the
         model's context or the free memory, and `Ended`, with the text so far, if a step fails.
         """
-        sampling, out = sampling or Sampling(), list[Completion]()
+        sampling, chat, out = sampling or Sampling(), Chat.check(chat), list[Completion]()
         texts = [questions] if isinstance(questions, str) else list(questions)
         saved = CacheFile(load) if isinstance(load, str | Path) else load
         if saved is not None:
@@ -274,7 +274,7 @@ class LLM:
             saved.check_chat(chat is not None)
         once = len(texts) > 1 or save is not None or saved is not None or bool(texts and chat)
         # with a question, or to save, the prompt's turn of a chat stays open
-        turn = chat.parts(self.tokenizer) if Chat.check(chat) and once else None
+        turn = chat.parts(self.tokenizer) if chat and once else None
         asked = [self._question(text, turn) for text in texts or [""]]
         further = max(map(len, asked))
         run = functools.partial(self._run, out, max_new_tokens=max_new_tokens, stop=stop_strings(stop), on_text=on_text)
