@@ -33,10 +33,11 @@ demo-tiny: .venv/runtime
 # ORDER=N does, the order of files, and of tests in a file.
 SEED ?= 0
 ORDER ?= $(SEED)
+SHARE ?= 6
 PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile \
 	--random-order-bucket=module --random-order-seed=$(ORDER)
 test: .venv/dev .venv/smollm2
-	$(PYTEST) -m "not slow" --share 6
+	$(PYTEST) -m "not slow" --share $(SHARE)
 
 test-all: .venv/dev .venv/smollm2
 	HYPOTHESIS_PROFILE=default $(PYTEST) --hypothesis-seed=$(SEED)

@@ -568,7 +568,10 @@ def test_a_measurement_goes_on_and_is_written_whole(monkeypatch, tmp_path, cli):
 
 def test_a_measurement_that_takes_too_long_is_interrupted(tmp_path):
     """As by Ctrl-C: it keeps what it has."""
-    code = "import pathlib, time\ntry:\n time.sleep(99)\nexcept KeyboardInterrupt:\n pathlib.Path('kept').touch()"
+    code = (  # a shell that starts this in the background has Ctrl-C ignored
+        "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n time.sleep(99)\nexcept KeyboardInterrupt:\n pathlib.Path('kept').touch()"
+    )
     assert measure.run([sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}"], 3) is None
     assert (tmp_path / "kept").exists() and measure.run([sys.executable, "-c", "exit(3)"], 60) == 3
 
