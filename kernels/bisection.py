@@ -24,26 +24,26 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def target_of(wanted, pos, b, h, rows):
-    """How many slots row b, head h is to choose, and the last slot that may be chosen."""
-    want, last = tl.load(wanted + b * rows.wanted[0] + h * rows.wanted[1]), rows.T - 1
+def target_of(wanted, pos, pid_b, pid_h, rows):
+    """How many slots row pid_b, head pid_h is to choose, and the last slot that may be chosen."""
+    want, last = tl.load(wanted + pid_b * rows.wanted[0] + pid_h * rows.wanted[1]), rows.T - 1
     if pos is not None:
-        last = tl.maximum(tl.minimum(tl.load(pos + b), rows.T - 1), -1).to(tl.int32)  # -1: no slot is filled yet
+        last = tl.maximum(tl.minimum(tl.load(pos + pid_b), rows.T - 1), -1).to(tl.int32)  # -1: no slot is filled yet
         want = tl.minimum(tl.maximum(want, tl.minimum(rows.sinks + rows.recent, last + 1)), last + 1)
     return tl.maximum(tl.minimum(want, rows.K), 0).to(tl.int32), last
 
 
 @triton.jit
-def keys_of(scores, mask, t, last, rows):
-    """Scores of slots t of a row as int32 of the same order, LOW and HIGH apart. -0 is 0, NaN is large."""
+def keys_of(scores, mask, offs_t, last, rows):
+    """Scores of slots offs_t of a row as int32 of the same order, LOW and HIGH apart. -0 is 0, NaN is large."""
     # the bound is a multiple of 16, so that a thread loads 16 bytes at once: to that end rows are read past their end
-    x = tl.load(scores + t, mask=t < tl.minimum(tl.cdiv(last + 1, 16) * 16, rows.width), other=0.0)
-    bits = (x.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
+    score = tl.load(scores + offs_t, mask=offs_t < tl.minimum(tl.cdiv(last + 1, 16) * 16, rows.width), other=0.0)
+    bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
     key = tl.maximum(tl.minimum(bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGH - 1), LOW + 1)
     if mask is not None:
-        return tl.where(tl.load(mask + t, mask=t < rows.T, other=0) != 0, key, LOW)
-    key = tl.where((t < rows.sinks) | (t > last - rows.recent), HIGH, key)
-    return tl.where(t <= last, key, LOW)
+        return tl.where(tl.load(mask + offs_t, mask=offs_t < rows.T, other=0) != 0, key, LOW)
+    key = tl.where((offs_t < rows.sinks) | (offs_t > last - rows.recent), HIGH, key)
+    return tl.where(offs_t <= last, key, LOW)
 
 
 @triton.jit
@@ -61,17 +61,17 @@ def bisect(keys, want, lo, hi, many, few, SLACK: tl.constexpr):
     Stops as soon as no more than SLACK keys are between them.
     """
     if (many > want) & (lo < 0) & (hi > 0):
-        n = tl.sum((keys >= 0).to(tl.int32))
-        lo, many = tl.where(n >= want, 0, lo), tl.where(n >= want, n, many)
-        hi, few = tl.where(n >= want, hi, 0), tl.where(n >= want, few, n)
+        n_above = tl.sum((keys >= 0).to(tl.int32))
+        lo, many = tl.where(n_above >= want, 0, lo), tl.where(n_above >= want, n_above, many)
+        hi, few = tl.where(n_above >= want, hi, 0), tl.where(n_above >= want, few, n_above)
     # keys of one sign differ by less than 2^31: the sign bit of a difference compares them and can be summed
     near = tl.maximum(tl.minimum(keys, hi), lo - 1)
     while (many > want) & (hi > lo + 1) & (many - few > SLACK):
         middle = lo + ((hi - lo) >> 1)
-        n = keys.shape[0] - tl.sum(((near - middle).to(tl.uint32, bitcast=True) >> 31).to(tl.int32))
-        enough = n >= want
-        lo, many = tl.where(enough, middle, lo), tl.where(enough, n, many)
-        hi, few = tl.where(enough, hi, middle), tl.where(enough, few, n)
+        n_above = keys.shape[0] - tl.sum(((near - middle).to(tl.uint32, bitcast=True) >> 31).to(tl.int32))
+        enough = n_above >= want
+        lo, many = tl.where(enough, middle, lo), tl.where(enough, n_above, many)
+        hi, few = tl.where(enough, hi, middle), tl.where(enough, few, n_above)
     return lo, hi, many, few
 
 
@@ -88,15 +88,15 @@ def write_flagged(to, word, slot, start):
 
     word [N] of 32 flags, the first of which is slot [N]'s: one thread counts and writes the slots of a word.
     """
-    n = word - ((word >> 1) & 0x55555555)
-    n = (n & 0x33333333) + ((n >> 2) & 0x33333333)
-    n = (((n + (n >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-    at, slot = start + tl.cumsum(n, 0) - n, slot.to(to.dtype.element_ty)
+    n_set = word - ((word >> 1) & 0x55555555)
+    n_set = (n_set & 0x33333333) + ((n_set >> 2) & 0x33333333)
+    n_set = (((n_set + (n_set >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+    at, slot = start + tl.cumsum(n_set, 0) - n_set, slot.to(to.dtype.element_ty)
     for j in tl.static_range(32):
         bit = (word >> j) & 1
         tl.store(to + at, slot + j, mask=bit != 0)
         at += bit
-    return tl.sum(n)
+    return tl.sum(n_set)
 
 
 @triton.jit
@@ -104,5 +104,5 @@ def write_slots(to, taken, words):
     """Write the slots whose `taken` [N] is true to to[0], to[1], ..., in order; words [N / 32] is scratch memory."""
     store_flags(words, taken)
     tl.debug_barrier()
-    w = tl.arange(0, taken.shape[0] // 32)
-    write_flagged(to, tl.load(words + w), w * 32, 0)
+    offs_w = tl.arange(0, taken.shape[0] // 32)
+    write_flagged(to, tl.load(words + offs_w), offs_w * 32, 0)

@@ -40,21 +40,21 @@ def _channel_score(
     G: tl.constexpr, R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens)."""
-    group = tl.program_id(0).to(tl.int64)
-    b, h = group // H, group % H
-    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
-    if first >= n:
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
+    if first >= seq_len:
         return
-    t, g = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_G)
-    keys += b * keys_strides[0] + h * keys_strides[1]
+    offs_t, offs_g = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_G)
+    keys += pid_b * keys_strides[0] + pid_h * keys_strides[1]
     score = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
     for r in range(R):
-        channel = tl.load(channels + group * R + r)
-        part = tl.load(keys + channel * keys_strides[2] + t, mask=t < n, other=0.0).to(tl.float32)
-        query = tl.load(q + (group * G + g) * R + r, mask=g < G, other=0.0).to(tl.float32)
-        score += query[:, None] * part[None, :]
-    to = out + b * out_strides[0] + h * out_strides[1] + g[:, None] * out_strides[2] + t
-    tl.store(to, score, mask=(g[:, None] < G) & (t < tl.cdiv(T, 16) * 16))
+        channel = tl.load(channels + pid_bh * R + r)
+        b_k = tl.load(keys + channel * keys_strides[2] + offs_t, mask=offs_t < seq_len, other=0.0).to(tl.float32)
+        b_q = tl.load(q + (pid_bh * G + offs_g) * R + r, mask=offs_g < G, other=0.0).to(tl.float32)
+        score += b_q[:, None] * b_k[None, :]
+    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_g[:, None] * out_strides[2] + offs_t
+    tl.store(to, score, mask=(offs_g[:, None] < G) & (offs_t < tl.cdiv(T, 16) * 16))
 
 
 def block_of(G: int) -> dict[str, int]:

@@ -141,13 +141,13 @@ NUM_STAGES = 3
 
 
 @triton.jit
-def _blocks(start, stop, b, B, BLOCK_N: tl.constexpr):
-    """Where the slots of rows b begin and end, and how many blocks they are; none count as one, which writes zeros."""
-    lo = b * 0
+def _blocks(start, stop, rows, B, BLOCK_N: tl.constexpr):
+    """Where the slots of `rows` begin and end, and how many blocks they are; none count as one, which writes zeros."""
+    lo = rows * 0
     if start is not None:
-        lo = tl.load(start + b, mask=b < B, other=0).to(tl.int32)
-    hi = tl.load(stop + b, mask=b < B, other=0).to(tl.int32)
-    return lo, hi, tl.where(b < B, tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1), 0)
+        lo = tl.load(start + rows, mask=rows < B, other=0).to(tl.int32)
+    hi = tl.load(stop + rows, mask=rows < B, other=0).to(tl.int32)
+    return lo, hi, tl.where(rows < B, tl.maximum(tl.cdiv(hi - lo, BLOCK_N), 1), 0)
 
 
 @triton.jit
@@ -156,86 +156,87 @@ def _split_attention(
     G: tl.constexpr, D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, TOKENS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program p: blocks p * share to (p + 1) * share of the sequence (row, KV head, block), attention of each KV head's
-    G query heads over those of its blocks that are among them. Of TOKENS that follow each other (`verify_attention`)
-    each is a query head of its own, and sees what the first one sees, moved by its place."""
-    p = tl.program_id(0)
-    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    """Program pid: blocks pid * share to (pid + 1) * share of the sequence (row, KV head, block), attention of each KV
+    head's G query heads over those of its blocks that are among them. Of TOKENS that follow each other
+    (`verify_attention`) each is a query head of its own, and sees what the first one sees, moved by its place."""
+    pid = tl.program_id(0)
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E  # exp2 is the hardware's: logits are in units of log 2
 
     rows = tl.arange(0, BLOCK_B)
     _, _, blocks = _blocks(start, stop, rows, B, BLOCK_N)
     total = tl.sum(blocks) * H
     share = tl.cdiv(total, tl.num_programs(0))
-    at = p * share
+    at = pid * share
     end = tl.minimum(total, at + share)
-    b = tl.sum((tl.cumsum(blocks) * H <= at).to(tl.int32))  # rows that end before the share
-    at_row = tl.sum(tl.where(rows < b, blocks, 0)) * H
-    _, _, m = _blocks(start, stop, tl.minimum(b, B - 1), B, BLOCK_N)
-    h = (at - at_row) // m
+    off_b = tl.sum((tl.cumsum(blocks) * H <= at).to(tl.int32))  # rows that end before the share
+    at_row = tl.sum(tl.where(rows < off_b, blocks, 0)) * H
+    _, _, n_blocks = _blocks(start, stop, tl.minimum(off_b, B - 1), B, BLOCK_N)
+    off_h = (at - at_row) // n_blocks
     while at < end:
-        lo, hi, m = _blocks(start, stop, b, B, BLOCK_N)
-        first_block = at - at_row - h * m
-        token = g % TOKENS
+        lo, hi, n_blocks = _blocks(start, stop, off_b, B, BLOCK_N)
+        first_block = at - at_row - off_h * n_blocks
+        token = offs_g % TOKENS
         seen_from, seen_to = lo + token, hi - (TOKENS - 1) + token
-        past = tl.minimum(m, first_block + end - at)  # the head's blocks, or what is left of the share
+        past = tl.minimum(n_blocks, first_block + end - at)  # the head's blocks, or what is left of the share
         at += past - first_block
         hi = tl.minimum(hi, lo + past * BLOCK_N)
         lo += first_block * BLOCK_N
 
-        row, group = b.to(tl.int64), b.to(tl.int64) * H + h
-        head, real = h * G + g, (g[:, None] < G) & (d < D)
-        x = tl.load(q + row * q_strides[0] + head[:, None] * q_strides[1] + d, mask=real, other=0.0)
-        x = x.to(k.dtype.element_ty)
+        row, off_bh = off_b.to(tl.int64), off_b.to(tl.int64) * H + off_h
+        head, real = off_h * G + offs_g, (offs_g[:, None] < G) & (offs_d < D)
+        b_q = tl.load(q + row * q_strides[0] + head[:, None] * q_strides[1] + offs_d, mask=real, other=0.0)
+        b_q = b_q.to(k.dtype.element_ty)
         if count is not None:  # one token more, beside the first block; loaded here so that the loop hides the latency
-            extra_k = tl.load(mean_k + group * D + d, mask=d < D, other=0.0)
-            extra_v = tl.load(mean_v + group * D + d, mask=d < D, other=0.0)
-            many = tl.load(count + b).to(tl.float32)
+            extra_k = tl.load(mean_k + off_bh * D + offs_d, mask=offs_d < D, other=0.0)
+            extra_v = tl.load(mean_v + off_bh * D + offs_d, mask=offs_d < D, other=0.0)
+            many = tl.load(count + off_b).to(tl.float32)
 
-        far = group - row * H  # the head in 64 bits
+        far = off_bh - row * H  # the head in 64 bits
         k_base = k + row * k_strides[0] + far * k_strides[1]
         v_base = v + row * v_strides[0] + far * v_strides[1]
-        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        weight = tl.zeros([BLOCK_G], tl.float32)
-        y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        m_i = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for first in range(lo, hi, BLOCK_N):
-            slot = (first + n).to(tl.int64)
-            inside = (first + n < hi)[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
-            keys = tl.load(k_base + slot[:, None] * k_strides[2] + d, mask=inside, other=0.0)
-            values = tl.load(v_base + slot[:, None] * v_strides[2] + d, mask=inside, other=0.0)
-            logits = dot(x, tl.trans(keys)) * SCALE
-            logits = tl.where((first + n < hi)[None, :], logits, float("-inf"))
+            slot = (first + offs_n).to(tl.int64)
+            # other slots may hold NaN: not even their values are loaded
+            inside = (first + offs_n < hi)[:, None] & (offs_d < D)
+            b_k = tl.load(k_base + slot[:, None] * k_strides[2] + offs_d, mask=inside, other=0.0)
+            b_v = tl.load(v_base + slot[:, None] * v_strides[2] + offs_d, mask=inside, other=0.0)
+            logits = dot(b_q, tl.trans(b_k)) * SCALE
+            logits = tl.where((first + offs_n < hi)[None, :], logits, float("-inf"))
             if TOKENS > 1:
-                seen = (first + n)[None, :] < seen_to[:, None]
+                seen = (first + offs_n)[None, :] < seen_to[:, None]
                 if start is not None:
-                    seen = seen & ((first + n)[None, :] >= seen_from[:, None])
+                    seen = seen & ((first + offs_n)[None, :] >= seen_from[:, None])
                 logits = tl.where(seen, logits, float("-inf"))
-            new = tl.maximum(top, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
-            base = tl.where(new == float("-inf"), 0.0, new) if TOKENS > 1 else new  # but not for every token
-            e, shrink = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-            weight = weight * shrink + tl.sum(e, 1)
-            y = dot(e.to(values.dtype), values, y * shrink[:, None])
-            top = new
+            m_new = tl.maximum(m_i, tl.max(logits, 1))  # finite: a block starts at a slot that is inside
+            base = tl.where(m_new == float("-inf"), 0.0, m_new) if TOKENS > 1 else m_new  # but not for every token
+            p, shrink = tl.exp2(logits - base[:, None]), tl.exp2(m_i - base)
+            l_i = l_i * shrink + tl.sum(p, 1)
+            acc = dot(p.to(b_v.dtype), b_v, acc * shrink[:, None])
+            m_i = m_new
 
         if count is not None:
             some = (many > 0) & (first_block == 0)
-            logit = tl.sum(x.to(tl.float32) * extra_k, 1) * SCALE
+            logit = tl.sum(b_q.to(tl.float32) * extra_k, 1) * SCALE
             logit = tl.where(some, logit + tl.log2(tl.maximum(many, 1.0)), float("-inf"))  # RazorAttention, Eq. 5
-            new = tl.maximum(top, logit)
-            base = tl.where(new == float("-inf"), 0.0, new)  # neither slots nor the extra token
-            e, shrink = tl.exp2(logit - base), tl.exp2(top - base)
-            weight = weight * shrink + e
-            y = y * shrink[:, None] + e[:, None] * tl.where(some, extra_v, 0.0)[None, :]
-            top = new
+            m_new = tl.maximum(m_i, logit)
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # neither slots nor the extra token
+            p, shrink = tl.exp2(logit - base), tl.exp2(m_i - base)
+            l_i = l_i * shrink + p
+            acc = acc * shrink[:, None] + p[:, None] * tl.where(some, extra_v, 0.0)[None, :]
+            m_i = m_new
 
-        weight = tl.maximum(weight, 1e-30)
-        # p and the head never fall, and one of them rises from a part to the next: their sum numbers the parts
-        to = (p + group) * G + g
-        tl.store(part + to[:, None] * D + d, y / weight[:, None], mask=real)
-        tl.store(lse + to, top + tl.log2(weight), mask=g < G)
-        h += 1
-        if h == H:
-            b, h, at_row = b + 1, 0, at
+        l_i = tl.maximum(l_i, 1e-30)
+        # pid and the head never fall, and one of them rises from a part to the next: their sum numbers the parts
+        to = (pid + off_bh) * G + offs_g
+        tl.store(part + to[:, None] * D + offs_d, acc / l_i[:, None], mask=real)
+        tl.store(lse + to, m_i + tl.log2(l_i), mask=offs_g < G)
+        off_h += 1
+        if off_h == H:
+            off_b, off_h, at_row = off_b + 1, 0, at
 
 
 @triton.jit
@@ -246,28 +247,28 @@ def _combine_shares(
 ):  # fmt: skip
     """Program (query head of a row, channels): the mean of its parts, which lie one behind the other in `part`."""
     head, rows = tl.program_id(0), tl.arange(0, BLOCK_B)
-    group = head // G
-    b, h = group // H, group % H
+    pid_bh = head // G
+    pid_b, pid_h = pid_bh // H, pid_bh % H
     _, _, blocks = _blocks(start, stop, rows, B, BLOCK_N)
     share = tl.cdiv(tl.sum(blocks) * H, P)
-    mine = tl.sum(tl.where(rows == b, blocks, 0))
-    first = tl.sum(tl.where(rows < b, blocks, 0)) * H + h * mine
-    lo, hi = first // share + group, (first + mine - 1) // share + group + 1
+    mine = tl.sum(tl.where(rows == pid_b, blocks, 0))
+    first = tl.sum(tl.where(rows < pid_b, blocks, 0)) * H + pid_h * mine
+    lo, hi = first // share + pid_bh, (first + mine - 1) // share + pid_bh + 1
 
-    s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    top, total, y = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    offs_s, offs_d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_i, l_i, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     for i in range(lo, hi, BLOCK_S):
-        at = (i + s).to(tl.int64) * G + head % G
-        weight = tl.load(lse + at, mask=i + s < hi, other=float("-inf"))
-        x = tl.load(part + at[:, None] * D + d, mask=(i + s < hi)[:, None] & (d < D), other=0.0)
-        new = tl.maximum(top, tl.max(weight))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a row without tokens
-        weight, shrink = tl.exp2(weight - base), tl.exp2(top - base)
-        y = y * shrink + tl.sum(x * weight[:, None], 0)
-        total = total * shrink + tl.sum(weight)
-        top = new
-    y /= tl.maximum(total, 1e-30)
-    tl.store(out + head.to(tl.int64) * D + d, y.to(out.dtype.element_ty), mask=d < D)
+        at = (i + offs_s).to(tl.int64) * G + head % G
+        weight = tl.load(lse + at, mask=i + offs_s < hi, other=float("-inf"))
+        b_o = tl.load(part + at[:, None] * D + offs_d, mask=(i + offs_s < hi)[:, None] & (offs_d < D), other=0.0)
+        m_new = tl.maximum(m_i, tl.max(weight))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without tokens
+        weight, shrink = tl.exp2(weight - base), tl.exp2(m_i - base)
+        acc = acc * shrink + tl.sum(b_o * weight[:, None], 0)
+        l_i = l_i * shrink + tl.sum(weight)
+        m_i = m_new
+    acc /= tl.maximum(l_i, 1e-30)
+    tl.store(out + head.to(tl.int64) * D + offs_d, acc.to(out.dtype.element_ty), mask=offs_d < D)
 
 
 PROGRAMS = 2  # a multiprocessor: what shared memory lets every card since the A100 hold

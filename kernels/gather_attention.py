@@ -69,32 +69,32 @@ def _gather_attention(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): attention of the group's G query heads over its part of the list."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+    b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0)
 
     # what is split is the count, not the list: all programs have work at any length
-    chosen = tl.minimum(tl.load(count + b * count_strides[0] + h * count_strides[1]), K).to(tl.int32)
+    chosen = tl.minimum(tl.load(count + pid_b * count_strides[0] + pid_h * count_strides[1]), K).to(tl.int32)
     step = tl.cdiv(tl.cdiv(chosen, S), BLOCK_N) * BLOCK_N
     lo = split * step
     hi = tl.minimum(chosen, lo + step)
-    idx += b * idx_strides[0] + h * idx_strides[1]
-    k += b * k_strides[0] + h * k_strides[1]
-    v += b * v_strides[0] + h * v_strides[1]
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    idx += pid_b * idx_strides[0] + pid_h * idx_strides[1]
+    k += pid_b * k_strides[0] + pid_h * k_strides[1]
+    v += pid_b * v_strides[0] + pid_h * v_strides[1]
+    m_i = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for first in range(lo, hi, BLOCK_N):
-        inside = first + n < hi
-        slot = tl.load(idx + first + n, mask=inside, other=0).to(tl.int64)
-        real = inside[:, None] & (d < D)
-        keys = tl.load(k + slot[:, None] * k_strides[2] + d, mask=real, other=0.0)
-        values = tl.load(v + slot[:, None] * v_strides[2] + d, mask=real, other=0.0)
-        logits = dot(x, tl.trans(keys)) * (D**-0.5 * LOG2_E)
-        top, total, y = softmax_step(logits, inside, values, top, total, y)
-    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+        inside = first + offs_n < hi
+        slot = tl.load(idx + first + offs_n, mask=inside, other=0).to(tl.int64)
+        real = inside[:, None] & (offs_d < D)
+        b_k = tl.load(k + slot[:, None] * k_strides[2] + offs_d, mask=real, other=0.0)
+        b_v = tl.load(v + slot[:, None] * v_strides[2] + offs_d, mask=real, other=0.0)
+        logits = dot(b_q, tl.trans(b_k)) * (D**-0.5 * LOG2_E)
+        m_i, l_i, acc = softmax_step(logits, inside, b_v, m_i, l_i, acc)
+    write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
 def options_of(tile: dict[str, int], itemsize: int) -> dict[str, int]:

@@ -106,16 +106,16 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
-def _coordinates(x, third, pairs, slot, inside, r, R: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
+def _coordinates(x, third, pairs, slot, inside, lo, R: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr,
                  DTYPE: tl.constexpr):  # fmt: skip
-    """Coordinates r.. r + C of tokens in rows `slot` [N] -> [N, C]."""
+    """Coordinates lo .. lo + C of tokens in rows `slot` [N] -> [N, C]."""
     if BITS == 16:
-        c = r + tl.arange(0, C)
-        return tl.load(x + slot[:, None] * R + c, mask=inside[:, None] & (c < R), other=0.0)
+        offs_c = lo + tl.arange(0, C)
+        return tl.load(x + slot[:, None] * R + offs_c, mask=inside[:, None] & (offs_c < R), other=0.0)
     else:
-        s, z = scale_zero(tl.load(pairs + slot, mask=inside, other=0))
-        words = load_words(x, third, slot, inside, r // 8 + tl.arange(0, C // 8), R, BITS)
-        return unpack_units(words, s[:, None], z[:, None], None, BITS, DTYPE)
+        scale, zero = scale_zero(tl.load(pairs + slot, mask=inside, other=0))
+        words = load_words(x, third, slot, inside, lo // 8 + tl.arange(0, C // 8), R, BITS)
+        return unpack_units(words, scale[:, None], zero[:, None], None, BITS, DTYPE)
 
 
 @triton.jit
@@ -125,30 +125,32 @@ def _group_logits(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, block of tokens): logits [Hq, T] in units of log 2. HEADS share coordinates."""
-    group, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
-    b, h = group // H, group % H
-    newest = tl.load(pos + b).to(tl.int32)
+    pid_bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    newest = tl.load(pos + pid_b).to(tl.int32)
     if first > newest:
         return
-    n, g, c, r = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    token, channel = first + n, c // (BLOCK_D // 2) * (D // 2) + c % (BLOCK_D // 2)  # a half of the columns is one of D
-    inside, real = token <= newest, c % (BLOCK_D // 2) < D // 2
-    slot = group // HEADS * T + token
-    keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    at = basis + (h * D + channel) * R
+    offs_n, offs_g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_G)
+    offs_d, offs_r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    token = first + offs_n
+    channel = offs_d // (BLOCK_D // 2) * (D // 2) + offs_d % (BLOCK_D // 2)  # a half of the columns is one of D
+    inside, real = token <= newest, offs_d % (BLOCK_D // 2) < D // 2
+    slot = pid_bh // HEADS * T + token
+    b_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    at = basis + (pid_h * D + channel) * R
     for lo in range(0, rank, BLOCK_R):
-        x = _coordinates(k, k_third, k_params, slot, inside, lo, R, BITS, BLOCK_R, q.dtype.element_ty)
-        u = tl.load(at[None, :] + lo + r[:, None], mask=real & (lo + r[:, None] < R), other=0.0)
-        keys = dot(x, u, keys)
-    keys += tl.load(bias + h * D + channel, mask=real, other=0.0)[None, :]
-    k1, k2 = halves(keys)
-    cos += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
-    sin += b * table_row + token.to(tl.int64)[:, None] * (D // 2)
+        b_x = _coordinates(k, k_third, k_params, slot, inside, lo, R, BITS, BLOCK_R, q.dtype.element_ty)
+        b_u = tl.load(at[None, :] + lo + offs_r[:, None], mask=real & (lo + offs_r[:, None] < R), other=0.0)
+        b_k = dot(b_x, b_u, b_k)
+    b_k += tl.load(bias + pid_h * D + channel, mask=real, other=0.0)[None, :]
+    k1, k2 = halves(b_k)
+    cos += pid_b * table_row + token.to(tl.int64)[:, None] * (D // 2)
+    sin += pid_b * table_row + token.to(tl.int64)[:, None] * (D // 2)
     out = tl.zeros([BLOCK_N, BLOCK_G], tl.float32)
-    q += b * q_strides[0] + h * G * q_strides[1]
-    out = rotated_logits(k1, k2, q, q_strides[1], cos, sin, inside, g, 0, out, G, D)
-    at = logits + (group * G + g[None, :]) * T + token[:, None]
-    tl.store(at, out * (D**-0.5 * LOG2_E), mask=inside[:, None] & (g < G))
+    q += pid_b * q_strides[0] + pid_h * G * q_strides[1]
+    out = rotated_logits(k1, k2, q, q_strides[1], cos, sin, inside, offs_g, 0, out, G, D)
+    at = logits + (pid_bh * G + offs_g[None, :]) * T + token[:, None]
+    tl.store(at, out * (D**-0.5 * LOG2_E), mask=inside[:, None] & (offs_g < G))
 
 
 @triton.jit
@@ -159,25 +161,29 @@ def _group_values(
 ):  # fmt: skip
     """Program (row and group, CHUNK coordinates, split): softmax of the logits of the group's G query heads, and the
     weighted coordinates. q gives the dtype of the products."""
-    group, r, split = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.program_id(2)
-    g, n, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
-    count = tl.load(pos + group // N).to(tl.int32) + 1
-    top = tl.full([BLOCK_G], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_G, CHUNK], tl.float32)
+    pid_bg, lo_r, split = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHUNK, tl.program_id(2)
+    offs_g, offs_n, offs_c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
+    count = tl.load(pos + pid_bg // N).to(tl.int32) + 1
+    m_i = tl.full([BLOCK_G], -1e30, tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, CHUNK], tl.float32)
     step = tl.cdiv(tl.cdiv(count, S), BLOCK_N) * BLOCK_N
     hi = tl.minimum(count, (split + 1) * step)
     for first in tl.range(split * step, hi, BLOCK_N):
-        t = first + n
-        inside = t < hi
-        x = tl.load(logits + (group * G + g[:, None]) * T + t, mask=(g[:, None] < G) & inside, other=0.0)
-        values = _coordinates(v, v_third, v_params, group * T + t, inside, r, R, BITS, CHUNK, q.dtype.element_ty)
-        top, total, y = softmax_step(x, inside, values, top, total, y)
-    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and a logarithm that weighs nothing
-    at = (group * G + g) * S + split
-    tl.store(part + at[:, None] * R + r + c, y / total[:, None], mask=(g[:, None] < G) & (r + c < R))
+        offs_t = first + offs_n
+        inside = offs_t < hi
+        qk = tl.load(
+            logits + (pid_bg * G + offs_g[:, None]) * T + offs_t, mask=(offs_g[:, None] < G) & inside, other=0.0
+        )
+        b_v = _coordinates(v, v_third, v_params, pid_bg * T + offs_t, inside, lo_r, R, BITS, CHUNK, q.dtype.element_ty)
+        m_i, l_i, acc = softmax_step(qk, inside, b_v, m_i, l_i, acc)
+    l_i = tl.maximum(l_i, 1e-30)  # a program without tokens writes zeros and a logarithm that weighs nothing
+    at = (pid_bg * G + offs_g) * S + split
+    tl.store(
+        part + at[:, None] * R + lo_r + offs_c, acc / l_i[:, None], mask=(offs_g[:, None] < G) & (lo_r + offs_c < R)
+    )
     if lse is not None:
-        tl.store(lse + at, top + tl.log2(total), mask=g < G)
+        tl.store(lse + at, m_i + tl.log2(l_i), mask=offs_g < G)
 
 
 @_group_attention.triton

@@ -112,30 +112,30 @@ def _label_score_kernel(
     Codes need no conversion: the float whose bits are an integer n < 2^24 is n * 2^-149, subnormal or just above. So a
     code is masked where it stands, one instruction, and multiplied; the power of two that is missing goes into q.
     """
-    row, b, h = tl.program_id(0), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
-    if first >= n:
+    pid_bh, pid_b, pid_h = tl.program_id(0), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
+    if first >= seq_len:
         return
-    t, w = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
-    slot = t.to(tl.int64)
-    at = labels + b * labels_strides[0] + h * labels_strides[1] + slot[:, None] * W + w
-    words = tl.load(at, mask=(t[:, None] < n) & (w < W), other=0).to(tl.int32)
-    at = pairs + b * pairs_strides[0] + h * pairs_strides[1] + slot
-    both = tl.load(at, mask=t < n, other=0)  # fp16 scale, then zero
+    offs_t, offs_w = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
+    slot = offs_t.to(tl.int64)
+    at = labels + pid_b * labels_strides[0] + pid_h * labels_strides[1] + slot[:, None] * W + offs_w
+    words = tl.load(at, mask=(offs_t[:, None] < seq_len) & (offs_w < W), other=0).to(tl.int32)
+    at = pairs + pid_b * pairs_strides[0] + pid_h * pairs_strides[1] + slot
+    both = tl.load(at, mask=offs_t < seq_len, other=0)  # fp16 scale, then zero
     upper = words >> 24
     score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
     for i in tl.static_range(R // W):
-        query = tl.load(q + row * R + w * (R // W) + i, mask=w < W, other=0.0)
-        total += query
+        b_q = tl.load(q + pid_bh * R + offs_w * (R // W) + i, mask=offs_w < W, other=0.0)
+        total += b_q
         if i * BITS < 24:
             code = words & ((2**BITS - 1) << (i * BITS))
-            score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (104 - i * BITS))
+            score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (104 - i * BITS))
         else:
             code = upper & ((2**BITS - 1) << (i * BITS - 24))
-            score += code.to(tl.float32, bitcast=True) * (query * 2.0 ** (128 - i * BITS))
+            score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (128 - i * BITS))
     scale, zero = scale_zero(both)
-    y = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
-    tl.store(out + b * out_strides[0] + h * out_strides[1] + t, y, mask=t < tl.cdiv(T, 16) * 16)
+    logits = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
+    tl.store(out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_t, logits, mask=offs_t < tl.cdiv(T, 16) * 16)
 
 
 @_label_score.triton
@@ -162,33 +162,34 @@ def _store_labels_kernel(
     R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens)."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     PER: tl.constexpr = 8 // BITS
-    s, w, i = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_W), tl.arange(0, PER)
-    channel = w[:, None] * PER + i
-    real = (s[:, None, None] < S) & (channel < R)
-    at = tl.load(channels + h * R + channel, mask=channel < R, other=0)
-    at += k + b * k_strides[0] + h * k_strides[1] + s.to(tl.int64)[:, None, None] * k_strides[2]
-    x = tl.load(at, mask=real, other=0.0).to(tl.float32)  # [BLOCK_S, BLOCK_W, PER]: a byte holds PER channels
-    low = tl.min(tl.min(tl.where(real, x, float("inf")), 2), 1)
-    high = tl.max(tl.max(tl.where(real, x, float("-inf")), 2), 1)
+    offs_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    offs_w, offs_i = tl.arange(0, BLOCK_W), tl.arange(0, PER)
+    channel = offs_w[:, None] * PER + offs_i
+    real = (offs_s[:, None, None] < S) & (channel < R)
+    at = tl.load(channels + pid_h * R + channel, mask=channel < R, other=0)
+    at += k + pid_b * k_strides[0] + pid_h * k_strides[1] + offs_s.to(tl.int64)[:, None, None] * k_strides[2]
+    b_k = tl.load(at, mask=real, other=0.0).to(tl.float32)  # [BLOCK_S, BLOCK_W, PER]: a byte holds PER channels
+    low = tl.min(tl.min(tl.where(real, b_k, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(real, b_k, float("-inf")), 2), 1)
     zero = tl.minimum(tl.maximum(low, -65504.0), 65504.0).to(tl.float16)
     scale = tl.div_rn(high - zero.to(tl.float32), tl.full([BLOCK_S], 2**BITS - 1, tl.float32))
     scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
-    step = tl.maximum(scale.to(tl.float32), 1e-8)[:, None, None] + tl.zeros_like(x)
-    code = tl.div_rn(x - zero.to(tl.float32)[:, None, None], step)
+    step = tl.maximum(scale.to(tl.float32), 1e-8)[:, None, None] + tl.zeros_like(b_k)
+    code = tl.div_rn(b_k - zero.to(tl.float32)[:, None, None], step)
     # clamped before it is rounded, which changes nothing; adding 1.5 * 2^23 rounds to integers, halves to even
     code = tl.minimum(tl.maximum(code, 0.0), 2**BITS - 1) + 12582912.0 - 12582912.0
-    packed = tl.sum(tl.where(channel < R, code.to(tl.int32) << (i * BITS), 0), 2)
-    slot = s.to(tl.int64)
+    packed = tl.sum(tl.where(channel < R, code.to(tl.int32) << (offs_i * BITS), 0), 2)
+    slot = offs_s.to(tl.int64)
     if start is not None:
-        slot += tl.load(start + b)
+        slot += tl.load(start + pid_b)
     W: tl.constexpr = R // PER
-    to = labels + b * labels_strides[0] + h * labels_strides[1] + slot[:, None] * W + w
-    tl.store(to, packed.to(tl.uint8), mask=(s[:, None] < S) & (w < W))
-    to = pairs + b * pairs_strides[0] + h * pairs_strides[1] + slot * 2
-    tl.store(to, scale, mask=s < S)
-    tl.store(to + 1, zero, mask=s < S)
+    to = labels + pid_b * labels_strides[0] + pid_h * labels_strides[1] + slot[:, None] * W + offs_w
+    tl.store(to, packed.to(tl.uint8), mask=(offs_s[:, None] < S) & (offs_w < W))
+    to = pairs + pid_b * pairs_strides[0] + pid_h * pairs_strides[1] + slot * 2
+    tl.store(to, scale, mask=offs_s < S)
+    tl.store(to + 1, zero, mask=offs_s < S)
 
 
 @_store_labels.triton

@@ -155,27 +155,27 @@ def _project_kernel(
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of coordinates, within a tile of tokens; row). The tiles of the same tokens run side by side."""
-    b = tl.program_id(1).to(tl.int64)
+    pid_b = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) // tiles * BLOCK_T
-    n = tl.minimum(tl.load(lengths + b), S).to(tl.int32)
-    if first >= n:
+    seq_len = tl.minimum(tl.load(lengths + pid_b), S).to(tl.int32)
+    if first >= seq_len:
         return
     lo = tl.program_id(0) % tiles * BLOCK_R
-    t, r, c = first + tl.arange(0, BLOCK_T), lo + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    token = t.to(tl.int64)
+    offs_t, offs_r, offs_k = first + tl.arange(0, BLOCK_T), lo + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    token = offs_t.to(tl.int64)
     acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for at in range(0, WIDTH, BLOCK_K):
-        rows = x + b * x_strides[0] + token[:, None] * x_strides[1] + at + c
-        u, inside = basis + r[:, None] * WIDTH + at + c, at + c < WIDTH
-        keys = tl.load(rows, mask=(t[:, None] < n) & inside, other=0.0)
-        part = tl.load(u, mask=(r[:, None] < LEAD + REST) & inside, other=0.0)
-        acc = dot(keys, tl.trans(part), acc)
-    y, some = acc.to(lead.dtype.element_ty), t[:, None] < n
+        p_x = x + pid_b * x_strides[0] + token[:, None] * x_strides[1] + at + offs_k
+        p_u, inside = basis + offs_r[:, None] * WIDTH + at + offs_k, at + offs_k < WIDTH
+        b_x = tl.load(p_x, mask=(offs_t[:, None] < seq_len) & inside, other=0.0)
+        b_u = tl.load(p_u, mask=(offs_r[:, None] < LEAD + REST) & inside, other=0.0)
+        acc = dot(b_x, tl.trans(b_u), acc)
+    coords, some = acc.to(lead.dtype.element_ty), offs_t[:, None] < seq_len
     if lo < LEAD:
-        tl.store(lead + b * lead_strides[0] + token[:, None] * LEAD + r, y, mask=some & (r < LEAD))
+        tl.store(lead + pid_b * lead_strides[0] + token[:, None] * LEAD + offs_r, coords, mask=some & (offs_r < LEAD))
     if lo + BLOCK_R > LEAD:
-        to = rest + b * rest_strides[0] + token[:, None] * REST + r - LEAD
-        tl.store(to, y, mask=some & (r >= LEAD) & (r < LEAD + REST))
+        to = rest + pid_b * rest_strides[0] + token[:, None] * REST + offs_r - LEAD
+        tl.store(to, coords, mask=some & (offs_r >= LEAD) & (offs_r < LEAD + REST))
 
 
 def tiles_of(itemsize: int) -> tuple[int, int]:
@@ -208,14 +208,14 @@ APPEND_WARPS = 4
 
 
 @triton.jit
-def _move(new, ring, old, lead, rest, i, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
-    """Numbers i [PART]: those at `old` go to lead and then rest, the new ones to `ring`, which may be the same slot."""
-    come = tl.load(new + i, mask=i < RING, other=0.0)
-    leave = tl.load(old + i, mask=i < LEAD + REST, other=0.0)
+def _move(new, ring, old, lead, rest, offs_c, RING: tl.constexpr, LEAD: tl.constexpr, REST: tl.constexpr):
+    """Numbers offs_c [PART]: those at `old` go to lead and then rest, the new ones to `ring`, perhaps the same slot."""
+    come = tl.load(new + offs_c, mask=offs_c < RING, other=0.0)
+    leave = tl.load(old + offs_c, mask=offs_c < LEAD + REST, other=0.0)
     tl.debug_barrier()  # all is read before any is written
-    tl.store(lead + i, leave, mask=i < LEAD)
-    tl.store(rest + i - LEAD, leave, mask=(i >= LEAD) & (i < LEAD + REST))
-    tl.store(ring + i, come.to(ring.dtype.element_ty), mask=i < RING)
+    tl.store(lead + offs_c, leave, mask=offs_c < LEAD)
+    tl.store(rest + offs_c - LEAD, leave, mask=(offs_c >= LEAD) & (offs_c < LEAD + REST))
+    tl.store(ring + offs_c, come.to(ring.dtype.element_ty), mask=offs_c < RING)
 
 
 @triton.jit
@@ -224,20 +224,21 @@ def _move_coded(
     GROUPS: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The same of groups of 32 channels, from `first` on: 8 words of 8-bit codes in the ring, BITS words in v."""
-    g, w, bits, c = first + tl.arange(0, PART), tl.arange(0, 8), tl.arange(0, BITS), tl.arange(0, 32)
-    real = g[:, None] < GROUPS
-    come = tl.load(new + g[:, None] * 32 + c, mask=real, other=0.0).to(tl.float32)
-    words = tl.load(old + g[:, None] * 8 + w, mask=real, other=0)
-    scale, zero = scale_zero(tl.load(old_pairs + g, mask=g < GROUPS, other=0))
+    offs_group, offs_w = first + tl.arange(0, PART), tl.arange(0, 8)
+    offs_bits, offs_c = tl.arange(0, BITS), tl.arange(0, 32)
+    real = offs_group[:, None] < GROUPS
+    come = tl.load(new + offs_group[:, None] * 32 + offs_c, mask=real, other=0.0).to(tl.float32)
+    words = tl.load(old + offs_group[:, None] * 8 + offs_w, mask=real, other=0)
+    scale, zero = scale_zero(tl.load(old_pairs + offs_group, mask=offs_group < GROUPS, other=0))
     tl.debug_barrier()
     codes = tl.reshape((words[:, :, None] >> (tl.arange(0, 4) * 8)) & 255, [PART, 32]).to(tl.float32)
     # a code of 8 bits times a scale of 11 is exact in fp32: fused with the sum or not, the result is one
     words, pair = encode_groups(codes * scale[:, None] + zero[:, None], BITS)
-    tl.store(v + g[:, None] * BITS + bits, words, mask=real)
-    tl.store(pairs + g, pair, mask=g < GROUPS)
+    tl.store(v + offs_group[:, None] * BITS + offs_bits, words, mask=real)
+    tl.store(pairs + offs_group, pair, mask=offs_group < GROUPS)
     words, pair = encode_groups(come, 8)
-    tl.store(ring + g[:, None] * 8 + w, words, mask=real)
-    tl.store(ring_pairs + g, pair, mask=g < GROUPS)
+    tl.store(ring + offs_group[:, None] * 8 + offs_w, words, mask=real)
+    tl.store(ring_pairs + offs_group, pair, mask=offs_group < GROUPS)
 
 
 @triton.jit
@@ -247,19 +248,19 @@ def _append(
     PART: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): PART coordinates, or PART channels of the values."""
-    b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.load(pos + b)
-    slot, old = b * R + at % R, b * R + (at - recent + R) % R  # recent <= R <= T
-    left = b * T + (at - recent + T) % T
+    pid_b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.load(pos + pid_b)
+    slot, old = pid_b * R + at % R, pid_b * R + (at - recent + R) % R  # recent <= R <= T
+    left = pid_b * T + (at - recent + T) % T
     LATENT_PARTS: tl.constexpr = (RING_RANK + PART - 1) // PART
     GROUPS: tl.constexpr = WIDTH // 32
-    values += b * value_row
+    values += pid_b * value_row
     if part < LATENT_PARTS:
-        _move(latents + b * RING_RANK, ring_k + slot * RING_RANK, ring_k + old * RING_RANK, lead + left * LEAD,
+        _move(latents + pid_b * RING_RANK, ring_k + slot * RING_RANK, ring_k + old * RING_RANK, lead + left * LEAD,
               rest + left * REST, part * PART + tl.arange(0, PART), RING_RANK, LEAD, REST)  # fmt: skip
     elif BITS == 16:
-        to, i = v + left * WIDTH, (part - LATENT_PARTS) * PART + tl.arange(0, PART)
-        _move(values, ring_v + slot * WIDTH, ring_v + old * WIDTH, to, to, i, WIDTH, WIDTH, 0)
+        to, offs_c = v + left * WIDTH, (part - LATENT_PARTS) * PART + tl.arange(0, PART)
+        _move(values, ring_v + slot * WIDTH, ring_v + old * WIDTH, to, to, offs_c, WIDTH, WIDTH, 0)
     else:
         first = (part - LATENT_PARTS) * (PART // 32)
         _move_coded(values, ring_v + slot * GROUPS * 8, ring_pairs + slot * GROUPS, ring_v + old * GROUPS * 8,

@@ -127,72 +127,72 @@ def expand_tokens(
 
 @triton.jit
 def _expand(
-    keys, x, row, inside, basis, rank, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    b_k, latents, row, inside, basis, rank, first: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add to the keys [N, BLOCK_D] of a head what R coordinates from `first` on give, in rows `row` [N] of x. A half of
-    the channels is a half of the columns. rank is R, but not known to the compiler, which else would unroll a loop of 8
-    steps and spill the addresses of all."""
-    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    channel = c // (BLOCK_D // 2) * (D // 2) + c % (BLOCK_D // 2)
-    real = c % (BLOCK_D // 2) < D // 2
+    """Add to the keys b_k [N, BLOCK_D] of a head what R coordinates from `first` on give, in rows `row` [N] of
+    `latents`. A half of the channels is a half of the columns. rank is R, but not known to the compiler, which else
+    would unroll a loop of 8 steps and spill the addresses of all."""
+    offs_r, offs_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    channel = offs_c // (BLOCK_D // 2) * (D // 2) + offs_c % (BLOCK_D // 2)
+    real = offs_c % (BLOCK_D // 2) < D // 2
     for lo in range(0, rank, BLOCK_R):
-        part = tl.load(x + row[:, None] * R + lo + r, mask=inside[:, None] & (lo + r < R), other=0.0)
-        at = basis + (first + lo + r)[:, None] * WIDTH + channel
-        keys = dot(part, tl.load(at, mask=(lo + r[:, None] < R) & real, other=0.0), keys)
-    return keys
+        part = tl.load(latents + row[:, None] * R + lo + offs_r, mask=inside[:, None] & (lo + offs_r < R), other=0.0)
+        at = basis + (first + lo + offs_r)[:, None] * WIDTH + channel
+        b_k = dot(part, tl.load(at, mask=(lo + offs_r[:, None] < R) & real, other=0.0), b_k)
+    return b_k
 
 
 @triton.jit
 def _attend(
-    q, q_head, g, top, total, y, token, slot, inside, basis, k, rest, v, pairs, cos, sin, h, rank0, rank1,
+    q, q_head, offs_g, m_i, l_i, acc, token, slot, inside, basis, k, rest, v, pairs, cos, sin, pid_h, rank0, rank1,
     WIDTH: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A block of N tokens at positions `token`, in rows `slot` of k [.., R0] and rest [.., R1]: a step of the online
-    softmax. Everything is by token first: keys [N, D] and logits [N, G] stay in the registers of the product that made
-    them. y [D, G]."""
-    d = tl.arange(0, BLOCK_D)
+    softmax. Everything is by token first: b_k [N, D] and logits [N, G] stay in the registers of the product that made
+    them. acc [D, G]."""
+    offs_d = tl.arange(0, BLOCK_D)
     # codes are loaded first, to be there when the product is done; 16 bits would take the registers it needs
     if BITS < 16:
-        u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
-        unit = slot[:, None] * (WIDTH // 8) + h * (D // 8) + u
-        words = tl.load(v + unit, mask=inside[:, None] & (u < D // 8), other=0)
+        offs_u, offs_e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
+        unit = slot[:, None] * (WIDTH // 8) + pid_h * (D // 8) + offs_u
+        words = tl.load(v + unit, mask=inside[:, None] & (offs_u < D // 8), other=0)
         if D % 32 == 0:
-            at = slot[:, None] * (WIDTH // 32) + h * (D // 32) + e
-            both = tl.load(pairs + at, mask=inside[:, None] & (e < D // 32), other=0)
+            at = slot[:, None] * (WIDTH // 32) + pid_h * (D // 32) + offs_e
+            both = tl.load(pairs + at, mask=inside[:, None] & (offs_e < D // 32), other=0)
         else:  # a group of 32 channels of a row may be of two heads: each 8 channels have their pair
-            at = slot[:, None] * ((WIDTH + 31) // 32) + (h * (D // 8) + u) // 4
-            both = tl.load(pairs + at, mask=inside[:, None] & (u < D // 8), other=0)
+            at = slot[:, None] * ((WIDTH + 31) // 32) + (pid_h * (D // 8) + offs_u) // 4
+            both = tl.load(pairs + at, mask=inside[:, None] & (offs_u < D // 8), other=0)
 
-    keys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    keys = _expand(keys, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
+    b_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_k = _expand(b_k, k, slot, inside, basis, rank0, 0, WIDTH, R0, D, BLOCK_D, BLOCK_R)
     if R1 > 0:
-        keys = _expand(keys, rest, slot, inside, basis, rank1, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
-    k1, k2 = halves(keys)
+        b_k = _expand(b_k, rest, slot, inside, basis, rank1, R0, WIDTH, R1, D, BLOCK_D, BLOCK_R)
+    k1, k2 = halves(b_k)
     cos += token.to(tl.int64)[:, None] * (D // 2)
     sin += token.to(tl.int64)[:, None] * (D // 2)
-    logits = tl.zeros([BLOCK_N, g.shape[0]], tl.float32)
+    logits = tl.zeros([BLOCK_N, offs_g.shape[0]], tl.float32)
     if BLOCK_D >= 64:  # by quarters: angles take half of the registers
         k1, k3 = halves(k1)
         k2, k4 = halves(k2)
-        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
-        logits = rotated_logits(k3, k4, q, q_head, cos, sin, inside, g, BLOCK_D // 4, logits, G, D)
+        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, offs_g, 0, logits, G, D)
+        logits = rotated_logits(k3, k4, q, q_head, cos, sin, inside, offs_g, BLOCK_D // 4, logits, G, D)
     else:
-        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, g, 0, logits, G, D)
+        logits = rotated_logits(k1, k2, q, q_head, cos, sin, inside, offs_g, 0, logits, G, D)
     logits = tl.where(inside[:, None], logits * (D**-0.5 * LOG2_E), float("-inf"))
-    new = tl.maximum(top, tl.max(logits, 0))  # finite: a block starts with a token that is inside
-    p, shrink = tl.exp2(logits - new[None, :]), tl.exp2(top - new)
+    m_new = tl.maximum(m_i, tl.max(logits, 0))  # finite: a block starts with a token that is inside
+    p, shrink = tl.exp2(logits - m_new[None, :]), tl.exp2(m_i - m_new)
     if BITS < 16:
         if D % 32 == 0:
-            values = unpack_tile(words, both, None, BITS, q.dtype.element_ty)
+            b_v = unpack_tile(words, both, None, BITS, q.dtype.element_ty)
         else:
             scale, zero = scale_zero(both)
-            values = unpack_units(words, scale, zero, None, BITS, q.dtype.element_ty)
+            b_v = unpack_units(words, scale, zero, None, BITS, q.dtype.element_ty)
     else:
-        values = tl.load(v + slot[:, None] * WIDTH + h * D + d, mask=inside[:, None] & (d < D), other=0.0)
-    y = dot(tl.trans(values), p.to(values.dtype), y * shrink[None, :])
-    return new, total * shrink + tl.sum(p, 0), y
+        b_v = tl.load(v + slot[:, None] * WIDTH + pid_h * D + offs_d, mask=inside[:, None] & (offs_d < D), other=0.0)
+    acc = dot(tl.trans(b_v), p.to(b_v.dtype), acc * shrink[None, :])
+    return m_new, l_i * shrink + tl.sum(p, 0), acc
 
 
 @triton.jit
@@ -204,57 +204,57 @@ def _latent_attention_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): attention of the group's G query heads over its blocks of tokens."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
-    q += b * q_strides[0] + h * G * q_strides[1]
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    q += pid_b * q_strides[0] + pid_h * G * q_strides[1]
 
     # Blocks of the ring and then of the store are dealt out in order. A block of the ring, of more coordinates than one
     # of the store, counts as so many more.
     WEIGHT: tl.constexpr = (RING_RANK + LEAD + REST - 1) // (LEAD + REST)
-    newest = tl.load(pos + b).to(tl.int32)
+    newest = tl.load(pos + pid_b).to(tl.int32)
     in_ring = tl.minimum(newest + 1, recent)
     in_store = tl.maximum(newest + 1 - recent, 0)
     if count is not None:
-        in_store = tl.maximum(tl.minimum(tl.load(count + b), K), 0).to(tl.int32)
+        in_store = tl.maximum(tl.minimum(tl.load(count + pid_b), K), 0).to(tl.int32)
     ring_blocks, store_blocks = tl.cdiv(in_ring, BLOCK_N), tl.cdiv(in_store, BLOCK_N)
     step = tl.cdiv(ring_blocks * WEIGHT + store_blocks, S)
     lo, hi = split * step, (split + 1) * step
 
-    basis += h * D
-    cos += b * table_row
-    sin += b * table_row
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
+    basis += pid_h * D
+    cos += pid_b * table_row
+    sin += pid_b * table_row
+    m_i = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_G], tl.float32)
     # what does not change between blocks is computed again: hoisted out of both loops it would take 50 registers
     first, last = tl.minimum(tl.cdiv(lo, WEIGHT), ring_blocks), tl.minimum(tl.cdiv(hi, WEIGHT), ring_blocks)
     for block in tl.range(first, last, num_stages=1, disable_licm=True):
-        token = newest - block * BLOCK_N - n
-        inside = block * BLOCK_N + n < in_ring
-        slot = b * R + tl.where(inside, token, 0) % R
-        top, total, y = _attend(
-            q, q_strides[1], g, top, total, y, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
-            cos, sin, h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
+        token = newest - block * BLOCK_N - offs_n
+        inside = block * BLOCK_N + offs_n < in_ring
+        slot = pid_b * R + tl.where(inside, token, 0) % R
+        m_i, l_i, acc = _attend(
+            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, ring_k, ring_k, ring_v, ring_pairs,
+            cos, sin, pid_h, ring_rank, 0, H * D, RING_RANK, 0, RING_BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
     lo, hi = tl.maximum(lo - ring_blocks * WEIGHT, 0), tl.minimum(hi - ring_blocks * WEIGHT, store_blocks)
     for block in tl.range(lo, hi, num_stages=1, disable_licm=True):
-        token = block * BLOCK_N + n
+        token = block * BLOCK_N + offs_n
         inside = token < in_store
         if idx is not None:
-            token = tl.load(idx + b * idx_row + token, mask=inside, other=0).to(tl.int32)
-        slot = b * T + token
-        top, total, y = _attend(
-            q, q_strides[1], g, top, total, y, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, h,
+            token = tl.load(idx + pid_b * idx_row + token, mask=inside, other=0).to(tl.int32)
+        slot = pid_b * T + token
+        m_i, l_i, acc = _attend(
+            q, q_strides[1], offs_g, m_i, l_i, acc, token, slot, inside, basis, lead, rest, v, pairs, cos, sin, pid_h,
             lead_rank, rest_rank, H * D, LEAD, REST, BITS, G, D, BLOCK_D, BLOCK_N, BLOCK_R,
         )  # fmt: skip
 
-    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
-    d, at = tl.arange(0, BLOCK_D), (group * G + g) * S + split
-    y = (y / total[None, :]).to(part.dtype.element_ty)
-    tl.store(part + at[None, :] * D + d[:, None], y, mask=(g < G) & (d[:, None] < D))
+    l_i = tl.maximum(l_i, 1e-30)  # a program without tokens writes zeros and -inf
+    offs_d, at = tl.arange(0, BLOCK_D), (pid_bh * G + offs_g) * S + split
+    acc = (acc / l_i[None, :]).to(part.dtype.element_ty)
+    tl.store(part + at[None, :] * D + offs_d[:, None], acc, mask=(offs_g < G) & (offs_d[:, None] < D))
     if lse is not None:
-        tl.store(lse + at, top + tl.log2(total), mask=g < G)
+        tl.store(lse + at, m_i + tl.log2(l_i), mask=offs_g < G)
 
 
 def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -61,21 +61,21 @@ def _score_one(
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens): one query."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
-    if first >= n:
+    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
+    if first >= seq_len:
         return
-    t, r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
-    q += b * q_strides[0] + h * q_strides[1]
-    x += b * x_strides[0] + h * x_strides[1] + t.to(tl.int64)[:, None] * x_strides[2]
+    offs_t, offs_r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    q += pid_b * q_strides[0] + pid_h * q_strides[1]
+    x += pid_b * x_strides[0] + pid_h * x_strides[1] + offs_t.to(tl.int64)[:, None] * x_strides[2]
     score = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)  # summed over the lanes once, at the end
     for lo in range(0, R, BLOCK_R):
-        inside = (t[:, None] < n) & (lo + r < R)
-        part = tl.load(x + lo + r, mask=inside, other=0.0).to(tl.float32)
-        score += part * tl.load(q + lo + r, mask=lo + r < R, other=0.0).to(tl.float32)
+        inside = (offs_t[:, None] < seq_len) & (lo + offs_r < R)
+        b_x = tl.load(x + lo + offs_r, mask=inside, other=0.0).to(tl.float32)
+        score += b_x * tl.load(q + lo + offs_r, mask=lo + offs_r < R, other=0.0).to(tl.float32)
     # rows end at a multiple of 16, so that a thread stores 16 bytes at once
-    to = out + b * out_strides[0] + h * out_strides[1] + t
-    tl.store(to, tl.sum(score, 1), mask=t < tl.cdiv(T, 16) * 16)
+    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_t
+    tl.store(to, tl.sum(score, 1), mask=offs_t < tl.cdiv(T, 16) * 16)
 
 
 @triton.jit
@@ -84,20 +84,20 @@ def _score_many(
     C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, block of tokens): all C queries, as one tile."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, n = tl.program_id(1) * BLOCK_T, filled(pos, b, T)
-    if first >= n:
+    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
+    if first >= seq_len:
         return
-    t, c, r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    q += b * q_strides[0] + h * q_strides[1] + c[:, None] * q_strides[2]
-    x += b * x_strides[0] + h * x_strides[1] + t.to(tl.int64)[:, None] * x_strides[2]
+    offs_t, offs_c, offs_r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    q += pid_b * q_strides[0] + pid_h * q_strides[1] + offs_c[:, None] * q_strides[2]
+    x += pid_b * x_strides[0] + pid_h * x_strides[1] + offs_t.to(tl.int64)[:, None] * x_strides[2]
     score = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
     for lo in range(0, R, BLOCK_R):
-        queries = tl.load(q + lo + r, mask=(c[:, None] < C) & (lo + r < R), other=0.0)
-        part = tl.load(x + lo + r, mask=(t[:, None] < n) & (lo + r < R), other=0.0)
-        score = dot(queries, tl.trans(part), score)
-    to = out + b * out_strides[0] + h * out_strides[1] + c[:, None] * out_strides[2] + t
-    tl.store(to, score, mask=(c[:, None] < C) & (t < tl.cdiv(T, 16) * 16))
+        b_q = tl.load(q + lo + offs_r, mask=(offs_c[:, None] < C) & (lo + offs_r < R), other=0.0)
+        b_x = tl.load(x + lo + offs_r, mask=(offs_t[:, None] < seq_len) & (lo + offs_r < R), other=0.0)
+        score = dot(b_q, tl.trans(b_x), score)
+    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_c[:, None] * out_strides[2] + offs_t
+    tl.store(to, score, mask=(offs_c[:, None] < C) & (offs_t < tl.cdiv(T, 16) * 16))
 
 
 @head_scores.triton

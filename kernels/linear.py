@@ -171,7 +171,7 @@ SPLIT = 4  # the fewest tiles of a row of W that a program reads, if rows are sp
 
 
 @triton.jit
-def _code(word, mask, j: tl.constexpr, BITS: tl.constexpr):
+def _code(b_w, mask, j: tl.constexpr, BITS: tl.constexpr):
     """Number j of int32 words, in fp32 and exactly; of 4 bits less 8. mask: the ones of a code.
 
     A code stays where it is in its half of the word: as the mantissa of 2^(23 - at), of which bit `at` counts as 1. One
@@ -179,22 +179,22 @@ def _code(word, mask, j: tl.constexpr, BITS: tl.constexpr):
     mask is no constant: an instruction takes one, and ptxas would load a second one again for every code.
     """
     if BITS == 16:
-        return (word << 16 if j == 0 else word & -0x10000).to(tl.float32, bitcast=True)
+        return (b_w << 16 if j == 0 else b_w & -0x10000).to(tl.float32, bitcast=True)
     else:
         HALF: tl.constexpr = 16 // BITS
         AT: tl.constexpr = j % HALF * BITS
         EXPONENT: tl.constexpr = (127 + 23 - AT) << 23
         if BITS == 8:
-            word = word ^ -0x7F7F7F80  # 0x80808080: signed codes and 128
+            b_w = b_w ^ -0x7F7F7F80  # 0x80808080: signed codes and 128
         if j >= HALF:
-            word = word >> 16
-        return ((word & (mask << AT)) | EXPONENT).to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + 2 ** (BITS - 1))
+            b_w = b_w >> 16
+        return ((b_w & (mask << AT)) | EXPONENT).to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + 2 ** (BITS - 1))
 
 
 @triton.jit
-def _in_steps(x, step, group, base, lane, S: tl.constexpr, GROUPS, real):
+def _in_steps(ptr, step, group, base, lane, S: tl.constexpr, GROUPS, real):
     """Scales or minima of groups [1, C, 1] of blocks [R, 1, 1] -> fp32 [R, C, 16]."""
-    value = tl.load(x + base * (GROUPS * 16) + (group * 16 + lane), mask=real, other=0).to(tl.float32)
+    value = tl.load(ptr + base * (GROUPS * 16) + (group * 16 + lane), mask=real, other=0).to(tl.float32)
     if step is not None:
         steps = step + base * (GROUPS // S * 16) + (group // S * 16 + lane)
         value *= tl.load(steps, mask=real, other=0.0).to(tl.float32)
@@ -202,50 +202,50 @@ def _in_steps(x, step, group, base, lane, S: tl.constexpr, GROUPS, real):
 
 
 @triton.jit
-def _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS: tl.constexpr, MS: tl.constexpr, GROUPS, real):
-    """What W = s * `_code` + offset has beside the scales s, with zeros or minima: fp32 of the shape of s."""
+def _offset(b_s, zero, minimum, min_step, group, base, lane, mask, BITS: tl.constexpr, MS: tl.constexpr, GROUPS, real):
+    """What W = b_s * `_code` + offset has beside the scales b_s, with zeros or minima: fp32 of the shape of b_s."""
     if minimum is not None:
         offset = _in_steps(minimum, min_step, group, base, lane, MS, GROUPS, real)
         if BITS == 4:
-            offset += 8 * s
+            offset += 8 * b_s
     else:
-        z = tl.load(zero + base * (GROUPS * 8) + (group * 8 + lane % 8), mask=real, other=0).to(tl.int32)
+        b_z = tl.load(zero + base * (GROUPS * 8) + (group * 8 + lane % 8), mask=real, other=0).to(tl.int32)
         at = lane // 8 * 4
         exponent = (127 + 23 - at) << 23
         middle = exponent.to(tl.float32, bitcast=True) + 8
-        offset = (middle - ((z & (mask << at)) | exponent).to(tl.float32, bitcast=True)) * s
+        offset = (middle - ((b_z & (mask << at)) | exponent).to(tl.float32, bitcast=True)) * b_s
     return offset
 
 
 @triton.jit
-def _number(word, mask, s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    q = _code(word, mask, j, BITS)
-    if s is not None:
-        q *= s
+def _number(b_w, mask, b_s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    num = _code(b_w, mask, j, BITS)
+    if b_s is not None:
+        num *= b_s
     if offset is not None:
-        q += offset
-    return q.to(DTYPE)
+        num += offset
+    return num.to(DTYPE)
 
 
 @triton.jit
-def _numbers(word, mask, s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(b_w, mask, b_s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Words [R, C, 16] and their scales and offsets -> W [R * 16, C * 32 / BITS]; those of a word in one thread."""
-    R: tl.constexpr = word.shape[0]
-    C: tl.constexpr = word.shape[1]
+    R: tl.constexpr = b_w.shape[0]
+    C: tl.constexpr = b_w.shape[1]
     if BITS == 16:
-        q = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 1, BITS, DTYPE))
+        num = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 1, BITS, DTYPE))
     elif BITS == 8:
-        q02 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 2, BITS, DTYPE))
-        q13 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 3, BITS, DTYPE))
-        q = tl.join(q02, q13)
+        w02 = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 2, BITS, DTYPE))
+        w13 = tl.join(_number(b_w, mask, b_s, offset, 1, BITS, DTYPE), _number(b_w, mask, b_s, offset, 3, BITS, DTYPE))
+        num = tl.join(w02, w13)
     else:
-        q04 = tl.join(_number(word, mask, s, offset, 0, BITS, DTYPE), _number(word, mask, s, offset, 4, BITS, DTYPE))
-        q15 = tl.join(_number(word, mask, s, offset, 1, BITS, DTYPE), _number(word, mask, s, offset, 5, BITS, DTYPE))
-        q26 = tl.join(_number(word, mask, s, offset, 2, BITS, DTYPE), _number(word, mask, s, offset, 6, BITS, DTYPE))
-        q37 = tl.join(_number(word, mask, s, offset, 3, BITS, DTYPE), _number(word, mask, s, offset, 7, BITS, DTYPE))
-        q = tl.join(tl.join(q04, q26), tl.join(q15, q37))
-    q = tl.permute(tl.reshape(q, [R, C, 16, 32 // BITS]), [0, 2, 1, 3])
-    return tl.reshape(q, [R * 16, C * (32 // BITS)])
+        w04 = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 4, BITS, DTYPE))
+        w15 = tl.join(_number(b_w, mask, b_s, offset, 1, BITS, DTYPE), _number(b_w, mask, b_s, offset, 5, BITS, DTYPE))
+        w26 = tl.join(_number(b_w, mask, b_s, offset, 2, BITS, DTYPE), _number(b_w, mask, b_s, offset, 6, BITS, DTYPE))
+        w37 = tl.join(_number(b_w, mask, b_s, offset, 3, BITS, DTYPE), _number(b_w, mask, b_s, offset, 7, BITS, DTYPE))
+        num = tl.join(tl.join(w04, w26), tl.join(w15, w37))
+    num = tl.permute(tl.reshape(num, [R, C, 16, 32 // BITS]), [0, 2, 1, 3])
+    return tl.reshape(num, [R * 16, C * (32 // BITS)])
 
 
 @triton.jit
@@ -262,45 +262,45 @@ def _packed_linear_kernel(
     """
     PER: tl.constexpr = 32 // BITS  # inputs in a word
     block = tl.program_id(0) * R + tl.arange(0, R)
-    m = tl.program_id(1) * ROWS_X + tl.arange(0, ROWS_X)
+    offs_m = tl.program_id(1) * ROWS_X + tl.arange(0, ROWS_X)
     share = tl.program_id(2)
     words = IN // PER
     base = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None]  # beyond the end: the last block, not stored
     lane = tl.arange(0, 16)[None, None, :]
-    total = tl.zeros([R, C, 16] if ROWS_X == 1 else [R * 16, ROWS_X], tl.float32)
+    acc = tl.zeros([R, C, 16] if ROWS_X == 1 else [R * 16, ROWS_X], tl.float32)
     begin, end = share_of(words, share, tl.num_programs(2), C)
     for first in tl.range(begin, end, C, num_stages=STAGES):
-        c = (first + tl.arange(0, C))[None, :, None]
-        real = c < words
-        w = tl.load(packed + base * (words * 16) + (c * 16 + lane), mask=real, other=0)  # [R, C, 16]
-        s = None
+        offs_c = (first + tl.arange(0, C))[None, :, None]
+        real = offs_c < words
+        b_w = tl.load(packed + base * (words * 16) + (offs_c * 16 + lane), mask=real, other=0)  # [R, C, 16]
+        b_s = None
         offset = None
         if scale is not None:
-            group = c * PER // G
-            s = _in_steps(scale, step, group, base, lane, S, IN // G, real)
+            group = offs_c * PER // G
+            b_s = _in_steps(scale, step, group, base, lane, S, IN // G, real)
             if zero is not None or minimum is not None:
-                offset = _offset(s, zero, minimum, min_step, group, base, lane, mask, BITS, MS, IN // G, real)
+                offset = _offset(b_s, zero, minimum, min_step, group, base, lane, mask, BITS, MS, IN // G, real)
         if ROWS_X == 1:
             part = tl.zeros([R, C, 16], tl.float32)
             inputs = tl.zeros([1, C, 1], tl.float32)
             for j in tl.static_range(PER):
-                one = tl.load(x + c * PER + j, mask=real, other=0.0).to(tl.float32)
-                part += _code(w, mask, j, BITS) * one
+                one = tl.load(x + offs_c * PER + j, mask=real, other=0.0).to(tl.float32)
+                part += _code(b_w, mask, j, BITS) * one
                 inputs += one
-            total += part if s is None else part * s
+            acc += part if b_s is None else part * b_s
             if offset is not None:
-                total += offset * inputs
+                acc += offset * inputs
         else:
-            k = first * PER + tl.arange(0, C * PER)
-            rows = tl.load(x + m[:, None] * IN + k, mask=(m[:, None] < M) & (k < IN), other=0.0)
-            total = dot(_numbers(w, mask, s, offset, BITS, rows.dtype), tl.trans(rows), total)
-    out = tl.reshape(block[:, None] * 16 + tl.arange(0, 16), [R * 16])
+            offs_k = first * PER + tl.arange(0, C * PER)
+            b_x = tl.load(x + offs_m[:, None] * IN + offs_k, mask=(offs_m[:, None] < M) & (offs_k < IN), other=0.0)
+            acc = dot(_numbers(b_w, mask, b_s, offset, BITS, b_x.dtype), tl.trans(b_x), acc)
+    offs_out = tl.reshape(block[:, None] * 16 + tl.arange(0, 16), [R * 16])
     if ROWS_X == 1:
-        total = tl.reshape(tl.sum(total, 1), [R * 16, 1])
+        acc = tl.reshape(tl.sum(acc, 1), [R * 16, 1])
     if bias is not None and share == 0:
-        total += tl.load(bias + out, mask=out < blocks * 16, other=0.0)[:, None]
-    to = y + (share * M + m).to(tl.int64)[None, :] * (blocks * 16) + out[:, None]
-    tl.store(to, total.to(y.dtype.element_ty), mask=(out < blocks * 16)[:, None] & (m < M)[None, :])
+        acc += tl.load(bias + offs_out, mask=offs_out < blocks * 16, other=0.0)[:, None]
+    p_y = y + (share * M + offs_m).to(tl.int64)[None, :] * (blocks * 16) + offs_out[:, None]
+    tl.store(p_y, acc.to(y.dtype.element_ty), mask=(offs_out < blocks * 16)[:, None] & (offs_m < M)[None, :])
 
 
 @triton.jit
@@ -312,19 +312,19 @@ def _unpack_rows(
     PER: tl.constexpr = 32 // BITS
     block = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * C
-    words, c, lane = IN // PER, (first + tl.arange(0, C))[None, :, None], tl.arange(0, 16)[None, None, :]
-    real = c < words
-    word = tl.load(packed + block * (words * 16) + (c * 16 + lane), mask=real, other=0)
-    s = None
+    words, offs_c, lane = IN // PER, (first + tl.arange(0, C))[None, :, None], tl.arange(0, 16)[None, None, :]
+    real = offs_c < words
+    b_w = tl.load(packed + block * (words * 16) + (offs_c * 16 + lane), mask=real, other=0)
+    b_s = None
     offset = None
     if scale is not None:
-        group = c * PER // G
-        s = _in_steps(scale, step, group, block, lane, S, IN // G, real)
+        group = offs_c * PER // G
+        b_s = _in_steps(scale, step, group, block, lane, S, IN // G, real)
         if zero is not None or minimum is not None:
-            offset = _offset(s, zero, minimum, min_step, group, block, lane, mask, BITS, MS, IN // G, real)
-    k = first * PER + tl.arange(0, C * PER)
-    to = w + (block * 16 + tl.arange(0, 16))[:, None] * IN + k
-    tl.store(to, _numbers(word, mask, s, offset, BITS, w.dtype.element_ty), mask=(k < IN)[None, :])
+            offset = _offset(b_s, zero, minimum, min_step, group, block, lane, mask, BITS, MS, IN // G, real)
+    offs_k = first * PER + tl.arange(0, C * PER)
+    p_w = w + (block * 16 + tl.arange(0, 16))[:, None] * IN + offs_k
+    tl.store(p_w, _numbers(b_w, mask, b_s, offset, BITS, w.dtype.element_ty), mask=(offs_k < IN)[None, :])
 
 
 def tile_of(M: int, bits: int, blocks: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:

@@ -135,27 +135,28 @@ def _fold(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, block of coordinates): the group's queries in the key basis, q_lat [B, Hq, R]."""
-    group = tl.program_id(0).to(tl.int64)
-    b, h = group // H, group % H
-    g, d, c = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
-    u = basis + b * basis_row + h * (D * R) + d[:, None] * R + c
-    y = dot(x.to(tl.float32), tl.load(u, mask=(d[:, None] < D) & (c < R), other=0.0))
-    to = q_lat + (group * G + g[:, None]) * R + c
-    tl.store(to, y.to(q_lat.dtype.element_ty), mask=(g[:, None] < G) & (c < R))
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+    b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0)
+    p_u = basis + pid_b * basis_row + pid_h * (D * R) + offs_d[:, None] * R + offs_c
+    acc = dot(b_q.to(tl.float32), tl.load(p_u, mask=(offs_d[:, None] < D) & (offs_c < R), other=0.0))
+    to = q_lat + (pid_bh * G + offs_g[:, None]) * R + offs_c
+    tl.store(to, acc.to(q_lat.dtype.element_ty), mask=(offs_g[:, None] < G) & (offs_c < R))
 
 
 @triton.jit
 def _store(
-    part, lse, top, total, y, head, split, parts, first_split, S, g, c, G: tl.constexpr, WIDTH: tl.constexpr
+    part, lse, m_i, l_i, acc, head, split, parts, first_split, S, offs_g, offs_c, G: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Normalized, what a program has seen is row `split` of part [.., parts, WIDTH] and has a weight in lse [.., S]."""
-    some, total = total > 0, tl.maximum(total, 1e-30)
-    real = (g[:, None] < G) & (c < WIDTH)
-    tl.store(part + (head[:, None] * parts + split) * WIDTH + c, y / total[:, None], mask=real)
-    weight = tl.where(some, top + tl.log2(total), float("-inf"))  # no token, no weight
-    tl.store(lse + head * S + first_split + split, weight, mask=g < G)
+    some, l_i = l_i > 0, tl.maximum(l_i, 1e-30)
+    real = (offs_g[:, None] < G) & (offs_c < WIDTH)
+    tl.store(part + (head[:, None] * parts + split) * WIDTH + offs_c, acc / l_i[:, None], mask=real)
+    weight = tl.where(some, m_i + tl.log2(l_i), float("-inf"))  # no token, no weight
+    tl.store(lse + head * S + first_split + split, weight, mask=offs_g < G)
 
 
 @triton.jit
@@ -166,53 +167,54 @@ def _attend(
     BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): the first S_LAT splits share the row's latents, the others its whole tokens."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, n, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    c, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_n, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    head = group * G + g
-    top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold no token, and -inf less -inf is NaN
-    total = tl.zeros([BLOCK_G], tl.float32)
+    head = pid_bh * G + offs_g
+    m_i = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold no token, and -inf less -inf is NaN
+    l_i = tl.zeros([BLOCK_G], tl.float32)
     if split < S_LAT:
-        x = tl.load(q_lat + head[:, None] * R_K + c, mask=(g[:, None] < G) & (c < R_K), other=0.0)
-        y = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+        b_q = tl.load(q_lat + head[:, None] * R_K + offs_k, mask=(offs_g[:, None] < G) & (offs_k < R_K), other=0.0)
+        acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         # what is split is the row's own number, not the buffer: all programs have work at any length
-        many = tl.minimum(tl.load(stored + b), C).to(tl.int32)
+        many = tl.minimum(tl.load(stored + pid_b), C).to(tl.int32)
         step = tl.cdiv(tl.cdiv(many, S_LAT), BLOCK_N) * BLOCK_N
         lo = split * step
         hi = tl.minimum(many, lo + step)
         whole = lo + tl.maximum(hi - lo, 0) // BLOCK_N * BLOCK_N
         lat_slot, lat_chan = v_strides[2], v_strides[3]  # of K, too
-        k_at = k_lat + b * k_strides[0] + h * k_strides[1] + (c[:, None] * lat_chan + n * lat_slot)  # [R_K, N]
-        v_at = v_lat + b * v_strides[0] + h * v_strides[1] + (e[:, None] * lat_chan + n * lat_slot)  # [R_V, N]
+        # [R_K, N] and [R_V, N]
+        p_k = k_lat + pid_b * k_strides[0] + pid_h * k_strides[1] + (offs_k[:, None] * lat_chan + offs_n * lat_slot)
+        p_v = v_lat + pid_b * v_strides[0] + pid_h * v_strides[1] + (offs_v[:, None] * lat_chan + offs_n * lat_slot)
         for first in range(lo, whole, BLOCK_N):  # all of it is stored: no mask along the tokens narrows the loads
-            keys = tl.load(k_at + first * lat_slot, mask=c[:, None] < R_K, other=0.0)
-            values = tl.load(v_at + first * lat_slot, mask=e[:, None] < R_V, other=0.0)
-            top, total, y = softmax_step(dot(x, keys) * SCALE, n >= 0, tl.trans(values), top, total, y)
+            b_k = tl.load(p_k + first * lat_slot, mask=offs_k[:, None] < R_K, other=0.0)
+            b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
+            m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
         # the rest, less than a block; other slots may be NaN. Its addresses are not to take registers of the loop above
         for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
-            inside = first + n < hi
-            keys = tl.load(k_at + first * lat_slot, mask=(c[:, None] < R_K) & inside, other=0.0)
-            values = tl.load(v_at + first * lat_slot, mask=(e[:, None] < R_V) & inside, other=0.0)
-            top, total, y = softmax_step(dot(x, keys) * SCALE, inside, tl.trans(values), top, total, y)
-        _store(part_lat, lse, top, total, y, head, split, S_LAT, 0, S, g, e, G, R_V)
+            inside = first + offs_n < hi
+            b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & inside, other=0.0)
+            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & inside, other=0.0)
+            m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, inside, tl.trans(b_v), m_i, l_i, acc)
+        _store(part_lat, lse, m_i, l_i, acc, head, split, S_LAT, 0, S, offs_g, offs_v, G, R_V)
     else:
-        query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-        x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0).to(k_full.dtype.element_ty)
-        y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+        b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0).to(k_full.dtype.element_ty)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         step = tl.cdiv(tl.cdiv(F, S - S_LAT), BLOCK_N) * BLOCK_N
         lo = (split - S_LAT) * step
         hi = tl.minimum(F, lo + step)
-        k_full += group * F * D
-        v_full += group * F * D
+        k_full += pid_bh * F * D
+        v_full += pid_bh * F * D
         for first in tl.range(lo, hi, BLOCK_N, disable_licm=True):  # as above
-            slot = first + n
-            held = tl.load(filled + b * F + slot, mask=slot < hi, other=0) != 0
-            at, real = slot[:, None] * D + d, held[:, None] & (d < D)
-            keys, values = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
-            top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, held, values, top, total, y)
-        _store(part_full, lse, top, total, y, head, split - S_LAT, S - S_LAT, S_LAT, S, g, d, G, D)
+            slot = first + offs_n
+            held = tl.load(filled + pid_b * F + slot, mask=slot < hi, other=0) != 0
+            at, real = slot[:, None] * D + offs_d, held[:, None] & (offs_d < D)
+            b_k, b_v = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
+            m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, held, b_v, m_i, l_i, acc)
+        _store(part_full, lse, m_i, l_i, acc, head, split - S_LAT, S - S_LAT, S_LAT, S, offs_g, offs_d, G, D)
 
 
 @triton.jit
@@ -222,23 +224,27 @@ def _expand(
 ):  # fmt: skip
     """Program (row and query head, block of channels): the parts by their weights, latent ones through the basis."""
     row = tl.program_id(0).to(tl.int64)
-    b, h = row // Hq, row % Hq // (Hq // H)
-    s, f, c = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_R)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    pid_b, pid_h = row // Hq, row % Hq // (Hq // H)
+    offs_s, offs_f, offs_r = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_R)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     # everything that is read is asked for before any of it is used
-    u = basis + b * basis_row + h * (D * R) + d[:, None] * R + c
-    u = tl.load(u, mask=(d[:, None] < D) & (c < R), other=0.0)
-    latent = tl.load(part_lat + (row * S_LAT + s[:, None]) * R + c, mask=(s[:, None] < S_LAT) & (c < R), other=0.0)
-    full = part_full + (row * (S - S_LAT) + f[:, None]) * D + d
-    full = tl.load(full, mask=(f[:, None] < S - S_LAT) & (d < D), other=0.0)
-    w_lat = tl.load(lse + row * S + s, mask=s < S_LAT, other=float("-inf"))
-    w_full = tl.load(lse + row * S + S_LAT + f, mask=f < S - S_LAT, other=float("-inf"))
-    top = tl.maximum(tl.maximum(tl.max(w_lat), tl.max(w_full)), -1e30)
-    w_lat, w_full = tl.exp2(w_lat - top), tl.exp2(w_full - top)
+    b_u = basis + pid_b * basis_row + pid_h * (D * R) + offs_d[:, None] * R + offs_r
+    b_u = tl.load(b_u, mask=(offs_d[:, None] < D) & (offs_r < R), other=0.0)
+    latent = tl.load(
+        part_lat + (row * S_LAT + offs_s[:, None]) * R + offs_r,
+        mask=(offs_s[:, None] < S_LAT) & (offs_r < R),
+        other=0.0,
+    )
+    full = part_full + (row * (S - S_LAT) + offs_f[:, None]) * D + offs_d
+    full = tl.load(full, mask=(offs_f[:, None] < S - S_LAT) & (offs_d < D), other=0.0)
+    w_lat = tl.load(lse + row * S + offs_s, mask=offs_s < S_LAT, other=float("-inf"))
+    w_full = tl.load(lse + row * S + S_LAT + offs_f, mask=offs_f < S - S_LAT, other=float("-inf"))
+    m_i = tl.maximum(tl.maximum(tl.max(w_lat), tl.max(w_full)), -1e30)
+    w_lat, w_full = tl.exp2(w_lat - m_i), tl.exp2(w_full - m_i)
     latent = tl.sum(latent * w_lat[:, None], 0)
-    y = tl.sum(u * latent[None, :], 1) + tl.sum(full * w_full[:, None], 0)
-    y /= tl.maximum(tl.sum(w_lat) + tl.sum(w_full), 1e-30)
-    tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=d < D)
+    acc = tl.sum(b_u * latent[None, :], 1) + tl.sum(full * w_full[:, None], 0)
+    acc /= tl.maximum(tl.sum(w_lat) + tl.sum(w_full), 1e-30)
+    tl.store(out + row * D + offs_d, acc.to(out.dtype.element_ty), mask=offs_d < D)
 
 
 def block_size(D: int, r: int, itemsize: int) -> int:

@@ -122,32 +122,32 @@ def _observed_attention_parts(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): attention of the group's G query heads over its part of the filled slots."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    heads = (g[:, None] < G) & (d < D)
-    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-    x = tl.load(query, mask=heads, other=0.0).to(k.dtype.element_ty)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    heads = (offs_g[:, None] < G) & (offs_d < D)
+    p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+    b_q = tl.load(p_q, mask=heads, other=0.0).to(k.dtype.element_ty)
 
-    filled = tl.load(stop + b).to(tl.int32)
+    filled = tl.load(stop + pid_b).to(tl.int32)
     step = tl.cdiv(tl.cdiv(filled, S), BLOCK_N) * BLOCK_N
     lo = split * step
     hi = tl.minimum(filled, lo + step)
-    k += b * k_strides[0] + h * k_strides[1]
-    v += b * v_strides[0] + h * v_strides[1]
-    logits += group * G * width
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    k += pid_b * k_strides[0] + pid_h * k_strides[1]
+    v += pid_b * v_strides[0] + pid_h * v_strides[1]
+    logits += pid_bh * G * width
+    m_i = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for first in range(lo, hi, BLOCK_N):
-        slot, inside = (first + n).to(tl.int64), first + n < hi
-        real = inside[:, None] & (d < D)  # other slots may hold NaN: not even their values are loaded
-        keys = tl.load(k + slot[:, None] * k_strides[2] + d, mask=real, other=0.0)
-        values = tl.load(v + slot[:, None] * v_strides[2] + d, mask=real, other=0.0)
-        logit = dot(x, tl.trans(keys)) * (D**-0.5 * LOG2_E)
-        tl.store(logits + g[:, None] * width + first + n, logit, mask=(g[:, None] < G) & inside)
-        top, total, y = softmax_step(logit, inside, values, top, total, y)
-    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+        slot, inside = (first + offs_n).to(tl.int64), first + offs_n < hi
+        real = inside[:, None] & (offs_d < D)  # other slots may hold NaN: not even their values are loaded
+        b_k = tl.load(k + slot[:, None] * k_strides[2] + offs_d, mask=real, other=0.0)
+        b_v = tl.load(v + slot[:, None] * v_strides[2] + offs_d, mask=real, other=0.0)
+        logit = dot(b_q, tl.trans(b_k)) * (D**-0.5 * LOG2_E)
+        tl.store(logits + offs_g[:, None] * width + first + offs_n, logit, mask=(offs_g[:, None] < G) & inside)
+        m_i, l_i, acc = softmax_step(logit, inside, b_v, m_i, l_i, acc)
+    write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
 @triton.jit
@@ -156,27 +156,33 @@ def _join(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, i): the i-th slots' weights, and the i-th channels of the output from its parts."""
-    group, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, s, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), i * BLOCK_N + tl.arange(0, BLOCK_N)
-    filled = tl.load(stop + group // H)
-    sums = tl.load(lse + (group * G + g[:, None]) * S + s, mask=(g[:, None] < G) & (s < S), other=float("-inf"))
-    top = tl.max(sums, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    whole = top + tl.log2(tl.maximum(tl.sum(tl.exp2(sums - top[:, None]), 1), 1e-30))
-    seen = (g[:, None] < G) & (n < filled)
-    logit = tl.load(logits + (group * G + g[:, None]) * width + n, mask=seen, other=float("-inf"))
-    tl.store(weights + group * N + n, tl.sum(tl.exp2(logit - whole[:, None]), 0), mask=n < N)
+    """Program (row and KV head, block): weights of the slots' block, and the output of the channels' block."""
+    pid_bh, pid_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_g, offs_s, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    filled = tl.load(stop + pid_bh // H)
+    sums = tl.load(
+        lse + (pid_bh * G + offs_g[:, None]) * S + offs_s,
+        mask=(offs_g[:, None] < G) & (offs_s < S),
+        other=float("-inf"),
+    )
+    m_i = tl.max(sums, 1)
+    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
+    whole = m_i + tl.log2(tl.maximum(tl.sum(tl.exp2(sums - m_i[:, None]), 1), 1e-30))
+    seen = (offs_g[:, None] < G) & (offs_n < filled)
+    logit = tl.load(logits + (pid_bh * G + offs_g[:, None]) * width + offs_n, mask=seen, other=float("-inf"))
+    tl.store(weights + pid_bh * N + offs_n, tl.sum(tl.exp2(logit - whole[:, None]), 0), mask=offs_n < N)
 
     CHANNELS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    if i < G * CHANNELS:
-        head, d = group * G + i // CHANNELS, i % CHANNELS * BLOCK_D + tl.arange(0, BLOCK_D)
-        weight = tl.load(lse + head * S + s, mask=s < S, other=float("-inf"))
-        x = tl.load(part + (head * S + s[:, None]) * D + d, mask=(s[:, None] < S) & (d < D), other=0.0)
+    if pid_n < G * CHANNELS:
+        head, offs_d = pid_bh * G + pid_n // CHANNELS, pid_n % CHANNELS * BLOCK_D + tl.arange(0, BLOCK_D)
+        weight = tl.load(lse + head * S + offs_s, mask=offs_s < S, other=float("-inf"))
+        b_o = tl.load(
+            part + (head * S + offs_s[:, None]) * D + offs_d, mask=(offs_s[:, None] < S) & (offs_d < D), other=0.0
+        )
         most = tl.max(weight)
         weight = tl.exp2(weight - tl.where(most == float("-inf"), 0.0, most))
-        mean = tl.sum(x * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
-        tl.store(y + head * D + d, mean.to(y.dtype.element_ty), mask=d < D)
+        mean = tl.sum(b_o * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
+        tl.store(y + head * D + offs_d, mean.to(y.dtype.element_ty), mask=offs_d < D)
 
 
 def join_config(G: int, D: int, splits: int) -> dict[str, int]:

@@ -92,18 +92,18 @@ def _fetch(
     host_k, host_v, idx, out_k, out_v, n, K, T, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Rows of one shape out of host memory, a tile of them by turns of the programs; n = B * H * K entries of idx."""
-    i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    offs_row, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
-        entry = first + i
+        entry = first + offs_row
         slot = tl.load(idx + entry, mask=entry < n, other=-1)
-        real = (slot >= 0)[:, None] & (d < D)
-        source = ((entry // K).to(tl.int64) * T + slot)[:, None] * D + d
-        to = entry.to(tl.int64)[:, None] * D + d
+        real = (slot >= 0)[:, None] & (offs_d < D)
+        source = ((entry // K).to(tl.int64) * T + slot)[:, None] * D + offs_d
+        to = entry.to(tl.int64)[:, None] * D + offs_d
         # past L1, where nothing comes to be read again; both before the first store, so that both are on the way
-        keys = tl.load(host_k + source, mask=real, other=0.0, cache_modifier=".cg")
-        values = tl.load(host_v + source, mask=real, other=0.0, cache_modifier=".cg")
-        tl.store(out_k + to, keys, mask=real)
-        tl.store(out_v + to, values, mask=real)
+        b_k = tl.load(host_k + source, mask=real, other=0.0, cache_modifier=".cg")
+        b_v = tl.load(host_v + source, mask=real, other=0.0, cache_modifier=".cg")
+        tl.store(out_k + to, b_k, mask=real)
+        tl.store(out_v + to, b_v, mask=real)
 
 
 def rows_of(D: int, itemsize: int) -> int:

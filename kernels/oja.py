@@ -62,14 +62,14 @@ def _sequential(
     x, basis, out, m, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """Program (row and KV head): its basis stays in registers from the first token to the last."""
-    group, d, r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
-    start, at, real = group * (D * R), d[:, None] * R + r, (d[:, None] < D) & (r < R)
-    u = tl.load(basis + start + at, mask=real, other=0.0)
+    pid_bh, offs_d, offs_r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    start, at, real = pid_bh * (D * R), offs_d[:, None] * R + offs_r, (offs_d[:, None] < D) & (offs_r < R)
+    b_u = tl.load(basis + start + at, mask=real, other=0.0)
     for t in range(m):
-        token = tl.load(x + (group * m + t) * D + d, mask=d < D, other=0.0)
-        y = tl.sum(u * token[:, None], 0)
-        u += (token - tl.sum(u * y[None, :], 1))[:, None] * y[None, :]
-    tl.store(out + start + at, u, mask=real)
+        token = tl.load(x + (pid_bh * m + t) * D + offs_d, mask=offs_d < D, other=0.0)
+        coords = tl.sum(b_u * token[:, None], 0)
+        b_u += (token - tl.sum(b_u * coords[None, :], 1))[:, None] * coords[None, :]
+    tl.store(out + start + at, b_u, mask=real)
 
 
 @sequential.triton

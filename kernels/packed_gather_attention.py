@@ -159,66 +159,66 @@ def _packed_gather_attention_kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): its share of the list, the sinks and the tail, laid end to end as they are."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+    b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0)
+    m_i = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
 
     # a ring is empty behind a prompt, and a list may be short: what is shared is what is there, not what could be
-    chosen = tl.minimum(tl.load(count + b * count_strides[0] + h * count_strides[1]), K).to(tl.int32)
-    n_prompt = tl.load(prompt_len + b).to(tl.int32)
-    newest = tl.load(pos + b).to(tl.int32) - n_prompt
+    chosen = tl.minimum(tl.load(count + pid_b * count_strides[0] + pid_h * count_strides[1]), K).to(tl.int32)
+    n_prompt = tl.load(prompt_len + pid_b).to(tl.int32)
+    newest = tl.load(pos + pid_b).to(tl.int32) - n_prompt
     oldest = tl.maximum(tl.load(flushed).to(tl.int32), newest - ring + 1)
     n_sinks = tl.minimum(n_prompt, sinks)
     n_whole = n_sinks + tl.maximum(newest - oldest + 1, 0)
     lo, end = share_of(chosen + n_whole, split, S, BLOCK_N)
     hi = tl.minimum(chosen, end)
-    idx += b * idx_strides[0] + h * idx_strides[1]
+    idx += pid_b * idx_strides[0] + pid_h * idx_strides[1]
     if BITS == 16:
         for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
-            inside = first + n < hi
-            slot = group * T + tl.load(idx + first + n, mask=inside, other=0)
-            real = inside[:, None] & (d < D)
-            keys = tl.load(k + slot[:, None] * D + d, mask=real, other=0.0)
-            values = tl.load(v + slot[:, None] * D + d, mask=real, other=0.0)
-            top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
+            inside = first + offs_n < hi
+            slot = pid_bh * T + tl.load(idx + first + offs_n, mask=inside, other=0)
+            real = inside[:, None] & (offs_d < D)
+            b_k = tl.load(k + slot[:, None] * D + offs_d, mask=real, other=0.0)
+            b_v = tl.load(v + slot[:, None] * D + offs_d, mask=real, other=0.0)
+            m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, inside, b_v, m_i, l_i, acc)
     else:
-        DOWN: tl.constexpr = 0.00390625 if x.dtype == tl.float16 else 1.0  # fp16 would overflow: a power of two
-        xa = (x * (tl.load(alpha + group * D + d, mask=d < D, other=0.0) * DOWN)).to(x.dtype)
-        u, e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
+        DOWN: tl.constexpr = 0.00390625 if b_q.dtype == tl.float16 else 1.0  # fp16 would overflow: a power of two
+        b_qa = (b_q * (tl.load(alpha + pid_bh * D + offs_d, mask=offs_d < D, other=0.0) * DOWN)).to(b_q.dtype)
+        offs_u, offs_e = tl.arange(0, BLOCK_D // 8), tl.arange(0, BLOCK_D // 32)
         for first in tl.range(lo, hi, BLOCK_N, num_stages=5):
-            inside = first + n < hi
-            slot = group * T + tl.load(idx + first + n, mask=inside, other=0)
-            unit, real = slot[:, None] * (D // 8) + u, inside[:, None] & (u < D // 8)
-            pair, some = slot[:, None] * ((D + 31) // 32) + e, inside[:, None] & (e < (D + 31) // 32)
+            inside = first + offs_n < hi
+            slot = pid_bh * T + tl.load(idx + first + offs_n, mask=inside, other=0)
+            unit, real = slot[:, None] * (D // 8) + offs_u, inside[:, None] & (offs_u < D // 8)
+            pair, some = slot[:, None] * ((D + 31) // 32) + offs_e, inside[:, None] & (offs_e < (D + 31) // 32)
             k_words, k_pairs = tl.load(k + unit, mask=real, other=0), tl.load(k_params + pair, mask=some, other=0)
             v_words, v_pairs = tl.load(v + unit, mask=real, other=0), tl.load(v_params + pair, mask=some, other=0)
             signs = codes
             if codes is not None:
                 signs = tl.load(codes + unit, mask=real, other=0)
-            keys = unpack_tile(k_words, k_pairs, signs, BITS, x.dtype)
-            logits = dot(xa, tl.trans(keys)) * (SCALE / DOWN)
-            values = unpack_tile(v_words, v_pairs, None, BITS, x.dtype)
-            top, total, y = softmax_step(logits, inside, values, top, total, y)
+            b_k = unpack_tile(k_words, k_pairs, signs, BITS, b_q.dtype)
+            logits = dot(b_qa, tl.trans(b_k)) * (SCALE / DOWN)
+            b_v = unpack_tile(v_words, v_pairs, None, BITS, b_q.dtype)
+            m_i, l_i, acc = softmax_step(logits, inside, b_v, m_i, l_i, acc)
 
     # sinks and then tail as one list of whole rows
     hi = end - chosen
     for first in range(tl.maximum(lo - chosen, 0), hi, BLOCK_N):
-        i = first + n
-        inside = i < hi
-        real = inside[:, None] & (d < D)
-        sink, tail = (group * sinks + i) * D, (group * ring + (oldest + i - n_sinks) % ring) * D
-        key = tl.multiple_of(tl.where(i < n_sinks, sink_k + sink, tail_k + tail), 16)
-        value = tl.multiple_of(tl.where(i < n_sinks, sink_v + sink, tail_v + tail), 16)
-        keys = tl.load(key[:, None] + d, mask=real, other=0.0)
-        values = tl.load(value[:, None] + d, mask=real, other=0.0)
-        top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
-    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+        offs_i = first + offs_n
+        inside = offs_i < hi
+        real = inside[:, None] & (offs_d < D)
+        sink, tail = (pid_bh * sinks + offs_i) * D, (pid_bh * ring + (oldest + offs_i - n_sinks) % ring) * D
+        p_k = tl.multiple_of(tl.where(offs_i < n_sinks, sink_k + sink, tail_k + tail), 16)
+        p_v = tl.multiple_of(tl.where(offs_i < n_sinks, sink_v + sink, tail_v + tail), 16)
+        b_k = tl.load(p_k[:, None] + offs_d, mask=real, other=0.0)
+        b_v = tl.load(p_v[:, None] + offs_d, mask=real, other=0.0)
+        m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, inside, b_v, m_i, l_i, acc)
+    write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
 @packed_gather_attention.triton

@@ -67,20 +67,23 @@ def _page_score(
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, block of pages)."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, n = tl.program_id(1) * BLOCK_P, filled(last, b, P)
-    if first >= n:
+    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    first, n_pages = tl.program_id(1) * BLOCK_P, filled(last, pid_b, P)
+    if first >= n_pages:
         return
-    p, d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    at, inside = b * low_strides[0] + h * low_strides[1] + p.to(tl.int64)[:, None] * D + d, (p[:, None] < n) & (d < D)
+    offs_p, offs_d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
+    at = pid_b * low_strides[0] + pid_h * low_strides[1] + offs_p.to(tl.int64)[:, None] * D + offs_d
+    inside = (offs_p[:, None] < n_pages) & (offs_d < D)
     lo = tl.load(low + at, mask=inside, other=0.0).to(tl.float32)
     hi = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
     score = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # summed over the lanes once, at the end
     for g in tl.static_range(G):
-        x = tl.load(q + b * q_strides[0] + (h * G + g) * q_strides[1] + d, mask=d < D, other=0.0).to(tl.float32)
-        score += tl.maximum(x * lo, x * hi)
-    to = out + b * out_strides[0] + h * out_strides[1] + p
-    tl.store(to, tl.sum(score, 1), mask=p < tl.cdiv(P, 16) * 16)
+        b_q = tl.load(
+            q + pid_b * q_strides[0] + (pid_h * G + g) * q_strides[1] + offs_d, mask=offs_d < D, other=0.0
+        ).to(tl.float32)
+        score += tl.maximum(b_q * lo, b_q * hi)
+    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_p
+    tl.store(to, tl.sum(score, 1), mask=offs_p < tl.cdiv(P, 16) * 16)
 
 
 @page_score.triton

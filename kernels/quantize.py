@@ -161,22 +161,22 @@ def _quantize(
 ):  # fmt: skip
     """BLOCK of the n groups of 32 channels, in the order of x [rows, heads, tokens, D]: one int32 each of scale and
     zero, and BITS int32 of codes."""
-    group, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
+    group, offs_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 32)
     token = group // (D // 32)
     inside = (group < n)[:, None]
     at = (token // tokens // heads).to(tl.int64) * x_strides[0] + (token // tokens % heads).to(tl.int64) * x_strides[1]
     at += (token % tokens).to(tl.int64) * x_strides[2] + group % (D // 32) * 32
-    v = tl.load(x + at[:, None] + c, mask=inside, other=0.0).to(tl.float32)
+    b_x = tl.load(x + at[:, None] + offs_c, mask=inside, other=0.0).to(tl.float32)
     at = (token // tokens).to(tl.int64) * D + group % (D // 32) * 32
     if mean is not None:
-        v -= tl.load(mean + at[:, None] + c, mask=inside, other=0.0)
+        b_x -= tl.load(mean + at[:, None] + offs_c, mask=inside, other=0.0)
     if alpha is not None:
-        v = tl.div_rn(v, tl.load(alpha + at[:, None] + c, mask=inside, other=1.0))
+        b_x = tl.div_rn(b_x, tl.load(alpha + at[:, None] + offs_c, mask=inside, other=1.0))
     if MAGNITUDE:
-        v = tl.abs(v)
-    word, pair = encode_groups(v, BITS)
-    w, group = tl.arange(0, BITS), group.to(tl.int64)
-    tl.store(packed + group[:, None] * BITS + w, word, mask=inside)
+        b_x = tl.abs(b_x)
+    word, pair = encode_groups(b_x, BITS)
+    offs_w, group = tl.arange(0, BITS), group.to(tl.int64)
+    tl.store(packed + group[:, None] * BITS + offs_w, word, mask=inside)
     tl.store(pairs + group, pair, mask=group < n)
 
 

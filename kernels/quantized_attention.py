@@ -200,19 +200,19 @@ NUM_WARPS, NUM_STAGES = 4, 3
 
 @triton.jit
 def _unpacked(
-    packed, third, scales, book, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    packed, third, scales, book, slot, inside, offs_u, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Tokens quantized by themselves, [N, 8 * U], GROUP channels with a pair of params each; with a book GROUP tokens
     with a scale."""
-    words = load_words(packed, third, slot, inside, u, D, BITS)
+    words = load_words(packed, third, slot, inside, offs_u, D, BITS)
     if book is not None:
-        s = tl.load(scales + slot // GROUP, mask=inside, other=0.0).to(tl.float32)
-        return unpack_units(words, s[:, None], 0.0, None, BITS, DTYPE, book)
+        scale = tl.load(scales + slot // GROUP, mask=inside, other=0.0).to(tl.float32)
+        return unpack_units(words, scale[:, None], 0.0, None, BITS, DTYPE, book)
     else:
-        real, groups = inside[:, None] & (u < D // 8), (D + GROUP - 1) // GROUP
-        s, z = scale_zero(tl.load(scales + slot[:, None] * groups + u // (GROUP // 8), mask=real, other=0))
-        return unpack_units(words, s, z, None, BITS, DTYPE)
+        real, groups = inside[:, None] & (offs_u < D // 8), (D + GROUP - 1) // GROUP
+        scale, zero = scale_zero(tl.load(scales + slot[:, None] * groups + offs_u // (GROUP // 8), mask=real, other=0))
+        return unpack_units(words, scale, zero, None, BITS, DTYPE)
 
 
 @triton.jit
@@ -223,48 +223,48 @@ def _quantized_attention_kernel(
     V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): the first S_PACKED splits share the packed keys, the others the whole ones."""
-    group, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = group // H, group % H
-    g, d, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    u = tl.arange(0, BLOCK_D // 8)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    offs_g, offs_d, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    offs_u = tl.arange(0, BLOCK_D // 8)
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
-    query = q + b * q_strides[0] + (h * G + g[:, None]) * q_strides[1] + d
-    x = tl.load(query, mask=(g[:, None] < G) & (d < D), other=0.0)
-    top = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold sinks alone, and -inf less -inf is NaN
-    total = tl.zeros([BLOCK_G], tl.float32)
-    y = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    newest = tl.load(pos + b).to(tl.int32)
-    packed_keys, packed_values = tl.load(k_stop + b).to(tl.int32), tl.load(v_stop + b).to(tl.int32)
+    p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
+    b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0)
+    m_i = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold sinks alone, and -inf less -inf is NaN
+    l_i = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    newest = tl.load(pos + pid_b).to(tl.int32)
+    packed_keys, packed_values = tl.load(k_stop + pid_b).to(tl.int32), tl.load(v_stop + pid_b).to(tl.int32)
 
     step = tl.cdiv(tl.cdiv(packed_keys, S_PACKED), BLOCK_N) * BLOCK_N
     lo = split * step
     hi = tl.minimum(packed_keys, lo + step)
     for first in tl.range(lo, hi, BLOCK_N):
-        t = first + n
-        inside = (t >= sinks) & (t < hi)
-        slot = group * K_SLOTS + t
+        offs_t = first + offs_n
+        inside = (offs_t >= sinks) & (offs_t < hi)
+        slot = pid_bh * K_SLOTS + offs_t
         if K_BITS == 16:
-            keys = tl.load(k + slot[:, None] * D + d, mask=inside[:, None] & (d < D), other=0.0)
-            logits = dot(x, tl.trans(keys))
+            b_k = tl.load(k + slot[:, None] * D + offs_d, mask=inside[:, None] & (offs_d < D), other=0.0)
+            logits = dot(b_q, tl.trans(b_k))
         elif CHANNELS:  # q . (scale * code + zero) = (q * scale) . code + q . zero
-            words = load_words(k, k_third, slot, inside, u, D, K_BITS)
-            at = (group * (K_SLOTS // 32) + first // 32) * D + d
-            s, z = scale_zero(tl.load(k_params + at, mask=d < D, other=0))
-            codes = unpack_units(words, 1.0, 0.0, None, K_BITS, x.dtype)
-            logits = dot((x * s[None, :]).to(x.dtype), tl.trans(codes)) + tl.sum(x * z[None, :], 1)[:, None]
+            words = load_words(k, k_third, slot, inside, offs_u, D, K_BITS)
+            at = (pid_bh * (K_SLOTS // 32) + first // 32) * D + offs_d
+            scale, zero = scale_zero(tl.load(k_params + at, mask=offs_d < D, other=0))
+            code = unpack_units(words, 1.0, 0.0, None, K_BITS, b_q.dtype)
+            logits = dot((b_q * scale[None, :]).to(b_q.dtype), tl.trans(code)) + tl.sum(b_q * zero[None, :], 1)[:, None]
         else:
-            keys = _unpacked(k, k_third, k_params, k_book, slot, inside, u, D, K_BITS, K_GROUP, x.dtype)
-            logits = dot(x, tl.trans(keys))
-        slot, inner = group * V_SLOTS + t, inside & (t < packed_values)
+            b_k = _unpacked(k, k_third, k_params, k_book, slot, inside, offs_u, D, K_BITS, K_GROUP, b_q.dtype)
+            logits = dot(b_q, tl.trans(b_k))
+        slot, inner = pid_bh * V_SLOTS + offs_t, inside & (offs_t < packed_values)
         if V_BITS == 16:
-            values = tl.load(v + slot[:, None] * D + d, mask=inner[:, None] & (d < D), other=0.0)
+            b_v = tl.load(v + slot[:, None] * D + offs_d, mask=inner[:, None] & (offs_d < D), other=0.0)
         else:
-            values = _unpacked(v, v_third, v_params, v_book, slot, inner, u, D, V_BITS, V_GROUP, x.dtype)
+            b_v = _unpacked(v, v_third, v_params, v_book, slot, inner, offs_u, D, V_BITS, V_GROUP, b_q.dtype)
         if CHANNELS:  # keys leave the ring before their values do
-            late = inside & (t >= packed_values)
-            at = (group * (sinks + ring) + sinks + (t - sinks) % ring) * D
-            values += tl.load(v_whole + at[:, None] + d, mask=late[:, None] & (d < D), other=0.0)
-        top, total, y = softmax_step(logits * SCALE, inside, values, top, total, y)
+            late = inside & (offs_t >= packed_values)
+            at = (pid_bh * (sinks + ring) + sinks + (offs_t - sinks) % ring) * D
+            b_v += tl.load(v_whole + at[:, None] + offs_d, mask=late[:, None] & (offs_d < D), other=0.0)
+        m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
 
     # sinks and then the ring as one list of whole rows; of the splits before, none has a part of it
     begin = tl.maximum(packed_keys, sinks)
@@ -274,16 +274,16 @@ def _quantized_attention_kernel(
     lo = (split - S_PACKED) * step
     hi = tl.minimum(n_whole, lo + step)
     for first in range(tl.maximum(lo, 0), hi, BLOCK_N):
-        i = first + n
-        inside = i < hi
-        t = tl.where(i < n_sinks, i, begin + i - n_sinks)
-        at = (group * (sinks + ring) + tl.where(t < sinks, t, sinks + (t - sinks) % ring)) * D
+        offs_i = first + offs_n
+        inside = offs_i < hi
+        offs_t = tl.where(offs_i < n_sinks, offs_i, begin + offs_i - n_sinks)
+        at = (pid_bh * (sinks + ring) + tl.where(offs_t < sinks, offs_t, sinks + (offs_t - sinks) % ring)) * D
         at = tl.multiple_of(at, 8)
-        real = inside[:, None] & (d < D)
-        keys = tl.load(k_whole + at[:, None] + d, mask=real, other=0.0)
-        values = tl.load(v_whole + at[:, None] + d, mask=real, other=0.0)
-        top, total, y = softmax_step(dot(x, tl.trans(keys)) * SCALE, inside, values, top, total, y)
-    write_part(top, total, y, part, lse, group * G + g, g, split, S, G, D, BLOCK_D)
+        real = inside[:, None] & (offs_d < D)
+        b_k = tl.load(k_whole + at[:, None] + offs_d, mask=real, other=0.0)
+        b_v = tl.load(v_whole + at[:, None] + offs_d, mask=real, other=0.0)
+        m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, inside, b_v, m_i, l_i, acc)
+    write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
 def _side(tokens: QuantizedTokens, D: int) -> tuple[Tensor, Tensor | None, Tensor | None, int]:

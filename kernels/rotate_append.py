@@ -48,12 +48,12 @@ def rotate_append(
 
 
 @triton.jit
-def _rotate(x, x_head, to, to_head, a, b, head, real, D: tl.constexpr, c):
-    """Heads [N, 1] of x to those of `to`, rotated by cosines a and sines b, [C] fp32, of channels c [C]."""
-    x1 = tl.load(x + head * x_head + c, mask=real, other=0.0).to(tl.float32)
-    x2 = tl.load(x + head * x_head + D // 2 + c, mask=real, other=0.0).to(tl.float32)
-    tl.store(to + head * to_head + c, (x1 * a - x2 * b).to(to.dtype.element_ty), mask=real)
-    tl.store(to + head * to_head + D // 2 + c, (x2 * a + x1 * b).to(to.dtype.element_ty), mask=real)
+def _rotate(x, x_head, to, to_head, cosine, sine, head, real, D: tl.constexpr, offs_c):
+    """Heads [N, 1] of x to those of `to`, rotated by cosine and sine [C], fp32, of channels offs_c [C]."""
+    x1 = tl.load(x + head * x_head + offs_c, mask=real, other=0.0).to(tl.float32)
+    x2 = tl.load(x + head * x_head + D // 2 + offs_c, mask=real, other=0.0).to(tl.float32)
+    tl.store(to + head * to_head + offs_c, (x1 * cosine - x2 * sine).to(to.dtype.element_ty), mask=real)
+    tl.store(to + head * to_head + D // 2 + offs_c, (x2 * cosine + x1 * sine).to(to.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -63,22 +63,26 @@ def _rotate_append_kernel(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program: one KV head of a row and its G query heads. v None: k_out has no slots."""
-    group = tl.program_id(0).to(tl.int64)
-    b, h = group // H, group % H
-    at = tl.load(pos + b)
-    c, g = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_G)[:, None]
-    inside = c < D // 2
-    cosine = tl.load(cos + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
-    sine = tl.load(sin + b * table_row + at * (D // 2) + c, mask=inside, other=0.0)
-    q += b * q_strides[0] + h * G * q_strides[1]
-    _rotate(q, q_strides[1], q_out + group * (G * D), D, cosine, sine, g, (g < G) & inside, D, c)
-    k_out += b * k_out_strides[0] + h * k_out_strides[1]
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    at = tl.load(pos + pid_b)
+    offs_c, offs_g = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_G)[:, None]
+    inside = offs_c < D // 2
+    cosine = tl.load(cos + pid_b * table_row + at * (D // 2) + offs_c, mask=inside, other=0.0)
+    sine = tl.load(sin + pid_b * table_row + at * (D // 2) + offs_c, mask=inside, other=0.0)
+    q += pid_b * q_strides[0] + pid_h * G * q_strides[1]
+    _rotate(q, q_strides[1], q_out + pid_bh * (G * D), D, cosine, sine, offs_g, (offs_g < G) & inside, D, offs_c)
+    k_out += pid_b * k_out_strides[0] + pid_h * k_out_strides[1]
     if v is not None:
         k_out += at * k_out_strides[2]
-        d = tl.arange(0, BLOCK_D)
-        value = tl.load(v + b * v_strides[0] + h * v_strides[1] + d, mask=d < D, other=0.0)
-        tl.store(v_out + b * v_out_strides[0] + h * v_out_strides[1] + at * v_out_strides[2] + d, value, mask=d < D)
-    _rotate(k + b * k_strides[0] + h * k_strides[1], 0, k_out, 0, cosine, sine, 0, inside, D, c)
+        offs_d = tl.arange(0, BLOCK_D)
+        value = tl.load(v + pid_b * v_strides[0] + pid_h * v_strides[1] + offs_d, mask=offs_d < D, other=0.0)
+        tl.store(
+            v_out + pid_b * v_out_strides[0] + pid_h * v_out_strides[1] + at * v_out_strides[2] + offs_d,
+            value,
+            mask=offs_d < D,
+        )
+    _rotate(k + pid_b * k_strides[0] + pid_h * k_strides[1], 0, k_out, 0, cosine, sine, 0, inside, D, offs_c)
 
 
 def _config(G: int, D: int) -> tuple[dict[str, int], dict[str, int]]:

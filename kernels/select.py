@@ -124,35 +124,35 @@ def with_run(idx: Tensor, count: Tensor, first: Tensor, last: int, k: int) -> Te
 def _pad(idx, want, K):
     """Entries past the count are slots, too."""
     for first in range(want, K, 1024):
-        i = first + tl.arange(0, 1024)
-        tl.store(idx + i, tl.zeros([1024], tl.int64), mask=i < K)
+        offs_k = first + tl.arange(0, 1024)
+        tl.store(idx + offs_k, tl.zeros([1024], tl.int64), mask=offs_k < K)
 
 
 @triton.jit
 def _select_row(scores, mask, pos, wanted, words, idx, count, rows, ROW: tl.constexpr):
     """Program (row and head)."""
-    row = tl.program_id(0).to(tl.int64)
-    b, h = row // rows.H, row % rows.H
-    want, last = target_of(wanted, pos, b, h, rows)
-    scores += b * rows.scores[0] + h * rows.scores[1]
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // rows.H, pid_bh % rows.H
+    want, last = target_of(wanted, pos, pid_b, pid_h, rows)
+    scores += pid_b * rows.scores[0] + pid_h * rows.scores[1]
     if mask is not None:
-        mask += b * rows.mask[0] + h * rows.mask[1]
-    idx += row * rows.K
-    t = tl.arange(0, ROW)
-    keys = keys_of(scores, mask, t, last, rows)
+        mask += pid_b * rows.mask[0] + pid_h * rows.mask[1]
+    idx += pid_bh * rows.K
+    offs_t = tl.arange(0, ROW)
+    keys = keys_of(scores, mask, offs_t, last, rows)
     lo, hi, allowed, forced = ends_of(keys)
     want = tl.minimum(want, allowed)
     search = want > forced  # otherwise forced ones are all that is taken
-    lo, hi, n, _ = bisect(keys, want, lo, hi, tl.where(search, allowed, want), forced, SLACK=0)
-    level, n = tl.where(search, lo, HIGH), tl.where(search, n, forced)
+    lo, hi, n_taken, _ = bisect(keys, want, lo, hi, tl.where(search, allowed, want), forced, SLACK=0)
+    level, n_taken = tl.where(search, lo, HIGH), tl.where(search, n_taken, forced)
     begin, end, cut = 0, ROW, ROW  # of the keys at the level, those before slot `cut`
-    while n != want:
+    while n_taken != want:
         cut = (begin + end) >> 1
-        n = tl.sum(((keys > level) | ((keys == level) & (t < cut))).to(tl.int32))
-        begin, end = tl.where(n < want, cut, begin), tl.where(n < want, end, cut)
-    write_slots(idx, (keys > level) | ((keys == level) & (t < cut)), words + row * (ROW // 32))
+        n_taken = tl.sum(((keys > level) | ((keys == level) & (offs_t < cut))).to(tl.int32))
+        begin, end = tl.where(n_taken < want, cut, begin), tl.where(n_taken < want, end, cut)
+    write_slots(idx, (keys > level) | ((keys == level) & (offs_t < cut)), words + pid_bh * (ROW // 32))
     _pad(idx, want, rows.K)
-    tl.store(count + row, want.to(tl.int64))
+    tl.store(count + pid_bh, want.to(tl.int64))
 
 
 # ---- longer rows ----
@@ -161,10 +161,10 @@ def _select_row(scores, mask, pos, wanted, words, idx, count, rows, ROW: tl.cons
 @triton.jit
 def _floor(scores, mask, want, last, rows, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
     """A key that more than `want` keys of a row are not below, as far as a sample tells; LOW + 1: all may be wanted."""
-    n = last + 1
-    t = (tl.arange(0, SAMPLE).to(tl.int64) * n // SAMPLE).to(tl.int32)
-    keys = keys_of(scores, mask, t, last, rows)
-    share = want / tl.maximum(n, 1).to(tl.float32)
+    seq_len = last + 1
+    offs_t = (tl.arange(0, SAMPLE).to(tl.int64) * seq_len // SAMPLE).to(tl.int32)
+    keys = keys_of(scores, mask, offs_t, last, rows)
+    share = want / tl.maximum(seq_len, 1).to(tl.float32)
     rank = (share * SAMPLE + 4 * tl.sqrt(tl.maximum(share * (1 - share), 0.0) * SAMPLE)).to(tl.int32) + 1
     lo, hi, allowed, forced = ends_of(keys)
     search = (rank < allowed) & (rank > forced)
@@ -176,88 +176,88 @@ def _floor(scores, mask, want, last, rows, SAMPLE: tl.constexpr, SLACK: tl.const
 def _list(
     scores, mask, floor, begin, end, last, rows, words, listed, TILE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Slots begin <= t < end whose keys are not below the floor, in order, to `listed` -> how many."""
+    """Slots begin <= offs_t < end whose keys are not below the floor, in order, to `listed` -> how many."""
     for first in range(begin, end, TILE):
-        t = first + tl.arange(0, TILE)
-        keys = keys_of(scores, mask, t, last, rows)
-        store_flags(words + (first - begin) // 32, (keys >= floor) & (t < end))
+        offs_t = first + tl.arange(0, TILE)
+        keys = keys_of(scores, mask, offs_t, last, rows)
+        store_flags(words + (first - begin) // 32, (keys >= floor) & (offs_t < end))
     tl.debug_barrier()
-    n = 0
+    n_listed = 0
     for first in range(0, tl.cdiv(end - begin, 32), WORDS):
-        w = first + tl.arange(0, WORDS)
-        word = tl.load(words + w, mask=w * 32 < end - begin, other=0)
-        n += write_flagged(listed, word, begin + w * 32, n)
-    return n
+        offs_w = first + tl.arange(0, WORDS)
+        word = tl.load(words + offs_w, mask=offs_w * 32 < end - begin, other=0)
+        n_listed += write_flagged(listed, word, begin + offs_w * 32, n_listed)
+    return n_listed
 
 
 @triton.jit
-def _candidates(scores, mask, listed, found, i, n, kept, size, S, last, rows):
-    """Keys and slots of candidates i < n of a row, in order; LOW past the end. Those of a chunk lie together."""
-    at, end = i, 0
-    for s in range(S - 1):
-        m = tl.load(found + s)
-        end += m
-        at += tl.where(i >= end, size - m, 0)
-    t = tl.where(i < kept, tl.load(listed + at, mask=i < kept, other=0), i)
-    return tl.where(i < n, keys_of(scores, mask, t, last, rows), LOW), t
+def _candidates(scores, mask, listed, found, offs_c, n_cand, kept, size, S, last, rows):
+    """Keys and slots of candidates offs_c < n_cand, in order; LOW past the end. Those of a chunk lie together."""
+    at, end = offs_c, 0
+    for chunk in range(S - 1):
+        n_found = tl.load(found + chunk)
+        end += n_found
+        at += tl.where(offs_c >= end, size - n_found, 0)
+    offs_t = tl.where(offs_c < kept, tl.load(listed + at, mask=offs_c < kept, other=0), offs_c)
+    return tl.where(offs_c < n_cand, keys_of(scores, mask, offs_t, last, rows), LOW), offs_t
 
 
 @triton.jit
-def _taken(keys, t, level, cut):
+def _taken(keys, offs_t, level, cut):
     """Which are taken: above the level, and of those at it the ones before slot `cut`."""
-    return (keys > level) | ((keys == level) & (t < cut))
+    return (keys > level) | ((keys == level) & (offs_t < cut))
 
 
 @triton.jit
 def _take(
-    scores, mask, want, floor, n, listed, found, idx, count, chunk, size, S, last, rows,
+    scores, mask, want, floor, n_cand, listed, found, idx, count, chunk, size, S, last, rows,
     TILE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """The chunk's part of what is taken of a row's n candidates, in order, to its place in idx."""
-    missed = (n < want) & (floor > LOW + 1)  # the floor is too high: every slot is a candidate, and none is listed
-    own = n
+    """The chunk's part of what is taken of a row's n_cand candidates, in order, to its place in idx."""
+    missed = (n_cand < want) & (floor > LOW + 1)  # the floor is too high: every slot is a candidate, and none is listed
+    own = n_cand
     if S > 1:
         own = tl.load(found + chunk)
-    n, kept = tl.where(missed, last + 1, n), tl.where(missed, 0, n)
-    i = tl.arange(0, LISTED)
-    keys, _ = _candidates(scores, mask, listed, found, i, n, kept, size, S, last, rows)
+    n_cand, kept = tl.where(missed, last + 1, n_cand), tl.where(missed, 0, n_cand)
+    offs_c = tl.arange(0, LISTED)
+    keys, _ = _candidates(scores, mask, listed, found, offs_c, n_cand, kept, size, S, last, rows)
     lo, hi, many, forced = ends_of(keys)
-    for first in range(LISTED, n, LISTED):
-        more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
-        least, most, m, f = ends_of(more)
-        lo, hi, many, forced = tl.minimum(lo, least), tl.maximum(hi, most), many + m, forced + f
+    for first in range(LISTED, n_cand, LISTED):
+        more, _ = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+        least, most, n_above, n_forced = ends_of(more)
+        lo, hi, many, forced = tl.minimum(lo, least), tl.maximum(hi, most), many + n_above, forced + n_forced
     want = tl.minimum(want, many)  # with a mask: allowed slots may be fewer than wanted
     search = want > forced
     lo, many = tl.where(search, lo, HIGH), tl.where(search, many, forced)
     while (many > want) & (hi > lo) & (hi - 1 > lo):
         middle = (lo & hi) + ((lo ^ hi) >> 1)
-        m = tl.sum((keys >= middle).to(tl.int32))
-        for first in range(LISTED, n, LISTED):
-            more, _ = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
-            m += tl.sum((more >= middle).to(tl.int32))
-        enough = m >= want
-        lo, many, hi = tl.where(enough, middle, lo), tl.where(enough, m, many), tl.where(enough, hi, middle)
+        n_above = tl.sum((keys >= middle).to(tl.int32))
+        for first in range(LISTED, n_cand, LISTED):
+            more, _ = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+            n_above += tl.sum((more >= middle).to(tl.int32))
+        enough = n_above >= want
+        lo, many, hi = tl.where(enough, middle, lo), tl.where(enough, n_above, many), tl.where(enough, hi, middle)
     before, behind, cut = 0, rows.T, rows.T
     while many != want:
         cut = (before + behind) >> 1
         many = 0
-        for first in range(0, n, LISTED):
-            more, t = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
-            many += tl.sum(_taken(more, t, lo, cut).to(tl.int32))
+        for first in range(0, n_cand, LISTED):
+            more, offs_t = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+            many += tl.sum(_taken(more, offs_t, lo, cut).to(tl.int32))
         before, behind = tl.where(many < want, cut, before), tl.where(many < want, behind, cut)
 
     # the chunk's own candidates, behind what is taken of the chunks before it
     begin, start = chunk * size, 0
     if S > 1:
-        for first in range(0, n, LISTED):
-            more, t = _candidates(scores, mask, listed, found, first + i, n, kept, size, S, last, rows)
-            start += tl.sum((_taken(more, t, lo, cut) & (t < begin)).to(tl.int32))
+        for first in range(0, n_cand, LISTED):
+            more, offs_t = _candidates(scores, mask, listed, found, first + offs_c, n_cand, kept, size, S, last, rows)
+            start += tl.sum((_taken(more, offs_t, lo, cut) & (offs_t < begin)).to(tl.int32))
     kept, own = tl.where(missed, 0, own), tl.where(missed, tl.minimum(size, last + 1 - begin), own)
     for first in range(0, own, TILE):
-        j = first + tl.arange(0, TILE)
-        slot = tl.where(j < kept, tl.load(listed + begin + j, mask=j < kept, other=0), begin + j)
+        offs_o = first + tl.arange(0, TILE)
+        slot = tl.where(offs_o < kept, tl.load(listed + begin + offs_o, mask=offs_o < kept, other=0), begin + offs_o)
         key = keys_of(scores, mask, slot, last, rows)
-        take = (_taken(key, slot, lo, cut) & (j < own)).to(tl.int32)
+        take = (_taken(key, slot, lo, cut) & (offs_o < own)).to(tl.int32)
         tl.store(idx + start + tl.cumsum(take, 0) - 1, slot.to(tl.int64), mask=take != 0)
         start += tl.sum(take)
     if chunk == 0:
@@ -271,20 +271,20 @@ def _select_alone(
     SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head)."""
-    row = tl.program_id(0).to(tl.int64)
-    b, h = row // rows.H, row % rows.H
-    want, last = target_of(wanted, pos, b, h, rows)
-    scores += b * rows.scores[0] + h * rows.scores[1]
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // rows.H, pid_bh % rows.H
+    want, last = target_of(wanted, pos, pid_b, pid_h, rows)
+    scores += pid_b * rows.scores[0] + pid_h * rows.scores[1]
     if mask is not None:
-        mask += b * rows.mask[0] + h * rows.mask[1]
-    listed += row * size
-    words += row * (size // 32)
+        mask += pid_b * rows.mask[0] + pid_h * rows.mask[1]
+    listed += pid_bh * size
+    words += pid_bh * (size // 32)
     floor = _floor(scores, mask, want, last, rows, SAMPLE, SLACK)
-    n = _list(scores, mask, floor, 0, last + 1, last, rows, words, listed, TILE, WORDS)
+    n_cand = _list(scores, mask, floor, 0, last + 1, last, rows, words, listed, TILE, WORDS)
     tl.debug_barrier()  # the list is written
     _take(
-        scores, mask, want, floor, n, listed, listed, idx + row * rows.K, count + row, 0, size, 1, last, rows,
-        TILE, LISTED,
+        scores, mask, want, floor, n_cand, listed, listed, idx + pid_bh * rows.K, count + pid_bh, 0, size, 1, last,
+        rows, TILE, LISTED,
     )  # fmt: skip
 
 
@@ -294,20 +294,20 @@ def _list_chunk(
     SAMPLE: tl.constexpr, SLACK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, chunk of `size` slots): its candidates, and how many they are. Each finds the floor."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // rows.H, row % rows.H
-    want, last = target_of(wanted, pos, b, h, rows)
-    scores += b * rows.scores[0] + h * rows.scores[1]
+    pid_bh, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // rows.H, pid_bh % rows.H
+    want, last = target_of(wanted, pos, pid_b, pid_h, rows)
+    scores += pid_b * rows.scores[0] + pid_h * rows.scores[1]
     if mask is not None:
-        mask += b * rows.mask[0] + h * rows.mask[1]
+        mask += pid_b * rows.mask[0] + pid_h * rows.mask[1]
     floor, begin = _floor(scores, mask, want, last, rows, SAMPLE, SLACK), chunk * size
-    n = _list(
+    n_cand = _list(
         scores, mask, floor, begin, tl.minimum(last + 1, begin + size), last, rows,
-        words + (row * S + chunk) * (size // 32), listed + row * S * size + begin, TILE, WORDS,
+        words + (pid_bh * S + chunk) * (size // 32), listed + pid_bh * S * size + begin, TILE, WORDS,
     )  # fmt: skip
-    tl.store(found + row * S + chunk, n)
+    tl.store(found + pid_bh * S + chunk, n_cand)
     if chunk == 0:
-        tl.store(floors + row, floor)
+        tl.store(floors + pid_bh, floor)
 
 
 @triton.jit
@@ -316,18 +316,18 @@ def _take_chunk(
     TILE: tl.constexpr, BLOCK_S: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, chunk): its part of idx."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = row // rows.H, row % rows.H
-    want, last = target_of(wanted, pos, b, h, rows)
-    scores += b * rows.scores[0] + h * rows.scores[1]
+    pid_bh, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pid_b, pid_h = pid_bh // rows.H, pid_bh % rows.H
+    want, last = target_of(wanted, pos, pid_b, pid_h, rows)
+    scores += pid_b * rows.scores[0] + pid_h * rows.scores[1]
     if mask is not None:
-        mask += b * rows.mask[0] + h * rows.mask[1]
-    found += row * S
-    s = tl.arange(0, BLOCK_S)
-    n = tl.sum(tl.load(found + s, mask=s < S, other=0))
+        mask += pid_b * rows.mask[0] + pid_h * rows.mask[1]
+    found += pid_bh * S
+    offs_s = tl.arange(0, BLOCK_S)
+    n_cand = tl.sum(tl.load(found + offs_s, mask=offs_s < S, other=0))
     _take(
-        scores, mask, want, tl.load(floors + row), n, listed + row * S * size, found, idx + row * rows.K, count + row,
-        chunk, size, S, last, rows, TILE, LISTED,
+        scores, mask, want, tl.load(floors + pid_bh), n_cand, listed + pid_bh * S * size, found, idx + pid_bh * rows.K,
+        count + pid_bh, chunk, size, S, last, rows, TILE, LISTED,
     )  # fmt: skip
 
 

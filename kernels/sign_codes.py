@@ -98,35 +98,36 @@ def _lut_score(
     read 16 neighbouring words and never collide. (Along rows of 16, Triton makes it 15 selects. A table of pairs takes
     half the loads, but of 256 words, with collisions.) In all 5 instructions a code.
     """
-    row, b, h = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n = filled(pos, b, T)
+    pid_bh, pid_b, pid_h = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    seq_len = filled(pos, pid_b, T)
     lo = tl.program_id(1) * part
-    if lo >= n:
+    if lo >= seq_len:
         return
-    hi = tl.minimum(n, lo + part)
-    w, c, i = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_W * 2), tl.arange(0, 4)  # a byte: two codes of 16 entries
-    query = tl.zeros([BLOCK_W * 2, 4], tl.float32)
+    hi = tl.minimum(seq_len, lo + part)
+    # a byte: two codes of 16 entries
+    offs_w, offs_c, offs_i = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_W * 2), tl.arange(0, 4)
+    b_q = tl.zeros([BLOCK_W * 2, 4], tl.float32)
     for g in tl.static_range(GROUP):
-        at = q + (row * GROUP + g) * (W * 8) + c[:, None] * 4 + i
-        query += tl.load(at, mask=(c < W * 2)[:, None], other=0.0).to(tl.float32)
-    query = (query / GROUP)[:, None, :]
-    e = tl.arange(0, 16)
-    at = book + row * (W * 128) + c[:, None, None] * 64 + e[:, None] * 4 + i
-    centroid = tl.load(at, mask=(c < W * 2)[:, None, None], other=0.0)
-    table = tl.reshape(tl.sum(centroid * query, 2), [BLOCK_W * 32])
-    codes += b * codes_strides[0] + h * codes_strides[1]
-    out += b * out_strides[0] + h * out_strides[1]
+        at = q + (pid_bh * GROUP + g) * (W * 8) + offs_c[:, None] * 4 + offs_i
+        b_q += tl.load(at, mask=(offs_c < W * 2)[:, None], other=0.0).to(tl.float32)
+    b_q = (b_q / GROUP)[:, None, :]
+    offs_e = tl.arange(0, 16)
+    at = book + pid_bh * (W * 128) + offs_c[:, None, None] * 64 + offs_e[:, None] * 4 + offs_i
+    centroid = tl.load(at, mask=(offs_c < W * 2)[:, None, None], other=0.0)
+    table = tl.reshape(tl.sum(centroid * b_q, 2), [BLOCK_W * 32])
+    codes += pid_b * codes_strides[0] + pid_h * codes_strides[1]
+    out += pid_b * out_strides[0] + pid_h * out_strides[1]
     for first in range(lo, hi, BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        inside = (t[:, None] < n) & (w < W)
-        byte = tl.load(codes + t.to(tl.int64)[:, None] * W + w, mask=inside, other=0).to(tl.int32)
-        even = tl.gather(table, tl.reshape((byte & 15) + w * 32, [BLOCK_T * BLOCK_W]), 0)
-        odd = tl.gather(table, tl.reshape((byte >> 4) + (w * 32 + 16), [BLOCK_T * BLOCK_W]), 0)
+        offs_t = first + tl.arange(0, BLOCK_T)
+        inside = (offs_t[:, None] < seq_len) & (offs_w < W)
+        byte = tl.load(codes + offs_t.to(tl.int64)[:, None] * W + offs_w, mask=inside, other=0).to(tl.int32)
+        even = tl.gather(table, tl.reshape((byte & 15) + offs_w * 32, [BLOCK_T * BLOCK_W]), 0)
+        odd = tl.gather(table, tl.reshape((byte >> 4) + (offs_w * 32 + 16), [BLOCK_T * BLOCK_W]), 0)
         score = tl.sum(tl.reshape(even + odd, [BLOCK_T, BLOCK_W]), 1)
-        tl.store(out + t, score, mask=t < tl.cdiv(T, 16) * 16)
+        tl.store(out + offs_t, score, mask=offs_t < tl.cdiv(T, 16) * 16)
     if skip is not None:
-        s = tl.arange(0, BLOCK_S)
-        slot = tl.load(skip + row * n_skip + s, mask=s < n_skip, other=-1)
+        offs_s = tl.arange(0, BLOCK_S)
+        slot = tl.load(skip + pid_bh * n_skip + offs_s, mask=offs_s < n_skip, other=-1)
         tl.debug_barrier()  # another thread of the program may have stored the score
         tl.store(out + slot, tl.full([BLOCK_S], float("-inf"), tl.float32), mask=(slot >= lo) & (slot < hi))
 

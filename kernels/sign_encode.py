@@ -86,24 +86,24 @@ def _key_range_kernel(
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, part of the tokens): sum, lowest and highest of every channel."""
-    row, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n = tl.minimum(tl.load(lengths + row // H), S).to(tl.int32)
-    d = tl.arange(0, BLOCK_D)
-    k += row // H * k_strides[0] + row % H * k_strides[1]
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq_len = tl.minimum(tl.load(lengths + pid_bh // H), S).to(tl.int32)
+    offs_d = tl.arange(0, BLOCK_D)
+    k += pid_bh // H * k_strides[0] + pid_bh % H * k_strides[1]
     total = tl.zeros([BLOCK_D], tl.float32)
     low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
-    step = tl.cdiv(tl.cdiv(n, parts), BLOCK_T) * BLOCK_T
-    for first in tl.range(p * step, tl.minimum(n, (p + 1) * step), BLOCK_T, num_stages=3):
-        t = first + tl.arange(0, BLOCK_T)
-        real = (t < n)[:, None] & (d < D)
-        x = tl.load(k + t.to(tl.int64)[:, None] * k_strides[2] + d, mask=real, other=0.0).to(tl.float32)
-        total += tl.sum(x, 0)
-        low = tl.minimum(low, tl.min(tl.where(real, x, float("inf")), 0))
-        high = tl.maximum(high, tl.max(tl.where(real, x, float("-inf")), 0))
-    to = part + (row * parts + p) * 3 * D + d
-    tl.store(to, total, mask=d < D)
-    tl.store(to + D, low, mask=d < D)
-    tl.store(to + 2 * D, high, mask=d < D)
+    step = tl.cdiv(tl.cdiv(seq_len, parts), BLOCK_T) * BLOCK_T
+    for first in tl.range(split * step, tl.minimum(seq_len, (split + 1) * step), BLOCK_T, num_stages=3):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        real = (offs_t < seq_len)[:, None] & (offs_d < D)
+        b_k = tl.load(k + offs_t.to(tl.int64)[:, None] * k_strides[2] + offs_d, mask=real, other=0.0).to(tl.float32)
+        total += tl.sum(b_k, 0)
+        low = tl.minimum(low, tl.min(tl.where(real, b_k, float("inf")), 0))
+        high = tl.maximum(high, tl.max(tl.where(real, b_k, float("-inf")), 0))
+    to = part + (pid_bh * parts + split) * 3 * D + offs_d
+    tl.store(to, total, mask=offs_d < D)
+    tl.store(to + D, low, mask=offs_d < D)
+    tl.store(to + 2 * D, high, mask=offs_d < D)
 
 
 @triton.jit
@@ -112,40 +112,40 @@ def _encode_keys(
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head, part of the tokens, block of subvectors)."""
-    head, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, pair = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_G // 2)
+    pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs_g, pair = tl.program_id(2) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_G // 2)
     channel = tl.program_id(2) * BLOCK_G * 4 + tl.arange(0, BLOCK_G * 4)
     pair += tl.program_id(2) * (BLOCK_G // 2)
     cell = tl.arange(0, 16)
-    n = tl.load(lengths + head // H)
-    k += head // H * k_strides[0] + head % H * k_strides[1]
-    centre = tl.load(mean + head * (G * 4) + channel, mask=channel < G * 4, other=0.0)
+    seq_len = tl.load(lengths + pid_bh // H)
+    k += pid_bh // H * k_strides[0] + pid_bh % H * k_strides[1]
+    centre = tl.load(mean + pid_bh * (G * 4) + channel, mask=channel < G * 4, other=0.0)
     sum0, sum1 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
     sum2, sum3 = tl.zeros([BLOCK_G, 16], tl.float32), tl.zeros([BLOCK_G, 16], tl.float32)
     count = tl.zeros([BLOCK_G, 16], tl.float32)
     step = tl.cdiv(tl.cdiv(S, parts), BLOCK_T) * BLOCK_T
-    for first in range(p * step, tl.minimum(S, (p + 1) * step), BLOCK_T):
-        t = first + tl.arange(0, BLOCK_T)
-        some = (t < S)[:, None] & (channel < G * 4)
-        keys = tl.load(k + t.to(tl.int64)[:, None] * k_strides[2] + channel, mask=some, other=0.0)
-        keys = keys.to(tl.float32) - centre
-        even, odd = tl.split(tl.reshape(keys, [BLOCK_T, BLOCK_G, 2, 2]))  # the channels of a subvector, (0, 2), (1, 3)
+    for first in range(split * step, tl.minimum(S, (split + 1) * step), BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        some = (offs_t < S)[:, None] & (channel < G * 4)
+        b_k = tl.load(k + offs_t.to(tl.int64)[:, None] * k_strides[2] + channel, mask=some, other=0.0)
+        b_k = b_k.to(tl.float32) - centre
+        even, odd = tl.split(tl.reshape(b_k, [BLOCK_T, BLOCK_G, 2, 2]))  # the channels of a subvector, (0, 2), (1, 3)
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
         code = (x0 >= 0).to(tl.int32) * 8 + (x1 >= 0).to(tl.int32) * 4 + (x2 >= 0).to(tl.int32) * 2
         code += (x3 >= 0).to(tl.int32)
         low, high = tl.split(tl.reshape(code, [BLOCK_T, BLOCK_G // 2, 2]))
         byte = (low | (high << 4)).to(tl.uint8)
-        to = packed + (head * S + t)[:, None] * (G // 2) + pair
-        tl.store(to, byte, mask=(t < S)[:, None] & (pair < G // 2))
+        to = packed + (pid_bh * S + offs_t)[:, None] * (G // 2) + pair
+        tl.store(to, byte, mask=(offs_t < S)[:, None] & (pair < G // 2))
 
-        hit = (code[:, :, None] == cell) & (t < n)[:, None, None]
+        hit = (code[:, :, None] == cell) & (offs_t < seq_len)[:, None, None]
         sum0 += tl.sum(tl.where(hit, x0[:, :, None], 0.0), 0)
         sum1 += tl.sum(tl.where(hit, x1[:, :, None], 0.0), 0)
         sum2 += tl.sum(tl.where(hit, x2[:, :, None], 0.0), 0)
         sum3 += tl.sum(tl.where(hit, x3[:, :, None], 0.0), 0)
         count += tl.sum(tl.where(hit, 1.0, 0.0), 0)
-    at, real = ((head * parts + p) * 5 * G + g[:, None]) * 16 + cell, (g < G)[:, None]
+    at, real = ((pid_bh * parts + split) * 5 * G + offs_g[:, None]) * 16 + cell, (offs_g < G)[:, None]
     tl.store(part + at, sum0, mask=real)
     tl.store(part + at + G * 16, sum1, mask=real)
     tl.store(part + at + G * 32, sum2, mask=real)

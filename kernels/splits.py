@@ -54,11 +54,11 @@ def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> i
 
 
 @triton.jit
-def share_of(n, part, parts, BLOCK_N: tl.constexpr):
-    """Begin and end of the share of `part` of `parts` in n tokens: whole blocks, at most one more than others have."""
-    blocks = tl.cdiv(n, BLOCK_N)
+def share_of(count, part, parts, BLOCK_N: tl.constexpr):
+    """Begin and end of share `part` of `parts` in `count` tokens: whole blocks, at most one more than others have."""
+    blocks = tl.cdiv(count, BLOCK_N)
     lo = part * blocks // parts * BLOCK_N
-    return lo, tl.minimum(n, (part + 1) * blocks // parts * BLOCK_N)
+    return lo, tl.minimum(count, (part + 1) * blocks // parts * BLOCK_N)
 
 
 def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
@@ -72,13 +72,13 @@ def parts_of(q: Tensor, splits: int) -> tuple[Tensor, Tensor | None]:
 @triton.jit
 def _combine(part, lse, out, S, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    weight = tl.load(lse + row * S + s, mask=s < S, other=float("-inf"))
-    y = tl.load(part + (row * S + s[:, None]) * D + d, mask=(s[:, None] < S) & (d < D), other=0.0)
-    top = tl.max(weight)
-    weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))  # a part that saw no token weighs nothing
-    y = tl.sum(tl.where(weight[:, None] > 0, y, 0.0) * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
-    tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=d < D)
+    offs_s, offs_d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    weight = tl.load(lse + row * S + offs_s, mask=offs_s < S, other=float("-inf"))
+    acc = tl.load(part + (row * S + offs_s[:, None]) * D + offs_d, mask=(offs_s[:, None] < S) & (offs_d < D), other=0.0)
+    m_i = tl.max(weight)
+    weight = tl.exp2(weight - tl.where(m_i == float("-inf"), 0.0, m_i))  # a part that saw no token weighs nothing
+    acc = tl.sum(tl.where(weight[:, None] > 0, acc, 0.0) * weight[:, None], 0) / tl.maximum(tl.sum(weight), 1e-30)
+    tl.store(out + row * D + offs_d, acc.to(out.dtype.element_ty), mask=offs_d < D)
 
 
 def combine(part: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,38 +22,40 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def filled(pos, b, T):
-    """The number of slots of row b that matter: all T, or those up to its position."""
-    n = T
+def filled(pos, pid_b, T):
+    """The number of slots of row pid_b that matter: all T, or those up to its position."""
+    seq_len = T
     if pos is not None:
-        n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
-    return n
+        seq_len = tl.minimum(tl.load(pos + pid_b) + 1, T).to(tl.int32)
+    return seq_len
 
 
 # ---- softmax attention over blocks of tokens ----
 
 
 @triton.jit
-def softmax_step(logits, inside, values, top, total, y):
+def softmax_step(logits, inside, b_v, m_i, l_i, acc):
     """Online softmax over a block of tokens, the first of which must be inside: logits [G, N] in units of log 2,
-    inside [N], values [N, D]; top, total [G] and y [G, D] are the running maximum, sum and output, and returned."""
+    inside [N], b_v [N, D]; m_i, l_i [G] and acc [G, D] are the running maximum, sum and output, and returned."""
     logits = tl.where(inside[None, :], logits, float("-inf"))
-    new = tl.maximum(top, tl.max(logits, 1))
-    p, shrink = tl.exp2(logits - new[:, None]), tl.exp2(top - new)
-    total = total * shrink + tl.sum(p, 1)
-    return new, total, dot(p.to(values.dtype), values, y * shrink[:, None])
+    m_new = tl.maximum(m_i, tl.max(logits, 1))
+    p, shrink = tl.exp2(logits - m_new[:, None]), tl.exp2(m_i - m_new)
+    l_i = l_i * shrink + tl.sum(p, 1)
+    return m_new, l_i, dot(p.to(b_v.dtype), b_v, acc * shrink[:, None])
 
 
 @triton.jit
-def write_part(top, total, y, part, lse, head, g, split, S, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def write_part(
+    m_i, l_i, acc, part, lse, head, offs_g, split, S, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Store what a program has seen, of query heads `head` [G] of the batch: normalized, and the log of its weight."""
-    d = tl.arange(0, BLOCK_D)
-    total = tl.maximum(total, 1e-30)  # a program without tokens writes zeros and -inf
+    offs_d = tl.arange(0, BLOCK_D)
+    l_i = tl.maximum(l_i, 1e-30)  # a program without tokens writes zeros and -inf
     at = head * S + split
-    y = (y / total[:, None]).to(part.dtype.element_ty)
-    tl.store(part + at[:, None] * D + d, y, mask=(g[:, None] < G) & (d < D))
+    acc = (acc / l_i[:, None]).to(part.dtype.element_ty)
+    tl.store(part + at[:, None] * D + offs_d, acc, mask=(offs_g[:, None] < G) & (offs_d < D))
     if lse is not None:
-        tl.store(lse + at, top + tl.log2(total), mask=g < G)
+        tl.store(lse + at, m_i + tl.log2(l_i), mask=offs_g < G)
 
 
 # ---- keys that are rebuilt and rotated in registers ----
@@ -67,16 +69,16 @@ def halves(x):
 
 @triton.jit
 def rotated_logits(
-    k1, k2, q, q_head, cos, sin, inside, g, first: tl.constexpr, logits, G: tl.constexpr, D: tl.constexpr
+    k1, k2, q, q_head, cos, sin, inside, offs_g, first: tl.constexpr, logits, G: tl.constexpr, D: tl.constexpr
 ):
     """Add to logits [N, G] what pairs of channels (k1, k2) [N, C] from `first` on give, rotated; q [G, D]."""
-    c = first + tl.arange(0, k1.shape[1])
-    real = inside[:, None] & (c < D // 2)
-    a, b = tl.load(cos + c, mask=real, other=0.0), tl.load(sin + c, mask=real, other=0.0)
-    at, some = q + g * q_head + c[:, None], (g < G) & (c[:, None] < D // 2)
-    x = tl.load(at, mask=some, other=0.0)
-    logits = dot((k1 * a - k2 * b).to(x.dtype), x, logits)
-    return dot((k2 * a + k1 * b).to(x.dtype), tl.load(at + D // 2, mask=some, other=0.0), logits)
+    offs_c = first + tl.arange(0, k1.shape[1])
+    real = inside[:, None] & (offs_c < D // 2)
+    b_cos, b_sin = tl.load(cos + offs_c, mask=real, other=0.0), tl.load(sin + offs_c, mask=real, other=0.0)
+    p_q, some = q + offs_g * q_head + offs_c[:, None], (offs_g < G) & (offs_c[:, None] < D // 2)
+    b_q = tl.load(p_q, mask=some, other=0.0)
+    logits = dot((k1 * b_cos - k2 * b_sin).to(b_q.dtype), b_q, logits)
+    return dot((k2 * b_cos + k1 * b_sin).to(b_q.dtype), tl.load(p_q + D // 2, mask=some, other=0.0), logits)
 
 
 # ---- packed tokens: 8 channels are a word of BITS bytes, 32 have a scale and a zero ----
@@ -91,43 +93,43 @@ def scale_zero(pairs):
 
 
 @triton.jit
-def load_words(packed, third, slot, inside, u, D: tl.constexpr, BITS: tl.constexpr):
+def load_words(packed, third, slot, inside, offs_u, D: tl.constexpr, BITS: tl.constexpr):
     """Codes of 8 channels each, [N, U]. Of 3 bits, the low two come from `packed` and the third from `third`, which is
     read by bytes; both come from there if rows are not whole words."""
-    real = inside[:, None] & (u < D // 8)
+    real = inside[:, None] & (offs_u < D // 8)
     if BITS == 3:
         if D % 16 == 0:
-            low = tl.load(packed + slot[:, None] * (D * 3 // 16) + u, mask=real, other=0).to(tl.int32) & 0xFFFF
+            low = tl.load(packed + slot[:, None] * (D * 3 // 16) + offs_u, mask=real, other=0).to(tl.int32) & 0xFFFF
         else:
-            at = third + slot[:, None] * (D * 3 // 8) + 2 * u
+            at = third + slot[:, None] * (D * 3 // 8) + 2 * offs_u
             low = tl.load(at, mask=real, other=0).to(tl.int32) | (tl.load(at + 1, mask=real, other=0).to(tl.int32) << 8)
-        high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + u, mask=real, other=0).to(tl.int32)
+        high = tl.load(third + slot[:, None] * (D * 3 // 8) + D // 4 + offs_u, mask=real, other=0).to(tl.int32)
         return low | (high << 16)
     else:
-        return tl.load(packed + slot[:, None] * (D // 8) + u, mask=real, other=0)
+        return tl.load(packed + slot[:, None] * (D // 8) + offs_u, mask=real, other=0)
 
 
 @triton.jit
-def _channel(word, scale, zero, codes, r: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, book):
-    """Channel r of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None; book:
+def _channel(word, scale, zero, codes, channel: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, book):
+    """One channel of every unit, dequantized: word, scale, zero, codes [N, U] -> [N, U]. codes: signs, or None; book:
     the numbers that codes stand for, e4m3 for 8 bits, or None."""
     # 3 bits: the low two of all channels, then the third ones
     if BITS == 3:  # noqa: SIM108
-        code = ((word >> (2 * r)) & 3) | (((word >> (16 + r)) & 1) << 2)
+        code = ((word >> (2 * channel)) & 3) | (((word >> (16 + channel)) & 1) << 2)
     else:
-        code = (word >> (BITS * r)) & (2**BITS - 1)
+        code = (word >> (BITS * channel)) & (2**BITS - 1)
     if book is None:
-        x = code.to(tl.float32) * scale + zero
+        value = code.to(tl.float32) * scale + zero
     elif BITS == 8:  # e4m3 as the high bits of fp16, whose exponent is 8 less
         half = (((code & 127) << 7) | ((code & 128) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
-        x = half.to(tl.float32) * 256.0 * scale
+        value = half.to(tl.float32) * 256.0 * scale
     else:
-        x = tl.load(book + code) * scale
+        value = tl.load(book + code) * scale
     if codes is not None:
         # the even subvector's code is in the low half of the byte, its first channel in the highest bit of the half
-        bit: tl.constexpr = 3 - r if r < 4 else 11 - r
-        x = tl.where((codes >> bit) & 1 != 0, x, -x)
-    return x.to(DTYPE)
+        bit: tl.constexpr = 3 - channel if channel < 4 else 11 - channel
+        value = tl.where((codes >> bit) & 1 != 0, value, -value)
+    return value.to(DTYPE)
 
 
 @triton.jit
@@ -135,8 +137,8 @@ def unpack_tile(word, pairs, codes, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Words [N, U] of 8 channels, int32 [N, U / 4] of scale and zero, codes [N, U] or None -> [N, 8 * U] in order."""
     N: tl.constexpr = word.shape[0]
     U: tl.constexpr = word.shape[1]
-    s, z = scale_zero(tl.reshape(tl.broadcast_to(pairs[:, :, None], [N, U // 4, 4]), [N, U]))
-    return unpack_units(word, s, z, codes, BITS, DTYPE)
+    scale, zero = scale_zero(tl.reshape(tl.broadcast_to(pairs[:, :, None], [N, U // 4, 4]), [N, U]))
+    return unpack_units(word, scale, zero, codes, BITS, DTYPE)
 
 
 @triton.jit
@@ -151,8 +153,8 @@ def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr, book=No
     x15 = tl.join(_channel(word, s, z, c, 1, BITS, DTYPE, book), _channel(word, s, z, c, 5, BITS, DTYPE, book))
     x26 = tl.join(_channel(word, s, z, c, 2, BITS, DTYPE, book), _channel(word, s, z, c, 6, BITS, DTYPE, book))
     x37 = tl.join(_channel(word, s, z, c, 3, BITS, DTYPE, book), _channel(word, s, z, c, 7, BITS, DTYPE, book))
-    x = tl.join(tl.join(x04, x26), tl.join(x15, x37))
-    return tl.reshape(x, [N, 8 * U])
+    value = tl.join(tl.join(x04, x26), tl.join(x15, x37))
+    return tl.reshape(value, [N, 8 * U])
 
 
 @triton.jit

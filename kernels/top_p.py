@@ -44,15 +44,15 @@ def top_p_count(weights: Tensor, pos: Tensor, p: float, sinks: int = 0, recent: 
 @triton.jit
 def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: tl.constexpr):
     """Program (row and head)."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n = tl.minimum(tl.load(pos + b) + 1, T).to(tl.int32)
-    weights += b * weights_strides[0] + h * weights_strides[1]
-    i = tl.arange(0, BLOCK)
+    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    seq_len = tl.minimum(tl.load(pos + pid_b) + 1, T).to(tl.int32)
+    weights += pid_b * weights_strides[0] + pid_h * weights_strides[1]
+    offs_n = tl.arange(0, BLOCK)
     held, sure = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
-    for first in range(0, n, BLOCK):
-        t = first + i
-        forced = ((t < sinks) | (t >= n - recent)) & (t < n)
-        held += tl.where(forced, tl.load(weights + t, mask=t < n, other=0.0), 0.0)
+    for first in range(0, seq_len, BLOCK):
+        offs_t = first + offs_n
+        forced = ((offs_t < sinks) | (offs_t >= seq_len - recent)) & (offs_t < seq_len)
+        held += tl.where(forced, tl.load(weights + offs_t, mask=offs_t < seq_len, other=0.0), 0.0)
         sure += forced.to(tl.int32)
     need, taken = p - tl.sum(held), tl.sum(sure)
     # the weights not below lo sum to `need` or more, those not below hi to less
@@ -60,11 +60,13 @@ def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: 
     while hi > lo + 1:
         middle = lo + ((hi - lo) >> 1)
         mass, number = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
-        for first in range(0, n, BLOCK):
-            t = first + i
-            x = tl.load(weights + t, mask=(t < n) & (t >= sinks) & (t < n - recent), other=0.0)
-            inside = x.to(tl.int32, bitcast=True) >= middle
-            mass += tl.where(inside, x, 0.0)
+        for first in range(0, seq_len, BLOCK):
+            offs_t = first + offs_n
+            weight = tl.load(
+                weights + offs_t, mask=(offs_t < seq_len) & (offs_t >= sinks) & (offs_t < seq_len - recent), other=0.0
+            )
+            inside = weight.to(tl.int32, bitcast=True) >= middle
+            mass += tl.where(inside, weight, 0.0)
             number += inside.to(tl.int32)
         total, found = tl.sum(mass), tl.sum(number)
         enough = total >= need
@@ -73,9 +75,9 @@ def _top_p(weights, pos, count, weights_strides, H, T, sinks, recent, p, BLOCK: 
     lowest = lo.to(tl.float32, bitcast=True)  # type: ignore[attr-defined]
     equal = tl.ceil((need - above) / tl.maximum(lowest, 1e-38)).to(tl.int32)
     # a lowest weight of 0 means that all together stay below p
-    more = tl.where(lo > 0, many + tl.maximum(equal, 1), n)
+    more = tl.where(lo > 0, many + tl.maximum(equal, 1), seq_len)
     taken += tl.where(need > 0, more, 0)
-    tl.store(count + tl.program_id(0), tl.minimum(taken, tl.maximum(n, 0)).to(tl.int64))
+    tl.store(count + tl.program_id(0), tl.minimum(taken, tl.maximum(seq_len, 0)).to(tl.int64))
 
 
 @top_p_count.triton

@@ -41,15 +41,15 @@ def window_append(
 
 
 @triton.jit
-def _replace(cache, mean, x, group, slot, C, n, leaves, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    d = tl.arange(0, BLOCK_D)
-    at = cache + (group * C + slot) * D + d
+def _replace(cache, mean, x, pid_bh, slot, C, n_dropped, leaves, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    offs_d = tl.arange(0, BLOCK_D)
+    at = cache + (pid_bh * C + slot) * D + offs_d
     if mean is not None:
-        left = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
-        old = tl.load(mean + group * D + d, mask=d < D, other=0.0)
-        moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n.to(tl.float32))
-        tl.store(mean + group * D + d, tl.where(leaves, moved, old), mask=d < D)
-    tl.store(at, tl.load(x + d, mask=d < D, other=0.0), mask=d < D)
+        left = tl.load(at, mask=offs_d < D, other=0.0).to(tl.float32)
+        old = tl.load(mean + pid_bh * D + offs_d, mask=offs_d < D, other=0.0)
+        moved = old + tl.div_rn(left - old, tl.zeros_like(old) + n_dropped.to(tl.float32))
+        tl.store(mean + pid_bh * D + offs_d, tl.where(leaves, moved, old), mask=offs_d < D)
+    tl.store(at, tl.load(x + offs_d, mask=offs_d < D, other=0.0), mask=offs_d < D)
 
 
 @triton.jit
@@ -58,18 +58,22 @@ def _window_append_kernel(
     k_strides, v_strides, H, C, ring, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program: one head of a row."""
-    group = tl.program_id(0).to(tl.int64)
-    b, h = group // H, group % H
-    table = slot_of + b * ring
-    n, slot = tl.maximum(tl.load(dropped + b), 1), tl.load(fresh + b)
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
+    table = slot_of + pid_b * ring
+    n_dropped, slot = tl.maximum(tl.load(dropped + pid_b), 1), tl.load(fresh + pid_b)
     leaves = slot < 0
-    slot = tl.where(leaves, tl.load(table + (n - 1) % ring).to(tl.int64), slot)
-    _replace(k_cache, mean_k, k + b * k_strides[0] + h * k_strides[1], group, slot, C, n, leaves, D, BLOCK_D)
-    _replace(v_cache, mean_v, v + b * v_strides[0] + h * v_strides[1], group, slot, C, n, leaves, D, BLOCK_D)
-    if h == 0:
+    slot = tl.where(leaves, tl.load(table + (n_dropped - 1) % ring).to(tl.int64), slot)
+    _replace(
+        k_cache, mean_k, k + pid_b * k_strides[0] + pid_h * k_strides[1], pid_bh, slot, C, n_dropped, leaves, D, BLOCK_D
+    )
+    _replace(
+        v_cache, mean_v, v + pid_b * v_strides[0] + pid_h * v_strides[1], pid_bh, slot, C, n_dropped, leaves, D, BLOCK_D
+    )
+    if pid_h == 0:
         # other programs may read this place before or after: where it is the oldest's, too, the slot is the same
-        p = (tl.load(place + b) % ring + ring) % ring
-        tl.store(table + p, slot.to(tl.int32))
+        entry = (tl.load(place + pid_b) % ring + ring) % ring
+        tl.store(table + entry, slot.to(tl.int32))
 
 
 @window_append.triton
