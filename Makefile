@@ -1,6 +1,6 @@
 # make demo       set up, and answer a question about a long text with a published model
 # make demo-tiny  the same with the model shipped here
-# make test       set up, and run a part of the tests; make test-all runs all of them
+# make test       set up, and run one in SHARE (6) of each matrix's tests; make test-all runs all, the slow ones, too
 # make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
