@@ -40,8 +40,11 @@ try:
     from transformers.cache_utils import CacheLayerMixin, DynamicLayer
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
+
+    if not hasattr(CacheLayerMixin, "get_max_length"):
+        raise ImportError("this one is older")
 except ImportError as e:
-    raise InputError(f"engine.bridge needs transformers, tested with 5.24 ({e}): pip install transformers") from None
+    raise InputError(f"engine.bridge needs transformers 5.24 ({e}): pip install transformers==5.24.0") from None
 
 REFUSED = {  # arguments of attention functions that change the output, by what they are
     "s_aux": "attention sinks in the softmax",
@@ -136,13 +139,14 @@ class Cache(TransformersCache):
         config = model.config.get_text_config(decoder=True)
         layers: list[Any] = DynamicCache(config=config).layers
         full = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if not full or model.config.is_encoder_decoder or getattr(config, "num_kv_shared_layers", 0):
+        if not full or model.config.is_encoder_decoder:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise InputError(f"{config.model_type} has {len(full)} of {len(layers)} layers ({kinds}) with full "
                              "attention in a decoder, which a method needs: use transformers' own cache")  # fmt: skip
-        H = config.num_attention_heads
-        D = getattr(config, "head_dim", None) or config.hidden_size // H
-        kv = getattr(config, "num_key_value_heads", None) or H
+        sizes = config.per_layer_config[full[0]]  # if other layers differ, `attend` refuses them
+        H = sizes.num_attention_heads
+        D = getattr(sizes, "head_dim", None) or sizes.hidden_size // H
+        kv = getattr(sizes, "num_key_value_heads", None) or H
         shape = CacheShape(max_batch, max_seq_len, H, kv, D, model.dtype, model.device, n_layer=len(full))
         version_for(shape.device, shape.dtype)  # compiles the CPU kernels now, if need be
 
@@ -154,18 +158,17 @@ class Cache(TransformersCache):
         chosen = layer_methods(method, len(full), knobs)
         for cls, _ in chosen:
             _check(cls)
-        methods: Any = build_cache(
-            chosen, [shape] * len(full), identity, lambda: _calibration(calibration, model, shape)
-        )
-        outputs = {x.layer_idx: x.o_proj for x in model.modules() if hasattr(x, "layer_idx") and hasattr(x, "o_proj")}
+        found = functools.partial(_calibration, calibration, model, shape)
+        methods: Any = build_cache(chosen, [shape] * len(full), identity, found)
+        decoder = model.get_decoder().modules()
+        outputs = {x.layer_idx: x.o_proj for x in decoder if hasattr(x, "layer_idx") and hasattr(x, "o_proj")}
         for i, made in zip(full, methods, strict=True):
             layers[i] = Layer(made, self)
             for part in made.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     _check(part)
-                    part.output_weights = (
-                        functools.partial(_output_weights, outputs[i], shape) if i in outputs else None
-                    )
+                    if i in outputs:
+                        part.output_weights = functools.partial(_output_weights, outputs[i], shape)
         super().__init__(layers=layers)
         self._forget()
 
@@ -187,10 +190,10 @@ class Cache(TransformersCache):
             t = torch.arange(seen, device=q.device)
             causal = (t <= t[-S:, None]) & (t >= self.pads[:, None, None])
             right = torch.equal(mask, causal[:, None]) and bool(mask[..., -1, -1].all())
-            self.mask = mask
         if not right or len(self.pads) != B:
             raise InputError("the attention mask is not causal with padding on the left, or not of the prompt's rows: "
                              "pad on the left (tokenizer.padding_side), give each call all tokens' mask")  # fmt: skip
+        self.mask = mask
         return self.pads
 
     def nbytes(self) -> dict[int, dict[str, int]]:

@@ -20,7 +20,7 @@ from runtime.machine import ROOT
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from engine.bridge import Cache  # noqa: E402, it needs transformers
+from engine.bridge import Cache, attention  # noqa: E402, it needs transformers
 
 TINY, PROMPT, NEW = ROOT / "models/tiny", 32, 20
 FILE = TINY / "calibration.safetensors"
@@ -129,7 +129,12 @@ def test_every_method_runs_or_refuses_in_a_line(name):
 
 
 @pytest.mark.parametrize(
-    "spec", ["self_index,budget=72", "snapkv,budget=36,value_aware=true", "double_sparsity,budget=16,min_tokens=0"]
+    "spec",
+    [
+        "self_index,budget=72",
+        "snapkv,budget=24,recent=4,value_aware=true,decode_budget=8,decode_every=4",
+        "double_sparsity,budget=16,min_tokens=0",
+    ],
 )
 def test_tokens_of_our_decoder(spec):
     """On a trained Llama, lossy methods give what our own decoder gives with them: one needs W_O, one a calibration."""
@@ -207,7 +212,16 @@ def test_attention_that_methods_lack_is_refused_by_name(family, match, changes):
     refuses(match, lambda: new_tokens(model, prompts(), Cache(model, "quest", 64, 2), 2))
 
 
-def test_what_a_cache_cannot_do_is_refused_in_a_line():
+def test_keys_that_another_layer_has_read_are_refused():
+    """As in models whose layers share keys and values: a method would store them twice."""
+    model = model_of("Llama")
+    cache, q, k = Cache(model, "full", 8), torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
+    k, v = cache.update(k, k.clone(), 0)
+    attention(model.model.layers[0].self_attn, q, k, v, None)
+    refuses("reads another layer's keys", attention, model.model.layers[1].self_attn, q, k, v, None)
+
+
+def test_what_a_cache_cannot_do_is_refused_in_a_line(monkeypatch):
     model, ids = model_of("Llama"), prompts()
 
     def run(*args, model=model, rows=2, tokens=64, **options):
@@ -230,6 +244,9 @@ def test_what_a_cache_cannot_do_is_refused_in_a_line():
     )
     refuses("is checked against the model's folder", Cache, model, "loki", 64, calibration=FILE)
     refuses("assisted", new_tokens, model, ids[:1], Cache(model, "full", 64), prompt_lookup_num_tokens=2)
+    monkeypatch.setattr(model.model.layers[0].self_attn, "is_causal", False)
+    refuses("attention that is not causal", run)
+    monkeypatch.undo()
     assert new_tokens(model, ids) == expected("Llama")  # without our cache it is transformers' own attention
 
 
@@ -248,4 +265,4 @@ def test_transformers_is_optional(monkeypatch):
     imports = re.compile(r"^ *(import|from) (transformers|engine\.bridge|engine import .*bridge)", re.MULTILINE)
     assert [str(f.relative_to(ROOT)) for f in files if imports.search(f.read_text())] == ["engine/bridge.py"]
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refuses("pip install transformers", runpy.run_path, str(ROOT / "engine/bridge.py"))
+    refuses("pip install transformers==5.24.0", runpy.run_path, str(ROOT / "engine/bridge.py"))
