@@ -16,7 +16,7 @@ sys.path[0] = str(HERE.parent)  # Python puts this file's folder there; the proj
 from runtime.errors import InputError, Parser, need_torch, run_cli  # noqa: E402
 
 need_torch()  # before what needs it is imported
-from engine import LLM  # noqa: E402
+from engine import LLM, Chat  # noqa: E402
 from runtime.machine import SMOLLM2_CALIBRATION, add_calibration, read_text, smollm2  # noqa: E402
 
 # self_index's defaults, 2 bits and 160 tokens, do not always find the key with a model this small.
@@ -47,7 +47,7 @@ def main() -> None:
     llm = LLM(opt.checkpoint, calibration=opt.calibration)
     for method in opt.method:
         llm.use(method)  # reports a wrong name before any work is done
-    ids = llm.encode(prompt, chat)
+    ids = llm.encode(prompt, Chat() if chat else None)
     print(f"{Path(opt.checkpoint).name}, a prompt of {len(ids)} tokens, which ends in: ...{prompt[-60:]!r}\n")
     for method in opt.method:
         llm.use(method).generate([ids[-64:]], 2)  # first use loads code, which is not to be timed

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.trace import Step, observe
-from engine import LLM
+from engine import LLM, Chat
 from engine.decode import pad
 from runtime.errors import InputError, Parser, run_cli
 from runtime.machine import ROOT, TINY, add_calibration, check_out, read_text, written
@@ -137,11 +137,11 @@ def main() -> None:
     methods = list(dict.fromkeys(["full", *opt.method]))
     for method in methods:
         llm.use(method)  # reports a wrong name before any work is done
-    text = read_text(opt.prompt_file)
-    ids = llm.encode(f"{text.strip()}\n\n{opt.question}" if opt.question else text, opt.chat)
+    text, chat = read_text(opt.prompt_file), Chat() if opt.chat else None
+    ids = llm.encode(f"{text.strip()}\n\n{opt.question}" if opt.question else text, chat)
     shared = len(ids)
     if opt.question and not opt.query_in_prompt:  # the part that does not depend on the question
-        other = llm.encode(f"{text.strip()}\n\n.", opt.chat)
+        other = llm.encode(f"{text.strip()}\n\n.", chat)
         shared = next(i for i, (x, y) in enumerate(zip(ids, other, strict=False)) if x != y)
     llm.capacity(len(ids), opt.steps)  # reports a text that does not fit before any work is done
     prompt, fed = ids[:shared], ids[shared:]
