@@ -280,6 +280,9 @@ class LLM:
         run = functools.partial(self._run, out, max_new_tokens=max_new_tokens, stop=stop_strings(stop), on_text=on_text)
         if batch_size is not None:
             check_count("--batch-size", batch_size, 1, 1_000_000)
+            if once:
+                raise InputError("prompts that are read once, for several questions, a chat's question or a file, are "
+                                 "one batch: drop --batch-size")  # fmt: skip
         if not once:
             rows = self._rows(prompts, chat)
             keys, size = noise_keys(sampling.seed, rows), self.capacity(max(map(len, rows)), max_new_tokens, further)
@@ -301,9 +304,10 @@ class LLM:
                     session = self.restore(saved, max_new_tokens, sampling, further)
             if save is not None:
                 self.save(save, chat=chat is not None)
-            state, cache = state_of(session), Snapshot(self.model.cache) if len(asked) > 1 else None
+            start = (state_of(session), Snapshot(self.model.cache)) if len(asked) > 1 else None
             for i, question in enumerate(asked):
-                if i and cache is not None:
+                if i and start:
+                    state, cache = start
                     cache.restore()
                     resume(session, state)
                 batch = Batch.of(session.prompts, question)
@@ -311,7 +315,6 @@ class LLM:
                     batch.prefill_s = read.prefill_s - session.compile_s
                 if not run(session, None, question, batch):
                     break
-                session.compile_s = 0.0
         return out
 
     def _run(

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,3 +136,18 @@ def few_texts(monkeypatch):
     few = [d for kind in ("code", "prose") for d in [d for d in texts if d.kind == kind][:8]]
     monkeypatch.setattr(evaluation, "collect", lambda only_held_out: few)
     monkeypatch.setattr(evaluation, "held_out", functools.cache(held_out.__wrapped__))
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """The C++ library not loaded yet, and an empty cache; its file."""
+    from kernels import backend
+    from kernels.native import build
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    loaded = build.library()
+    monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
+    monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
+    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
+    yield Path(loaded._name)
+    loaded.kvf_register()  # operators of another build would serve all tests that follow

@@ -131,6 +131,7 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: llm.generate([[1, 2048]]), "token 2048, the model embeds 2048"),
         (lambda llm: llm.generate([[-1]]), "token -1, the model embeds"),
         (lambda llm: llm.generate(["a"], questions=[[1, 2048]]), "token 2048, the model embeds"),
+        (lambda llm: llm.generate(["a"], questions=["b", "c"], batch_size=1), "are one batch: drop --batch-size"),
         (lambda llm: llm.generate(["a"], chat=True), r"chat=True is no Chat: give Chat\(\)"),
         (lambda llm: llm.conversation(chat=True), r"chat=True is no Chat"),
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import platform
 import re
 from contextlib import contextmanager
@@ -310,18 +309,6 @@ def test_empty_batches_and_lists():
 
 
 # ---- the library ----
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """The library not loaded yet, and an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loaded = build.library()
-    monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
-    monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
-    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
-    yield Path(loaded._name)
-    loaded.kvf_register()  # operators of another build would serve all tests that follow
 
 
 def test_torch_is_asked_for(fresh, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import signal
@@ -64,18 +63,6 @@ def test_without_a_compiler_torch_runs(tmp_path):
     out, err = (child := process(PATH=str(tmp_path), CXX="nonsense", XDG_CACHE_HOME=str(tmp_path))).communicate()
     assert child.returncode == 0, err
     assert out.split() == ["False", "1"] and err.count("note: ") == 1 and "no C++ compiler found" in err
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """The library not loaded yet, and an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loaded = build.library()
-    monkeypatch.setattr(build, "library", functools.cache(build.library.__wrapped__))
-    monkeypatch.setattr(build, "_available", functools.cache(build._available.__wrapped__))
-    monkeypatch.setattr(backend, "_version_for", functools.cache(backend._version_for.__wrapped__))
-    yield Path(loaded._name)
-    loaded.kvf_register()  # operators of another build would serve all tests that follow
 
 
 @pytest.fixture
