@@ -20,10 +20,14 @@ E4M3_MAX = 448.0
 GRID, ROUNDS = 40001, 2000  # points of the density, and the most rounds of Lloyd's iteration
 
 
-@functools.cache
 def lloyd_max(head_dim: int, bits: int) -> Tensor:
     """The 2^bits numbers of least mean square error for a coordinate of a random unit vector of head_dim channels, in
     ascending order: fp32 [2^bits] (TurboQuant, arXiv 2504.19874, eq. 4)."""
+    return torch.tensor(_lloyd_max(head_dim, bits), dtype=torch.float32)
+
+
+@functools.cache  # of numbers: a kept tensor would be a fake one, or one of inference mode, if the first caller's were
+def _lloyd_max(head_dim: int, bits: int) -> tuple[float, ...]:
     end = min(1.0, 12 * head_dim**-0.5)  # beyond lies less than 1e-30
     x = np.linspace(-end, end, GRID)
     weight = (1 - x * x) ** ((head_dim - 3) / 2)
@@ -35,7 +39,7 @@ def lloyd_max(head_dim: int, bits: int) -> Tensor:
         done, book = np.abs(new - book).max() < 1e-12, new
         if done:
             break
-    return torch.from_numpy((book - book[::-1]) / 2).float()  # the density is even
+    return tuple((book - book[::-1]) / 2)  # the density is even
 
 
 def e4m3() -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle_quantized import codebook, e4m3_numbers, fp8, hadamard, kivi, quarot, through_bits, turboquant
 from oracles import rotate
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cache.key_bias import KEY_BIAS
 from cache.spec import make_args, method_class
@@ -168,6 +169,14 @@ def test_codebooks_are_those_of_the_density(bits, published):
     assert np.abs(lloyd_max(40, bits).numpy() - codebook(40, bits)).max() < 1e-5
     many = lloyd_max(4096, bits).numpy()
     assert np.abs(many[len(many) // 2 :] * 64 - published).max() < 2e-3 and np.allclose(many, -many[::-1])
+
+
+def test_codebooks_are_numbers_whoever_asks_first():
+    """A process that first makes one while tracing, or in inference mode, keeps no fake or inference tensor."""
+    with FakeTensorMode(), torch.inference_mode():
+        assert isinstance(lloyd_max(33, 2), FakeTensor)
+    book = lloyd_max(33, 2)
+    assert not isinstance(book, FakeTensor) and not book.is_inference() and book[-1] > 0.2
 
 
 @pytest.mark.parametrize("bits, loss", [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
