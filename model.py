@@ -28,11 +28,12 @@ from cache.prompt import Angles
 from cache.spec import Methods, build_cache, layer_methods, method_name
 from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
+from kernels.layer import Matrix, finish_layer, in_two_calls, project_heads
 from kernels.rope import Rope, RopeArgs, apply_rope
 from runtime.errors import InputError
 from runtime.machine import require_memory
 from runtime.parallel import ONE, Ranks
-from weights import Linear, first_outputs
+from weights import Joined, Linear, first_outputs
 
 SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
@@ -204,15 +205,35 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(args)
         self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.eps = args.norm_eps
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]. Teacher forcing, prompts and decode steps share this residual path."""
+        if (matrices := self.in_two_calls(x)) is not None:
+            return self.two_calls(x, attend, *matrices)
         x = x + self.attention(self.attention_norm(x), attend)
         if x.dim() == 2 or x[..., 0].numel() <= MLP_CHUNK or torch.is_grad_enabled():
             return x + self.feed_forward(self.ffn_norm(x))
         for part in x.view(-1, x.shape[-1]).split(MLP_CHUNK):  # in place, one chunk of MLP activations at a time
             part += self.feed_forward(self.ffn_norm(part))
         return x
+
+    def in_two_calls(self, x: Tensor) -> list[Matrix] | None:
+        """The operands of `two_calls`, if x is for them."""
+        a, f = self.attention, self.feed_forward
+        linears: Any = (a.wqkv, a.wo, f.w13, f.w2)
+        if a.ranks.size > 1 or any(type(x) is Joined for x in linears):
+            return None
+        matrices = [x.matrix for x in linears]
+        return matrices if in_two_calls(x, a.head_dim, *matrices) else None
+
+    def two_calls(self, x: Tensor, attend: Attend, wqkv: Matrix, wo: Matrix, w13: Matrix, w2: Matrix) -> Tensor:
+        """`forward` for few rows on a CPU, where a step takes the time of torch's calls more than that of its work."""
+        a, norm, after = self.attention, self.attention_norm, self.ffn_norm
+        sizes = (a.n_head, a.n_kv_head, a.n_kv_head)
+        q_norm, k_norm = (getattr(x, "weight", None) for x in (a.q_norm, a.k_norm))
+        heads = project_heads(x, norm.weight, self.eps, wqkv, q_norm, k_norm, *sizes[:2], a.head_dim)
+        return finish_layer(x, attend(*heads.split(sizes, -2)), wo, after.weight, self.eps, w13, w2)
 
     def predicted_query(self, x: Tensor) -> Tensor:
         """The query of this layer if the layer before it were the identity: x [B, dim] -> [B, Hq, D]."""
@@ -454,11 +475,12 @@ def attending(read: Callable[..., Tensor], dtype: torch.dtype, *at: Any) -> Atte
     """A method's `read(q, k, v, *at)`, which gets its cache's dtype, and [B, H, S, D] for [B, S, H, D], as a block's
     attention."""
 
-    def turn(x: Tensor) -> Tensor:
+    def turn(x: Tensor, to: torch.dtype) -> Tensor:
+        x = x if x.dtype == to else x.to(to)
         return x.transpose(1, 2) if x.dim() == 4 else x
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return turn(read(*(turn(x).to(dtype) for x in (q, k, v)), *at)).to(q.dtype)
+        return turn(read(turn(q, dtype), turn(k, dtype), turn(v, dtype), *at), q.dtype)
 
     return attend
 

@@ -33,7 +33,7 @@ from cache.prompt import Prompt, Text
 from kernels.dense_attention import attend_where, prefill_attention
 from kernels.native import in_huge_pages
 from kernels.rope import Rope
-from kernels.rotate_append import rotate_token
+from kernels.rotate_append import rotate_token, scale_heads
 from runtime.errors import InputError
 from runtime.parallel import ONE, Ranks
 
@@ -95,7 +95,7 @@ class OncePerStep:
     graph, each time."""
 
     def __init__(self) -> None:
-        self.made: dict[Any, Tensor] | None = None
+        self.made: dict[Any, tuple[Tensor, Tensor]] | None = None
 
     def __enter__(self) -> None:
         self.made = {}
@@ -103,13 +103,15 @@ class OncePerStep:
     def __exit__(self, *error: Any) -> None:
         self.made = None
 
-    def __call__(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, whose result nobody may write to. key: what it depends on beside the step's positions."""
+    def __call__(self, pos: Tensor, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, whose result nobody may write to. key: what it depends on beside pos [B]; of that counts the tensor
+        itself, as a check of drafts appends at several positions within a step."""
         if self.made is None:
             return make()
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        known = self.made.get((key, id(pos)))
+        if known is None:
+            known = self.made[key, id(pos)] = pos, make()  # with pos, so that no other tensor gets its id
+        return known[1]
 
 
 @dataclass
@@ -254,6 +256,7 @@ class KVMethod(Storage):
     def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
         super().__init__(shape)
         self.args, self.layer, self.calib = args, layer, calib
+        self.alike = type(self), repr(args), shape.window  # layers with the same compute the same of positions
         object.__setattr__(self, "rope", rope)  # shared by all layers: this module neither counts nor moves it
         if shape.window is not None and not self.supports_window:
             raise InputError(
@@ -341,16 +344,16 @@ class KVMethod(Storage):
 
     def kv_in_units(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B, Hkv, ..., D] divided by their units."""
-        k = _by_head(torch.div, k, self.k_unit) if "k" in self.units else k
-        return k, _by_head(torch.div, v, self.v_unit) if "v" in self.units else v
+        k = _by_head(k, self.k_unit, True) if "k" in self.units else k
+        return k, _by_head(v, self.v_unit, True) if "v" in self.units else v
 
     def query_in_units(self, q: Tensor) -> Tensor:
         """q [B, Hq, ..., D] times the unit of its keys: products with these stay as they are."""
-        return _by_head(torch.mul, q, self.k_unit) if "k" in self.units else q
+        return _by_head(q, self.k_unit) if "k" in self.units else q
 
     def out_of_units(self, y: Tensor) -> Tensor:
         """Attention outputs y [B, Hq, ..., D] times the unit of their values."""
-        return _by_head(torch.mul, y, self.v_unit) if "v" in self.units else y
+        return _by_head(y, self.v_unit) if "v" in self.units else y
 
     @property
     def unit_nbytes(self) -> int:
@@ -392,6 +395,15 @@ class KVMethod(Storage):
             q, k = rotate_token(q, k, self.rope.cos, self.rope.sin, pos)
         self.append(*self.kv_in_units(k, v), pos)
         return self.query_in_units(q)
+
+    def once_a_step(self, pos: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """`make()`, which depends on pos [B], the prompts' lengths and this method's knobs and window alone: in an
+        eager step one layer computes it for all that have the same."""
+        return self.once(pos, (name, self.alike), make)
+
+    def ends(self, pos: Tensor) -> Tensor:
+        """pos + 1: the number of tokens in the text, [B]."""
+        return self.once(pos, "ends", lambda: pos + 1)
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store one token per row in place. Its slot need not equal its position."""
@@ -492,12 +504,18 @@ def unit_of(x: Tensor, lengths: Tensor) -> Tensor:
     return (exponent + 127 << 23).view(torch.float32).to(x.dtype)  # a float's bits: no power function rounds it
 
 
-def _by_head(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, unit: Tensor) -> Tensor:
-    """f of x [B, heads, ..., D] and the unit of its KV head, [>= B, Hkv, 1]."""
-    B, H, unit = x.shape[0], unit.shape[1], unit[: x.shape[0]]
-    if x.dim() > 3:  # more tokens than one
-        return f(x.unflatten(1, (H, -1)), unit[:, :, :, None, None]).flatten(1, 2)
-    return f(x, unit) if x.shape[1] == H else f(x.reshape(B, H, -1), unit).view(x.shape)
+def _by_head(x: Tensor, unit: Tensor, divide: bool = False) -> Tensor:
+    """x [B, heads, ..., D] times the unit of its KV head, [>= B, Hkv, 1], or divided by it."""
+    if x.dim() == 3:
+        return scale_heads(x, unit, divide)
+    unit = unit[: len(x), :, :, None, None]
+    groups = x.unflatten(1, (unit.shape[1], -1))
+    return (groups / unit if divide else groups * unit).flatten(1, 2)
+
+
+def rows(x: Tensor, B: int) -> Tensor:
+    """The first B rows of a buffer, itself if it has no more: a step saves a call of torch."""
+    return x if len(x) == B else x[:B]
 
 
 def connected(layers: Iterable[KVMethod]) -> list[KVMethod]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cache.base import KVMethod
-from kernels.rotate_append import rotate_append
+from kernels.rotate_append import append_token, rotate_append
 from kernels.verify_attention import verify_attention
 
 
@@ -31,12 +31,12 @@ class Dense(KVMethod):
         return rotate_append(q, k, v, self.rope.cos, self.rope.sin, pos, self.k, self.v)
 
     def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)
-        self.k[row, :, pos], self.v[row, :, pos] = k, v
+        append_token(k, v, pos, self.k, self.v)
 
     def first(self, pos: Tensor) -> Tensor | None:
         """The first position that the token at pos [B] attends to; None: position 0."""
-        return (pos - self.shape.window + 1).clamp(min=0) if self.shape.window else None
+        n = self.shape.window
+        return self.once_a_step(pos, "first", lambda: (pos - n + 1).clamp(min=0)) if n else None
 
     def stored_query(self, q: Tensor) -> Tensor:
         """Transform rotated q [B, Hq, D] to the basis of the stored keys."""

@@ -26,6 +26,7 @@ from kernels.dense_attention import attend_where, decode_attention
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
 from kernels.prompt_scores import best_tokens, newest_first
+from kernels.rotate_append import append_token
 from runtime.errors import InputError
 
 
@@ -199,7 +200,7 @@ class Evicting(KVMethod):
         if self.evicts:
             slot = torch.where(grows[:, None], slot, self._lowest(pos))  # [B, Hkv]
         row, head = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)
-        self.k[row, head, slot], self.v[row, head, slot] = k, v
+        append_token(k, v, slot.expand(B, H), self.k, self.v)
         self.place[row, head, slot] = pos[:, None].int().expand(B, H)
         if self.evicts:
             self.score[row, head, slot] = 0.0

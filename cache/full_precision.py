@@ -10,6 +10,7 @@ from torch import Tensor
 from cache.base import CacheShape, Storage
 from kernels.gather_attention import gather_rows
 from kernels.ring import ring_positions
+from kernels.rotate_append import append_token
 from runtime.errors import InputError
 
 
@@ -35,10 +36,9 @@ class Tail(Storage):
         self.buffer("prompt_len", (shape.max_batch,), torch.int64)
         self.moved = 0  # decoded tokens that have left the ring
 
-    def put(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
-        """Store one token per row in place of the oldest: k and v [B, Hkv, D] at pos [B]."""
-        row, slot = torch.arange(len(pos), device=pos.device), self.newest(pos)
-        self.k[row, :, slot], self.v[row, :, slot] = k, v
+    def put(self, k: Tensor, v: Tensor, newest: Tensor) -> None:
+        """Store one token per row in place of the oldest: k and v [B, Hkv, D] in the slots `newest` [B]."""
+        append_token(k, v, newest, self.k, self.v)
 
     def newest(self, pos: Tensor) -> Tensor:
         """The slot of the token at pos [B]."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache.base import CacheShape, Storage
-from kernels.label_score import label_score, store_labels
+from cache.base import CacheShape, Storage, rows
+from kernels.label_score import label_queries, label_score, store_labels
 from runtime.errors import InputError
 
 
@@ -52,17 +52,17 @@ class LabelCache(Storage):
         [B, Hq, T].
         """
         B, H = len(q), len(self.channels)
-        groups, at = q.view(B, H, -1, q.shape[2]).float(), self.channels.expand(B, -1, -1)
-        labels, params = self.labels[:B], None if self.params is None else self.params[:B]
+        labels, params = rows(self.labels, B), None if self.params is None else rows(self.params, B)
         if heads == "group":
-            return label_score(groups.sum(2).gather(2, at), labels, params, self.bits, pos)
+            return label_score(label_queries(q, self.channels), labels, params, self.bits, pos)
+        groups, at = q.view(B, H, -1, q.shape[2]).float(), self.channels.expand(B, -1, -1)
         each = [label_score(q.gather(2, at), labels, params, self.bits, pos) for q in groups.unbind(2)]
         return torch.stack(each, 2).flatten(1, 2)
 
     def scores_by_head(self, q: Tensor, last: Tensor) -> Tensor:
         """The group's sum, for each head's tokens up to its own last [B, Hkv], -1: none -> fp32 [B * Hkv, 1, T]."""
         B, H = last.shape
-        groups = q.view(B, H, -1, q.shape[2]).float().sum(2).gather(2, self.channels.expand(B, -1, -1))
+        groups = label_queries(q, self.channels)
         labels = self.labels[:B].flatten(0, 1)[:, None]
         params = None if self.params is None else self.params[:B].flatten(0, 1)[:, None]
         return label_score(groups.flatten(0, 1)[:, None], labels, params, self.bits, last.flatten())

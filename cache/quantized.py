@@ -102,7 +102,10 @@ class Quantized(KVMethod):
             quantized_append(self.turn(x), pos, store.tokens)
 
     def attend(self, q, idx, count, pos):
-        return self.turn_back(quantized_attention(self.turn(q), self.keys.tokens, self.values.tokens, pos))
+        k, v = self.keys.tokens, self.values.tokens
+        stops = (self.once_a_step(pos, "keys", lambda: k.packed_until(pos)),
+                 self.once_a_step(pos, "values", lambda: v.packed_until(pos)))  # fmt: skip
+        return self.turn_back(quantized_attention(self.turn(q), k, v, pos, stops))
 
     def attended(self, q, idx, count, pos):
         T = self.shape.max_seq_len

@@ -71,6 +71,13 @@ def _put(buffer: Tensor, part: Tensor, start: Tensor | None) -> None:
         buffer[row, :, start[:, None] + slot] = part.transpose(1, 2).to(buffer.dtype)
 
 
+@operation(cpp=True, fake=lambda q, channels: q.new_empty(len(q), *channels.shape, dtype=torch.float32))
+def label_queries(q: Tensor, channels: Tensor) -> Tensor:
+    """The label channels of each group's queries, summed: q [B, H * g, D], channels [H, r] -> fp32 [B, H, r]."""
+    groups = q.unflatten(1, (len(channels), -1)).float().sum(2)
+    return groups.gather(2, channels.expand(len(q), -1, -1))
+
+
 def label_score(q: Tensor, labels: Tensor, params: Tensor | None, bits: int, pos: Tensor | None = None) -> Tensor:
     """Approximate q . k of every token from its labels, without softmax or scale (Algorithm 1), in fp32.
 

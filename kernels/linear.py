@@ -123,7 +123,7 @@ def sharing(x: Tensor | None, step: Tensor | None) -> int:
 # ---- the products ----
 
 
-def _serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def serves_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """On a CPU few rows of x go through C++: torch takes up to twice as long for 2 to 16 rows, and for one in bf16.
 
     For one row in fp32, torch is a tenth faster on an Intel Xeon with AVX-512; on an AMD EPYC it takes up to twice as
@@ -136,7 +136,7 @@ def _serves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return here and not (bf16 and rows >= MANY_BF16 and ask("has_tiles"))
 
 
-@operation(cpp=_serves, fake=lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
+@operation(cpp=serves_dense, fake=lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in] not packed, bias [out] -> [..., out]."""
     return F.linear(x, weight, bias)

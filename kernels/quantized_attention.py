@@ -173,14 +173,16 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tens
 # ---- attention ----
 
 
-def quantized_attention(q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor) -> Tensor:
+def quantized_attention(
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, stops: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Softmax attention of q [B, Hq, D] over positions 0..pos [B] -> [B, Hq, D]. Scale 1/sqrt(D).
 
     Sinks and rings of keys and of values are of one size, and no value is packed that has a whole key. Other slots may
-    hold anything.
+    hold anything. stops: `packed_until` of both, if it is known.
     """
     # a whole key has a whole value: the ring of keys holds no token that the ring of values lacks
-    return _quantized_attention(q, k, v, pos, k.packed_until(pos), v.packed_until(pos))
+    return _quantized_attention(q, k, v, pos, *(stops or (k.packed_until(pos), v.packed_until(pos))))
 
 
 @operation(cpp=_whole_groups)

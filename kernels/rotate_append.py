@@ -26,22 +26,46 @@ def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
     return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
 
 
-@operation(fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
+@operation(cpp=True, fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
 def rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64; cos and sin are those of `Rope`."""
     a, b = angles(cos, pos)[:, None], angles(sin, pos)[:, None]
     return apply_rope(q, a, b), apply_rope(k, a, b)
 
 
-@operation(fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles)
+@operation(cpp=True, fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles)
 def rotate_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
     """`rotate_token` -> q; in place, rotated k and v [B, Hkv, D] go to slot pos of caches [>= B, Hkv, T, D]."""
     q, k = rotate_token(q, k, cos, sin, pos)
-    row = torch.arange(len(pos), device=pos.device)
-    k_cache[row, :, pos], v_cache[row, :, pos] = k, v
+    append_token.reference(k, v, pos, k_cache, v_cache)
     return q
+
+
+@operation(cpp=True, fake=lambda q, *_: _new(q), reads=_angles)
+def rotate_query(q: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> Tensor:
+    """The q of `rotate_token`."""
+    return apply_rope(q, angles(cos, pos)[:, None], angles(sin, pos)[:, None])
+
+
+@operation(cpp=True, fake=lambda *_: None, mutates=("k_cache", "v_cache"))
+def append_token(k: Tensor, v: Tensor, slot: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """In place, k and v [B, H, D] go to slot [B], or [B, H], of caches [>= B, H, T, D]."""
+    row = torch.arange(len(slot), device=slot.device)
+    if slot.dim() == 1:
+        k_cache[row, :, slot], v_cache[row, :, slot] = k, v
+    else:
+        at = row[:, None], torch.arange(slot.shape[1], device=slot.device), slot
+        k_cache[at], v_cache[at] = k, v
+
+
+@operation(cpp=True)
+def scale_heads(x: Tensor, unit: Tensor, divide: bool = False) -> Tensor:
+    """x [B, H * g, D] times unit [>= B, H, 1], g heads by the same one, or divided by it: [B, H * g, D]."""
+    B, H, unit = len(x), unit.shape[1], unit[: len(x)]
+    groups = x if x.shape[1] == H else x.reshape(B, H, -1)
+    return (groups / unit if divide else groups * unit).view(x.shape)
 
 
 # ---- Triton ----

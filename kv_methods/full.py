@@ -14,7 +14,7 @@ class Full(Dense):
     supports_window = True
 
     def attend(self, q, idx, count, pos):
-        return decode_attention(q, self.k, self.v, self.first(pos), pos + 1)
+        return decode_attention(q, self.k, self.v, self.first(pos), self.ends(pos))
 
     def attended(self, q, idx, count, pos):
         B, H, T, _ = self.k[: len(q)].shape

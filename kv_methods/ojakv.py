@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob, rows
 from cache.budget import budget_cap, budget_tokens, min_tokens
 from cache.full_precision import Exempt
 from cache.statistic import Statistic, principal
@@ -85,11 +85,11 @@ class LowRank(Storage):
 
     def basis(self, B: int) -> Tensor:
         """The basis [B, Hkv, D, r], or [1, ...] if all rows share it."""
-        return self.calibrated[None] if self.current is None else self.current[:B]
+        return self.calibrated[None] if self.current is None else rows(self.current, B)
 
     def stored(self, B: int) -> Tensor:
         """The latents of all slots, [B, Hkv, slots, r]."""
-        return self.latents[:B].mT
+        return rows(self.latents, B).mT
 
     def restored(self, B: int) -> Tensor:
         """The reconstructed tokens of all slots, [B, Hkv, slots, D]."""
@@ -265,13 +265,14 @@ class OjaKV(KVMethod):
     # ---- one token per row ----
 
     def append(self, k, v, pos):
-        self.exempt.put(k, v, pos)
+        self.exempt.put(k, v, self.once_a_step(pos, "newest", lambda: self.exempt.newest(pos)))
 
     def attend(self, q, idx, count, pos):
         B, keys, values, exempt = len(pos), self.keys, self.values, self.exempt
         return lowrank_attention(
-            q, keys.stored(B), values.stored(B), keys.basis(B), values.basis(B), self.stored[:B],
-            exempt.k[:B], exempt.v[:B], exempt.filled(pos), self.args.latent)  # fmt: skip
+            q, keys.stored(B), values.stored(B), keys.basis(B), values.basis(B), rows(self.stored, B),
+            rows(exempt.k, B), rows(exempt.v, B), self.once_a_step(pos, "filled", lambda: exempt.filled(pos)),
+            self.args.latent)  # fmt: skip
 
     def attended(self, q, idx, count, pos):
         """With `keep`, the positions of the stored prompt tokens are not recorded: -1."""

@@ -24,6 +24,7 @@ from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
 from kernels.linear import dense_linear
 from kernels.ring import ring_positions
+from kernels.rotate_append import rotate_query
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 from runtime.errors import InputError
@@ -211,14 +212,18 @@ class Sals(KVMethod):
         if self.dense:
             return None, None
         n, scores = self.recent, self._scores(q, pos)
-        wanted = self.once(self.selection, lambda: self.selection.at(pos + 1))
+        wanted = self.once_a_step(pos, "wanted", lambda: (self.selection.at(pos + 1) - n).clamp(min=0))
         if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)
-            wanted = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(wanted[:, None])
-            self.note_read(wanted.clamp(min=n).minimum(pos[:, None] + 1), pos)
-        wanted = (wanted - n).clamp(min=0)
-        return budget_select(scores, pos - n, wanted, self.k_static - n, self.args.sinks)  # line 5
+            need = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(self.selection.at(pos + 1)[:, None])
+            self.note_read(need.clamp(min=n).minimum(pos[:, None] + 1), pos)
+            wanted = (need - n).clamp(min=0)
+        return budget_select(scores, self._old(pos), wanted, self.k_static - n, self.args.sinks)  # line 5
+
+    def _old(self, pos):
+        """The newest position that is not recent, [B]."""
+        return self.once_a_step(pos, "old", lambda: pos - self.recent)
 
     def _scores(self, q, pos):
         """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
@@ -226,14 +231,17 @@ class Sals(KVMethod):
         groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
         if self.p is None and self.args.score == "sum":
             # the sum over query heads of q . (k of its group) = the sum over KV heads of (sum of its group's q) . k
-            latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis)) / self.copies
-            return latent_score(latent_q[:, None], self.store.lead, pos - self.recent)
+            latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis))
+            latent_q = latent_q / self.copies if self.copies > 1 else latent_q
+            return latent_score(latent_q[:, None], self.store.lead, self._old(pos))
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
         mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, self.recent, D**-0.5)
         return self.sum_over_ranks(mass) / (q.shape[1] * self.shape.ranks.size)
 
     def attend(self, q, idx, count, pos):
-        return latent_attention(self.rope.rotate(q, pos), **self._read(idx, count, pos))  # lines 6-9
+        return latent_attention(
+            rotate_query(q, self.rope.cos, self.rope.sin, pos), **self._read(idx, count, pos)
+        )  # lines 6-9
 
     def attended(self, q, idx, count, pos):
         k, v, at, there = expand_tokens(**self._read(idx, count, pos), head_dim=q.shape[2])

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, CacheShape, KVMethod, Storage, knob
+from cache.base import Attended, CacheShape, KVMethod, Storage, knob, rows
 from cache.budget import budget_cap, budget_tokens, check_budget, min_tokens
 from cache.full_precision import Tail
 from cache.packed import PackedVectors, check_groups
@@ -218,7 +218,8 @@ class SelfIndex(KVMethod):
     # ---- one token per row ----
 
     def append(self, k, v, pos):
-        self.tail.put((k.float() - self.mean[: len(k)]).to(k.dtype), v, pos)
+        newest = self.once_a_step(pos, "newest", lambda: self.tail.newest(pos))
+        self.tail.put((k - rows(self.mean, len(k))).to(k.dtype), v, newest)
 
     def select(self, q, pos):
         """The best tokens of the compressed store, by a group's queries together; sinks are attended to in any case.
@@ -229,11 +230,14 @@ class SelfIndex(KVMethod):
         if not self.chooses:
             none = torch.zeros(B, self.shape.n_kv_head, 1, dtype=torch.int64, device=q.device)
             return none, none[..., 0]
-        prompt = self.tail.prompt_len[:B]
-        rivals = prompt if keep else prompt + self.flushed  # these first slots compete, sinks among them
-        idx, count = budget_select(
-            self._scores(q, rivals - 1), rivals - 1, self.budget.at(prompt, rivals, pos + 1), self.k_chosen
-        )
+        prompt = rows(self.tail.prompt_len, B)
+
+        def rivals():  # these first slots compete, sinks among them
+            return prompt if keep else prompt + self.flushed
+
+        last = self.once_a_step(pos, "last", lambda: rivals() - 1)
+        wanted = self.once_a_step(pos, "wanted", lambda: self.budget.at(prompt, rivals(), pos + 1))
+        idx, count = budget_select(self._scores(q, last), last, wanted, self.k_chosen)
         if not (self.flushes and keep):
             return idx, count
         return with_run(idx, count, prompt, self.slots - 1, self.k_static), count + self.flushed
@@ -241,7 +245,7 @@ class SelfIndex(KVMethod):
     def _scores(self, q, last):
         """Eq. 8 for the slots up to last [B] -> [B, Hkv, T]; sinks score -inf."""
         B = len(q)
-        book = (self.book[:B], self.codes[:B], last, self.sinks.idx[:B])
+        book = (rows(self.book, B), rows(self.codes, B), last, rows(self.sinks.idx, B))
         if self.args.heads == "mean":
             return lut_score(q, *book)
         groups = q.unflatten(1, (self.shape.n_kv_head, -1))

@@ -15,6 +15,7 @@ import torch
 from cache.base import Attended, KVMethod, knob
 from kernels.dense_attention import decode_attention
 from kernels.rope import apply_rope
+from kernels.rotate_append import append_token
 
 
 class Streaming(KVMethod):
@@ -60,8 +61,7 @@ class Streaming(KVMethod):
         self.k[:B], self.v[:B] = k.gather(2, at), v.gather(2, at)
 
     def append(self, k, v, pos):
-        row = torch.arange(len(pos), device=pos.device)
-        self.k[row, :, self.slot(pos)], self.v[row, :, self.slot(pos)] = k, v
+        append_token(k, v, self.once_a_step(pos, "slot", lambda: self.slot(pos)), self.k, self.v)
 
     def attend(self, q, idx, count, pos):
         q, k, filled = self._as_they_meet(q, pos)
@@ -70,7 +70,7 @@ class Streaming(KVMethod):
     def _as_they_meet(self, q, pos):
         """q and all keys, rotated, and the number of filled slots [B]; slots fill in order."""
         cap = self.k.shape[2]
-        filled = (pos + 1).clamp(max=cap)
+        filled = self.once_a_step(pos, "filled", lambda: (pos + 1).clamp(max=cap))
         if not self.pre_rope:  # attention does not depend on the order of keys
             return q, self.k, filled
         slots = torch.arange(cap, device=pos.device)

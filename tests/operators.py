@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weights import Layout, PackedLinear
+
 NAN = float("nan")
 SHORT = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 200, 257)
 LONG = (2047, 2049, 4095, 4096, 4353)  # around what the C++ versions do at a time
@@ -790,3 +792,97 @@ def rotate_append(d: Draw) -> Problem:
     k_cache, v_cache = caches[0].double(), caches[1].clone()
     k_cache[row, :, pos], v_cache[row, :, pos] = rotated(k, cos, sin, pos).value, v
     return (q, k, v, cos, sin, pos, *caches), [rotated(q, cos, sin, pos), Near(k_cache), Same(v_cache)]
+
+
+@problem
+def rotate_query(d: Draw) -> Problem:
+    (q, _, *at), (want, _) = rotate_token(d)
+    return (q, *at), [want]
+
+
+@problem
+def append_token(d: Draw) -> Problem:
+    """One slot for all heads of a row, or one for each; nothing else of the caches is written."""
+    s = d.sizes((2, 6, 10, 64, 80, 128), (1, 9, 40))
+    k, v = d.normal(s.B, 3 * s.H, s.D).split((s.H, 2 * s.H), 1)
+    v, by_head = v[:, s.H :], d.pick(True, False)
+    slot = d.integers(0, s.T, s.B, *[s.H] * by_head)
+    caches = [d.view(torch.full((s.B + s.spare, s.H, s.T, s.D), 7.0, dtype=d.dtype)) for _ in "kv"]
+    answers = [x.clone() for x in caches]
+    for b in range(s.B):
+        for h in range(s.H):
+            for answer, x in zip(answers, (k, v), strict=True):
+                answer[b, h, slot[b, h] if by_head else slot[b]] = x[b, h]
+    return (k, v, slot, *caches), [Same(x) for x in answers]
+
+
+@problem
+def scale_heads(d: Draw) -> Problem:
+    s, divide = d.sizes((2, 6, 64, 80, 128)), d.pick(True, False)
+    x = d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H]
+    unit = (2.0 ** d.integers(-20, 20, s.B + s.spare, s.H, 1)).to(d.dtype)
+    by = unit[: s.B].double().repeat_interleave(s.g, 1)
+    return (x, unit, divide), [Near(x.double() / by if divide else x.double() * by)]
+
+
+@problem
+def label_queries(d: Draw) -> Problem:
+    s = d.sizes()
+    q, r = d.view(d.normal(s.B, s.H * s.g, s.D)), d.some(1, s.D)
+    channels = torch.stack([torch.randperm(s.D, generator=d.gen)[:r] for _ in range(s.H)])
+    want = [[q[b, h * s.g : (h + 1) * s.g, channels[h]].double().sum(0) for h in range(s.H)] for b in range(s.B)]
+    return (q, channels), [Near(torch.stack([torch.stack(row) for row in want]), s.g)]
+
+
+# ---- a layer around its attention ----
+
+
+def matrix(d: Draw, n: int, out: int) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
+    """A linear layer of small numbers, in bf16, 8 or 4 bits or not packed: its operands, and its product in float64."""
+    weight, bias = d.normal(out, n) / n**0.5, d.pick(None, d.normal(out))
+    if not (bits := d.pick(0, 16, 8, 4)):
+        operands: tuple[Any, ...] = (weight, *[None] * 5, bias, 0)
+        wide = weight.double()
+    else:  # how they are packed is tested in test_weights.py
+        layer = PackedLinear(n, out, bias is not None, Layout(bits, 32))
+        layer.put(0, weight)
+        if bias is not None:
+            layer.put_bias(0, bias)
+        operands, wide = (*layer.matrix,), layer.dense(0, out).double()
+    return operands, lambda x: x @ wide.T + (0 if bias is None else bias.double())
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+class Roughly(Near):
+    """Products of rounded numbers: x becomes 16-bit integers for codes, and bf16 rounds between products."""
+
+    def check(self, got: list[Tensor], version: str) -> None:
+        error = (got[0].double() - self.value).abs().max() / self.value.abs().max()
+        assert got[0].shape == self.value.shape and error < (1e-3 if got[0].dtype == torch.float32 else 4e-2), error
+
+
+@problem
+def project_heads(d: Draw) -> Problem:
+    n, D, H, g, eps = d.pick(32, 64, 128), d.pick(16, 32, 64), d.some(1, 2), d.pick(1, 3, 4), 1e-5
+    x, norm, sizes = d.normal(*d.pick((1,), (3,), (2, 5), (31,)), n), d.normal(n) + 1, (g * H, H, H)
+    w, product = matrix(d, n, sum(sizes) * D)
+    heads_ = product(normed(x.double(), norm, eps)).unflatten(-1, (-1, D))
+    norms = (d.normal(D) + 1, d.normal(D) + 1) if d.pick(True, False) else (None, None)
+    if norms[0] is not None:
+        q, k, v = heads_.split(sizes, -2)
+        heads_ = torch.cat((normed(q, norms[0], eps), normed(k, norms[1], eps), v), -2)
+    return (x, norm, eps, *w, *norms, *sizes[:2], D), [Roughly(heads_)]
+
+
+@problem
+def finish_layer(d: Draw) -> Problem:
+    n, heads_, D, ffn, eps = d.pick(32, 64, 128), d.some(1, 3), d.pick(32, 64), d.pick(32, 96, 512), 1e-5
+    rows = d.pick((1,), (3,), (2, 5), (31,))
+    x, y, norm = d.normal(*rows, n), d.normal(*rows, heads_, D), d.normal(n) + 1
+    (wo, out), (w13, both), (w2, down) = (matrix(d, *size) for size in ((heads_ * D, n), (n, 2 * ffn), (ffn, n)))
+    z = x.double() + out(y.double().flatten(-2))
+    gate, up = both(normed(z, norm, eps)).chunk(2, -1)
+    return (x, y, *wo, norm, eps, *w13, *w2), [Roughly(z + down(gate / (1 + (-gate).exp()) * up))]

@@ -33,7 +33,8 @@ ELSEWHERE = {
     "group_attention": "test_palu.py", "window_append": "test_triton_attention.py",
     "key_range": "test_triton_self_index.py", "encode_keys": "test_triton_self_index.py",
 }  # fmt: skip
-EXACT = {"quantize", "store_labels", "rotate_token", "rotate_append"}  # whose versions agree to the bit
+# whose versions agree to the bit
+EXACT = {"quantize", "store_labels", "rotate_token", "rotate_query", "rotate_append", "scale_heads"}
 READS_ALL = {"packed_gather_attention"}  # whose torch version multiplies what is not chosen, at weight 0
 
 

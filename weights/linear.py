@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.layer import Matrix
 from kernels.linear import (
     ROWS,
     WORD,
@@ -50,6 +51,11 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight_and_bias: Any = self._parameters.values()  # by its name, each would take a call of nn.Module's
         return dense_linear(x, *weight_and_bias)
+
+    @property
+    def matrix(self) -> Matrix:
+        weight_and_bias: Any = self._parameters.values()
+        return Matrix.dense(*weight_and_bias)
 
 
 class PackedLinear(nn.Module):
@@ -99,6 +105,11 @@ class PackedLinear(nn.Module):
         given: Any = (x, *self._buffers.values(), self.bits)
         y = packed_linear(*given)
         return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
+
+    @property
+    def matrix(self) -> Matrix:
+        given: Any = (*self._buffers.values(), self.bits)
+        return Matrix(*given)
 
     def first(self, x: Tensor, n: int) -> Tensor:
         """Only the first n outputs, n a multiple of 16."""

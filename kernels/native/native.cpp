@@ -12,6 +12,7 @@
 #include "group_attention.cpp"
 #include "latent.cpp"
 #include "latent_attention.cpp"
+#include "layer.cpp"
 #include "linear.cpp"
 #include "lowrank_attention.cpp"
 #include "many_rows.cpp"

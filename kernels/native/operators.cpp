@@ -440,6 +440,19 @@ OPERATOR(Tensor, label_score, Small<float> q, Strided<uint8_t> labels, Strided<u
     return looked_up(of, q, labels);
 }
 
+OPERATOR(Tensor, label_queries, InRows<T> q, Small<int64_t> channels) {
+    const int64_t B = q.size(0), H = channels.size(0), r = channels.size(1), G = q.size(1) / H;
+    Tensor out = like(q, {B, H, r}, ScalarType::Float);
+    for (int64_t i = 0; i < B * H * r; i++) {
+        const int64_t h = i / r % H;
+        const T* from = q.data() + i / (H * r) * q.stride(0) + h * G * q.stride(1) + channels.data()[i % (H * r)];
+        float x = 0;
+        for (int64_t g = 0; g < G; g++) x += number(from[g * q.stride(1)]);
+        data<float>(out)[i] = x;
+    }
+    return out;
+}
+
 OPERATOR(void, store_labels, InRows<T> k, Small<int64_t> channels, Optional<Small<int64_t>> start,
          Strided<uint8_t> labels, Strided<uint16_t> params, int64_t bits) {
     const int64_t H = k.size(1), S = k.size(2), r = channels.size(1), W = labels.size(3), *at = data(start);
@@ -540,30 +553,215 @@ template <class T> static void multiply_unpacked(const Weight& w, int64_t bits, 
         for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(bias + o));
 }
 
-OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale, Optional<Stored<uint16_t>> step,
-         Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
-         Optional<Stored<float>> bias, int64_t bits) {
-    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0),
-                  groups = scale ? scale->size(1) : 1;
-    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n,
+// The weight that a packed layer's arguments make, of n inputs
+static Weight weight_of(int64_t n, int64_t bits, const Stored<uint8_t>& packed, const Maybe& scale,
+                        const Optional<Stored<uint16_t>>& step, const Optional<Stored<uint8_t>>& zero,
+                        const Maybe& minimum, const Optional<Stored<uint16_t>>& min_step) {
+    STD_TORCH_CHECK(packed.numel() * 8 == packed.size(0) * n * SIDE * bits, "the packed weight is not one of ", n,
                     " inputs in ", bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()),
                     "a zero is of 4-bit codes, and has 4 bits");
     STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero),
                     "a group has one minimum, or a zero");
+    return {.codes = packed.data(),
+            .scale = per_group(scale, step, "scale"),
+            .zero = data(zero),
+            .minimum = per_group(minimum, min_step, "minimum"),
+            .in = n,
+            .group = n / (scale ? scale->size(1) : 1)};
+}
+
+OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale, Optional<Stored<uint16_t>> step,
+         Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
+         Optional<Stored<float>> bias, int64_t bits) {
+    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0);
     Tensor y = products_like(x, blocks * SIDE);
-    const Weight w{.codes = packed.data(),
-                   .scale = per_group(scale, step, "scale"),
-                   .zero = data(zero),
-                   .minimum = per_group(minimum, min_step, "minimum"),
-                   .in = n,
-                   .group = n / groups};
+    const Weight w = weight_of(n, bits, packed, scale, step, zero, minimum, min_step);
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
     if (!own && M >= MANY) multiply_unpacked<T>(w, bits, x, data(bias), y, blocks);
     else {
         const Product<T> of{
             .x = x.data(), .bias = data(bias), .y = data<T>(y), .M = M, .blocks = blocks, .threads = threads()};
         by_bits(bits, [&](auto constant) { own ? many_rows<constant>(w, of) : linear<constant>(w, of); });
+    }
+    return y;
+}
+
+// ---- a layer's products with what stands between them ----
+
+namespace {
+
+// A matrix of a layer, packed in `bits`, or with bits = 0 of numbers T
+template <class T> struct Matrix {
+    int64_t in, out, bits;
+    Weight packed = {};
+    DenseWeight<T> dense = {};
+    const float* bias = nullptr;
+
+    Matrix(int64_t n, int64_t bits, const InBits<T>& weight, const Maybe& scale, const Optional<Stored<uint16_t>>& step,
+           const Optional<Stored<uint8_t>>& zero, const Maybe& minimum, const Optional<Stored<uint16_t>>& min_step,
+           const Maybe& bias)
+        : in(n), out(weight.size(0) * (bits ? SIDE : 1)), bits(bits) {
+        const char* at = weight.data(bits ? 8 : 16);
+        if (bias) check(*bias, {"bias", 0}, bits ? TYPE<float> : TYPE<T>, CONTIGUOUS);
+        STD_TORCH_CHECK(n % WHOLE == 0 && (!bias || bias->numel() >= out), "no weight and bias of ", n, " inputs");
+        if (bits) {
+            const Stored<uint8_t> codes(Tensor::lent(weight.get()), weight.of);
+            packed = weight_of(n, bits, codes, scale, step, zero, minimum, min_step);
+            this->bias = bias ? data<float>(*bias) : nullptr;
+        } else {
+            STD_TORCH_CHECK(weight.size(1) == n, "no weight of ", n, " inputs");
+            dense = {.w = (const T*)at, .bias = bias ? data<T>(*bias) : nullptr, .in = n, .out = out};
+        }
+    }
+
+    void multiply(const T* x, T* y, int64_t M) const {  // y [M][out] = x [M][in] W^T + bias
+        if (!bits) return ::dense(dense, x, y, M, (int)threads());
+        const Product<T> of{.x = x, .bias = bias, .y = y, .M = M, .blocks = out / SIDE, .threads = threads()};
+        const bool tiles = bits == 16 && M >= FROM_TILES && has_tiles();
+        by_bits(bits, [&](auto constant) { tiles ? many_rows<constant>(packed, of) : linear<constant>(packed, of); });
+    }
+};
+
+// Room for a layer's intermediate numbers, kept for the next layer
+template <class T> T* kept(int which, int64_t n) {
+    thread_local std::vector<T> rooms[2];
+    if ((int64_t)rooms[which].size() < n) rooms[which].resize(n);
+    return rooms[which].data();
+}
+
+template <class T> void norm_rows(const T* x, const Stored<T>& weight, T* y, int64_t M, int64_t n, double eps) {
+    STD_TORCH_CHECK(weight.numel() == n && n % WHOLE == 0, "a norm of ", weight.numel(), " numbers, not of ", n);
+    for (int64_t m = 0; m < M; m++) rms_norm(x + m * n, weight.data(), y + m * n, n, (float)eps);
+}
+
+}  // namespace
+
+OPERATOR(Tensor, project_heads, Small<T> x, Stored<T> norm, double eps, InBits<T> w_weight, Maybe w_scale,
+         Optional<Stored<uint16_t>> w_step, Optional<Stored<uint8_t>> w_zero, Maybe w_minimum,
+         Optional<Stored<uint16_t>> w_min_step, Maybe w_bias, int64_t w_bits, Optional<Stored<T>> q_norm,
+         Optional<Stored<T>> k_norm, int64_t n_head, int64_t n_kv_head, int64_t head_dim) {
+    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, heads = n_head + 2 * n_kv_head, D = head_dim;
+    const Matrix<T> w(n, w_bits, w_weight, w_scale, w_step, w_zero, w_minimum, w_min_step, w_bias);
+    STD_TORCH_CHECK(w.out == heads * D, "the weight has ", w.out, " outputs, not ", heads, " heads of ", D);
+    std::vector<int64_t> size;
+    for (int64_t d = 0; d < x.dim() - 1; d++) size.push_back(x.size(d));
+    size.push_back(heads), size.push_back(D);
+    Tensor y = like(x, size);
+    T *h = kept<T>(0, M * n), *at = data<T>(y);
+    norm_rows(x.data(), norm, h, M, n, eps);
+    w.multiply(h, at, M);
+    for (int64_t m = 0; q_norm && m < M; m++) {
+        norm_rows<T>(at + m * heads * D, *q_norm, at + m * heads * D, n_head, D, eps);
+        T* k = at + (m * heads + n_head) * D;
+        norm_rows<T>(k, *k_norm, k, n_kv_head, D, eps);
+    }
+    return y;
+}
+
+OPERATOR(Tensor, finish_layer, Small<T> x, Small<T> y, InBits<T> wo_weight, Maybe wo_scale,
+         Optional<Stored<uint16_t>> wo_step, Optional<Stored<uint8_t>> wo_zero, Maybe wo_minimum,
+         Optional<Stored<uint16_t>> wo_min_step, Maybe wo_bias, int64_t wo_bits, Stored<T> norm, double eps,
+         InBits<T> w13_weight, Maybe w13_scale, Optional<Stored<uint16_t>> w13_step, Optional<Stored<uint8_t>> w13_zero,
+         Maybe w13_minimum, Optional<Stored<uint16_t>> w13_min_step, Maybe w13_bias, int64_t w13_bits,
+         InBits<T> w2_weight, Maybe w2_scale, Optional<Stored<uint16_t>> w2_step, Optional<Stored<uint8_t>> w2_zero,
+         Maybe w2_minimum, Optional<Stored<uint16_t>> w2_min_step, Maybe w2_bias, int64_t w2_bits) {
+    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n;
+    const Matrix<T> wo(y.numel() / M, wo_bits, wo_weight, wo_scale, wo_step, wo_zero, wo_minimum, wo_min_step, wo_bias);
+    const Matrix<T> w13(n, w13_bits, w13_weight, w13_scale, w13_step, w13_zero, w13_minimum, w13_min_step, w13_bias);
+    const Matrix<T> w2(w13.out / 2, w2_bits, w2_weight, w2_scale, w2_step, w2_zero, w2_minimum, w2_min_step, w2_bias);
+    STD_TORCH_CHECK(wo.out == n && w2.out == n, "the layer's outputs are not its inputs");
+    std::vector<int64_t> size;
+    for (int64_t d = 0; d < x.dim(); d++) size.push_back(x.size(d));
+    Tensor out = like(x, size);
+    const int64_t ffn = w2.in;
+    T *to = data<T>(out), *h = kept<T>(0, M * std::max(n, ffn)), *both = kept<T>(1, M * std::max(n, 2 * ffn));
+    wo.multiply(y.data(), to, M);
+    add(x.data(), to, M * n);
+    norm_rows<T>(to, norm, h, M, n, eps);
+    w13.multiply(h, both, M);
+    gate(both, h, M, ffn, (int)threads());
+    w2.multiply(h, both, M);
+    add(both, to, M * n);
+    return out;
+}
+
+// ---- a token of each row into the cache ----
+
+// x [B, H, D], rotated at pos [B] -> y, whose rows, heads and slots are so far apart
+template <class T> static void put_heads(const InRows<T>& x, const Angles& angles, const int64_t* at, T* y, int64_t row,
+                                         int64_t head, int64_t slot) {
+    const int64_t D = x.size(2);
+    std::vector<float> one(D);
+    for (int64_t b = 0; b < x.size(0); b++)
+        for (int64_t h = 0; h < x.size(1); h++) {
+            const Angles of = angles.of(b);
+            const T* from = x.data() + b * x.stride(0) + h * x.stride(1);
+            for (int64_t d = 0; d < D; d++) one[d] = number(from[d]);
+            rotate(one.data(), of.cos + at[b] * (D / 2), of.sin + at[b] * (D / 2), D);
+            T* to = y + b * row + h * head + at[b] * slot;
+            for (int64_t d = 0; d < D; d++) put_number(to + d, one[d]);
+        }
+}
+
+template <class T> static void rotate_new(const InRows<T>& x, const Angles& angles, const int64_t* at, Tensor& y) {
+    put_heads(x, angles, at, data<T>(y), x.size(1) * x.size(2), x.size(2), 0);
+}
+
+static void check_slots(const Small<int64_t>& slot, int64_t slots) {
+    for (int64_t i = 0; i < slot.numel(); i++)
+        STD_TORCH_CHECK(slot.data()[i] >= 0 && slot.data()[i] < slots, "slot ", slot.data()[i], " of ", slots);
+}
+
+template <class T> static void put_slots(const InRows<T>& x, const Small<int64_t>& slot, const InRows<T>& y) {
+    const int64_t B = x.size(0), H = x.size(1), each = slot.dim() > 1 ? H : 1;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < H; h++)
+            std::memcpy(y.data() + b * y.stride(0) + h * y.stride(1) + slot.data()[b * each + h % each] * y.stride(2),
+                        x.data() + b * x.stride(0) + h * x.stride(1), x.size(2) * sizeof(T));
+}
+
+OPERATOR(Two, rotate_token, InRows<T> q, InRows<T> k, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
+    const Angles angles = angles_of(cos, sin);
+    Tensor q_out = like(q), k_out = like(k);
+    check_slots(pos, cos.size(1));
+    rotate_new(q, angles, pos.data(), q_out);
+    rotate_new(k, angles, pos.data(), k_out);
+    return {std::move(q_out), std::move(k_out)};
+}
+
+OPERATOR(Tensor, rotate_query, InRows<T> q, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
+    Tensor out = like(q);
+    check_slots(pos, cos.size(1));
+    rotate_new(q, angles_of(cos, sin), pos.data(), out);
+    return out;
+}
+
+OPERATOR(Tensor, rotate_append, InRows<T> q, InRows<T> k, InRows<T> v, Stored<float> cos, Stored<float> sin,
+         Small<int64_t> pos, InRows<T> k_cache, InRows<T> v_cache) {
+    const Angles angles = angles_of(cos, sin);
+    Tensor out = like(q);
+    check_slots(pos, std::min(cos.size(1), k_cache.size(2)));
+    rotate_new(q, angles, pos.data(), out);
+    put_heads(k, angles, pos.data(), k_cache.data(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2));
+    put_slots(v, pos, v_cache);
+    return out;
+}
+
+OPERATOR(void, append_token, InRows<T> k, InRows<T> v, Small<int64_t> slot, InRows<T> k_cache, InRows<T> v_cache) {
+    check_slots(slot, k_cache.size(2));
+    put_slots(k, slot, k_cache);
+    put_slots(v, slot, v_cache);
+}
+
+OPERATOR(Tensor, scale_heads, InRows<T> x, Small<T> unit, bool divide) {
+    const int64_t B = x.size(0), heads = x.size(1), D = x.size(2), H = unit.size(1);
+    Tensor y = like(x);
+    for (int64_t i = 0; i < B * heads; i++) {
+        const T* from = x.data() + i / heads * x.stride(0) + i % heads * x.stride(1);
+        const float by = number(unit.data()[i / (heads / H)]);
+        T* to = data<T>(y) + i * D;
+        for (int64_t d = 0; d < D; d++) put_number(to + d, divide ? number(from[d]) / by : number(from[d]) * by);
     }
     return y;
 }
