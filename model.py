@@ -445,9 +445,10 @@ class Transformer(nn.Module):
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
-        """Bytes of dense keys and values of that capacity, in the cache's dtype."""
+        """Bytes of dense keys and values of that capacity, of a sliding window's if narrower, in the cache's dtype."""
         a, dtype = self.args, self.kv_dtype or self.dtype
-        return 2 * a.n_layer * batch * a.local.n_kv_head * max_seq_len * a.head_dim * dtype.itemsize
+        tokens = sum(min(a.window(i) or max_seq_len, max_seq_len) for i in range(a.n_layer))
+        return 2 * batch * a.local.n_kv_head * tokens * a.head_dim * dtype.itemsize
 
 
 def attending(read: Callable[..., Tensor], dtype: torch.dtype, *at: Any) -> Attend:
