@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.rope import RopeArgs
 from loading.allocate import empty_transformer
 from model import ModelArgs, Transformer
-from runtime.errors import InputError, short
+from runtime.errors import InputError, note_once, short
 from runtime.parallel import ONE, Ranks
 from weights import (
     DENSE,
@@ -190,6 +190,8 @@ def _rope_from_hf(c: dict[str, Any], max_seq_len: int) -> RopeArgs:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
     if rope_type == "yarn":
         p.pop("finetuned", None)  # a note on training, which changes no computation
+        if p.pop("attn_factor", None) not in (None, 1):
+            note_once("config.json: rope's attn_factor is ignored, as transformers does; vLLM multiplies by it")
     known = {k: v for k, v in p.items() if k in ROPE_KEYS[rope_type] and v is not None}
     extra = {k for k, v in p.items() if v is not None} - ROPE_KEYS[rope_type]
     if rope_type != "default" and extra - {"original_max_position_embeddings"}:
@@ -217,7 +219,7 @@ def load_checkpoint(
     weight_format: WeightFormat | None = None,
     ranks: Ranks = ONE,
 ) -> Transformer:
-    """Load a Hugging Face folder, also one of GPTQ, AWQ or compressed-tensors, or a GGUF file (weights/).
+    """Load a Hugging Face folder, also one of GPTQ, AWQ, compressed-tensors or FP8, or a GGUF file (weights/).
 
     Weights are memory-mapped and copied once into place, which fuses q/k/v and gate/up. dtype: None keeps the
     checkpoint's. weight_format: quantize to it, one tensor at a time, so that at most one is unpacked in memory; None:

@@ -74,9 +74,11 @@ class PackedLinear(nn.Module):
         for name in (*Weight._fields, "bias"):  # in the order in which `forward` passes them
             self.register_buffer(name, None)
         self.groups = 0 if self.bits == 16 else n // self.group
-        self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
+        codes = torch.float8_e4m3fn if layout.e4m3 else torch.uint8
+        self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), codes, device)
+        scales = torch.int8 if layout.steps else torch.float32 if layout.e4m3 else torch.float16
         for name, step in (("scale", "step"), ("minimum", "min_step"))[: bool(self.groups) + layout.minimum]:
-            self._allocate(name, (self.groups, ROWS), torch.int8 if layout.steps else torch.float16, device)
+            self._allocate(name, (self.groups, ROWS), scales, device)
             if layout.steps:
                 self._allocate(step, (self.groups // layout.steps, ROWS), torch.float16, device)
         if bias:
@@ -108,6 +110,7 @@ class PackedLinear(nn.Module):
     def takes(self, c: Codes) -> bool:
         """Whether this layer can store codes as they are."""
         same = (c.bits, c.group, c.steps) == (self.bits, self.group, self.layout.steps)
+        same = same and c.layout.e4m3 == self.layout.e4m3
         return same and (self.bits == 8 or (c.minimum is not None) == self.layout.minimum)
 
     def put(self, first: int, value: Tensor | Codes) -> None:
@@ -124,7 +127,8 @@ class PackedLinear(nn.Module):
             c = None
             codes = value.to(torch.bfloat16)
         else:
-            assert isinstance(value, Codes) or not (self.layout.steps or self.layout.minimum), "these are not made here"
+            made = not (self.layout.steps or self.layout.minimum or self.layout.e4m3)
+            assert isinstance(value, Codes) or made, "these are not made here"
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
             codes = c.codes
         out = len(codes)
@@ -132,7 +136,7 @@ class PackedLinear(nn.Module):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
         blocks, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
-        self.packed[blocks] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
+        self.packed[blocks] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad))).view(self.packed.dtype)
         if c is None:
             return
 

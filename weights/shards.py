@@ -103,6 +103,13 @@ class Shards:
         _, file, stored = self.files[name]
         return tuple(file.get_slice(stored).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor by safetensors' name, without reading it; empty if there is none."""
+        if name not in self.files:
+            return ""
+        _, file, stored = self.files[name]
+        return str(file.get_slice(stored).get_dtype())
+
     def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
         """The tensor, which must have one of `dtypes`, if any are given."""
         if name not in self.files:
@@ -132,11 +139,14 @@ def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layout
     """
     out: dict[str, Layout] = {}
     for name, (scale, bits, group) in codes.items():
-        if group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
+        if shards.dtype(name) == "F8_E4M3":
+            if group % ROWS == 0 and shards.shape(name)[1] % group == 0:
+                out[name] = Layout(8, group, e4m3=True)
+        elif group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
             out[name] = Layout(bits, group)
     if codes:
         for name in shards:
-            if len(shards.shape(name)) == 2 and shards.files[name][1].get_slice(name).get_dtype() == "BF16":
+            if len(shards.shape(name)) == 2 and shards.dtype(name) == "BF16":
                 out.setdefault(name, BF16)
     odd = len(codes.keys() - out.keys())
     return (

@@ -509,15 +509,15 @@ static Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t str
     return Tensor::made(view);
 }
 
-// The groups' numbers, fp16 or int8 that counts fp16 steps, which 1, 2, 4, 8 ... groups share
-static PerGroup per_group(const Maybe& x, const Optional<Stored<uint16_t>>& step, const char* name) {
+// The groups' numbers, fp16 or int8 that counts fp16 steps, which 1, 2, 4, 8 ... groups share; fp32 of 8-bit floats
+static PerGroup per_group(const Maybe& x, const Optional<Stored<uint16_t>>& step, const char* name, bool wide = false) {
     const int64_t n = step ? x->size(1) / step->size(1) : 1;
-    const ScalarType type = step ? ScalarType::Char : ScalarType::Half;
+    const ScalarType type = step ? ScalarType::Char : wide ? ScalarType::Float : ScalarType::Half;
     STD_TORCH_CHECK(!x || (x->is_contiguous() && x->scalar_type() == type), name, " must be contiguous, of dtype ",
                     torch::headeronly::toString(type));
     STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name,
                     ": 1, 2, 4, 8 ... groups share a step");
-    return {.at = x ? data<char>(*x) : nullptr, .step = data(step), .shift = __builtin_ctzll(n)};
+    return {.at = x ? data<char>(*x) : nullptr, .step = data(step), .shift = __builtin_ctzll(n), .wide = wide};
 }
 
 // y = x W^T + bias by torch's product with unpacked rows, some blocks at a time
@@ -540,7 +540,7 @@ template <class T> static void multiply_unpacked(const Weight& w, int64_t bits, 
         for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(bias + o));
 }
 
-OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale, Optional<Stored<uint16_t>> step,
+OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional<Stored<uint16_t>> step,
          Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
          Optional<Stored<float>> bias, int64_t bits) {
     const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0),
@@ -551,9 +551,13 @@ OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale,
                     "a zero is of 4-bit codes, and has 4 bits");
     STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero),
                     "a group has one minimum, or a zero");
+    const bool floats = packed.scalar_type() == ScalarType::Float8_e4m3fn;
+    STD_TORCH_CHECK(packed.is_contiguous() && (floats || packed.scalar_type() == ScalarType::Byte),
+                    "packed must be contiguous, bytes or 8-bit floats");
+    if (floats) bits = E4M3;
     Tensor y = products_like(x, blocks * SIDE);
-    const Weight w{.codes = packed.data(),
-                   .scale = per_group(scale, step, "scale"),
+    const Weight w{.codes = data<uint8_t>(packed),
+                   .scale = per_group(scale, step, "scale", floats),
                    .zero = data(zero),
                    .minimum = per_group(minimum, min_step, "minimum"),
                    .in = n,
