@@ -359,23 +359,22 @@ def within_windows(layers: Methods, shapes: Sequence[CacheShape]) -> Methods:
 def build_cache(
     layers: Methods,
     shapes: Sequence[CacheShape],
-    make_rope: Callable[[torch.device], Rope],
+    make_ropes: Callable[[torch.device], Sequence[Rope]],
     calibration: Callable[[], Any],
 ) -> nn.ModuleList:
     """One method per layer with all buffers allocated, after a check on the meta device that they fit.
 
-    shapes: one per layer; make_rope: makes the tables that all layers share, on a device; calibration: called if a
-    method needs one. A layer whose sliding window its method cannot honour gets `full`, if others have the method.
+    shapes: one per layer; make_ropes: makes the tables of each layer, on a device; calibration: called if a method
+    needs one. A layer whose sliding window its method cannot honour gets `full`, if others have the method.
     """
     layers = within_windows(layers, shapes)
     needed = [s for cls, args in layers for s in cls.needs(args)]
     calib = calibration().require(needed) if needed else None
 
     def build(device: torch.device) -> nn.ModuleList:
-        rope = make_rope(device)
         made = (
             cls(args, shape.on(device), i, rope, calibration_of(calib, cls, args, i, shape))
-            for i, ((cls, args), shape) in enumerate(zip(layers, shapes, strict=True))
+            for i, ((cls, args), shape, rope) in enumerate(zip(layers, shapes, make_ropes(device), strict=True))
         )
         return nn.ModuleList(connected(made))
 

@@ -82,6 +82,9 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
+    if "text_config" in config and config.get("tie_word_embeddings") is None and any(folder.glob("*.safetensors")):
+        tied = "lm_head.weight" not in Shards(folder)  # Mistral Small 3 does not say
+        config = config | dict(tie_word_embeddings=tied)
     source, quantization = "quantization_config in config.json", config.get("quantization_config")
     if quantization is None:  # older checkpoints have it in a separate file
         for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):

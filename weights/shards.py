@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,13 @@ class Shards:
                 names = list(file.keys())
             except (SafetensorError, OSError) as e:
                 raise self.broken(path, e) from None
-            for name in names:
+            for stored in names:  # in a model of images, the names of its text have a prefix, which version 5 moved
+                name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", stored)
+                name = name.removeprefix("language_model.")
                 if name in self.files:
                     raise InputError(f"tensor {name} is in {self.files[name][0].name} and in {path.name}: remove one")
                 if not name.endswith(BUFFERS):
-                    self.files[name] = path, file, name
+                    self.files[name] = path, file, stored
         if any(n.startswith("layers.") for n in self.files) and not any(n.startswith("model.") for n in self.files):
             self.files = {n if n.startswith("lm_head.") else f"model.{n}": f for n, f in self.files.items()}
 

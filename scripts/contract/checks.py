@@ -463,7 +463,8 @@ def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
             set_up(into)
             now_doing(f"restoring a cache made for {SIZES[size]} tokens in one for {SIZES[into]}")
             CacheFile(Path(folder, f"{size} {n}")).fill(model.cache)
-            model.cache[0].rope.set_prompt(lengths)
+            for rope in {m.rope for m in model.cache}:
+                rope.set_prompt(lengths)
             equal(torch.stack([step(i) for i in range(n, n + THEN)], 1), torch.stack(want[into][n : n + THEN], 1),
                   f"{at_knobs(knobs)} saved after {n} steps in a cache for {SIZES[size]} tokens and restored in one "
                   f"for {SIZES[into]}, it differs from one never saved",
