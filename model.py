@@ -8,6 +8,7 @@ Shapes: B rows, S prompt tokens, Hq query heads, Hkv KV heads, D head_dim, V voc
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from kernels.rope import Rope, RopeArgs, apply_rope, grow
 from runtime.errors import InputError
 from runtime.machine import require_memory
 from runtime.parallel import ONE, Ranks
-from weights import CenteredNorm, HeadsNorm, Linear, first_outputs
+from weights import CenteredNorm, Experts, HeadsNorm, Linear, first_outputs
 
 SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
@@ -56,6 +57,12 @@ class ModelArgs:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    n_expert: int = 0  # experts of a layer, in place of the MLP
+    n_active: int = 0  # of a token
+    expert_dim: int = 0
+    shared_dim: int = 0  # of the expert that all tokens share; 0: there is none
+    norm_topk: bool = True  # the weights of a token's experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # that have the MLP
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: attend to everything
     ropes: tuple[RopeArgs, ...] = ()  # of each layer, if they differ
@@ -81,14 +88,15 @@ class ModelArgs:
         n = self.ranks.size
         if n == 1:
             return self
-        H, Hkv, ffn = self.n_head, self.n_kv_head, self.ffn_dim
+        H, Hkv, ffn = self.n_head, self.n_kv_head, math.gcd(self.ffn_dim, self.expert_dim, self.shared_dim)
         divide = [m for m in range(1, H + 1) if not (H % m or ffn % m or min(Hkv % m, m % Hkv))]
         if n not in divide:
             raise InputError(f"{n} processes cannot share {H} heads, {Hkv} KV heads and an MLP of {ffn}: start "
                              f"{', '.join(map(str, divide))}")  # fmt: skip
         vocab = self.vocab_size // n if self.vocab_size % n == 0 else self.vocab_size
         own = len(self.ranks.heads(Hkv))
-        return replace(self, n_head=own * (H // Hkv), n_kv_head=own, ffn_dim=ffn // n, vocab_size=vocab)
+        widths = {x: getattr(self, x) // n for x in ("ffn_dim", "expert_dim", "shared_dim")}
+        return replace(self, n_head=own * (H // Hkv), n_kv_head=own, vocab_size=vocab, **widths)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -101,7 +109,7 @@ class ModelArgs:
     def plain(self) -> bool:
         """Whether blocks compute what Llama's do (biases, norms of q and k by head, ropes and windows aside)."""
         odd = self.post_norm or self.centered_norm or self.qk_norm_all or self.query_growth or not self.pre_norm
-        return not odd and (self.act, self.residual_scale, self.query_scale) == ("silu", 1.0, 1.0)
+        return not (odd or self.n_expert) and (self.act, self.residual_scale, self.query_scale) == ("silu", 1.0, 1.0)
 
     @property
     def context(self) -> int:
@@ -181,10 +189,8 @@ class Attention(nn.Module):
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
         sizes = (args.head_dim, args.norm_eps, args.ranks)
-        if args.qk_norm_all:
-            self.q_norm, self.k_norm = (HeadsNorm(n, *sizes) for n in heads[:2])
-        else:
-            self.q_norm, self.k_norm = (make_norm(args, args.head_dim, args.qk_norm) for _ in "qk")
+        norms: list[Any] = [HeadsNorm(n, *sizes) for n in heads[:2]] if args.qk_norm_all else []
+        self.q_norm, self.k_norm = norms or (make_norm(args, args.head_dim, args.qk_norm) for _ in "qk")
         self.query_scale = args.query_scale
         self.growth = args.query_growth, args.rope.original_max_position_embeddings or args.max_seq_len
 
@@ -240,11 +246,20 @@ class FeedForward(nn.Module):
         return self.ranks.sum(self.w2(self.act(gate) * up))
 
 
+def make_feed_forward(args: ModelArgs, layer: int) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    if not args.n_expert or layer in args.dense_layers:
+        return FeedForward(args)
+    shared = FeedForward(replace(args, ffn_dim=args.shared_dim)) if args.shared_dim else None
+    sizes = args.dim, args.n_expert, args.n_active, args.local.expert_dim
+    return Experts(*sizes, args.norm_topk, ACTS[args.act], args.ranks, shared)
+
+
 class Block(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         self.attention = Attention(args, layer)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward = make_feed_forward(args, layer)
         self.attention_norm, self.ffn_norm = (make_norm(args, args.dim, args.pre_norm) for _ in range(2))
         self.attention_post, self.ffn_post = (make_norm(args, args.dim, args.post_norm) for _ in range(2))
         self.scale = args.residual_scale

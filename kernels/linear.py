@@ -263,7 +263,7 @@ def _numbers(b_w, mask, b_s, offset, BITS: tl.constexpr, E4M3: tl.constexpr, DTY
 
 @triton.jit
 def _packed_linear_kernel(
-    x, packed, scale, step, zero, minimum, min_step, bias, y, mask, M, blocks, IN,
+    x, packed, scale, step, zero, minimum, min_step, bias, expert, y, mask, M, blocks, IN,
     BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
     E4M3: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,8 @@ def _packed_linear_kernel(
 
     It takes C words of each row at a time, of its share of the inputs, and writes y [share, M, out]. S and MS: groups
     that share a step of scales and of minima. One row: a thread adds up its words of four rows of W in fp32, scaled
-    once a word; threads' sums meet behind the loop.
+    once a word; threads' sums meet behind the loop. expert: of each row of x, whose weight, of `blocks`
+    blocks, it is multiplied with; None: one weight.
     """
     PER: tl.constexpr = 32 // BITS  # inputs in a word
     block = tl.program_id(0) * R + tl.arange(0, R)
@@ -279,6 +280,9 @@ def _packed_linear_kernel(
     share = tl.program_id(2)
     words = IN // PER
     base = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None]  # beyond the end: the last block, not stored
+    if expert is not None:
+        base += tl.load(expert + tl.program_id(1)) * blocks
+        x += tl.program_id(1).to(tl.int64) * IN
     lane = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([R, C, 16] if ROWS_X == 1 else [R * 16, ROWS_X], tl.float32)
     begin, end = share_of(words, share, tl.num_programs(2), C)
@@ -381,7 +385,8 @@ def _in_triton(
     grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
-    _packed_linear_kernel[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
+    given = (x, *w, bias, None, y, 2**bits - 1, M, blocks, n)
+    _packed_linear_kernel[(*grid, shares)](*given, **_shapes(w, n, bits), **tile)
     return (y[0] if shares == 1 else y.sum(0).to(x.dtype)).unflatten(0, lead)
 
 

@@ -6,6 +6,7 @@ There is no conversion step: weights are memory-mapped and copied once into plac
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import Tensor
 from kernels.rope import RopeArgs, half_split
 from loading.allocate import empty_transformer
 from model import ACTS, ModelArgs, Transformer
-from runtime.errors import InputError, note_once, short
+from runtime.errors import InputError, short
 from runtime.parallel import ONE, Ranks
 from weights import (
     DENSE,
@@ -80,6 +81,8 @@ GEMMA3 = dict(
     hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6,
     rope_local_base_freq=1e4,
 )  # fmt: skip
+EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+           "decoder_sparse_step", "mlp_only_layers")  # fmt: skip
 OLMO = dict(pre_norm=False, post_norm=True, qk_norm=True, qk_norm_all=True)
 FAMILIES = {
     "llama": Family(dict(max_position_embeddings=2048), mlp_bias="mlp_bias"),
@@ -126,6 +129,23 @@ FAMILIES = {
     "phi3": Family(
         dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5), False, False,
         reads=("partial_rotary_factor",), slides=_every,
+    ),
+    "mixtral": Family(
+        dict(max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, num_experts_per_tok=2,
+             num_local_experts=8), False, False, slides=_every, reads=EXPERTS[:2],
+    ),
+    "qwen2_moe": Family(
+        QWEN | dict(num_key_value_heads=16, qkv_bias=True, num_experts_per_tok=4, num_local_experts=60,
+                    moe_intermediate_size=1408, shared_expert_intermediate_size=5632, norm_topk_prob=False),
+        "qkv_bias", False, aliases=dict(num_experts="num_local_experts"),
+        slides=lambda c, i: not (i % 2 or _from_max_window_layers(c, i)),
+        reads=("use_sliding_window", "layer_types", *EXPERTS, "shared_expert_intermediate_size"),
+    ),
+    "qwen3_moe": Family(
+        QWEN | dict(num_key_value_heads=4, num_experts_per_tok=8, num_local_experts=128, moe_intermediate_size=768,
+                    norm_topk_prob=False),
+        args=dict(qk_norm=True), aliases=dict(num_experts="num_local_experts"), slides=_every,
+        reads=("use_sliding_window", *EXPERTS),
     ),
 }  # fmt: skip
 WRAPPED = {"mistral3": "mistral", "gemma3": "gemma3_text"}  # models of images -> their model of text, by default
@@ -221,6 +241,8 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         if c.get(key) is not None:
             to, of = SCALARS[key]
             fields[to] = float(of(_number(c, key, integer=False), head_dim))
+    if "num_local_experts" in family.reads:
+        fields |= _experts_from_hf({k: c.get(k) for k in (*family.reads, "intermediate_size")}, n_layer)
     rope, ropes = _ropes_from_hf(c, family, n_layer, max_seq_len, head_dim)
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     growth = (p.get("llama_4_scaling_beta") or 0.0) if "llama_4_scaling_beta" in family.reads else 0.0
@@ -280,6 +302,23 @@ def _layer_types(c: dict[str, Any], family: Family, n_layer: int) -> list[str]:
     if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
         raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
     return types
+
+
+def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
+    """The fields of ModelArgs of a mixture of experts."""
+    n = _number(c, "num_local_experts", most=1 << 14)
+    active, norm = _number(c, "num_experts_per_tok", most=n), c.get("norm_topk_prob", True)
+    if not isinstance(norm, bool):
+        raise InputError(f"config.json: norm_topk_prob must be true or false, found {short(norm)}")
+    listed, every = c.get("mlp_only_layers") or [], _number(c, "decoder_sparse_step", 1)
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise InputError(f"config.json: mlp_only_layers must be a list of layers, found {short(listed)}")
+    dense = tuple(i for i in range(n_layer) if i in listed or (i + 1) % every)
+    width = _number(c, "moe_intermediate_size", c.get("intermediate_size"), most=1 << 24)
+    fields = dict(n_expert=n, n_active=active, expert_dim=width, norm_topk=norm, dense_layers=dense)
+    if c.get("shared_expert_intermediate_size"):
+        fields["shared_dim"] = _number(c, "shared_expert_intermediate_size", most=1 << 24)
+    return fields
 
 
 def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[int | None, ...]:
@@ -357,8 +396,6 @@ def _rope_from_hf(c: dict[str, Any], family: Family, max_seq_len: int, head_dim:
     part = p.pop("partial_rotary_factor", None) or c.get("partial_rotary_factor") or 1.0
     if part != 1.0 and "partial_rotary_factor" not in family.reads:
         raise InputError("config.json sets partial_rotary_factor, which is not supported and changes the output")
-    if rope_type == "yarn" and p.get("attn_factor") not in (None, 1):
-        note_once("config.json: rope's attn_factor is ignored, as transformers does; vLLM multiplies by it")
     rotated = int(head_dim * _number(dict(partial_rotary_factor=part), "partial_rotary_factor", integer=False, most=1))
     if rotated < 2 or rotated % 2:
         raise InputError(f"config.json: partial_rotary_factor {part} turns {rotated} of {head_dim} channels, no pairs")
@@ -501,8 +538,23 @@ class Target:
 # ---- fused tensors, and channels in another order ----
 
 
+def hf_name(name: str) -> str:
+    """The name of a tensor of Mixtral as other families have it."""
+    if ".block_sparse_moe." not in name:
+        return name
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    for theirs, ours in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
+
+
 def fused_parts(name: str, a: ModelArgs) -> list[tuple[str, int]]:
-    """The tensors that are joined in one of Phi's files, and their numbers of rows; of others the name alone."""
+    """The tensors that are joined in one, of Phi's files or of all experts, and their numbers of rows; of others the
+    name alone."""
+    name = hf_name(name)
+    if m := re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|gate|up|down)_proj(?:\.weight)?", name):
+        each = [(x, a.dim if x == "down" else a.expert_dim) for x in m[2].split("_")]
+        return [(f"{m[1]}.{e}.{x}_proj.weight", rows) for e in range(a.n_expert) for x, rows in each]
     q, kv = a.n_head * a.head_dim, a.n_kv_head * a.head_dim
     for fused, parts in (("qkv", dict(q=q, k=kv, v=kv)), ("gate_up", dict(gate=a.ffn_dim, up=a.ffn_dim))):
         if f".{fused}_proj." in name:
@@ -514,7 +566,9 @@ def split(name: str, value: Tensor | Codes, a: ModelArgs) -> list[tuple[str, Ten
     """A fused tensor's parts by name."""
     names, sizes = zip(*fused_parts(name, a), strict=True)
     if len(names) == 1:
-        return [(name, value)]
+        return [(names[0], value)]
+    if isinstance(value, Tensor) and value.dim() == 3:  # [experts, rows, inputs]
+        value = value.flatten(0, 1)
     if value.shape[0] != sum(sizes):
         raise InputError(f"tensor {name} has shape {list(value.shape)}, expected {sum(sizes)} rows by config.json")
     parts = [slice(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -540,17 +594,18 @@ def cut_of(name: str, a: ModelArgs) -> tuple[int, slice, int] | None:
     None: every rank holds the full tensor."""
     r, D, (module, _, parameter) = a.ranks, a.head_dim, name.rpartition(".")
     own, g, last = r.heads(a.n_kv_head), a.n_head // a.n_kv_head, module.rpartition(".")[2]
+    ffn = a.expert_dim if ".experts." in name else a.shared_dim if ".shared_expert." in name else a.ffn_dim
     match last.replace("_norm", "_proj") if a.qk_norm_all else last, parameter:
         case "q_proj", _:
             return 0, slice(own.start * g * D, own.stop * g * D), a.n_head * D
         case "k_proj" | "v_proj", _:
             return 0, slice(own.start * D, own.stop * D), a.n_kv_head * D
         case "gate_proj" | "up_proj", _:
-            return 0, r.part(a.ffn_dim), a.ffn_dim
+            return 0, r.part(ffn), ffn
         case "o_proj", "weight":
             return 1, r.part(a.n_head * D), a.n_head * D
         case "down_proj", "weight":
-            return 1, r.part(a.ffn_dim), a.ffn_dim
+            return 1, r.part(ffn), ffn
         case "lm_head", _ if a.local.vocab_size < a.vocab_size:
             return 0, r.part(a.vocab_size), a.vocab_size
     return None
@@ -589,8 +644,16 @@ def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
                 f"{ours}.attention.{x}_norm",
                 [(f"{theirs}.self_attn.{x}_norm", a.head_dim * (n if a.qk_norm_all else 1))],
             )
-        yield f"{ours}.feed_forward.w13", [(f"{theirs}.mlp.{x}_proj", a.ffn_dim) for x in ("gate", "up")]
-        yield f"{ours}.feed_forward.w2", [(f"{theirs}.mlp.down_proj", a.dim)]
+        mlps = {".feed_forward": ([f"{theirs}.mlp"], a.ffn_dim)}
+        if a.n_expert and i not in a.dense_layers:
+            mlps[".feed_forward"] = [f"{theirs}.mlp.experts.{e}" for e in range(a.n_expert)], a.expert_dim
+            yield f"{ours}.feed_forward.router", [(f"{theirs}.mlp.gate", a.n_expert)]
+            if a.shared_dim:
+                mlps[".feed_forward.shared"] = [f"{theirs}.mlp.shared_expert"], a.shared_dim
+                yield f"{ours}.feed_forward.shared_gate", [(f"{theirs}.mlp.shared_expert_gate", 1)]
+        for mine, (mlp, width) in mlps.items():
+            yield f"{ours}{mine}.w13", [(f"{one}.{x}_proj", width) for one in mlp for x in ("gate", "up")]
+            yield f"{ours}{mine}.w2", [(f"{one}.down_proj", a.dim) for one in mlp]
         if a.pre_norm:
             yield f"{ours}.attention_norm", [(f"{theirs}.input_layernorm", a.dim)]
             before = "pre_feedforward" if a.post_norm else "post_attention"

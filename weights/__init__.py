@@ -8,6 +8,7 @@ linear.py  norm.py         the modules that multiply, and those that norm
 """
 
 from weights.codes import BF16, Codes, Layout
+from weights.experts import Experts
 from weights.gguf import gguf_config, gguf_tensors, is_gguf
 from weights.gguf_file import GGUFFile
 from weights.linear import (

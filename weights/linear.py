@@ -52,6 +52,10 @@ class Linear(nn.Linear):
         return dense_linear(x, *weight_and_bias)
 
 
+class ExpertsLinear(Linear):
+    """The layers of several experts, one behind the other: packed in one format, or not."""
+
+
 class PackedLinear(nn.Module):
     """A linear layer with packed weights (kernels/linear.py), which `put` fills some rows at a time.
 
@@ -265,7 +269,7 @@ def pack(model: nn.Module, choose: Choose, device: torch.device) -> None:
             if runs and runs[-1][1] == layout and (layout is None or runs[-1][0] % ROWS == 0):
                 rows += runs.pop()[0]
             runs.append((rows, layout))
-        if runs == [(linear.out_features, None)]:
+        if isinstance(linear, ExpertsLinear) and len(runs) > 1 or runs == [(linear.out_features, None)]:
             continue
         n, bias, dtype = linear.in_features, linear.bias is not None, linear.weight.dtype
         parts = [

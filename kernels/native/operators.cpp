@@ -540,11 +540,11 @@ template <class T> static void multiply_unpacked(const Weight& w, int64_t bits, 
         for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(bias + o));
 }
 
-OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional<Stored<uint16_t>> step,
-         Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
-         Optional<Stored<float>> bias, int64_t bits) {
-    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0),
-                  groups = scale ? scale->size(1) : 1;
+// The packed weight of n inputs; bits become E4M3 for 8-bit floats
+static Weight packed_weight(const Tensor& packed, const Maybe& scale, const Optional<Stored<uint16_t>>& step,
+                            const Optional<Stored<uint8_t>>& zero, const Maybe& minimum,
+                            const Optional<Stored<uint16_t>>& min_step, int64_t n, int64_t& bits) {
+    const int64_t blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
     STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n,
                     " inputs in ", bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()),
@@ -555,13 +555,20 @@ OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional
     STD_TORCH_CHECK(packed.is_contiguous() && (floats || packed.scalar_type() == ScalarType::Byte),
                     "packed must be contiguous, bytes or 8-bit floats");
     if (floats) bits = E4M3;
+    return {.codes = data<uint8_t>(packed),
+            .scale = per_group(scale, step, "scale", floats),
+            .zero = data(zero),
+            .minimum = per_group(minimum, min_step, "minimum"),
+            .in = n,
+            .group = n / groups};
+}
+
+OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional<Stored<uint16_t>> step,
+         Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
+         Optional<Stored<float>> bias, int64_t bits) {
+    const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0);
     Tensor y = products_like(x, blocks * SIDE);
-    const Weight w{.codes = data<uint8_t>(packed),
-                   .scale = per_group(scale, step, "scale", floats),
-                   .zero = data(zero),
-                   .minimum = per_group(minimum, min_step, "minimum"),
-                   .in = n,
-                   .group = n / groups};
+    const Weight w = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
     if (!own && M >= MANY) multiply_unpacked<T>(w, bits, x, data(bias), y, blocks);
     else {
@@ -569,6 +576,56 @@ OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional
             .x = x.data(), .bias = data(bias), .y = data<T>(y), .M = M, .blocks = blocks, .threads = threads()};
         by_bits(bits, [&](auto constant) { own ? many_rows<constant>(w, of) : linear<constant>(w, of); });
     }
+    return y;
+}
+
+// f(expert, its rows of x and of y, their number), for each expert that a row is for
+template <class T, class F>
+static void by_expert(const Stored<int64_t>& expert, int64_t experts, const Small<T>& x, Tensor& y, F f) {
+    const int64_t N = x.size(0), in = x.size(1), out = y.size(1);
+    STD_TORCH_CHECK(expert.numel() == N, "an expert is needed for each of ", N, " rows");
+    std::vector<std::vector<int64_t>> rows(experts);
+    for (int64_t n = 0; n < N; n++) {
+        const int64_t e = expert.data()[n];
+        STD_TORCH_CHECK(e >= 0 && e < experts, "there is no expert ", e);
+        rows[e].push_back(n);
+    }
+    const T* from = x.data();
+    T* to = data<T>(y);
+    std::vector<T> xs, ys;
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t count = rows[e].size();
+        if (count == 1) f(e, from + rows[e][0] * in, to + rows[e][0] * out, count);
+        if (count < 2) continue;
+        xs.resize(count * in), ys.resize(count * out);
+        for (int64_t i = 0; i < count; i++) std::copy_n(from + rows[e][i] * in, in, xs.data() + i * in);
+        f(e, (const T*)xs.data(), ys.data(), count);
+        for (int64_t i = 0; i < count; i++) std::copy_n(ys.data() + i * out, out, to + rows[e][i] * out);
+    }
+}
+
+OPERATOR(Tensor, dense_experts, Small<T> x, Stored<int64_t> expert, Stored<T> weight, int64_t experts) {
+    const int64_t n = x.size(1), out = weight.size(0) / experts;
+    STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0, "no weight of ", n, " inputs");
+    Tensor y = products_like(x, out);
+    by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
+        dense(DenseWeight<T>{.w = weight.data() + e * out * n, .bias = nullptr, .in = n, .out = out}, from, to, M,
+              (int)threads());
+    });
+    return y;
+}
+
+OPERATOR(Tensor, packed_experts, Small<T> x, Stored<int64_t> expert, Tensor packed, Maybe scale,
+         Optional<Stored<uint16_t>> step, Optional<Stored<uint8_t>> zero, Maybe minimum,
+         Optional<Stored<uint16_t>> min_step, int64_t bits, int64_t experts) {
+    const int64_t n = x.size(1), blocks = packed.size(0) / experts, bytes = n * SIDE * bits / 8;
+    Tensor y = products_like(x, blocks * SIDE);
+    const Weight all = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
+    by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
+        const Weight w = all.from(e * blocks, bytes);
+        const Product<T> of{.x = from, .bias = nullptr, .y = to, .M = M, .blocks = blocks, .threads = threads()};
+        by_bits(bits, [&](auto constant) { linear<constant>(w, of); });
+    });
     return y;
 }
 

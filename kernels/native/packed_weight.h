@@ -70,6 +70,11 @@ struct PerGroup {
         if (!step) return halves((const uint16_t*)at + g * SIDE + v * L);
         return signed_at((const int8_t*)at + g * SIDE + v * L) * halves(step + (g >> shift) * SIDE + v * L);
     }
+    PerGroup from(int64_t g) const {
+        if (!at) return *this;
+        const int64_t size = step ? 1 : wide ? 4 : 2;
+        return {(const char*)at + g * SIDE * size, step ? step + (g >> shift) * SIDE : nullptr, shift, wide};
+    }
 };
 
 struct Weight {
@@ -80,6 +85,10 @@ struct Weight {
     int64_t in, group;
 
     bool plain() const { return !scale.step && !minimum; }
+    Weight from(int64_t block, int64_t bytes) const {  // of a block's codes
+        const int64_t g = block * (in / group);
+        return {codes + block * bytes, scale.from(g), zero ? zero + g * SIDE / 2 : nullptr, minimum.from(g), in, group};
+    }
 };
 
 // y [M][blocks][16] = x [M][inputs] W^T + bias, if there is one
