@@ -58,7 +58,7 @@ class ModelArgs:
     o_bias: bool = False
     mlp_bias: bool = False
     n_expert: int = 0  # experts of a layer, in place of the MLP
-    n_active: int = 0  # of a token
+    n_active: int = 1  # of a token
     expert_dim: int = 0
     shared_dim: int = 0  # of the expert that all tokens share; 0: there is none
     norm_topk: bool = True  # the weights of a token's experts sum to 1
@@ -189,8 +189,10 @@ class Attention(nn.Module):
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
         sizes = (args.head_dim, args.norm_eps, args.ranks)
-        norms: list[Any] = [HeadsNorm(n, *sizes) for n in heads[:2]] if args.qk_norm_all else []
-        self.q_norm, self.k_norm = norms or (make_norm(args, args.head_dim, args.qk_norm) for _ in "qk")
+        norms: list[nn.Module] = [make_norm(args, args.head_dim, args.qk_norm) for _ in "qk"]
+        if args.qk_norm_all:
+            norms = [HeadsNorm(n, *sizes) for n in heads[:2]]
+        self.q_norm, self.k_norm = norms
         self.query_scale = args.query_scale
         self.growth = args.query_growth, args.rope.original_max_position_embeddings or args.max_seq_len
 

@@ -131,8 +131,8 @@ FAMILIES = {
         reads=("partial_rotary_factor",), slides=_every,
     ),
     "mixtral": Family(
-        dict(max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, num_experts_per_tok=2,
-             num_local_experts=8), False, False, slides=_every, reads=EXPERTS[:2],
+        dict(max_position_embeddings=131072, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6,
+             num_local_experts=8, num_experts_per_tok=2), False, False, slides=_every, reads=EXPERTS[:2],
     ),
     "qwen2_moe": Family(
         QWEN | dict(num_key_value_heads=16, qkv_bias=True, num_experts_per_tok=4, num_local_experts=60,

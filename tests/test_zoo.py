@@ -38,6 +38,7 @@ VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_att
 PIXTRAL = dict(VISION, model_type="pixtral", patch_size=14, head_dim=16)
 SIGLIP = dict(VISION, model_type="siglip_vision_model", patch_size=14)
 BY_TYPE = dict(sliding_attention=ROPE, full_attention=dict(YARN, rope_theta=1e4))
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=32)
 MINISTRAL3 = dict(YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5)
 
 
@@ -68,6 +69,13 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "phi3-long": ("Phi3", longrope(8, 32)),
     "phi3-short": ("Phi3", longrope(8, 64)),
     "phi4-mini": ("Phi3", dict(hidden_size=128, **longrope(12, 256), max_position_embeddings=1024)),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral-window": ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=8)),
+    "qwen2-moe": ("Qwen2Moe", dict(EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2)),
+    "qwen2-moe-window": ("Qwen2Moe", dict(EXPERTS, shared_expert_intermediate_size=64, norm_topk_prob=True,
+                                          qkv_bias=False, use_sliding_window=True, sliding_window=8)),
+    "qwen3-moe": ("Qwen3Moe", dict(EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1])),
+    "qwen3-moe-not-normed": ("Qwen3Moe", dict(EXPERTS, head_dim=16, attention_bias=True, rope_parameters=YARN)),
     "ministral": ("Ministral", dict(sliding_window=8, layer_types=TYPES[::-1], head_dim=32)),
     "ministral3": ("Ministral3", dict(head_dim=32, rope_parameters=MINISTRAL3)),
     "mistral3-images": ("Mistral3", dict(text_config=dict(SIZES, sliding_window=8, model_type="mistral"),

@@ -48,6 +48,10 @@ class Experts(nn.Module):
         if shared is not None:
             self.shared_gate = Linear(dim, 1, bias=False)
 
+    def nbytes(self) -> int:
+        """Bytes of all experts but the shared one."""
+        return sum(t.nbytes for m in (self.w13, self.w2) for t in (*m.parameters(), *m.buffers()))
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, dim] -> weights and numbers of each token's experts [N, active]."""
         weight, chosen = self.router(x).float().softmax(-1).topk(self.active)
