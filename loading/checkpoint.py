@@ -650,10 +650,11 @@ def sources(a: ModelArgs) -> Iterator[tuple[str, list[tuple[str, int]]]]:
             yield f"{ours}.feed_forward.router", [(f"{theirs}.mlp.gate", a.n_expert)]
             if a.shared_dim:
                 mlps[".feed_forward.shared"] = [f"{theirs}.mlp.shared_expert"], a.shared_dim
-                yield f"{ours}.feed_forward.shared_gate", [(f"{theirs}.mlp.shared_expert_gate", 1)]
         for mine, (mlp, width) in mlps.items():
             yield f"{ours}{mine}.w13", [(f"{one}.{x}_proj", width) for one in mlp for x in ("gate", "up")]
             yield f"{ours}{mine}.w2", [(f"{one}.down_proj", a.dim) for one in mlp]
+        if ".feed_forward.shared" in mlps:
+            yield f"{ours}.feed_forward.shared_gate", [(f"{theirs}.mlp.shared_expert_gate", 1)]
         if a.pre_norm:
             yield f"{ours}.attention_norm", [(f"{theirs}.input_layernorm", a.dim)]
             before = "pre_feedforward" if a.post_norm else "post_attention"

@@ -11,6 +11,7 @@ import torch
 from formats_files import write_gguf
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import save_file
+from test_parallel import SIZES, compare
 from test_weights import BACKENDS, FORMS, by_hand, codes
 
 import kernels.backend
@@ -256,3 +257,11 @@ def test_a_step_is_one_graph(weights):
     step = torch.compile(model.decode, fullgraph=True, dynamic=False, backend="aot_eager")
     want, got = decoded(model), decoded(model, step)
     assert (got - want).abs().max() < 1e-4 * want.std()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [None, "int4"])
+def test_two_processes_say_what_one_says(tmp_path, packed):
+    """By torchrun, with a compiled step."""
+    sizes = SIZES | dict(ffn_dim=128, n_expert=6, n_active=2, expert_dim=64, shared_dim=64, dense_layers=(1,))
+    compare(tmp_path, 2, ["full", "sals"], random=sizes, weights=packed, tolerance=5e-3, compile="aot_eager")
