@@ -76,10 +76,10 @@ def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) ->
 
     @torch.inference_mode()
     def run(tokens: Tensor) -> Iterator[Tokens]:
-        cos, sin = model.rope_tables(tokens.shape[1])
         into: Any = model.embed(tokens.to(model.device)) if x is None else x.to(model.device)
         for i in range(first, model.args.n_layer):
             block, seen = model.layers[i], list[Tensor]()
+            cos, sin = model.rope_tables(tokens.shape[1], i)
             dense = block.attention.uncached(cos, sin)
 
             def attend(q: Tensor, k: Tensor, v: Tensor, seen: list = seen, dense: Any = dense) -> Tensor:

@@ -1,13 +1,14 @@
-"""The decoder: Llama, Mistral, Qwen2/2.5 and Qwen3, with a swappable KV cache.
+"""The decoder of Llama and of the families that differ from it in a line, with a swappable KV cache.
 
 loading/ fills it from Hugging Face folders, engine/ generates with it. Rotary embeddings keep Hugging Face's
-half-split layout and weights are never permuted, so channel lists and bases mean the same everywhere.
+half-split layout, so channel lists and bases mean the same everywhere. A family is data: the fields of ModelArgs.
 Shapes: B rows, S prompt tokens, Hq query heads, Hkv KV heads, D head_dim, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -29,11 +30,11 @@ from cache.spec import Methods, build_cache, layer_methods, method_name
 from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
 from kernels.layer import Matrix, finish_layer, in_two_calls, project_heads
-from kernels.rope import Rope, RopeArgs, apply_rope
+from kernels.rope import Rope, RopeArgs, apply_rope, grow
 from runtime.errors import InputError
 from runtime.machine import require_memory
 from runtime.parallel import ONE, Ranks
-from weights import Joined, Linear, first_outputs
+from weights import CenteredNorm, Experts, HeadsNorm, Joined, Linear, first_outputs
 
 SILENT = 2.0  # seconds before a bar says how far a prompt is read
 MLP_CHUNK = 8192  # tokens per MLP call in prefill: bounds the [tokens, 2 * ffn_dim] activation
@@ -57,8 +58,26 @@ class ModelArgs:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    n_expert: int = 0  # experts of a layer, in place of the MLP
+    n_active: int = 1  # of a token
+    expert_dim: int = 0
+    shared_dim: int = 0  # of the expert that all tokens share; 0: there is none
+    norm_topk: bool = True  # the weights of a token's experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # that have the MLP
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, None: attend to everything
+    ropes: tuple[RopeArgs, ...] = ()  # of each layer, if they differ
+    query_growth: float = 0.0  # of queries with their position, beyond rope's original context (Ministral 3)
+    qk_norm_all: bool = False  # qk_norm is one norm over all heads (OLMo 2)
+    centered_norm: bool = False  # a norm's weight is stored as its distance from one (Gemma)
+    pre_norm: bool = True  # of the input of attention and MLP
+    post_norm: bool = False  # of their output
+    act: str = "silu"  # of the MLP's gate
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    query_scale: float = 1.0  # beside 1 / sqrt(head_dim)
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     dtype: str = "bfloat16"
     eos_ids: tuple[int, ...] = ()
     ranks: Ranks = ONE  # the processes that share the model; all sizes here are those of the full model
@@ -70,17 +89,28 @@ class ModelArgs:
         n = self.ranks.size
         if n == 1:
             return self
-        H, Hkv, ffn = self.n_head, self.n_kv_head, self.ffn_dim
+        H, Hkv, ffn = self.n_head, self.n_kv_head, math.gcd(self.ffn_dim, self.expert_dim, self.shared_dim)
         divide = [m for m in range(1, H + 1) if not (H % m or ffn % m or min(Hkv % m, m % Hkv))]
         if n not in divide:
             raise InputError(f"{n} processes cannot share {H} heads, {Hkv} KV heads and an MLP of {ffn}: start "
                              f"{', '.join(map(str, divide))}")  # fmt: skip
         vocab = self.vocab_size // n if self.vocab_size % n == 0 else self.vocab_size
         own = len(self.ranks.heads(Hkv))
-        return replace(self, n_head=own * (H // Hkv), n_kv_head=own, ffn_dim=ffn // n, vocab_size=vocab)
+        widths = {x: getattr(self, x) // n for x in ("ffn_dim", "expert_dim", "shared_dim")}
+        return replace(self, n_head=own * (H // Hkv), n_kv_head=own, vocab_size=vocab, **widths)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    @property
+    def layer_ropes(self) -> tuple[RopeArgs, ...]:
+        return self.ropes or (self.rope,) * self.n_layer
+
+    @property
+    def plain(self) -> bool:
+        """Whether blocks compute what Llama's do (biases, norms of q and k by head, ropes and windows aside)."""
+        odd = self.post_norm or self.centered_norm or self.qk_norm_all or self.query_growth or not self.pre_norm
+        return not (odd or self.n_expert) and (self.act, self.residual_scale, self.query_scale) == ("silu", 1.0, 1.0)
 
     @property
     def context(self) -> int:
@@ -101,9 +131,11 @@ class ModelArgs:
                 raise InputError(f"the text has token {id}, the model embeds {self.vocab_size} (vocab_size in "
                                  "config.json): leave that token out, or use the model's own tokenizer")  # fmt: skip
 
-    def rotary(self, max_batch: int, max_seq_len: int, device: Any = None) -> Rope:
-        """The rotary tables of positions 0 to max_seq_len - 1."""
-        return Rope(self.rope, self.head_dim, self.max_seq_len, max_batch, max_seq_len, device)
+    def rotary(self, max_batch: int, max_seq_len: int, device: Any = None, rope: RopeArgs | None = None,
+               new_tokens: int | None = None) -> Rope:  # fmt: skip
+        """The rotary tables of positions 0 to max_seq_len - 1. rope: that of a layer, if layers differ."""
+        size = (self.head_dim, self.max_seq_len, max_batch, max_seq_len)
+        return Rope(rope or self.rope, *size, device, new_tokens or 0)
 
     def cache_shape(self, layer: int, max_batch: int, max_seq_len: int, dtype: torch.dtype, device: Any = "cpu",
                     max_new_tokens: int | None = None, drafts: int = 0) -> CacheShape:  # fmt: skip
@@ -136,9 +168,16 @@ NAMED: dict[str, dict[str, Any]] = {
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [..., Hq, D], k and v [..., Hkv, D] -> [..., Hq, D]
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 # ---- the network ----
+
+
+def make_norm(args: ModelArgs, dim: int, there: bool = True) -> nn.Module:
+    return (CenteredNorm if args.centered_norm else nn.RMSNorm)(dim, args.norm_eps) if there else nn.Identity()
 
 
 class Attention(nn.Module):
@@ -150,19 +189,30 @@ class Attention(nn.Module):
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
-        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity()
+        sizes = (args.head_dim, args.norm_eps, args.ranks)
+        norms: list[nn.Module] = [make_norm(args, args.head_dim, args.qk_norm) for _ in "qk"]
+        if args.qk_norm_all:
+            norms = [HeadsNorm(n, *sizes) for n in heads[:2]]
+        self.q_norm, self.k_norm = norms
+        self.query_scale = args.query_scale
+        self.growth = args.query_growth, args.rope.original_max_position_embeddings or args.max_seq_len
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [..., dim] -> q [..., Hq, D], k and v [..., Hkv, D], before rotation."""
         heads = self.wqkv(x).unflatten(-1, (self.n_head + 2 * self.n_kv_head, self.head_dim))
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), -2)
-        return self.q_norm(q), self.k_norm(k), v
+        return self._scaled(self.q_norm(q)), self.k_norm(k), v
 
     def query(self, x: Tensor) -> Tensor:
         """Only the q of `qkv`: x [..., dim] -> [..., Hq, D]."""
         q = first_outputs(self.wqkv, x, self.n_head * self.head_dim)
-        return self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim)))
+        return self._scaled(self.q_norm(q.unflatten(-1, (self.n_head, self.head_dim))))
+
+    def _scaled(self, q: Tensor) -> Tensor:
+        return q if self.query_scale == 1.0 else q * self.query_scale
+
+    def grown(self, q: Tensor, first: int | Tensor) -> Tensor:
+        return grow(q, first, *self.growth) if self.growth[0] else q
 
     def output_weights(self, like: Tensor) -> Tensor:
         """W_O of this rank's query heads, dequantized if need be: [Hq, D, dim], with dtype and device of `like`."""
@@ -180,6 +230,7 @@ class Attention(nn.Module):
         """Causal attention within a text, for teacher forcing. cos and sin [1, S, 1, D/2]."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q = self.grown(q, 0)
             q, k, v = (x.transpose(1, 2) for x in (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v))
             return prefill_attention(q, k, v, self.window).transpose(1, 2)
 
@@ -189,51 +240,65 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.ranks, args = args.ranks, args.local
+        self.ranks, self.act, args = args.ranks, ACTS[args.act], args.local
         self.w13 = Linear(args.dim, [args.ffn_dim] * 2, bias=args.mlp_bias)  # gate and up
         self.w2 = Linear(args.ffn_dim, args.dim, bias=args.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, -1)
-        return self.ranks.sum(self.w2(F.silu(gate) * up))
+        return self.ranks.sum(self.w2(self.act(gate) * up))
+
+
+def make_feed_forward(args: ModelArgs, layer: int) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    if not args.n_expert or layer in args.dense_layers:
+        return FeedForward(args)
+    shared = FeedForward(replace(args, ffn_dim=args.shared_dim)) if args.shared_dim else None
+    sizes = args.dim, args.n_expert, args.n_active, args.local.expert_dim
+    return Experts(*sizes, args.norm_topk, ACTS[args.act], args.ranks, shared)
 
 
 class Block(nn.Module):
     def __init__(self, args: ModelArgs, layer: int):
         super().__init__()
         self.attention = Attention(args, layer)
-        self.feed_forward = FeedForward(args)
-        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.eps = args.norm_eps
+        self.feed_forward = make_feed_forward(args, layer)
+        self.attention_norm, self.ffn_norm = (make_norm(args, args.dim, args.pre_norm) for _ in range(2))
+        self.attention_post, self.ffn_post = (make_norm(args, args.dim, args.post_norm) for _ in range(2))
+        self.scale, self.eps, self.plain = args.residual_scale, args.norm_eps, args.plain and args.ranks.size == 1
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x [..., dim] -> [..., dim]. Teacher forcing, prompts and decode steps share this residual path."""
-        if (matrices := self.in_two_calls(x)) is not None:
+        if self.plain and (matrices := self.in_two_calls(x)) is not None:
             return self.two_calls(x, attend, *matrices)
-        x = x + self.attention(self.attention_norm(x), attend)
+        x = x + self.added(self.attention(self.attention_norm(x), attend), self.attention_post)
         if x.dim() == 2 or x[..., 0].numel() <= MLP_CHUNK or torch.is_grad_enabled():
-            return x + self.feed_forward(self.ffn_norm(x))
+            return x + self.added(self.feed_forward(self.ffn_norm(x)), self.ffn_post)
         for part in x.view(-1, x.shape[-1]).split(MLP_CHUNK):  # in place, one chunk of MLP activations at a time
-            part += self.feed_forward(self.ffn_norm(part))
+            part += self.added(self.feed_forward(self.ffn_norm(part)), self.ffn_post)
         return x
+
+    def added(self, y: Tensor, norm: nn.Module) -> Tensor:
+        """What the output y of attention or MLP adds to the residual stream."""
+        return norm(y) if self.scale == 1.0 else norm(y) * self.scale
 
     def in_two_calls(self, x: Tensor) -> list[Matrix] | None:
         """The operands of `two_calls`, if x is for them."""
         a, f = self.attention, self.feed_forward
         linears: Any = (a.wqkv, a.wo, f.w13, f.w2)
-        if a.ranks.size > 1 or any(type(x) is Joined for x in linears):
+        if any(type(x) is Joined for x in linears):
             return None
         matrices = [x.matrix for x in linears]
         return matrices if in_two_calls(x, a.head_dim, *matrices) else None
 
     def two_calls(self, x: Tensor, attend: Attend, wqkv: Matrix, wo: Matrix, w13: Matrix, w2: Matrix) -> Tensor:
         """`forward` for few rows on a CPU, where a step takes the time of torch's calls more than that of its work."""
-        a, norm, after = self.attention, self.attention_norm, self.ffn_norm
+        a, norms = self.attention, (self.attention_norm, self.ffn_norm)
+        before, after = (norm.get_parameter("weight") for norm in norms)
         sizes = (a.n_head, a.n_kv_head, a.n_kv_head)
         q_norm, k_norm = (getattr(x, "weight", None) for x in (a.q_norm, a.k_norm))
-        heads = project_heads(x, norm.weight, self.eps, wqkv, q_norm, k_norm, *sizes[:2], a.head_dim)
-        return finish_layer(x, attend(*heads.split(sizes, -2)), wo, after.weight, self.eps, w13, w2)
+        heads = project_heads(x, before, self.eps, wqkv, q_norm, k_norm, *sizes[:2], a.head_dim)
+        return finish_layer(x, attend(*heads.split(sizes, -2)), wo, after, self.eps, w13, w2)
 
     def predicted_query(self, x: Tensor) -> Tensor:
         """The query of this layer if the layer before it were the identity: x [B, dim] -> [B, Hq, D]."""
@@ -250,7 +315,7 @@ class Transformer(nn.Module):
         # not initialized: on the meta device, initialization imports a compiler, which takes over a second
         self.tok_embeddings: Any = nn.Embedding(*size, _weight=torch.empty(size))
         self.layers: Any = nn.ModuleList(Block(args, layer) for layer in range(args.n_layer))
-        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.norm: Any = make_norm(args, args.dim)
         self.output = Linear(args.dim, args.local.vocab_size, bias=False)
         if self.tied:
             self.output.weight = self.tok_embeddings.weight
@@ -259,7 +324,7 @@ class Transformer(nn.Module):
         self.cache: Any = None  # an nn.ModuleList of KVMethod, one per layer
         self.prefill_chunk: int | None = None  # prompt tokens per prefill chunk; None: the whole prompt
         self.encode: Callable[[str], list[int]] = lambda text: []  # the tokenizer's, if there is one
-        self._rope: Rope | None = None  # the tables of `forward`
+        self._ropes: dict[RopeArgs, Rope] = {}  # the tables of `forward`
         self.folder: Path | None = None  # the checkpoint's folder or GGUF file, if there is one
         self.calibration: Calibration | None = None  # by default the one in `folder`, read when it is needed
 
@@ -279,11 +344,16 @@ class Transformer(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] -> [..., dim], the first block's input."""
-        return self.tok_embeddings(tokens).to(self.dtype)
+        x, scale = self.tok_embeddings(tokens).to(self.dtype), self.args.embed_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)  # rounded, as Gemma was trained
 
     def logits(self, x: Tensor) -> Tensor:
         """The last block's output [..., dim] -> [..., V]."""
-        y = self.output(self.norm(x))
+        y, cap = self.output(self.norm(x)), self.args.logit_cap
+        if self.args.logit_scale != 1.0:
+            y = y * self.args.logit_scale
+        if cap:
+            y = cap * (y / cap).tanh()
         return y if y.shape[-1] == self.args.vocab_size else self.args.ranks.gather(y)
 
     # ---- without a cache ----
@@ -295,21 +365,21 @@ class Transformer(nn.Module):
 
     def hidden_states(self, tokens: Tensor) -> Iterator[Tensor]:
         """Teacher forcing: yields the input of each block, then the output of the last one, [B, S, dim]."""
-        x, tables = self.embed(tokens), self.rope_tables(tokens.shape[1])
+        x = self.embed(tokens)
         yield x
-        for block in self.layers:
-            x = block(x, block.attention.uncached(*tables))
+        for i, block in enumerate(self.layers):
+            x = block(x, block.attention.uncached(*self.rope_tables(tokens.shape[1], i)))
             yield x
 
-    def rope_tables(self, S: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [1, S, 1, D/2] for teacher forcing over S tokens."""
-        dynamic = self.args.rope.type == "dynamic"
-        rope = self._rope
-        if rope is None or dynamic or rope.cos.shape[1] < S or rope.cos.device != self.device:
+    def rope_tables(self, S: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """A layer's cos and sin [1, S, 1, D/2] for teacher forcing over S tokens."""
+        args = self.args.layer_ropes[layer]
+        rope = self._ropes.get(args)
+        if rope is None or args.varies or rope.cos.shape[1] < S or rope.cos.device != self.device:
             with torch.inference_mode(False):  # an evaluation may ask first, and training after it
-                rope = self.args.rotary(1, S if dynamic else max(S, 2048), self.device)
+                rope = self.args.rotary(1, S if args.varies else max(S, 2048), self.device, args)
                 rope.set_prompt(torch.tensor([S]))
-            object.__setattr__(self, "_rope", rope)  # no submodule: .to(dtype) must leave the tables in fp32
+            self._ropes[args] = rope  # no submodule: .to(dtype) must leave the tables in fp32
         return rope.cos[:, :S, None], rope.sin[:, :S, None]
 
     # ---- with one ----
@@ -330,8 +400,10 @@ class Transformer(nn.Module):
         version_for(w.device, w.dtype)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
 
-        def make_rope(device: torch.device) -> Rope:
-            return args.rotary(max_batch, max_seq_len if device.type != "meta" else 1, device)
+        def make_ropes(device: torch.device) -> list[Rope]:
+            size = (max_batch, max_seq_len if device.type != "meta" else 1, device)
+            tables = {rope: args.rotary(*size, rope, max_new_tokens) for rope in set(args.layer_ropes)}
+            return [tables[rope] for rope in args.layer_ropes]
 
         if drafts and (cannot := [method_name(c) for c, _ in layers if not c.verifies]):
             raise InputError(f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full to "
@@ -339,7 +411,7 @@ class Transformer(nn.Module):
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
-        self.cache = build_cache(layers, shapes, make_rope, self.find_calibration)
+        self.cache = build_cache(layers, shapes, make_ropes, self.find_calibration)
         for block, layer in zip(self.layers, self.cache, strict=True):
             for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
@@ -379,25 +451,26 @@ class Transformer(nn.Module):
         S, chunk = tokens.shape[1], chunk or self.prefill_chunk or tokens.shape[1]
         texts = next((t for m in self.cache if (t := m.second_pass(tokens, lengths, self.encode))), ())
         self._check_prompt(tokens, min(chunk, S))
-        rope = self.cache[0].rope
-        rope.set_prompt(lengths)
+        most = S + max((t.tokens.shape[1] for t in texts), default=0)
+        angles = {rope: Angles(rope, lengths, most) for rope in {m.rope for m in self.cache}}
+        for rope in angles:
+            rope.set_prompt(lengths)
         x, again = self.embed(tokens), [self.embed(t.tokens) for t in texts]
-        angles = Angles(rope, lengths, S + max((t.tokens.shape[1] for t in texts), default=0))
         # on a terminal only; a layer reads its share of every token, and a GPU is not waited for
         with tqdm(total=tokens.numel(), desc="prompt", unit="token", delay=SILENT, leave=False, disable=None) as bar:
             for layer, (block, method) in enumerate(zip(self.layers, self.cache, strict=True)):
-                dtype = method.shape.dtype
+                kind = block.attention, method.shape.dtype
                 if chunk >= S and not texts:
-                    x = block(x, attending(method.prefill, dtype, lengths))
+                    x = block(x, attending(*kind, method.prefill, 0, lengths))
                     bar.update(tokens.numel() * (layer + 1) // len(self.layers) - bar.n)
                     continue
                 method.begin_prompt(S)
                 for start in range(0, S, chunk):
                     part = x[:, start : start + chunk]
-                    part.copy_(block(part, attending(method.prefill, dtype, lengths, start)))
+                    part.copy_(block(part, attending(*kind, method.prefill, start, lengths, start)))
                     bar.update(len(tokens) * (layer * S + min(start + chunk, S)) // len(self.layers) - bar.n)
-                read = angles.rotated(method.reread)
-                again = [block(y, attending(read, dtype, lengths, t)) for y, t in zip(again, texts, strict=True)]
+                read = functools.partial(attending, *kind, angles[method.rope].rotated(method.reread), lengths, lengths)
+                again = [block(y, read(t)) for y, t in zip(again, texts, strict=True)]
                 method.end_prompt(lengths)
         return self.logits(x[torch.arange(len(lengths), device=x.device), lengths - 1])
 
@@ -466,20 +539,22 @@ class Transformer(nn.Module):
         return sum(sum(b.values()) for b in self.cache_nbytes().values())
 
     def kv_bytes_full(self, batch: int, max_seq_len: int) -> int:
-        """Bytes of dense keys and values of that capacity, in the cache's dtype."""
+        """Bytes of dense keys and values of that capacity, of a sliding window's if narrower, in the cache's dtype."""
         a, dtype = self.args, self.kv_dtype or self.dtype
-        return 2 * a.n_layer * batch * a.local.n_kv_head * max_seq_len * a.head_dim * dtype.itemsize
+        tokens = sum(min(a.window(i) or max_seq_len, max_seq_len) for i in range(a.n_layer))
+        return 2 * batch * a.local.n_kv_head * tokens * a.head_dim * dtype.itemsize
 
 
-def attending(read: Callable[..., Tensor], dtype: torch.dtype, *at: Any) -> Attend:
+def attending(attention: Attention, dtype: torch.dtype, read: Callable[..., Tensor], first: Any, *at: Any) -> Attend:
     """A method's `read(q, k, v, *at)`, which gets its cache's dtype, and [B, H, S, D] for [B, S, H, D], as a block's
-    attention."""
+    attention. first: the position of the first token, or of each row's [B]."""
 
     def turn(x: Tensor, to: torch.dtype) -> Tensor:
         x = x if x.dtype == to else x.to(to)
         return x.transpose(1, 2) if x.dim() == 4 else x
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = attention.grown(q, first)
         return turn(read(turn(q, dtype), turn(k, dtype), turn(v, dtype), *at), q.dtype)
 
     return attend
@@ -493,4 +568,4 @@ def layer_step(part: Any, x: Tensor, pos: Tensor) -> Tensor:
     if ahead is not None and alone:  # the next layer, which prefetches
         after, fetching = ahead
         fetching.prefetch(after.predicted_query(x).to(dtype), pos)
-    return block(x, attending(method.decode if alone else method.verify, dtype, pos))
+    return block(x, attending(block.attention, dtype, method.decode if alone else method.verify, pos, pos))

@@ -30,6 +30,11 @@ from runtime.machine import check_fetched, written
 FILE, VERSION = "calibration.safetensors", 3
 # fields of ModelArgs that keys do not depend on, or that a GGUF file lacks
 NOT_OF_KEYS = ("vocab_size", "max_seq_len", "tie_embeddings", "windows", "dtype", "eos_ids", "ranks")
+# fields that older files' hashes hold; any other counts where it is not at its default
+ALWAYS = {"dim", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn_dim", "norm_eps", "rope", "qkv_bias", "o_bias",
+          "mlp_bias", "qk_norm", "theta", "type", "factor", "low_freq_factor", "high_freq_factor",
+          "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+          "truncate"}  # fmt: skip
 KINDS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16")  # dtypes that a file may have, by safetensors' names
 
 
@@ -321,7 +326,12 @@ def command(checkpoint: Path, file: Path | None = None) -> str:
 
 def of_model(args: Any) -> str:
     """A hash of the model's sizes and numerics, the same for every checkpoint that a calibration fits."""
-    sizes = {k: v for k, v in asdict(args).items() if k not in NOT_OF_KEYS}
+
+    def counted(of: Any) -> dict[str, Any]:
+        usual = asdict(type(of)())
+        return {k: v for k, v in asdict(of).items() if k in ALWAYS or (k not in NOT_OF_KEYS and v != usual[k])}
+
+    sizes = counted(args) | dict(rope=counted(args.rope))
     return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
 
 

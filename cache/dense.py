@@ -11,7 +11,7 @@ from kernels.verify_attention import verify_attention
 
 
 class Dense(KVMethod):
-    k: Tensor  # [B, Hkv, T, D], rotated unless pre_rope
+    k: Tensor  # [B, Hkv, slots, D], rotated unless pre_rope
     v: Tensor
     reads_queries = False
     verifies = rewinds = True
@@ -19,7 +19,13 @@ class Dense(KVMethod):
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
-        self.buffer("k", shape.kv), self.buffer("v", shape.kv)
+        size = (shape.max_batch, shape.n_kv_head, self.slots, shape.head_dim)
+        self.buffer("k", size), self.buffer("v", size)
+
+    @property
+    def slots(self) -> int:
+        """The number of tokens that the buffers hold."""
+        return self.shape.max_seq_len
 
     def compress(self, q, k, v, lengths):
         B, _, S, _ = k.shape

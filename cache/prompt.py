@@ -46,11 +46,11 @@ class Angles:
     """Rotates texts that follow prompts of lengths [B], whose positions may exceed those of the cache."""
 
     def __init__(self, rope: Rope, lengths: Tensor, most: int):
-        self.first, self.of, self.most = lengths, rope.of, most
+        self.first, self.like, self.most = lengths, rope, most
 
     @functools.cached_property
     def rope(self) -> Rope:
-        rope = Rope(*self.of, len(self.first), self.most, self.first.device)
+        rope = Rope(*self.like.of, len(self.first), self.most, self.first.device, self.like.ahead)
         rope.set_prompt(self.first)
         return rope
 

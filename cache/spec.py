@@ -30,7 +30,7 @@ from cache.base import CacheShape, KVMethod, connected
 from cache.kept import kept
 from cache.statistic import Statistic, unique
 from kernels.rope import Rope
-from runtime.errors import InputError, did_you_mean, short, warn_once
+from runtime.errors import InputError, did_you_mean, note_once, short, warn_once
 from runtime.machine import ROOT, own_folders, require_memory
 
 HERE = ROOT / "kv_methods"
@@ -341,25 +341,40 @@ def all_statistics(specs: Sequence[str] | None = None, n_layer: int = 1) -> list
 # ---- the cache of a model ----
 
 
+def within_windows(layers: Methods, shapes: Sequence[CacheShape]) -> Methods:
+    """`full` for the layers with a sliding window that their method cannot honour. A method that would get no layer
+    stays, and refuses its own."""
+    windows = [s.window if not cls.supports_window else None for (cls, _), s in zip(layers, shapes, strict=True)]
+    taken = {cls for (cls, _), window in zip(layers, windows, strict=True) if window is None}
+    moved = {i: w for i, ((cls, _), w) in enumerate(zip(layers, windows, strict=True)) if w and cls in taken}
+    if moved:
+        sizes = ", ".join(map(str, sorted(set(moved.values()))))
+        names = ", ".join(dict.fromkeys(method_name(layers[i][0]) for i in moved))
+        note_once(f"{len(moved)} of {len(layers)} layers have a sliding window of {sizes} tokens and keep it with "
+                  f"full: {names} takes the others")  # fmt: skip
+    full = resolve("full")[0]
+    return [(full, full.Args()) if i in moved else layer for i, layer in enumerate(layers)]
+
+
 def build_cache(
     layers: Methods,
     shapes: Sequence[CacheShape],
-    make_rope: Callable[[torch.device], Rope],
+    make_ropes: Callable[[torch.device], Sequence[Rope]],
     calibration: Callable[[], Any],
 ) -> nn.ModuleList:
     """One method per layer with all buffers allocated, after a check on the meta device that they fit.
 
-    shapes: one per layer; make_rope: makes the tables that all layers share, on a device; calibration: called if a
-    method needs one.
+    shapes: one per layer; make_ropes: makes the tables of each layer, on a device; calibration: called if a method
+    needs one. A layer whose sliding window its method cannot honour gets `full`, if others have the method.
     """
+    layers = within_windows(layers, shapes)
     needed = [s for cls, args in layers for s in cls.needs(args)]
     calib = calibration().require(needed) if needed else None
 
     def build(device: torch.device) -> nn.ModuleList:
-        rope = make_rope(device)
         made = (
             cls(args, shape.on(device), i, rope, calibration_of(calib, cls, args, i, shape))
-            for i, ((cls, args), shape) in enumerate(zip(layers, shapes, strict=True))
+            for i, ((cls, args), shape, rope) in enumerate(zip(layers, shapes, make_ropes(device), strict=True))
         )
         return nn.ModuleList(connected(made))
 

@@ -150,10 +150,9 @@ class Cache(TransformersCache):
         shape = CacheShape(max_batch, max_seq_len, H, kv, D, model.dtype, model.device, n_layer=len(full))
         version_for(shape.device, shape.dtype)  # compiles the CPU kernels now, if need be
 
-        def identity(device: torch.device) -> Rope:
-            rope = Rope(RopeArgs(), D, max_seq_len, 1, max_seq_len if device.type != "meta" else 1, device)
-            rope.cos.fill_(1), rope.sin.fill_(0)
-            return rope
+        def identity(device: torch.device) -> list[Rope]:
+            T = max_seq_len if device.type != "meta" else 1
+            return [Rope(RopeArgs(type="none"), D, T, 1, T, device)] * len(full)
 
         chosen = layer_methods(method, len(full), knobs)
         for cls, _ in chosen:

@@ -74,7 +74,8 @@ def resume(session: Session, state: State) -> None:
     logits = None if state.logits is None else state.logits.to(device)
     if logits is not None:
         tokens = sampling.draw(logits, pos - 1, *given)
-    session.model.cache[0].rope.set_prompt(lengths)
+    for rope in {m.rope for m in session.model.cache}:
+        rope.set_prompt(lengths)
     session.begin(tokens, pos, *given)
     session.prompts, session.fed, session.logits = state.prompts, list(fed.unbind(1)), logits
     session.decoded = state.decoded

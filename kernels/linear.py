@@ -1,10 +1,11 @@
 """Products with weights of few bits: y = x W^T + bias, W in bf16, or in codes of 8 or 4 bits.
 
 A group of inputs shares a scale: W = scale * (code - zero), or scale * code + minimum. Symmetric codes have neither
-zero nor minimum: 8-bit ones are signed, 4-bit ones are centred at 8. Scales and minima are fp16, or 8-bit integers that
-count steps, each shared by several groups. Decoding has few rows of x and takes the time of reading W. 16 rows of W lie
-side by side, [out / 16, in / n, 16, n] with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a
-vector has the same inputs of 16 outputs. For many rows of x, a prompt, W is unpacked some rows at a time for a matmul.
+zero nor minimum: 8-bit ones are signed, 4-bit ones are centred at 8. Codes of 8 bits may also be floats (e4m3), whose
+scales are fp32. Other scales and minima are fp16, or 8-bit integers that count steps, each shared by several groups.
+Decoding has few rows of x and takes the time of reading W. 16 rows of W lie side by side, [out / 16, in / n, 16, n]
+with the n inputs of a 32-bit word (4 bits: 8, 8 bits: 4, bf16: 2), so that a vector has the same inputs of 16 outputs.
+For many rows of x, a prompt, W is unpacked some rows at a time for a matmul.
 
 On an x86 CPU with AVX2, few rows of x become 16-bit integers with a step for up to 128 inputs: sums of their products
 with 8- or 4-bit codes are exact, and a number is off by 2^-16 of the largest one beside it. With AMX, which multiplies
@@ -36,9 +37,9 @@ WORD = 4  # bytes that a lane holds
 class Weight(NamedTuple):
     """A packed weight [out, in]; out is padded to blocks of 16 rows.
 
-    packed uint8 [out / 16, in / n, 16, n * bits / 8] (`interleave`); scale [out / 16, groups, 16] fp16, int8 if there
-    are steps, None in bf16; step fp16 [out / 16, groups / s, 16]; zero, of 4-bit codes, uint8 [out / 16, groups, 8]
-    (`pack_zeros`); minimum and min_step like scale and step. A group has a multiple of 16 inputs.
+    packed uint8, or float8_e4m3fn, [out / 16, in / n, 16, n * bits / 8] (`interleave`); scale [out / 16, groups, 16]
+    fp16, int8 if there are steps, None in bf16; step fp16 [out / 16, groups / s, 16]; zero, of 4-bit codes, uint8 [out
+    / 16, groups, 8] (`pack_zeros`); minimum and min_step like scale and step. A group has a multiple of 16 inputs.
     """
 
     packed: Tensor
@@ -57,7 +58,8 @@ class Weight(NamedTuple):
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """codes uint8 or int8 [out, in], bf16 for 16 bits -> bytes uint8 [out, in * bits / 8], the first input lowest."""
+    """codes uint8, int8 or float8 [out, in], bf16 for 16 bits -> bytes uint8 [out, in * bits / 8], the first input
+    lowest."""
     if bits == 4:
         return codes[:, ::2] | (codes[:, 1::2] << 4)
     return codes.contiguous().view(torch.uint8)
@@ -65,6 +67,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(data: Tensor, bits: int) -> Tensor:
     """The inverse of `pack_bits`."""
+    if data.dtype == torch.float8_e4m3fn:
+        return data
     if bits == 4:
         return torch.stack((data & 15, data >> 4), -1).flatten(1)
     return data.contiguous().view(torch.int8 if bits == 8 else torch.bfloat16)
@@ -171,7 +175,7 @@ SPLIT = 4  # the fewest tiles of a row of W that a program reads, if rows are sp
 
 
 @triton.jit
-def _code(b_w, mask, j: tl.constexpr, BITS: tl.constexpr):
+def _code(b_w, mask, j: tl.constexpr, BITS: tl.constexpr, E4M3: tl.constexpr):
     """Number j of int32 words, in fp32 and exactly; of 4 bits less 8. mask: the ones of a code.
 
     A code stays where it is in its half of the word: as the mantissa of 2^(23 - at), of which bit `at` counts as 1. One
@@ -180,6 +184,9 @@ def _code(b_w, mask, j: tl.constexpr, BITS: tl.constexpr):
     """
     if BITS == 16:
         return (b_w << 16 if j == 0 else b_w & -0x10000).to(tl.float32, bitcast=True)
+    elif E4M3:  # a sign, 4 bits of exponent and 3 of mantissa, in their places in fp32: the number times 2^-120
+        b_w = b_w << (24 - 8 * j)
+        return ((b_w & -0x80000000) | (b_w >> 4 & 0x07F00000)).to(tl.float32, bitcast=True) * 2.0**120
     else:
         HALF: tl.constexpr = 16 // BITS
         AT: tl.constexpr = j % HALF * BITS
@@ -218,8 +225,10 @@ def _offset(b_s, zero, minimum, min_step, group, base, lane, mask, BITS: tl.cons
 
 
 @triton.jit
-def _number(b_w, mask, b_s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    num = _code(b_w, mask, j, BITS)
+def _number(
+    b_w, mask, b_s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr = False
+):
+    num = _code(b_w, mask, j, BITS, E4M3)
     if b_s is not None:
         num *= b_s
     if offset is not None:
@@ -228,15 +237,19 @@ def _number(b_w, mask, b_s, offset, j: tl.constexpr, BITS: tl.constexpr, DTYPE: 
 
 
 @triton.jit
-def _numbers(b_w, mask, b_s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(b_w, mask, b_s, offset, BITS: tl.constexpr, E4M3: tl.constexpr, DTYPE: tl.constexpr):
     """Words [R, C, 16] and their scales and offsets -> W [R * 16, C * 32 / BITS]; those of a word in one thread."""
     R: tl.constexpr = b_w.shape[0]
     C: tl.constexpr = b_w.shape[1]
     if BITS == 16:
         num = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 1, BITS, DTYPE))
     elif BITS == 8:
-        w02 = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 2, BITS, DTYPE))
-        w13 = tl.join(_number(b_w, mask, b_s, offset, 1, BITS, DTYPE), _number(b_w, mask, b_s, offset, 3, BITS, DTYPE))
+        w02 = tl.join(
+            _number(b_w, mask, b_s, offset, 0, BITS, DTYPE, E4M3), _number(b_w, mask, b_s, offset, 2, BITS, DTYPE, E4M3)
+        )
+        w13 = tl.join(
+            _number(b_w, mask, b_s, offset, 1, BITS, DTYPE, E4M3), _number(b_w, mask, b_s, offset, 3, BITS, DTYPE, E4M3)
+        )
         num = tl.join(w02, w13)
     else:
         w04 = tl.join(_number(b_w, mask, b_s, offset, 0, BITS, DTYPE), _number(b_w, mask, b_s, offset, 4, BITS, DTYPE))
@@ -250,15 +263,16 @@ def _numbers(b_w, mask, b_s, offset, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _packed_linear_kernel(
-    x, packed, scale, step, zero, minimum, min_step, bias, y, mask, M, blocks, IN,
+    x, packed, scale, step, zero, minimum, min_step, bias, expert, y, mask, M, blocks, IN,
     BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
+    E4M3: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ROWS_X: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program multiplies R blocks of 16 rows of W by ROWS_X rows of x: one by sums, 16 and more on tensor cores.
 
     It takes C words of each row at a time, of its share of the inputs, and writes y [share, M, out]. S and MS: groups
     that share a step of scales and of minima. One row: a thread adds up its words of four rows of W in fp32, scaled
-    once a word; threads' sums meet behind the loop.
+    once a word; threads' sums meet behind the loop. expert: of each row of x, whose weight, of `blocks`
+    blocks, it is multiplied with; None: one weight.
     """
     PER: tl.constexpr = 32 // BITS  # inputs in a word
     block = tl.program_id(0) * R + tl.arange(0, R)
@@ -266,6 +280,9 @@ def _packed_linear_kernel(
     share = tl.program_id(2)
     words = IN // PER
     base = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None]  # beyond the end: the last block, not stored
+    if expert is not None:
+        base += tl.load(expert + tl.program_id(1)) * blocks
+        x += tl.program_id(1).to(tl.int64) * IN
     lane = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros([R, C, 16] if ROWS_X == 1 else [R * 16, ROWS_X], tl.float32)
     begin, end = share_of(words, share, tl.num_programs(2), C)
@@ -285,7 +302,7 @@ def _packed_linear_kernel(
             inputs = tl.zeros([1, C, 1], tl.float32)
             for j in tl.static_range(PER):
                 one = tl.load(x + offs_c * PER + j, mask=real, other=0.0).to(tl.float32)
-                part += _code(b_w, mask, j, BITS) * one
+                part += _code(b_w, mask, j, BITS, E4M3) * one
                 inputs += one
             acc += part if b_s is None else part * b_s
             if offset is not None:
@@ -293,7 +310,7 @@ def _packed_linear_kernel(
         else:
             offs_k = first * PER + tl.arange(0, C * PER)
             b_x = tl.load(x + offs_m[:, None] * IN + offs_k, mask=(offs_m[:, None] < M) & (offs_k < IN), other=0.0)
-            acc = dot(_numbers(b_w, mask, b_s, offset, BITS, b_x.dtype), tl.trans(b_x), acc)
+            acc = dot(_numbers(b_w, mask, b_s, offset, BITS, E4M3, b_x.dtype), tl.trans(b_x), acc)
     offs_out = tl.reshape(block[:, None] * 16 + tl.arange(0, 16), [R * 16])
     if ROWS_X == 1:
         acc = tl.reshape(tl.sum(acc, 1), [R * 16, 1])
@@ -306,7 +323,7 @@ def _packed_linear_kernel(
 @triton.jit
 def _unpack_rows(
     packed, scale, step, zero, minimum, min_step, w, mask, IN,
-    BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr, C: tl.constexpr,
+    BITS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, MS: tl.constexpr, E4M3: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A block's 16 rows, C words of each -> w [out, IN]."""
     PER: tl.constexpr = 32 // BITS
@@ -324,7 +341,7 @@ def _unpack_rows(
             offset = _offset(b_s, zero, minimum, min_step, group, block, lane, mask, BITS, MS, IN // G, real)
     offs_k = first * PER + tl.arange(0, C * PER)
     p_w = w + (block * 16 + tl.arange(0, 16))[:, None] * IN + offs_k
-    tl.store(p_w, _numbers(b_w, mask, b_s, offset, BITS, w.dtype.element_ty), mask=(offs_k < IN)[None, :])
+    tl.store(p_w, _numbers(b_w, mask, b_s, offset, BITS, E4M3, w.dtype.element_ty), mask=(offs_k < IN)[None, :])
 
 
 def tile_of(M: int, bits: int, blocks: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
@@ -350,7 +367,8 @@ def share_count(programs: int, tiles: int, device: torch.device) -> int:
 
 def _shapes(w: Weight, n: int, bits: int) -> dict[str, int]:
     group = n if w.scale is None else n // w.scale.shape[1]
-    return dict(BITS=bits, G=group, S=sharing(w.scale, w.step), MS=sharing(w.minimum, w.min_step))
+    floats = w.scale is not None and w.scale.dtype == torch.float32  # no others have scales in fp32
+    return dict(BITS=bits, G=group, S=sharing(w.scale, w.step), MS=sharing(w.minimum, w.min_step), E4M3=floats)
 
 
 @packed_linear.triton
@@ -367,7 +385,8 @@ def _in_triton(
     grid = (triton.cdiv(blocks, tile["R"]), triton.cdiv(M, tile["ROWS_X"]))
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
-    _packed_linear_kernel[(*grid, shares)](x, *w, bias, y, 2**bits - 1, M, blocks, n, **_shapes(w, n, bits), **tile)
+    given = (x, *w, bias, None, y, 2**bits - 1, M, blocks, n)
+    _packed_linear_kernel[(*grid, shares)](*given, **_shapes(w, n, bits), **tile)
     return (y[0] if shares == 1 else y.sum(0).to(x.dtype)).unflatten(0, lead)
 
 

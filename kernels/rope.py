@@ -1,7 +1,7 @@
 """Rotary embedding: the inverse frequencies of every rope type, the tables of a cache, and the rotation itself.
 
-The layout is half-split, as in Hugging Face's checkpoints: channel i turns with channel i + D/2, and no weights,
-channel lists or bases are ever permuted.
+The layout is half-split, as in Hugging Face's checkpoints: channel i turns with channel i + D/2. Channels that do not
+turn have the frequency 0, and `half_split` is the order of channels in which they are the last pairs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 PROMPT_CHUNK = 4096  # tokens rotated at a time
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class RopeArgs:
-    """Rotary embedding: `type` is default, linear, dynamic, llama3 or yarn; the rest as in Hugging Face's configs."""
+    """Rotary embedding: `type` is default, linear, dynamic, llama3, yarn or longrope, or none for a layer without
+    positions; the rest as in Hugging Face's configs."""
 
     theta: float = 10_000.0
     type: str = "default"
@@ -33,13 +35,38 @@ class RopeArgs:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    rotated: int = 0  # channels of a head that turn; 0: all
+    short_factor: tuple[float, ...] = ()  # longrope's divisors of frequencies, up to the original context
+    long_factor: tuple[float, ...] = ()  # and beyond it
+
+    @property
+    def varies(self) -> bool:
+        """Whether angles depend on the length of the text."""
+        return self.type in ("dynamic", "longrope")
 
 
-def rope_inv_freq(r: RopeArgs, d: int, context: int, seq_len: int | Tensor = 0) -> tuple[Tensor, float]:
-    """Inverse frequencies [..., D/2] in fp32 and the factor on cos and sin.
+def half_split(head_dim: int, rotated: int) -> Tensor:
+    """The order of a head's channels in which channel i turns with i + D/2, where i turned with i + rotated/2."""
+    turning, rest = torch.arange(head_dim).split((rotated, head_dim - rotated))
+    return torch.cat((turning.view(2, -1), rest.view(2, -1)), 1).flatten()
 
-    d = head_dim; context: the length the model was trained for; seq_len [...] matters to dynamic alone.
+
+def rope_inv_freq(r: RopeArgs, head_dim: int, context: int, seq_len: int | Tensor = 0) -> tuple[Tensor, float | Tensor]:
+    """Inverse frequencies [..., D/2] in fp32 and the factor on cos and sin, [D/2] if some channels do not turn.
+
+    context: the length the model was trained for; seq_len [...] matters to dynamic and longrope alone.
     """
+    if r.type == "none":
+        return torch.zeros(head_dim // 2, device="cpu"), 1.0
+    inv_freq, scale = _inv_freq(r, r.rotated or head_dim, context, seq_len)
+    if still := head_dim // 2 - inv_freq.shape[-1]:
+        scales = torch.full((head_dim // 2 - still,), scale, device="cpu")
+        return F.pad(inv_freq, (0, still)), F.pad(scales, (0, still), value=1.0)
+    return inv_freq, scale
+
+
+def _inv_freq(r: RopeArgs, d: int, context: int, seq_len: int | Tensor) -> tuple[Tensor, float]:
+    """`rope_inv_freq` of the d channels that turn."""
     original = r.original_max_position_embeddings or context
     theta, scale = r.theta, 1.0
     exponent = torch.arange(0, d, 2, dtype=torch.float32, device="cpu") / d
@@ -47,6 +74,13 @@ def rope_inv_freq(r: RopeArgs, d: int, context: int, seq_len: int | Tensor = 0) 
         n = torch.as_tensor(seq_len, dtype=torch.float64, device="cpu").clamp(min=context)
         base = theta * (r.factor * n / context - (r.factor - 1)) ** (d / (d - 2))
         return 1.0 / base.float()[..., None] ** exponent, scale
+    if r.type == "longrope":  # Ding et al. 2024
+        beyond = (torch.as_tensor(seq_len, device="cpu") > original)[..., None]
+        short, long = (torch.tensor(t, device="cpu") for t in (r.short_factor, r.long_factor))
+        if r.factor > 1:
+            scale = math.sqrt(1 + math.log(r.factor) / math.log(original))
+        frequency = 1.0 / (torch.where(beyond, long, short) * theta**exponent)
+        return frequency, scale if r.attention_factor is None else r.attention_factor
     inv_freq = 1.0 / theta**exponent
     if r.type == "linear":
         inv_freq = inv_freq / r.factor
@@ -84,6 +118,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
 
 
+def grow(q: Tensor, first: int | Tensor, growth: float, original: int) -> Tensor:
+    """Queries longer the later they are beyond the original context (Llama 4, Ministral 3): q [B, Hq, D] at positions
+    first [B], or [B, S, Hq, D] from there on."""
+    pos = torch.as_tensor(first, device=q.device)
+    if q.dim() == 4:
+        pos = pos[..., None] + torch.arange(q.shape[1], device=q.device)
+    return q * (1 + growth * torch.log1p(pos // original))[..., None, None].to(q.dtype)
+
+
 def angles(table: Tensor, pos: Tensor) -> Tensor:
     """A table [1 or >= B, T, D/2] at positions pos [B, ...] int64 -> [B, ..., D/2]."""
     if table.shape[0] == 1:
@@ -94,20 +137,23 @@ def angles(table: Tensor, pos: Tensor) -> Tensor:
 class Rope(nn.Module):
     """cos and sin of every position a cache can hold, [R, T, D/2] fp32, with which a method rotates.
 
-    R is 1, or the batch size for dynamic NTK, whose angles depend on each row's prompt length. As in Hugging Face, a
-    prompt longer than the model's context is rotated with the base for its length, and each token decoded after it
-    with the base for its own position.
+    R is 1, or the batch size for dynamic NTK and longrope, whose angles depend on each row's prompt length. As in
+    Hugging Face, a prompt longer than the model's (original) context is rotated with the frequencies for its length,
+    and each token decoded after it with those for its own position. Longrope's differ so much that all of a text takes
+    the same: those beyond the original context if `new_tokens` after a prompt will get there.
     """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(
-        self, args: RopeArgs, head_dim: int, context: int, max_batch: int, max_seq_len: int, device: Any = None
-    ):
+        self, args: RopeArgs, head_dim: int, context: int, max_batch: int, max_seq_len: int, device: Any = None,
+        new_tokens: int = 0,
+    ):  # fmt: skip
         super().__init__()
-        self.of = args, head_dim, context
-        self.per_row = args.type == "dynamic" and max_seq_len > context
+        self.of, self.ahead = (args, head_dim, context), new_tokens if args.type == "longrope" else 0
+        first = args.original_max_position_embeddings if args.type == "longrope" else context
+        self.per_row = args.varies and max_seq_len > first
         pos = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
         if self.per_row:
             inv_freq, scale = rope_inv_freq(*self.of, pos + 1)
@@ -121,7 +167,7 @@ class Rope(nn.Module):
             self.register_buffer(name, table.expand(R, -1, -1).clone(), persistent=False)
 
     def set_prompt(self, lengths: Tensor) -> None:
-        """Fit the tables to a batch of prompts; a no-op for all types but dynamic. lengths [B]."""
+        """Fit the tables to a batch of prompts; a no-op for types that do not vary. lengths [B]."""
         if not self.per_row:
             return
         T = self.cos.shape[1]
@@ -129,8 +175,10 @@ class Rope(nn.Module):
         self.cos.copy_(fresh.cos.expand_as(self.cos))
         self.sin.copy_(fresh.sin.expand_as(self.sin))
         for row, n in enumerate(lengths.tolist()):
-            angle = torch.outer(torch.arange(n, dtype=torch.float32), rope_inv_freq(*self.of, n)[0])
-            self.cos[row, :n], self.sin[row, :n] = angle.cos().to(self.cos), angle.sin().to(self.sin)
+            n += self.ahead
+            inv_freq, scale = rope_inv_freq(*self.of, n)
+            angle = torch.outer(torch.arange(min(n, T), dtype=torch.float32), inv_freq)
+            self.cos[row, :n], self.sin[row, :n] = ((t * scale).to(self.cos) for t in (angle.cos(), angle.sin()))
 
     def prompt(self, S: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """cos, sin [R, 1, S, D/2] of S positions from `start` on, ready for [B, H, S, D]."""

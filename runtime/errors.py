@@ -88,6 +88,12 @@ def warn_once(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
+@functools.cache
+def note_once(text: str) -> None:
+    """Print a note on stderr, once per text."""
+    print(f"note: {text}", file=sys.stderr)
+
+
 class Parser(argparse.ArgumentParser):
     """A command line whose help is the script's docstring, and whose errors are one line like any InputError."""
 

@@ -21,7 +21,10 @@ PARTS = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
+for ours, theirs in (("exps", "experts"), ("shexp", "shared_expert")):
+    PARTS |= {f"mlp.{theirs}.{x}_proj": f"ffn_{x}_{ours}" for x in ("gate", "up", "down")}
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 

@@ -21,7 +21,7 @@ from formats_files import (
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 
-from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.checkpoint import args_from_hf, load_checkpoint, tensors_of
 from runtime import errors
 from runtime.errors import InputError
 from runtime.machine import TINY
@@ -215,7 +215,8 @@ REFUSED = {
     "architecture": (dict(general__type="model"), dict(model_type="gemma2"), "gemma2.*llama, qwen2, qwen3"),
     "adapter": (dict(general__type="adapter"), {}, "adapter"),
     "split": (dict(split__count=3), {}, "--merge"),
-    "experts": (dict(ARCH__expert_count=8), {}, "expert_count = 8"),
+    "experts": (dict(ARCH__expert_count=8), {}, "expert_used_count"),
+    "routing": (dict(ARCH__expert_count=8, ARCH__expert_gating_func=2), {}, "expert_gating_func = 2"),
     "soft capping": (dict(ARCH__attn_logit_softcapping=50.0), {}, "attn_logit_softcapping"),
     "partial rotary": (dict(ARCH__rope__dimension_count=8), dict(model_type="qwen2"), "rope.dimension_count = 8"),
     "window": (dict(ARCH__attention__sliding_window=8), {}, "sliding_window = 8"),
@@ -433,9 +434,9 @@ SCHEMES = {  # weights, activations, what comes of it; a group of 0: with scales
     "w8a8 tensor": (dict(num_bits=8, strategy="tensor"), TOKENS8, (8, None)),
     "w8a8 asymmetric": (dict(num_bits=8, strategy="channel", symmetric=False), TOKENS8, (8, 0)),
     "w4a8": (dict(num_bits=4, strategy="channel"), TOKENS8, (8, None)),
-    "fp8 tensor": (dict(num_bits=8, type="float", strategy="tensor"), TOKENS8 | dict(type="float"), None),
-    "fp8 channel": (dict(num_bits=8, type="float", strategy="channel"), TOKENS8 | dict(type="float"), None),
-    "fp8 block": (dict(num_bits=8, type="float", strategy="block", block_structure=[32, 32]), None, None),
+    "fp8 tensor": (dict(num_bits=8, type="float", strategy="tensor"), TOKENS8 | dict(type="float"), (8, None)),
+    "fp8 channel": (dict(num_bits=8, type="float", strategy="channel"), TOKENS8 | dict(type="float"), (8, None)),
+    "fp8 block": (dict(num_bits=8, type="float", strategy="block", block_structure=[32, 32]), None, (8, 32)),
 }
 
 
@@ -485,11 +486,12 @@ def test_compressed_tensors(what, dtype, tmp_path):
         ours = t.dequantize(dtype) if isinstance(t, Codes) else t.to(dtype)
         assert torch.equal(ours, theirs[name]), name
         if "_proj" in name:
-            assert isinstance(t, Codes) == (expected is not None and (dtype != torch.float32 or expected != (8, 0)))
+            assert isinstance(t, Codes) == (dtype != torch.float32 or expected != (8, 0))
             if isinstance(t, Codes):
                 assert (t.bits, t.group) == (expected[0], expected[1] or t.shape[1])
-                exact = t.group % 16 == 0 and torch.equal(t.scale.half().float(), t.scale)
-                assert reader.layouts()[0].get(name) == (Layout(t.bits, t.group) if exact else None)
+                floats = t.codes.dtype == torch.float8_e4m3fn
+                exact = t.group % 16 == 0 and (floats or torch.equal(t.scale.half().float(), t.scale))
+                assert reader.layouts()[0].get(name) == (Layout(t.bits, t.group, e4m3=floats) if exact else None)
 
 
 CT = dict(
@@ -505,7 +507,6 @@ def ct_weights(**changes):
 CT_REFUSED = {
     "format": (CT | dict(format="nvfp4-pack-quantized"), "nvfp4"),
     "marlin": (CT | dict(format="marlin-24"), "marlin-24"),
-    "cache": (CT | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme"),
     "sparsity": (CT | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
     "rotations": (CT | dict(transform_config=dict(config_groups=dict(a=1))), "transform_config"),
     "no groups": (CT | dict(config_groups=None), "config_groups"),
@@ -548,6 +549,95 @@ def test_compressed_tensors_broken(what, tmp_path):
     change(module)
     with pytest.raises(InputError, match=message):
         list(open_checkpoint(write_folder(tmp_path / "a", CONFIG, CT, {NAME: module})).tensors())
+
+
+# ---- FP8 ----
+
+FP8 = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=[16, 32],
+           modules_to_not_convert=["lm_head"])  # fmt: skip
+
+
+def fp8_folder(folder, config, block, scales=torch.float32, **changes):
+    """A folder in FP8: each block's largest number is 448. -> the weights that it stands for."""
+    tensors, stands = model_tensors(config), {}
+    for name, w in list(tensors.items()):
+        stands[name] = w
+        if name.split(".")[-2] not in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+            continue
+        rows, cols = block or w.shape
+        scale = torch.empty(-(-w.shape[0] // rows), -(-w.shape[1] // cols), dtype=scales)
+        codes, stands[name] = torch.empty_like(w, dtype=torch.float8_e4m3fn), torch.empty_like(w)
+        for i, j in np.ndindex(*scale.shape):
+            part = slice(i * rows, (i + 1) * rows), slice(j * cols, (j + 1) * cols)
+            scale[i, j] = w[part].abs().max() / 448
+            codes[part] = (w[part] / scale[i, j].float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            stands[name][part] = codes[part].float() * scale[i, j].float()
+        tensors |= {name: codes, f"{name}_scale_inv": scale if block else scale[0, 0]}
+    said = FP8 | dict(weight_block_size=list(block) if block else None) | changes
+    return write_folder(folder, config | dict(tie_word_embeddings=False), said, tensors), stands
+
+
+FP8_CASES = {
+    "blocks": ((16, 32), {}),
+    "scales in bf16": ((16, 32), dict(scales=torch.bfloat16)),
+    "rows and inputs left over": ((48, 48), {}),
+    "a tensor": (None, dict(activation_scheme="static")),
+}
+
+
+@pytest.mark.parametrize("what", FP8_CASES)
+def test_fp8(what, tmp_path, capsys):
+    """Held in 8 bits and without rounding, but for inputs that are left over."""
+    block, changes = FP8_CASES[what]
+    folder, stands = fp8_folder(tmp_path / "a", CONFIG, block, **changes)
+    model = load_checkpoint(folder)
+    note = capsys.readouterr().err
+    assert "8-bit activations are asked for and not performed" in note
+    assert ("held unpacked" in note) == (what == "rows and inputs left over")
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 8 and {m.packed.dtype for m in layers} == {torch.float8_e4m3fn} or "unpacked" in note
+    for name, t in tensors_of(model).items():
+        assert torch.equal(t.read(), stands[name]), name
+    ids = torch.randint(CONFIG["vocab_size"], (1, 40))
+    plain = load_checkpoint(write_folder(tmp_path / "plain", CONFIG, None, stands))
+    with torch.inference_mode():
+        for n in (1, 40):  # few rows and many have products of their own
+            ours, want = model(ids[:, :n]), plain(ids[:, :n])
+            assert (ours - want).abs().max() < 1e-4 * want.abs().max()
+
+
+FP8_BROKEN = {
+    "no scale": (lambda t: t.pop(f"{NAME}.weight_scale_inv"), "weight_scale_inv is missing"),
+    "scales": (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(2, 2)}), r"expected \[1, 2\]"),
+    "nan": (lambda t: t[f"{NAME}.weight"].view(torch.uint8).fill_(127), "holds NaN"),
+    "infinite": (lambda t: t[f"{NAME}.weight_scale_inv"].fill_(float("inf")), "infinity"),
+    "plain": (lambda t: t.update({f"{NAME}.weight": torch.ones(16, 64)}), "scales no weight in float8_e4m3fn"),
+    "block": (dict(weight_block_size=[16]), "weight_block_size"),
+    "format": (dict(fmt="e5m2"), "fmt = 'e5m2'"),
+    "activations": (dict(activation_scheme="group"), "activation_scheme"),
+}
+
+
+@pytest.mark.parametrize("what", FP8_BROKEN)
+def test_fp8_broken(what, tmp_path):
+    change, message = FP8_BROKEN[what]
+    tensors = {
+        f"{NAME}.weight": torch.ones(16, 64).to(torch.float8_e4m3fn),
+        f"{NAME}.weight_scale_inv": torch.ones(1, 2),
+    }
+    if callable(change):
+        change(tensors)
+    folder = write_folder(tmp_path / "a", CONFIG, FP8 | ({} if callable(change) else change), tensors)
+    with pytest.raises(InputError, match=message):
+        list(open_checkpoint(folder).tensors())
+
+
+def test_scales_of_a_cache_are_not_used(tmp_path):
+    """kv_cache_scheme asks for a cache in 8 bits, with scales of its own: a method of this engine takes its place."""
+    config = CT | dict(kv_cache_scheme=dict(num_bits=8, type="float"))
+    tensors = {"model.layers.0.self_attn.k_scale": torch.ones(1), "a": torch.ones(1)}
+    reader = open_checkpoint(write_folder(tmp_path / "a", CONFIG, config, tensors))
+    assert "kv_cache_scheme is ignored" in reader.warning and [*dict(reader.tensors())] == ["a"]
 
 
 # ---- folders ----

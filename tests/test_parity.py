@@ -103,6 +103,7 @@ CASES = {  # family, and what differs from SIZES
         dict(head_dim=32, use_sliding_window=True, sliding_window=8, max_window_layers=0, attention_bias=True),
     ),
     "qwen3-yarn": ("Qwen3", dict(head_dim=64, **rope(YARN, rope_theta=1e6))),
+    "qwen3-yarn-attn-factor": ("Qwen3", dict(head_dim=64, **rope(YARN, rope_theta=1e6, attn_factor=0.8782))),
 }
 
 

@@ -36,7 +36,7 @@ from weights import Codes, Joined, Layout, Linear, PackedLinear, WeightFormat, f
 BACKENDS = ["", "torch"]  # C++ where there is a compiler
 
 
-FORMS = ("symmetric", "zeros", "minima", "steps", "steps and minima")
+FORMS = ("symmetric", "zeros", "minima", "steps", "steps and minima", "floats")  # floats: of 8 bits alone
 
 
 def codes(gen, out, n, bits, group, form):
@@ -48,6 +48,9 @@ def codes(gen, out, n, bits, group, form):
     bytes_ = lambda: torch.randint(-128, 128, (out, groups), generator=gen, dtype=torch.int8)  # noqa: E731
     shared = 2 if groups % 2 == 0 else 1
     got = Codes(c, halves(groups), None, bits)
+    if form == "floats" and bits == 8:
+        c[(c & 127) == 127] = 0  # NaN
+        return Codes(c.view(torch.float8_e4m3fn), torch.rand(out, groups, generator=gen) * 1e-3, None, 8)
     if form == "zeros" and bits == 4:
         got.zero = torch.randint(0, 16, (out, groups), generator=gen, dtype=torch.uint8)
     if form.startswith("steps"):
@@ -72,7 +75,7 @@ def by_hand(c: Codes) -> np.ndarray:
     if c.minimum is not None:
         return wide(c.scale, c.step) * c.codes.numpy().astype(int) + wide(c.minimum, c.min_step)
     zero = np.full(c.scale.shape, 8 if c.bits == 4 else 0) if c.zero is None else c.zero.numpy().astype(int)
-    return wide(c.scale, c.step) * (c.codes.numpy().astype(int) - np.repeat(zero, c.group, 1))
+    return wide(c.scale, c.step) * (c.codes.double().numpy() - np.repeat(zero, c.group, 1))
 
 
 def check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend, monkeypatch=None):

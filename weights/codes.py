@@ -21,13 +21,15 @@ class Layout:
 
     bits: bits of a code, 4 or 8; 16: bf16 without scales. group: the number of inputs that share a scale; None: a row.
     steps: the number of groups whose scales, 8-bit integers, are multiples of one fp16 step (GGUF's K types); None:
-    scales are fp16. minimum: whether each group has one, in the format of the scales.
+    scales are fp16. minimum: whether each group has one, in the format of the scales. e4m3: codes are 8-bit floats
+    with scales in fp32.
     """
 
     bits: int
     group: int | None = None
     steps: int | None = None
     minimum: bool = False
+    e4m3: bool = False
 
 
 BF16 = Layout(16)
@@ -37,10 +39,10 @@ BF16 = Layout(16)
 class Codes:
     """A weight [out, in] whose rows are quantized in groups of `group` adjacent inputs.
 
-    codes [out, in], uint8 0..15 for 4 bits, int8 for 8 bits. scale [out, groups], as in the file; int8 if in units of
-    step [out, groups / n]. zero [out, groups] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. minimum [out, groups]
-    is added to scale * code instead of a zero; int8 if in units of min_step [out, groups / n]. With one scale per
-    channel, group == in.
+    codes [out, in], uint8 0..15 for 4 bits, int8 or float8_e4m3fn for 8 bits. scale [out, groups], as in the file; int8
+    if in units of step [out, groups / n]. zero [out, groups] uint8 0..15, or None: 8 for 4 bits, 0 for 8 bits. minimum
+    [out, groups] is added to scale * code instead of a zero; int8 if in units of min_step [out, groups / n]. With one
+    scale per channel, group == in.
     """
 
     codes: Tensor
@@ -70,7 +72,7 @@ class Codes:
         """The layout that holds these codes. Zeros, and minima of 8-bit codes with their own steps, are not part of
         it: a PackedLinear adds them when they come."""
         minimum = self.minimum is not None and (self.min_step is None) == (self.step is None)
-        return Layout(self.bits, self.group, self.steps, minimum)
+        return Layout(self.bits, self.group, self.steps, minimum, self.codes.dtype == torch.float8_e4m3fn)
 
     def rows(self, index: Tensor) -> Codes:
         """The rows of index [n], in that order."""
@@ -126,6 +128,27 @@ def asymmetric(codes: Tensor, scale: Tensor, zero: Tensor) -> Codes | Tensor:
         return Codes(codes, scale, None, 8, minimum=zero.contiguous(), min_step=-scale)
     w = codes.short().unflatten(1, (scale.shape[1], -1)) - zero.short()[..., None]
     return (w.float() * scale[..., None]).flatten(1)
+
+
+def floats(source: str, codes: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> Codes | Tensor:
+    """Codes float8_e4m3fn [out, in] with scales [out, groups], or of blocks of rows and inputs; fp32 [out, in] if the
+    last block of a row has fewer inputs."""
+    if not codes.float().isfinite().all():
+        raise InputError(f"{source} holds NaN: download it again")
+    scale = scale.float()
+    if block is None:
+        check(source, codes, scale)
+        return Codes(codes, scale.contiguous(), None, 8)
+    rows, cols = block
+    out, n = codes.shape
+    if list(scale.shape) != (blocks := [-(-out // rows), -(-n // cols)]):
+        raise InputError(f"{source}: scales {list(scale.shape)} do not fit weights [{out}, {n}] in blocks of {rows} x "
+                         f"{cols}: expected {blocks}")  # fmt: skip
+    check_finite(source, scale)
+    scale = scale.repeat_interleave(rows, 0)[:out]
+    if n % cols == 0:
+        return Codes(codes, scale.contiguous(), None, 8)
+    return codes.float() * scale.repeat_interleave(cols, 1)[:, :n]
 
 
 def exact_in_fp16(scale: Tensor) -> bool:

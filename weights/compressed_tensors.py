@@ -9,19 +9,20 @@ compressed-tensors 0.20, compressors/pack_quantized, compressors/naive_quantized
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.errors import InputError, short
-from weights.codes import Codes, asymmetric, check, check_finite, dtype_name, grouped, unpack
-from weights.settings import Settings
+from weights.codes import Codes, asymmetric, check, dtype_name, floats, grouped, unpack
+from weights.settings import Settings, not_performed
 from weights.shards import FLOATS, Layouts, Shards, layouts_of, with_suffix
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "output_scale")
 
 
 class CompressedTensors:
@@ -32,8 +33,6 @@ class CompressedTensors:
         s.one_of(("compressed", "frozen"), "compressed", "quantization_status")
         if s.get("format") != "mixed-precision":
             s.one_of(FORMATS, None, "format")
-        if s.get("kv_cache_scheme"):
-            raise s.refuse("kv_cache_scheme", "none: choose a cache with --method")
         sparsity = s.get("sparsity_config") or {}
         if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
             raise s.refuse("sparsity_config", "none or format dense")
@@ -46,11 +45,8 @@ class CompressedTensors:
         self.bits: set[int] = set()
         self.symmetric: set[bool] = set()
         acts = [self._read_group(s, name, group) for name, group in groups.items()]
-        self.warning = (
-            f"{s.source}: {found[0]}-bit activations are asked for and not performed, the weights alone are quantized"
-            if (found := [a for a in acts if a])
-            else None
-        )
+        bits, self.has_cache_scales = next((a for a in acts if a), None), bool(s.get("kv_cache_scheme"))
+        self.warning = not_performed(s, f"{bits}-bit activations" if bits else "")
 
     def _read_group(self, s: Settings, name: str, group: Any) -> int | None:
         """Check and record a scheme -> the bits of activations it asks for."""
@@ -85,20 +81,21 @@ class CompressedTensors:
                 yield name, self.plain(shards, module)
             elif part == "weight_g_idx":
                 raise InputError(f"{shards.source(name)}: activation ordering by group is not supported")
-            elif part not in PARTS or module not in modules:
+            elif not (part in PARTS and module in modules or self.has_cache_scales and part in CACHE_SCALES):
                 yield name, shards.get(name, FLOATS)
 
     def layouts(self, shards: Shards) -> Layouts:
-        """The layouts of the weights, from the shapes of codes and scales; 8-bit floats are unpacked."""
+        """The layouts of the weights, from the shapes of codes and scales."""
         found = {}
         for m in with_suffix(shards, ".weight_scale"):
             words, codes, scale = (shards.shape(f"{m}.{x}") for x in ("weight_packed", "weight", "weight_scale"))
             size = shards.get(f"{m}.weight_shape").tolist() if f"{m}.weight_shape" in shards else codes
-            if len(size) != 2 or (codes and shards.get(f"{m}.weight").dtype != torch.int8):
+            if len(size) != 2:
                 continue
+            block = self.block_of(codes, scale) if shards.dtype(f"{m}.weight") == "F8_E4M3" else None
             n, groups = size[1], scale[1] if len(scale) == 2 else 1
             bits = next((b for b in sorted(self.bits) if words and words[1] == -(-n * b // 32)), 8)
-            found[f"{m}.weight"] = (f"{m}.weight_scale", bits, n // max(groups, 1))
+            found[f"{m}.weight"] = (f"{m}.weight_scale", bits, block[1] if block else n // max(groups, 1))
         return layouts_of(shards, found)
 
     def packed(self, shards: Shards, module: str) -> Codes | Tensor:
@@ -123,7 +120,7 @@ class CompressedTensors:
         return grouped(source, unpack(words, bits).flatten(1)[:, :n], scale, zero, bits)
 
     def plain(self, shards: Shards, module: str) -> Codes | Tensor:
-        """int8 -> Codes, or fp32; float8_e4m3fn -> fp32."""
+        """int8 or float8_e4m3fn -> Codes, or fp32."""
         by = f"{module}.weight"
         source, w = shards.source(by), shards.get(by)
         scale = shards.get(f"{module}.weight_scale", FLOATS, by)
@@ -132,7 +129,8 @@ class CompressedTensors:
         if w.dim() != 2 or not w.numel():
             raise InputError(f"{source} has shape {list(w.shape)}, expected a matrix")
         if w.dtype == torch.float8_e4m3fn:
-            return self.float8(source, w, scale)
+            block = self.block_of(w.shape, scale.shape)
+            return floats(source, w, scale if block else self.scales(scale, len(w)), block)
         scale = self.scales(scale, len(w))
         check(source, w, scale)
         scale = scale.float().contiguous()
@@ -148,18 +146,10 @@ class CompressedTensors:
             return shards.get(name, (dtype,), f"{module}.weight")
         return None
 
-    def float8(self, source: str, w: Tensor, scale: Tensor) -> Tensor:
-        """w [out, in] float8_e4m3fn times its scales -> fp32."""
-        if not w.float().isfinite().all():
-            raise InputError(f"{source} holds NaN: download it again")
-        for rows, cols in self.blocks:
-            if list(scale.shape) == [-(-w.shape[0] // rows), -(-w.shape[1] // cols)]:
-                check_finite(source, scale)
-                spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-                return w.float() * spread[: w.shape[0], : w.shape[1]]
-        scale = self.scales(scale, len(w))
-        check(source, w, scale)
-        return (w.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]).flatten(1)
+    def block_of(self, size: Sequence[int], scales: Sequence[int]) -> tuple[int, int] | None:
+        """The rows and inputs of a block, if these are scales of blocks of a weight of that size."""
+        fits = (b for b in self.blocks if [*scales] == [-(-n // m) for n, m in zip(size, b, strict=True)])
+        return next(fits, None)
 
     def scales(self, scale: Tensor, out: int) -> Tensor:
         """Scales or zeros per tensor [], [1] or [1, 1], per channel [out] or [out, 1], or per group -> [out, n]."""

@@ -1,4 +1,5 @@
-"""GGUF files of Llama (and Mistral), Qwen2 and Qwen3: llama.cpp's tensors -> Hugging Face's names, layout and order.
+"""GGUF files of Llama (also Mistral), Qwen2 and Qwen3, experts included: llama.cpp's tensors -> Hugging Face's names,
+layout and order.
 
 Types of 4 and more bits become Codes, exactly as in the file: a block of 32 numbers has an fp16 scale d, perhaps an
 fp16 minimum m, and codes, w = d * q + m (Q4_0 to Q8_0); a block of 256 has an fp16 d and dmin whose multiples are
@@ -41,8 +42,11 @@ PARTS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }  # fmt: skip
+for ours, theirs in (("exps", "experts"), ("shexp", "shared_expert")):  # experts: [experts, rows, inputs]
+    PARTS |= {f"ffn_{x}_{ours}": f"mlp.{theirs}.{x}_proj" for x in ("gate", "up", "down")}
 CHUNK = 1 << 24  # numbers dequantized at a time
 
 
@@ -64,9 +68,9 @@ def gguf_layouts(path: str | Path | GGUFFile) -> Layouts:
     """The layouts of the file's matrices by Hugging Face's names, and a note on those that no codes hold exactly."""
     file = _open(path)
     n_layer = config_of(file)["num_hidden_layers"]
-    found = {t.name: LAYOUTS[t.type] for t in file.tensors.values() if t.type in LAYOUTS and len(t.shape) == 2}
+    found = {t.name: LAYOUTS[t.type] for t in file.tensors.values() if t.type in LAYOUTS and len(t.shape) > 1}
     if found:  # if there are codes, bf16 matrices stay in 16 bits
-        found |= {t.name: HELD_BF16 for t in file.tensors.values() if t.type == BF16 and len(t.shape) == 2}
+        found |= {t.name: HELD_BF16 for t in file.tensors.values() if t.type == BF16 and len(t.shape) > 1}
     rest = {t.name: t.type for t in file.tensors.values() if t.type not in (F32, F16, BF16, *LAYOUTS)}
     kinds = ", ".join(sorted({type_name(t) for t in rest.values()}))
     note = f"{len(rest)} tensors are of {kinds}, which no codes of 4 or 8 bits hold exactly: held unpacked"
@@ -82,12 +86,14 @@ def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Co
             continue
         t, hf = _tensor(file, name), hf_name(file, name, config["num_hidden_layers"])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(hf.split(".")[-2])
-        if heads and config["model_type"] == "llama":
+        if heads and config["model_type"] in ("llama", "mixtral"):
             n, D = config[heads], config["head_dim"]
             if n < 1 or D < 2 or D % 2 or t.shape[0] != n * D:
                 raise file.error(f"tensor {name} has {t.shape[0]} rows, expected {n} heads of {D}")
             rows = torch.arange(n * D).view(n, D // 2, 2).transpose(1, 2).flatten()
             t = t.rows(rows) if isinstance(t, Codes) else t[rows]
+        if isinstance(t, Tensor) and "shared_expert_gate" in hf:  # llama.cpp's is a vector
+            t = t.view(1, -1)
         yield hf, t
 
 
@@ -114,14 +120,14 @@ def _tensor(file: GGUFFile, name: str) -> Tensor | Codes:
             .view({F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}[t.type])
             .view(t.shape)
         )
-    if t.type in LAYOUTS and len(t.shape) == 2:
+    if t.type in LAYOUTS and len(t.shape) > 1:
         return _codes(file, t)
     return _dequantized(file, t)
 
 
 def _codes(file: GGUFFile, t: TensorInfo) -> Codes:
-    """A matrix of a type in LAYOUTS."""
-    out, n = t.shape
+    """A matrix of a type in LAYOUTS, or those of all experts, one below the other."""
+    out, n = rows_of(t), t.shape[-1]
     layout, size = LAYOUTS[t.type], type_sizes()[t.type][0]
     blocks = torch.from_numpy(np.array(file.raw(t.name))).view(out, n // size, -1)
     codes, scale, step, minimum, min_step = _UNPACK[t.type](blocks)

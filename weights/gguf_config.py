@@ -12,10 +12,14 @@ from kernels.rope import RopeArgs, rope_inv_freq
 from runtime.errors import short
 from weights.gguf_file import GGUFFile, rows_of
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # model types with experts
 # Unsupported keys that change the output, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "expert_count": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),  # softmax
+    "expert_group_count": (0, 1),
     "use_parallel_residual": (False,),
     "pooling_type": (0,),
     "logit_scale": (0.0, 1.0),
@@ -95,12 +99,30 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "torch_dtype": _dtype(file),
     }
+    if file.number(f"{arch}.expert_count", 0) > 1:
+        config |= _experts(file, arch)
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     if (key := "tokenizer.ggml.bos_token_id") in file.metadata:
         config["bos_token_id"] = file.number(key)
     if ids := stop_ids(file):
         config["eos_token_id"] = ids[0] if len(ids) == 1 else ids
     return config
+
+
+def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
+    """The keys of a mixture of experts. Whether the weights of a token's experts sum to 1 goes by the architecture."""
+    if arch not in EXPERTS:
+        raise file.error(f"sets {arch}.expert_count, which is supported in {', '.join(EXPERTS)} alone")
+    config = dict(model_type=EXPERTS[arch], num_local_experts=file.number(f"{arch}.expert_count"),
+                  num_experts_per_tok=file.number(f"{arch}.expert_used_count"),
+                  norm_topk_prob=arch != "qwen2moe")  # fmt: skip
+    keys = dict(moe_intermediate_size="expert_feed_forward_length",
+                shared_expert_intermediate_size="expert_shared_feed_forward_length")  # fmt: skip
+    found = {ours: file.number(key) for ours, k in keys.items() if (key := f"{arch}.{k}") in file.metadata}
+    for ours, rows in (("moe_intermediate_size", "gate_exps"), ("shared_expert_intermediate_size", "gate_shexp")):
+        if ours not in found and (t := file.tensors.get(f"blk.0.ffn_{rows}.weight")):  # older files: the tensor's rows
+            found[ours] = t.shape[-2]
+    return config | found
 
 
 def stop_ids(file: GGUFFile) -> list[int]:

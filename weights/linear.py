@@ -58,6 +58,10 @@ class Linear(nn.Linear):
         return Matrix.dense(*weight_and_bias)
 
 
+class ExpertsLinear(Linear):
+    """The layers of several experts, one behind the other: packed in one format, or not."""
+
+
 class PackedLinear(nn.Module):
     """A linear layer with packed weights (kernels/linear.py), which `put` fills some rows at a time.
 
@@ -80,9 +84,11 @@ class PackedLinear(nn.Module):
         for name in (*Weight._fields, "bias"):  # in the order in which `forward` passes them
             self.register_buffer(name, None)
         self.groups = 0 if self.bits == 16 else n // self.group
-        self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), torch.uint8, device)
+        codes = torch.float8_e4m3fn if layout.e4m3 else torch.uint8
+        self._allocate("packed", (n * self.bits // 8 // WORD, ROWS, WORD), codes, device)
+        scales = torch.int8 if layout.steps else torch.float32 if layout.e4m3 else torch.float16
         for name, step in (("scale", "step"), ("minimum", "min_step"))[: bool(self.groups) + layout.minimum]:
-            self._allocate(name, (self.groups, ROWS), torch.int8 if layout.steps else torch.float16, device)
+            self._allocate(name, (self.groups, ROWS), scales, device)
             if layout.steps:
                 self._allocate(step, (self.groups // layout.steps, ROWS), torch.float16, device)
         if bias:
@@ -119,6 +125,7 @@ class PackedLinear(nn.Module):
     def takes(self, c: Codes) -> bool:
         """Whether this layer can store codes as they are."""
         same = (c.bits, c.group, c.steps) == (self.bits, self.group, self.layout.steps)
+        same = same and c.layout.e4m3 == self.layout.e4m3
         return same and (self.bits == 8 or (c.minimum is not None) == self.layout.minimum)
 
     def put(self, first: int, value: Tensor | Codes) -> None:
@@ -135,7 +142,8 @@ class PackedLinear(nn.Module):
             c = None
             codes = value.to(torch.bfloat16)
         else:
-            assert isinstance(value, Codes) or not (self.layout.steps or self.layout.minimum), "these are not made here"
+            made = not (self.layout.steps or self.layout.minimum or self.layout.e4m3)
+            assert isinstance(value, Codes) or made, "these are not made here"
             c = value if isinstance(value, Codes) else quantize(value, self.bits, self.group)
             codes = c.codes
         out = len(codes)
@@ -143,7 +151,7 @@ class PackedLinear(nn.Module):
             raise InputError(f"packed weights lie in blocks of {ROWS} rows, and this model has a part of {out} from "
                              f"row {first} on: use --weights fp32")  # fmt: skip
         blocks, pad = slice(first // ROWS, -(-(first + out) // ROWS)), -out % ROWS
-        self.packed[blocks] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad)))
+        self.packed[blocks] = interleave(F.pad(pack_bits(codes, self.bits), (0, 0, 0, pad))).view(self.packed.dtype)
         if c is None:
             return
 
@@ -272,7 +280,7 @@ def pack(model: nn.Module, choose: Choose, device: torch.device) -> None:
             if runs and runs[-1][1] == layout and (layout is None or runs[-1][0] % ROWS == 0):
                 rows += runs.pop()[0]
             runs.append((rows, layout))
-        if runs == [(linear.out_features, None)]:
+        if isinstance(linear, ExpertsLinear) and len(runs) > 1 or runs == [(linear.out_features, None)]:
             continue
         n, bias, dtype = linear.in_features, linear.bias is not None, linear.weight.dtype
         parts = [

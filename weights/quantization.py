@@ -73,5 +73,7 @@ class WeightFormat:
 
     def choose(self, name: str, part: int, n: int) -> Layout | None:
         """The layout of a layer with n inputs: see `Choose`."""
+        if name.endswith((".router", ".shared_gate")):  # few numbers, on which the choice of experts depends
+            return None
         bits = {"output": self.head_bits, "tok_embeddings": 16}.get(name, self.bits)
         return BF16 if bits == 16 else Layout(bits, self.group_of(n, bits))

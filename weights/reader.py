@@ -1,4 +1,4 @@
-"""Reads published checkpoints: GGUF files, and safetensors folders, also those of GPTQ, AWQ or compressed-tensors.
+"""Reads published checkpoints: GGUF files, and safetensors folders, also of GPTQ, AWQ, compressed-tensors or FP8.
 
 `open_checkpoint` finds the format of a path; its reader yields Hugging Face's tensor names with tensors, or `Codes` if
 the format stores integer codes and scales. Nothing is rounded: dequantized Codes equal what the format's own tools
@@ -18,13 +18,14 @@ from runtime.errors import InputError, short
 from weights.awq import AWQ
 from weights.codes import Codes
 from weights.compressed_tensors import CompressedTensors
+from weights.fp8 import FP8
 from weights.gguf import gguf_config, gguf_layouts, gguf_tensors, is_gguf
 from weights.gguf_file import GGUFFile
 from weights.gptq import GPTQ, biased_projections
 from weights.settings import Settings
 from weights.shards import FLOATS, Layouts, Shards, check_fetched, read_object
 
-METHODS = ("gptq", "awq", "compressed-tensors")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 Named = Iterator[tuple[str, Tensor | Codes]]
 
 
@@ -81,6 +82,9 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
+    if "text_config" in config and config.get("tie_word_embeddings") is None and any(folder.glob("*.safetensors")):
+        tied = "lm_head.weight" not in Shards(folder)  # Mistral Small 3 does not say
+        config = config | dict(tie_word_embeddings=tied)
     source, quantization = "quantization_config in config.json", config.get("quantization_config")
     if quantization is None:  # older checkpoints have it in a separate file
         for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
@@ -104,10 +108,10 @@ def _open_folder(folder: Path, config: dict[str, Any]) -> Reader:
         case "awq":
             awq = AWQ(settings)
             return Reader(folder, "awq", plain, lambda: awq.read(Shards(folder)), lambda: awq.layouts(Shards(folder)))
-        case _:
-            ct = CompressedTensors(settings)
+        case method:
+            ct: CompressedTensors | FP8 = FP8(settings) if method == "fp8" else CompressedTensors(settings)
             read, layouts = (lambda: ct.read(Shards(folder))), (lambda: ct.layouts(Shards(folder)))
-            return Reader(folder, "compressed-tensors", plain, read, layouts, ct.warning)
+            return Reader(folder, method, plain, read, layouts, ct.warning)
 
 
 def _dense(shards: Shards) -> Named:

@@ -36,3 +36,11 @@ class Settings:
             key = next((k for k in keys if k in self.values), keys[0])
             raise self.refuse(key, "a group size, or -1")
         return None if value == -1 else value
+
+
+def not_performed(s: Settings, activations: str) -> str | None:
+    """A line on what the settings ask for and this engine does not do, or None. activations: their format, or empty."""
+    said = [f"{activations} are asked for and not performed, the weights alone are quantized"] if activations else []
+    if s.get("kv_cache_scheme"):
+        said.append("kv_cache_scheme is ignored: choose a cache with --method")
+    return f"{s.source}: {'; '.join(said)}" if said else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,13 @@ class Shards:
                 names = list(file.keys())
             except (SafetensorError, OSError) as e:
                 raise self.broken(path, e) from None
-            for name in names:
+            for stored in names:  # in a model of images, the names of its text have a prefix, which version 5 moved
+                name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", stored)
+                name = name.removeprefix("language_model.")
                 if name in self.files:
                     raise InputError(f"tensor {name} is in {self.files[name][0].name} and in {path.name}: remove one")
                 if not name.endswith(BUFFERS):
-                    self.files[name] = path, file, name
+                    self.files[name] = path, file, stored
         if any(n.startswith("layers.") for n in self.files) and not any(n.startswith("model.") for n in self.files):
             self.files = {n if n.startswith("lm_head.") else f"model.{n}": f for n, f in self.files.items()}
 
@@ -102,6 +105,13 @@ class Shards:
             return ()
         _, file, stored = self.files[name]
         return tuple(file.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor by safetensors' name, without reading it; empty if there is none."""
+        if name not in self.files:
+            return ""
+        _, file, stored = self.files[name]
+        return str(file.get_slice(stored).get_dtype())
 
     def get(self, name: str, dtypes: tuple[torch.dtype, ...] = (), needed_by: str = "") -> Tensor:
         """The tensor, which must have one of `dtypes`, if any are given."""
@@ -132,11 +142,14 @@ def layouts_of(shards: Shards, codes: dict[str, tuple[str, int, int]]) -> Layout
     """
     out: dict[str, Layout] = {}
     for name, (scale, bits, group) in codes.items():
-        if group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
+        if shards.dtype(name) == "F8_E4M3":
+            if group % ROWS == 0 and shards.shape(name)[1] % group == 0:
+                out[name] = Layout(8, group, e4m3=True)
+        elif group % ROWS == 0 and exact_in_fp16(shards.get(scale, FLOATS)):
             out[name] = Layout(bits, group)
     if codes:
         for name in shards:
-            if len(shards.shape(name)) == 2 and shards.files[name][1].get_slice(name).get_dtype() == "BF16":
+            if len(shards.shape(name)) == 2 and shards.dtype(name) == "BF16":
                 out.setdefault(name, BF16)
     odd = len(codes.keys() - out.keys())
     return (

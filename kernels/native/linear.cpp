@@ -16,7 +16,7 @@ constexpr int FEW = 4;        // rows of x that are multiplied while W is unpack
 template <int BITS, int M> void fetch_ahead(const uint8_t* p) {
     constexpr int AHEAD = L == 8 ? 1024 : 4096;
     if (ZEN_4 && BITS == 8 && M == 1) return;
-    for (int i = 0; i < BITS * 16; i += 64) __builtin_prefetch(p + AHEAD + i);
+    for (int i = 0; i < SIZE<BITS> * 16; i += 64) __builtin_prefetch(p + AHEAD + i);
 }
 
 typedef const int64_t* Blocks;  // some blocks of 16 rows of W, multiplied a span of inputs at a time in turns
@@ -31,12 +31,12 @@ void few(const Weight& w, Blocks blocks, int64_t count, const float* x, const fl
                                        : 1;  // sums of one row in turns, as an addition waits for the one before
     for (int64_t from = 0, g = 0; from < w.in; from += span, g++)
         for (int64_t k = 0; k < count; k++) {
-            const uint8_t* p = w.codes + (blocks[k] * w.in + from) * BITS * 2;
+            const uint8_t* p = w.codes + (blocks[k] * w.in + from) * SIZE<BITS> * 2;
             vf part[M][VECTORS][A];
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < VECTORS; v++)
                     for (int a = 0; a < A; a++) part[m][v][a] = vf{};
-            for (int64_t i = from; i < std::min(from + span, w.in); i += UNIT, p += BITS * 16) {
+            for (int64_t i = from; i < std::min(from + span, w.in); i += UNIT, p += SIZE<BITS> * 16) {
                 fetch_ahead<BITS, M>(p);
                 for (int v = 0; v < VECTORS; v++) {
                     vf q[UNIT];
@@ -351,7 +351,7 @@ template <class T> void linear_by_two(const Weight& w, const Product<T>& of) {
 }
 
 template <int BITS, class T> void linear(const Weight& w, const Product<T>& of) {
-    if constexpr ((AVX2 || AVX512) && BITS < 16) linear_by_integers<BITS>(w, of);
+    if constexpr ((AVX2 || AVX512) && BITS <= 8) linear_by_integers<BITS>(w, of);
     else {
         if constexpr (BITS == 16 && L == 16)
             if (of.M > 1 || ZEN_4) return linear_by_two(w, of);  // Zen 5 reads one row's W sooner at one place

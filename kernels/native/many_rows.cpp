@@ -87,7 +87,7 @@ template <int BITS, class T> void many_by_products(const Weight& w, const Produc
 }
 
 // Whether codes of so many bits are multiplied here. If not, torch multiplies unpacked rows
-template <int BITS> constexpr bool BY_PRODUCTS = AVX512 && VNNI && (PAIRS || BITS < 16);
+template <int BITS> constexpr bool BY_PRODUCTS = AVX512 && VNNI && (BITS <= 8 || (PAIRS && BITS == 16));
 template <int BITS> constexpr bool HAS_MANY_ROWS = TILES || AVX2 || BY_PRODUCTS<BITS>;
 
 template <int BITS, class T> void many_rows(const Weight& w, const Product<T>& of) {

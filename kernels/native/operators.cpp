@@ -522,15 +522,15 @@ static Tensor matrix(const Tensor& x, int64_t rows, int64_t columns, int64_t str
     return Tensor::made(view);
 }
 
-// The groups' numbers, fp16 or int8 that counts fp16 steps, which 1, 2, 4, 8 ... groups share
-static PerGroup per_group(const Maybe& x, const Optional<Stored<uint16_t>>& step, const char* name) {
+// The groups' numbers, fp16 or int8 that counts fp16 steps, which 1, 2, 4, 8 ... groups share; fp32 of 8-bit floats
+static PerGroup per_group(const Maybe& x, const Optional<Stored<uint16_t>>& step, const char* name, bool wide = false) {
     const int64_t n = step ? x->size(1) / step->size(1) : 1;
-    const ScalarType type = step ? ScalarType::Char : ScalarType::Half;
+    const ScalarType type = step ? ScalarType::Char : wide ? ScalarType::Float : ScalarType::Half;
     STD_TORCH_CHECK(!x || (x->is_contiguous() && x->scalar_type() == type), name, " must be contiguous, of dtype ",
                     torch::headeronly::toString(type));
     STD_TORCH_CHECK(!step || (n * step->size(1) == x->size(1) && !(n & (n - 1))), name,
                     ": 1, 2, 4, 8 ... groups share a step");
-    return {.at = x ? data<char>(*x) : nullptr, .step = data(step), .shift = __builtin_ctzll(n)};
+    return {.at = x ? data<char>(*x) : nullptr, .step = data(step), .shift = __builtin_ctzll(n), .wide = wide};
 }
 
 // y = x W^T + bias by torch's product with unpacked rows, some blocks at a time
@@ -553,30 +553,35 @@ template <class T> static void multiply_unpacked(const Weight& w, int64_t bits, 
         for (int64_t o = 0; o < out; o += L) store(at + m * out + o, load(at + m * out + o) + load(bias + o));
 }
 
-// The weight that a packed layer's arguments make, of n inputs
-static Weight weight_of(int64_t n, int64_t bits, const Stored<uint8_t>& packed, const Maybe& scale,
-                        const Optional<Stored<uint16_t>>& step, const Optional<Stored<uint8_t>>& zero,
-                        const Maybe& minimum, const Optional<Stored<uint16_t>>& min_step) {
-    STD_TORCH_CHECK(packed.numel() * 8 == packed.size(0) * n * SIDE * bits, "the packed weight is not one of ", n,
+// The packed weight of n inputs; bits become E4M3 for 8-bit floats
+static Weight packed_weight(const Tensor& packed, const Maybe& scale, const Optional<Stored<uint16_t>>& step,
+                            const Optional<Stored<uint8_t>>& zero, const Maybe& minimum,
+                            const Optional<Stored<uint16_t>>& min_step, int64_t n, int64_t& bits) {
+    const int64_t blocks = packed.size(0), groups = scale ? scale->size(1) : 1;
+    STD_TORCH_CHECK(packed.numel() * 8 == blocks * n * SIDE * bits, "the packed weight is not one of ", n,
                     " inputs in ", bits, " bits");
     STD_TORCH_CHECK(!zero || (bits == 4 && zero->numel() * 2 == scale->numel()),
                     "a zero is of 4-bit codes, and has 4 bits");
     STD_TORCH_CHECK(!minimum || (scale && minimum->numel() == scale->numel() && !zero),
                     "a group has one minimum, or a zero");
-    return {.codes = packed.data(),
-            .scale = per_group(scale, step, "scale"),
+    const bool floats = packed.scalar_type() == ScalarType::Float8_e4m3fn;
+    STD_TORCH_CHECK(packed.is_contiguous() && (floats || packed.scalar_type() == ScalarType::Byte),
+                    "packed must be contiguous, bytes or 8-bit floats");
+    if (floats) bits = E4M3;
+    return {.codes = data<uint8_t>(packed),
+            .scale = per_group(scale, step, "scale", floats),
             .zero = data(zero),
             .minimum = per_group(minimum, min_step, "minimum"),
             .in = n,
-            .group = n / (scale ? scale->size(1) : 1)};
+            .group = n / groups};
 }
 
-OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale, Optional<Stored<uint16_t>> step,
+OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional<Stored<uint16_t>> step,
          Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
          Optional<Stored<float>> bias, int64_t bits) {
     const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0);
     Tensor y = products_like(x, blocks * SIDE);
-    const Weight w = weight_of(n, bits, packed, scale, step, zero, minimum, min_step);
+    const Weight w = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
     if (!own && M >= MANY) multiply_unpacked<T>(w, bits, x, data(bias), y, blocks);
     else {
@@ -584,6 +589,56 @@ OPERATOR(Tensor, packed_linear, Small<T> x, Stored<uint8_t> packed, Maybe scale,
             .x = x.data(), .bias = data(bias), .y = data<T>(y), .M = M, .blocks = blocks, .threads = threads()};
         by_bits(bits, [&](auto constant) { own ? many_rows<constant>(w, of) : linear<constant>(w, of); });
     }
+    return y;
+}
+
+// f(expert, its rows of x and of y, their number), for each expert that a row is for
+template <class T, class F>
+static void by_expert(const Stored<int64_t>& expert, int64_t experts, const Small<T>& x, Tensor& y, F f) {
+    const int64_t N = x.size(0), in = x.size(1), out = y.size(1);
+    STD_TORCH_CHECK(expert.numel() == N, "an expert is needed for each of ", N, " rows");
+    std::vector<std::vector<int64_t>> rows(experts);
+    for (int64_t n = 0; n < N; n++) {
+        const int64_t e = expert.data()[n];
+        STD_TORCH_CHECK(e >= 0 && e < experts, "there is no expert ", e);
+        rows[e].push_back(n);
+    }
+    const T* from = x.data();
+    T* to = data<T>(y);
+    std::vector<T> xs, ys;
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t count = rows[e].size();
+        if (count == 1) f(e, from + rows[e][0] * in, to + rows[e][0] * out, count);
+        if (count < 2) continue;
+        xs.resize(count * in), ys.resize(count * out);
+        for (int64_t i = 0; i < count; i++) std::copy_n(from + rows[e][i] * in, in, xs.data() + i * in);
+        f(e, (const T*)xs.data(), ys.data(), count);
+        for (int64_t i = 0; i < count; i++) std::copy_n(ys.data() + i * out, out, to + rows[e][i] * out);
+    }
+}
+
+OPERATOR(Tensor, dense_experts, Small<T> x, Stored<int64_t> expert, Stored<T> weight, int64_t experts) {
+    const int64_t n = x.size(1), out = weight.size(0) / experts;
+    STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0, "no weight of ", n, " inputs");
+    Tensor y = products_like(x, out);
+    by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
+        dense(DenseWeight<T>{.w = weight.data() + e * out * n, .bias = nullptr, .in = n, .out = out}, from, to, M,
+              (int)threads());
+    });
+    return y;
+}
+
+OPERATOR(Tensor, packed_experts, Small<T> x, Stored<int64_t> expert, Tensor packed, Maybe scale,
+         Optional<Stored<uint16_t>> step, Optional<Stored<uint8_t>> zero, Maybe minimum,
+         Optional<Stored<uint16_t>> min_step, int64_t bits, int64_t experts) {
+    const int64_t n = x.size(1), blocks = packed.size(0) / experts, bytes = n * SIDE * bits / 8;
+    Tensor y = products_like(x, blocks * SIDE);
+    const Weight all = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
+    by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
+        const Weight w = all.from(e * blocks, bytes);
+        const Product<T> of{.x = from, .bias = nullptr, .y = to, .M = M, .blocks = blocks, .threads = threads()};
+        by_bits(bits, [&](auto constant) { linear<constant>(w, of); });
+    });
     return y;
 }
 
@@ -598,20 +653,19 @@ template <class T> struct Matrix {
     DenseWeight<T> dense = {};
     const float* bias = nullptr;
 
-    Matrix(int64_t n, int64_t bits, const InBits<T>& weight, const Maybe& scale, const Optional<Stored<uint16_t>>& step,
+    Matrix(int64_t n, int64_t bits, const Tensor& weight, const Maybe& scale, const Optional<Stored<uint16_t>>& step,
            const Optional<Stored<uint8_t>>& zero, const Maybe& minimum, const Optional<Stored<uint16_t>>& min_step,
            const Maybe& bias)
         : in(n), out(weight.size(0) * (bits ? SIDE : 1)), bits(bits) {
-        const char* at = weight.data(bits ? 8 : 16);
         if (bias) check(*bias, {"bias", 0}, bits ? TYPE<float> : TYPE<T>, CONTIGUOUS);
         STD_TORCH_CHECK(n % WHOLE == 0 && (!bias || bias->numel() >= out), "no weight and bias of ", n, " inputs");
         if (bits) {
-            const Stored<uint8_t> codes(Tensor::lent(weight.get()), weight.of);
-            packed = weight_of(n, bits, codes, scale, step, zero, minimum, min_step);
+            packed = packed_weight(weight, scale, step, zero, minimum, min_step, n, this->bits);
             this->bias = bias ? data<float>(*bias) : nullptr;
         } else {
+            check(weight, {"weight", 0}, TYPE<T>, CONTIGUOUS);
             STD_TORCH_CHECK(weight.size(1) == n, "no weight of ", n, " inputs");
-            dense = {.w = (const T*)at, .bias = bias ? data<T>(*bias) : nullptr, .in = n, .out = out};
+            dense = {.w = data<T>(weight), .bias = bias ? data<T>(*bias) : nullptr, .in = n, .out = out};
         }
     }
 
@@ -637,7 +691,7 @@ template <class T> void norm_rows(const T* x, const Stored<T>& weight, T* y, int
 
 }  // namespace
 
-OPERATOR(Tensor, project_heads, Small<T> x, Stored<T> norm, double eps, InBits<T> w_weight, Maybe w_scale,
+OPERATOR(Tensor, project_heads, Small<T> x, Stored<T> norm, double eps, Tensor w_weight, Maybe w_scale,
          Optional<Stored<uint16_t>> w_step, Optional<Stored<uint8_t>> w_zero, Maybe w_minimum,
          Optional<Stored<uint16_t>> w_min_step, Maybe w_bias, int64_t w_bits, Optional<Stored<T>> q_norm,
          Optional<Stored<T>> k_norm, int64_t n_head, int64_t n_kv_head, int64_t head_dim) {
@@ -659,13 +713,13 @@ OPERATOR(Tensor, project_heads, Small<T> x, Stored<T> norm, double eps, InBits<T
     return y;
 }
 
-OPERATOR(Tensor, finish_layer, Small<T> x, Small<T> y, InBits<T> wo_weight, Maybe wo_scale,
+OPERATOR(Tensor, finish_layer, Small<T> x, Small<T> y, Tensor wo_weight, Maybe wo_scale,
          Optional<Stored<uint16_t>> wo_step, Optional<Stored<uint8_t>> wo_zero, Maybe wo_minimum,
          Optional<Stored<uint16_t>> wo_min_step, Maybe wo_bias, int64_t wo_bits, Stored<T> norm, double eps,
-         InBits<T> w13_weight, Maybe w13_scale, Optional<Stored<uint16_t>> w13_step, Optional<Stored<uint8_t>> w13_zero,
-         Maybe w13_minimum, Optional<Stored<uint16_t>> w13_min_step, Maybe w13_bias, int64_t w13_bits,
-         InBits<T> w2_weight, Maybe w2_scale, Optional<Stored<uint16_t>> w2_step, Optional<Stored<uint8_t>> w2_zero,
-         Maybe w2_minimum, Optional<Stored<uint16_t>> w2_min_step, Maybe w2_bias, int64_t w2_bits) {
+         Tensor w13_weight, Maybe w13_scale, Optional<Stored<uint16_t>> w13_step, Optional<Stored<uint8_t>> w13_zero,
+         Maybe w13_minimum, Optional<Stored<uint16_t>> w13_min_step, Maybe w13_bias, int64_t w13_bits, Tensor w2_weight,
+         Maybe w2_scale, Optional<Stored<uint16_t>> w2_step, Optional<Stored<uint8_t>> w2_zero, Maybe w2_minimum,
+         Optional<Stored<uint16_t>> w2_min_step, Maybe w2_bias, int64_t w2_bits) {
     const int64_t n = x.size(x.dim() - 1), M = x.numel() / n;
     const Matrix<T> wo(y.numel() / M, wo_bits, wo_weight, wo_scale, wo_step, wo_zero, wo_minimum, wo_min_step, wo_bias);
     const Matrix<T> w13(n, w13_bits, w13_weight, w13_scale, w13_step, w13_zero, w13_minimum, w13_min_step, w13_bias);

@@ -72,7 +72,7 @@ from scripts.shared.options import (
 )
 from scripts.shared.results import record, write_json
 from scripts.shared.timing import ceilings, end, reason, recover, settled, spread
-from weights import PackedLinear, WeightFormat
+from weights import Experts, PackedLinear, WeightFormat
 
 TIMES = ("seconds_per_step", "restore_s", "prefill_s")  # the first of them that a row has tells its rounds
 # a row's key for its ratio to a peer's tokens/s -> how the names of the peer's runs begin
@@ -86,12 +86,14 @@ PEERS = {
 # ---- rows ----
 
 
-def weight_bytes(model: Transformer) -> int:
-    """The bytes of weights that a step reads: all except an untied embedding, of which it reads single rows."""
+def weight_bytes(model: Transformer, batch: int) -> int:
+    """The bytes of weights that a step of so many rows reads: all except an untied embedding, of which it reads single
+    rows, and except the experts that no row chose, if rows choose them evenly."""
     rows = model.tok_embeddings
     unread = set() if model.args.tie_embeddings else {id(t) for t in (*rows.parameters(), *rows.buffers())}
     tensors = [*model.parameters(), *(b for m in model.modules() if isinstance(m, PackedLinear) for b in m.buffers())]
-    return sum(t.nbytes for t in tensors if id(t) not in unread)
+    idle = sum(m.nbytes() * (1 - m.active / m.experts) ** batch for m in model.modules() if isinstance(m, Experts))
+    return sum(t.nbytes for t in tensors if id(t) not in unread) - round(idle)
 
 
 def rounds(
@@ -146,7 +148,7 @@ def make_rows(work: Work, group: list[Run], times: dict[str, dict], bandwidth: f
             )
             if isinstance(run, Ours):
                 # weights are read in every pass: one per token, or with drafts the passes of a round per token
-                weights = weight_bytes(work.model) * run.info.get("passes", 1)
+                weights = weight_bytes(work.model, work.batch) * run.info.get("passes", 1)
                 row["limit_share"] = (weights + run.info["traffic"]) / bandwidth / step
         row |= {f"{key}_s": t[key] for key in ("prefill", "second_token", "save", "restore") if key in t}
         row |= dict(prefill_spread=round(spread(t["prefill"]), 3)) if "prefill" in t else {}
@@ -301,7 +303,8 @@ def main() -> None:
         old = earlier(opt.out, record(device, **known), same, ("rows",)) if opt.resume else {}
         progress.now("bandwidth and matrix products of this machine")
         limits = ceilings(device, model.dtype, 3)
-        data = record(device, **known, weight_bytes=weight_bytes(model), **loaded, **limits, rows=[]) | old
+        loaded |= dict(weight_bytes=weight_bytes(model, opt.size[0][0]))
+        data = record(device, **known, **loaded, **limits, rows=[]) | old
         run_all(model, opt, data, begin, progress)
     if opt.out:
         write_json(opt.out, data)

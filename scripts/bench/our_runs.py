@@ -176,7 +176,7 @@ class Drafting(Ours):
             self.speculator = Enforced(model, self.sampling.draw, self.drafts, self.mode == "compiled")
             self._session().warm_up(w.batch)
         at, n = w.length + w.new // 2, self.drafts
-        full = w.batch * (at + 1) * model.kv_bytes_full(1, 1)
+        full = model.kv_bytes_full(w.batch, at + 1)
         tokens = tokens_a_round(n, self.chance)
         self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, w.length + w.new),
                          drafts=n, chance=self.chance, passes=(n + 1) / tokens,

@@ -59,12 +59,12 @@ RANDOM_TOKENS = 512  # for the head scores, if there is no calibration file
 def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration | None, names: list[str]) -> Series:
     """Runs all text {kind: [N, S]} layer by layer, teacher-forced, so that memory holds one layer's keys."""
     some = next(iter(text.values()))
-    cos, sin = model.rope_tables(some.shape[1])
     device = model.norm.weight.device
     inputs = {kind: model.embed(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
     before: dict[str, Tensor] = {}
     out: Series = {name: [] for name in names}
     for i, block in enumerate(tqdm(model.layers, desc="layers")):
+        cos, sin = model.rope_tables(some.shape[1], i)
         captures: dict[str, list[Capture]] = {kind: [] for kind in text}
         for kind, xs in inputs.items():
             for row, x in enumerate(xs):

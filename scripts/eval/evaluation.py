@@ -128,7 +128,8 @@ class Evaluation:
         for cache in self.caches.values():
             for m in cache:
                 m.reset()
-            cache[0].rope.set_prompt(lengths)  # the tables of dynamic NTK depend on it
+            for rope in {m.rope for m in cache}:  # the tables of dynamic NTK depend on it
+                rope.set_prompt(lengths)
         exact = [n for n, c in self.caches.items() if all(m.exact_prefill for m in c)]
         logits = {}
         if exact:

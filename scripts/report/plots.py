@@ -25,6 +25,7 @@ from cache.spec import method_class
 from engine.speculation import tokens_a_round
 from model import ModelArgs, Transformer
 from runtime.errors import InputError, Parser, run_cli
+from scripts.bench.bench_generate import weight_bytes
 from scripts.eval.compare import AXES
 from scripts.eval.ladders import BOUNDS
 from scripts.report.tables import HELD, READ, RESULTS, files
@@ -126,10 +127,12 @@ def read_bytes(name: str, method: str, batch: int, length: int) -> tuple[float, 
     """The bytes of weights and caches in bf16, computed on the meta device."""
     with torch.device("meta"):
         model = Transformer(ModelArgs.from_name(name)).to(torch.bfloat16)
-    unread = 0 if model.args.tie_embeddings else model.tok_embeddings.weight.nbytes
-    weights = sum(p.nbytes for p in model.parameters()) - unread
     model.setup_cache(method, batch, length)
-    return weights, model.kv_bytes_full(batch, length), sum(m.traffic(length - 1) for m in model.cache)
+    return (
+        weight_bytes(model, batch),
+        model.kv_bytes_full(batch, length),
+        sum(m.traffic(length - 1) for m in model.cache),
+    )
 
 
 def speculation() -> Any:

@@ -96,7 +96,7 @@ template <int BITS, int PARTS> void unpack_panel(const Weight& w, int64_t first,
                 }
                 for (; i < end; i += UNIT) {
                     vf q[UNIT];
-                    Unit<BITS>::read(w.codes + ((first + b) * w.in + from + i) * BITS * 2, table, q);
+                    Unit<BITS>::read(w.codes + ((first + b) * w.in + from + i) * SIZE<BITS> * 2, table, q);
                     if (BITS != 16)
                         for (int j = 0; j < UNIT; j++) q[j] = (q[j] - zero) * scale + minimum;
                     for (int j = 0; j < UNIT; j += 2)

@@ -173,7 +173,6 @@ class Trainer:
 
     def set_theta(self, theta: float) -> None:
         self.model.args.rope = RopeArgs(theta=theta)
-        self.model._rope = None
 
     def train(self) -> None:
         at, saved = self.at, time.time()

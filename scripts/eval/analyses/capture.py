@@ -71,7 +71,7 @@ class Layer:
     def get(self, name: str) -> Tensor:
         """A tensor of this layer's calibration."""
         assert self.calib is not None
-        return self.calib.get(self.index, name).to(self.block.attention_norm.weight.device)
+        return self.calib.get(self.index, name).to(self.text["code"][0].k.device)
 
 
 @dataclass(frozen=True)

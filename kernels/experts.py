@@ -1,0 +1,58 @@
+"""Products with the experts of a mixture: every row of x with the weight of an expert of its own.
+
+The experts' weights [out, in] lie one after the other, dense or packed (linear.py), so that a step reads those of the
+experts that it chose. C++ reads each of them once, for all rows that chose it; Triton once per row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import triton
+from kernels.linear import ROWS, Weight, _packed_linear_kernel, _shapes, packed_linear, share_count, tile_of
+from kernels.op import operation, whole_vectors
+
+
+def _serves(x: Tensor, expert: Tensor, weight: Tensor, experts: int) -> bool:
+    return whole_vectors(x) and x.dtype == weight.dtype and not torch.is_grad_enabled()
+
+
+@operation(cpp=_serves, fake=lambda x, expert, weight, experts: x.new_empty(len(x), len(weight) // experts))
+def dense_experts(x: Tensor, expert: Tensor, weight: Tensor, experts: int) -> Tensor:
+    """x [N, in], expert [N] int64, weight [experts * out, in] -> [N, out]."""
+    each = weight.view(experts, -1, x.shape[1])
+    return torch.cat([F.linear(row, each[e][0]) for row, e in zip(x.split(1), expert.split(1), strict=True)])
+
+
+def _as_rows(x: Tensor, expert: Tensor, packed: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(len(x), len(packed) // rest[-1] * ROWS)  # type: ignore[operator]
+
+
+@operation(cpp=whole_vectors, fake=_as_rows)
+def packed_experts(
+    x: Tensor, expert: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bits: int, experts: int,
+) -> Tensor:  # fmt: skip
+    """x [N, in] fp32 or bf16, expert [N] int64, the `Weight` of [experts * out, in] -> [N, out], sums in fp32."""
+    w, blocks = Weight(packed, scale, step, zero, minimum, min_step), len(packed) // experts
+    own = torch.arange(blocks, device=x.device)
+    chosen = (w.blocks(e * blocks + own) for e in expert.split(1))
+    return torch.cat([packed_linear(row, *part, None, bits) for row, part in zip(x.split(1), chosen, strict=True)])
+
+
+@packed_experts.triton
+def _in_triton(
+    x: Tensor, expert: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
+    minimum: Tensor | None, min_step: Tensor | None, bits: int, experts: int,
+) -> Tensor:  # fmt: skip
+    w = Weight(packed.view(torch.int32), scale, step, zero, minimum, min_step)
+    blocks, (N, n) = len(packed) // experts, x.shape
+    tile = tile_of(1, bits, blocks, x.dtype, x.device)
+    grid = triton.cdiv(blocks, tile["R"]), N
+    shares = share_count(grid[0] * N, triton.cdiv(n * bits // 32, tile["C"]), x.device)
+    y = x.new_empty(shares, N, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
+    given = (x.contiguous(), *w, None, expert, y, 2**bits - 1, N, blocks, n)
+    _packed_linear_kernel[(*grid, shares)](*given, **_shapes(w, n, bits), **tile)
+    return y[0] if shares == 1 else y.sum(0).to(x.dtype)
