@@ -180,11 +180,10 @@ class Attention(nn.Module):
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
-        sizes = (args.head_dim, args.norm_eps, args.ranks)
+        norms: Any = [make_norm(args, args.head_dim, args.qk_norm) for _ in "qk"]
         if args.qk_norm_all:
-            self.q_norm, self.k_norm = (HeadsNorm(n, *sizes) for n in heads[:2])
-        else:
-            self.q_norm, self.k_norm = (make_norm(args, args.head_dim, args.qk_norm) for _ in "qk")
+            norms = [HeadsNorm(n, args.head_dim, args.norm_eps, args.ranks) for n in heads[:2]]
+        self.q_norm, self.k_norm = norms
         self.query_scale = args.query_scale
         self.growth = args.query_growth, args.rope.original_max_position_embeddings or args.max_seq_len
 
