@@ -462,7 +462,7 @@ def load_checkpoint(
                      "to keep them as they are")  # fmt: skip
     if images:
         notes.append(f"{images} tensors of {path} are for images, which are passed over: the model reads text alone")
-    if "attn_factor" in (reader.config.get("rope_scaling") or {}):
+    if "attn_factor" in (reader.config.get("rope_scaling") or reader.config.get("rope_parameters") or {}):
         notes.append(f"attn_factor in {path / 'config.json'} is ignored, as by transformers; vLLM multiplies by it")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -313,7 +313,76 @@ def test_every_key_that_transformers_reads_is_known(name, monkeypatch):
     assert unread <= (set() if FAMILIES[name].slides else {"sliding_window"}), unread
 
 
+def test_windows_in_mistrals_own_notation():
+    """Ministral 8B: a pattern of windows, repeated over the layers."""
+    config = SIZES | dict(model_type="ministral", sliding_window=[None, 8])
+    assert args_from_hf(config).windows == (None, 8, None, 8)
+    for pattern in ([], [8, 8, 8], [8, "x"], [8, 0]):
+        with pytest.raises(InputError, match="sliding_window"):
+            args_from_hf(config | dict(sliding_window=pattern))
+
+
+def test_attn_factor_is_ignored_and_said(tmp_path, capsys):
+    """DeepSeek-R1-0528-Qwen3-8B sets it; transformers reads attention_factor alone."""
+    config = transformers.Qwen3Config(**SIZES, rope_parameters=dict(YARN, attn_factor=0.8))
+    hf = transformers.Qwen3ForCausalLM(config).eval()
+    hf.save_pretrained(tmp_path)
+    ours, tokens = forward(load_checkpoint(tmp_path), range(30)), list(range(30))
+    assert "attn_factor" in capsys.readouterr().err
+    assert (ours - hf_forward(hf, tokens)).abs().max() < TOL
+
+
+@pytest.mark.parametrize("name", ["cohere", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma2", "starcoder2", "glm4"])
+def test_other_architectures_are_refused_with_the_bridge_named(name):
+    with pytest.raises(InputError, match=f"'{name}'.*engine/bridge.py"):
+        args_from_hf(SIZES | dict(model_type=name))
+
+
+@pytest.mark.parametrize("changes", [
+    dict(partial_rotary_factor=0.2), dict(partial_rotary_factor=2.0), dict(rope_scaling=dict(type="longrope")),
+    dict(rope_scaling=dict(type="su", short_factor=[1.0] * 8, long_factor=[1.0] * 7)),
+    dict(rope_scaling=dict(type="su", short_factor=[1.0] * 8, long_factor=["x"] * 8)),
+    dict(model_type="gemma3_text", use_bidirectional_attention=True),
+    dict(model_type="gemma3_text", attn_logit_softcapping=50.0),
+    dict(model_type="gemma3_text", rope_parameters=dict(rope_theta=1e4)),
+    dict(model_type="olmo3", rope_parameters=BY_TYPE, rope_scaling=YARN),
+    dict(model_type="smollm3", no_rope_layers=[1]), dict(model_type="smollm3", no_rope_layers="all"),
+    dict(model_type="granite", residual_multiplier="x"), dict(model_type="granite", logits_scaling=0),
+    dict(model_type="mistral", rope_scaling=dict(YARN, llama_4_scaling_beta=0.1)),
+    dict(model_type="mistral", sliding_window=8, layer_types=TYPES), dict(model_type="llama", layer_types=[[1]]),
+], ids=str)  # fmt: skip
+def test_settings_that_are_not_computed_are_refused_by_name(changes):
+    key = [*changes][-1]
+    with pytest.raises(InputError, match=f"{key}|longrope|short_factor|long_factor|rope_parameters|llama_4"):
+        args_from_hf(SIZES | dict(model_type="phi3") | changes)
+
+
 # ---- what else is done with a model ----
+
+
+@pytest.mark.parametrize("case", ["smollm3", "phi3-long", "ministral3"], indirect=True)
+def test_drafted_tokens_are_checked_exactly(case):
+    """Several tokens at a time in one exact pass, at positions that differ by row."""
+    model, lengths = case.model, torch.tensor(LENGTHS)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    fed, expected = rollout(model, case.prompts, 8)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW, drafts=4)
+    rollout(model, case.prompts, 4, fed)
+    got = model.decode(torch.tensor([row[4:8] for row in fed]), lengths + 4)
+    assert (got - expected[:, 5:]).abs().max() < TOL
+
+
+@pytest.mark.parametrize("case", ["olmo3", "gemma3-text", "ministral3"], indirect=True)
+def test_a_step_is_one_graph(case):
+    model, lengths = case.model, torch.tensor(LENGTHS)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    fed, expected = rollout(model, case.prompts, 2)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    rollout(model, case.prompts, 1, fed)
+    torch._dynamo.reset()
+    step = torch.compile(model.decode, fullgraph=True, dynamic=False, backend="eager")
+    got = step(torch.tensor([row[1] for row in fed]), lengths + 1)
+    assert (got - expected[:, 2]).abs().max() < TOL
 
 
 def test_methods_at_their_lossless_knobs(case):
@@ -328,7 +397,7 @@ def test_methods_at_their_lossless_knobs(case):
     names = [m for m in sorted(method_files()) if m != "full" and method_class(m).lossless is not None]
     names = random.Random(f"{SEED} {case.name}").sample(names, 2)
     if case.name in ("smollm3", "phi4-mini", "gemma3-text", "ministral3"):
-        names += ["sals", "palu", "expected_attention"]
+        names += ["sals", "palu", "expected_attention", "kvzip"]
     for name in names:
         knobs = method_class(name).lossless
         of = [("full", {}) if i in narrow else (name, knobs) for i in range(a.n_layer)]
