@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from dataclasses import replace
@@ -14,8 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from formats_files import permute
+from safetensors.torch import load_file
 from sampled import SEED
 from test_parallel import compare
 
@@ -27,7 +32,7 @@ from loading.checkpoint import FAMILIES, args_from_hf, load_checkpoint, save_che
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.parallel import Ranks
-from weights import WeightFormat
+from weights import PackedLinear, WeightFormat
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,6 +62,7 @@ def longrope(pairs, original):
 CASES = {  # transformers' config class, and what differs from SIZES
     "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1, 1], attention_bias=True, mlp_bias=True)),
     "smollm3-window": ("SmolLM3", dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=8)),
+    "smollm3-gguf": ("SmolLM3", dict(attention_bias=True)),  # which holds no list of layers
     "granite": ("Granite", dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.4,
                                 logits_scaling=0.2, attention_bias=True, mlp_bias=True)),
     "seed-oss": ("SeedOss", dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True)),
@@ -68,6 +74,7 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "olmo3": ("Olmo3", dict(sliding_window=8, rope_parameters=BY_TYPE)),
     "gemma3-text": ("Gemma3Text", dict(GEMMA, final_logit_softcapping=8.0, rope_parameters=dict(
         sliding_attention=dict(ROPE, rope_theta=100.0), full_attention=LINEAR))),
+    "gemma3-gguf": ("Gemma3Text", dict(GEMMA, query_pre_attn_scalar=32)),  # which holds no scale of queries
     "gemma3-text-pattern": ("Gemma3Text", dict(GEMMA, layer_types=None, sliding_window_pattern=3)),
     "gemma3-images": ("Gemma3", dict(text_config=dict(SIZES, **GEMMA, model_type="gemma3_text"), vision_config=SIGLIP)),
     "phi3-window": ("Phi3", dict(sliding_window=8)),
@@ -459,3 +466,104 @@ def test_shares_of_two_ranks_are_the_model(case):
 def test_two_processes(case, tmp_path):
     specs = ["full"] if case.model.args.windows else ["full", "streaming", "quest"]
     compare(tmp_path, 2, specs, checkpoint=str(case.folder), rows=case.prompts, tolerance=2 * TOL)
+
+
+# ---- GGUF ----
+
+ARCHS = {"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gemma3_text": "gemma3",
+         "phi3": "phi3", "ministral3": "mistral3"}  # fmt: skip
+TO_GGUF = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def write_gguf(path, case, kind):
+    """The checkpoint as llama.cpp's converter writes it: names, order of rows, keys, norms of Gemma plus one."""
+    c, arch = case.hf.config.to_dict(), ARCHS[case.hf.config.model_type]
+    heads, kv, layers = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
+    D = c.get("head_dim") or c["hidden_size"] // heads
+    rope = c["rope_parameters"].get("full_attention") or c["rope_parameters"]
+    w = gguf.GGUFWriter(path, arch)
+    w.add_context_length(c["max_position_embeddings"])
+    w.add_embedding_length(c["hidden_size"])
+    w.add_block_count(layers)
+    w.add_feed_forward_length(c["intermediate_size"])
+    w.add_head_count(heads)
+    w.add_head_count_kv(kv)
+    w.add_key_length(D)
+    w.add_value_length(D)
+    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    w.add_rope_freq_base(rope["rope_theta"])
+    w.add_rope_dimension_count(int(D * rope.get("partial_rotary_factor", 1.0)))
+    if c.get("sliding_window"):
+        w.add_sliding_window(c["sliding_window"])
+        if "layer_types" in c:
+            w.add_array(f"{arch}.attention.sliding_window_pattern", [t[0] == "s" for t in c["layer_types"]])
+    if arch == "granite":
+        w.add_embedding_scale(c["embedding_multiplier"])
+        w.add_residual_scale(c["residual_multiplier"])
+        w.add_attention_scale(c["attention_multiplier"])
+        w.add_logit_scale(c["logits_scaling"])
+    if arch == "gemma3":
+        w.add_float32("gemma3.rope.freq_base_swa", c["rope_parameters"]["sliding_attention"]["rope_theta"])
+        w.add_final_logit_softcapping(c["final_logit_softcapping"] or 0.0)
+    if rope["rope_type"] in ("linear", "yarn"):
+        w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        w.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        longer = c["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        scale = math.sqrt(1 + math.log(longer) / math.log(rope["original_max_position_embeddings"]))
+        w.add_rope_scaling_attn_factors(scale)
+        for length in ("long", "short"):
+            w.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+    if arch == "mistral3":
+        w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    for name, t in load_file(case.folder / "model.safetensors").items():
+        module, _, of = name.rpartition(".")
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        part = layer[2] if layer else module
+        after = dict(post_attention_layernorm="post_attention_norm" if arch in ("gemma3", "olmo2") else "ffn_norm")
+        to = (TO_GGUF | after)[part]
+        data = t.float().numpy()
+        if arch in ("smollm3", "granite", "mistral3") and to in ("attn_q", "attn_k"):
+            data = permute(data, heads if to == "attn_q" else kv)
+        if arch == "gemma3" and to.endswith("norm"):
+            data = data + 1
+        data = np.ascontiguousarray(data)
+        to = f"blk.{layer[1]}.{to}.{of}" if layer else f"{to}.{of}"
+        if data.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+            w.add_tensor(to, data)
+        else:
+            w.add_tensor(to, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+IN_GGUF = ["smollm3-gguf", "granite", "olmo2", "olmo3", "gemma3-gguf", "phi3-window", "phi3-partial", "phi3-long",
+           "phi4-mini", "ministral3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_GGUF, indirect=True)
+def test_gguf(case, tmp_path):
+    """The same logits from a GGUF file, in fp32 and, of the numbers that it holds, in 8 bits."""
+    kinds, prompt = gguf.GGMLQuantizationType, case.prompts[0]
+    write_gguf(tmp_path / "f32.gguf", case, kinds.F32)
+    model = load_checkpoint(tmp_path / "f32.gguf")
+    assert (forward(model, prompt) - forward(case.model, prompt)).abs().max() < TOL
+    write_gguf(tmp_path / "q8.gguf", case, kinds.Q8_0)
+    packed, dense = load_checkpoint(tmp_path / "q8.gguf"), model
+    assert isinstance(packed.layers[0].attention.wqkv, PackedLinear)
+    rounded = save_checkpoint_tensors(packed, torch.float32)
+    for name, target in tensors_of(dense).items():
+        target.put(rounded[name])
+    assert (forward(packed, prompt) - forward(dense, prompt)).abs().max() < 0.05
