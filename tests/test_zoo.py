@@ -25,6 +25,8 @@ from sampled import SEED
 from test_parallel import compare
 
 import loading.checkpoint as checkpoint
+import scripts.quantize
+from cache.calibration import of_model
 from cache.spec import layer_methods, method_class, method_files
 from calibrate import calibrate
 from engine.snapshot import CacheFile, State, identity, save
@@ -54,7 +56,7 @@ MINISTRAL3 = dict(YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
 
 
 def longrope(pairs, original):
-    short, long = ([1.0 + base * i for i in range(pairs)] for base in (0.1, 1.7))
+    short, long = ([round(1 + base * i, 3) for i in range(pairs)] for base in (0.1, 1.7))
     return dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=short, long_factor=long),
                 original_max_position_embeddings=original)  # fmt: skip
 
@@ -461,6 +463,16 @@ def test_shares_of_two_ranks_are_the_model(case):
         assert torch.equal(one if dim is None else torch.cat((one, two), dim), whole[name]) or "o_proj.bias" in name
 
 
+@pytest.mark.parametrize("case", ["phi4-mini", "gemma3-images"], indirect=True)
+def test_a_quantized_folder(case, tmp_path, cli):
+    """Fused tensors are packed, too; those of images are kept."""
+    assert cli(scripts.quantize, case.folder, tmp_path / "out", "--weights", "int8")[0] == 0
+    saved = load_checkpoint(tmp_path / "out")
+    assert isinstance(saved.layers[0].attention.wqkv, PackedLinear)
+    want = forward(load_checkpoint(case.folder, weight_format=WeightFormat.parse("int8")), case.prompts[0])
+    assert (forward(saved, case.prompts[0]) - want).abs().max() < 0.4 * want.std()  # embeddings are in bf16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["olmo2", "gemma3-text", "phi4-mini"], indirect=True)
 def test_two_processes(case, tmp_path):
@@ -559,6 +571,7 @@ def test_gguf(case, tmp_path):
     kinds, prompt = gguf.GGMLQuantizationType, case.prompts[0]
     write_gguf(tmp_path / "f32.gguf", case, kinds.F32)
     model = load_checkpoint(tmp_path / "f32.gguf")
+    assert of_model(model.args) == of_model(case.model.args)  # a calibration of one fits the other
     assert (forward(model, prompt) - forward(case.model, prompt)).abs().max() < TOL
     write_gguf(tmp_path / "q8.gguf", case, kinds.Q8_0)
     packed, dense = load_checkpoint(tmp_path / "q8.gguf"), model

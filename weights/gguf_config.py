@@ -246,9 +246,11 @@ def _longrope(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
         t = file.tensors.get(f"rope_factors_{length}.weight")
         if t is None or t.type != 0 or len(t.shape) != 1:
             raise file.error(f"has no rope_factors_{length}.weight in fp32 beside the other: convert it again")
-        out[f"{length}_factor"] = [float(x) for x in np.array(file.raw(t.name)).view(np.float32).reshape(-1)]
-    if factor := _real(file, "phi3.rope.scaling.attn_factor", 0.0):
-        out["attention_factor"] = factor
+        out[f"{length}_factor"] = [float(str(x)) for x in np.array(file.raw(t.name)).view(np.float32).reshape(-1)]
+    given, original = _real(file, "phi3.rope.scaling.attn_factor", 0.0), config["original_max_position_embeddings"]
+    longer = max(config["max_position_embeddings"] / original, 1.0)
+    if given and not math.isclose(given, math.sqrt(1 + math.log(longer) / math.log(original)), rel_tol=1e-6):
+        out["attention_factor"] = given
     return out
 
 
