@@ -163,6 +163,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": dict(dim=3584, n_layer=28, n_head=28, n_kv_head=4, ffn_dim=18944, vocab_size=152064, max_seq_len=32768, norm_eps=1e-6, qkv_bias=True, rope=dict(theta=1e6)),
     "qwen3-0.6b": dict(dim=1024, n_layer=28, n_head=16, n_kv_head=8, ffn_dim=3072, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, rope=dict(theta=1e6)),
     "qwen3-8b": dict(n_layer=36, n_kv_head=8, ffn_dim=12288, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, qk_norm=True, rope=dict(theta=1e6)),
+    "mistral-small-24b": dict(dim=5120, n_layer=40, n_kv_head=8, ffn_dim=32768, vocab_size=131072, max_seq_len=131072, rope=dict(theta=1e9)),
+    "ministral-3-8b": dict(n_layer=34, n_kv_head=8, ffn_dim=14336, vocab_size=131072, max_seq_len=262144, query_growth=0.1, rope=dict(theta=1e6, type="yarn", factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0)),
+    "smollm3-3b": dict(dim=2048, n_layer=36, n_head=16, n_kv_head=4, vocab_size=128256, max_seq_len=65536, norm_eps=1e-6, tie_embeddings=True, rope=dict(theta=5e6), ropes=tuple(RopeArgs(5e6, "none" if i % 4 == 3 else "default") for i in range(36))),
+    "phi-4-mini": dict(dim=3072, n_head=24, n_kv_head=8, ffn_dim=8192, vocab_size=200064, max_seq_len=4096, tie_embeddings=True, rope=dict(rotated=96)),  # without longrope's 96 divisors
+    "gemma-3-270m": dict(dim=640, n_layer=18, n_head=4, n_kv_head=1, head_dim=256, ffn_dim=2048, vocab_size=262144, max_seq_len=32768, norm_eps=1e-6, tie_embeddings=True, qk_norm=True, centered_norm=True, post_norm=True, act="gelu_pytorch_tanh", embed_scale=640**0.5, rope=dict(theta=1e6), ropes=tuple(RopeArgs(1e6 if i % 6 == 5 else 1e4) for i in range(18)), windows=tuple(None if i % 6 == 5 else 512 for i in range(18))),
 }
 # fmt: on
 
@@ -189,10 +194,9 @@ class Attention(nn.Module):
         heads = (args.n_head, args.n_kv_head, args.n_kv_head)
         self.wqkv = Linear(args.dim, [n * args.head_dim for n in heads], bias=args.qkv_bias)
         self.wo = Linear((self.mine.stop - self.mine.start) * args.head_dim, args.dim, bias=args.o_bias)
-        sizes = (args.head_dim, args.norm_eps, args.ranks)
-        norms: list[nn.Module] = [make_norm(args, args.head_dim, args.qk_norm) for _ in "qk"]
+        norms: Any = [make_norm(args, args.head_dim, args.qk_norm) for _ in "qk"]
         if args.qk_norm_all:
-            norms = [HeadsNorm(n, *sizes) for n in heads[:2]]
+            norms = [HeadsNorm(n, args.head_dim, args.norm_eps, args.ranks) for n in heads[:2]]
         self.q_norm, self.k_norm = norms
         self.query_scale = args.query_scale
         self.growth = args.query_growth, args.rope.original_max_position_embeddings or args.max_seq_len

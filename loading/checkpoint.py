@@ -177,6 +177,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_rope_layers": (),
     "attention_chunk_size": (),
     "is_causal": (True,),
+    "kv_sharing_modes": (),
     "use_bidirectional_attention": (False,),
     "per_layer_config": ({},),
 }
@@ -203,9 +204,9 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         return args_from_hf(default | c["text_config"] | dict(tie_word_embeddings=True) | given)
     name = c.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(f"unsupported architecture {name!r} in config.json: supported are "
-                         f"{', '.join([*FAMILIES, *WRAPPED])}; engine/bridge.py runs methods inside transformers' "
-                         "own models")  # fmt: skip
+        known = ", ".join([*FAMILIES, *WRAPPED])
+        raise InputError(f"unsupported architecture {name!r} in config.json: supported are {known}; engine/bridge.py "
+                         "runs methods inside transformers' own models")  # fmt: skip
     family = FAMILIES[name]
     c = family.absent | {family.aliases.get(k, k): v for k, v in c.items()}
     for key, neutral in NEUTRAL.items():
@@ -293,12 +294,14 @@ def _number(
 
 def _layer_types(c: dict[str, Any], family: Family, n_layer: int) -> list[str]:
     """full_attention or sliding_attention for each layer."""
-    types = c.get("layer_types") if "layer_types" in family.reads else None
+    types, slides = c.get("layer_types"), family.slides or (lambda c, i: False)
     if types is not None and not (isinstance(types, list) and all(isinstance(t, str) for t in types)):
         raise InputError(f"config.json: layer_types must be a list of names, found {short(types)}")
-    if not types:
-        slides = family.slides or (lambda c, i: False)
-        types = ["sliding_attention" if slides(c, i) else "full_attention" for i in range(n_layer)]
+    usual = ["sliding_attention" if slides(c, i) else "full_attention" for i in range(n_layer)]
+    if "layer_types" not in family.reads and types and set(types) - {*usual} and c.get("sliding_window") is not None:
+        raise InputError(f"config.json sets layer_types, which transformers ignores in a {c['model_type']} model: "
+                         "leave them out, or set a model_type that reads them, as ministral")  # fmt: skip
+    types = types if types and "layer_types" in family.reads else usual
     if len(types) != n_layer or not set(types) <= {"full_attention", "sliding_attention"}:
         raise InputError(f"config.json: layer_types must name full_attention or sliding_attention for {n_layer} layers")
     return types
@@ -323,7 +326,7 @@ def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
 
 def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[int | None, ...]:
     """The windows of layers that slide: all of a family, or as layer_types, or a pattern of windows, says."""
-    window = c.get("sliding_window")
+    window, types = c.get("sliding_window"), _layer_types(c, family, n_layer)
     if window is None or not family.slides or ("use_sliding_window" in family.reads and not c["use_sliding_window"]):
         return ()
     if isinstance(window, list):  # Ministral 8B in Mistral's own notation: windows of the first layers, repeated
@@ -331,11 +334,8 @@ def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[i
             raise InputError(f"config.json: sliding_window has {len(window)} values, which do not repeat to {n_layer}")
         each = [None if w is None else _number(dict(sliding_window=w), "sliding_window") for w in window]
         return tuple(each * (n_layer // len(each)))
-    if "layer_types" not in family.reads and set(c.get("layer_types") or ()) - {"sliding_attention"}:
-        raise InputError(f"config.json sets layer_types, which transformers ignores in a {c['model_type']} model: set "
-                         "model_type to ministral, whose windows go by them, or leave them out")  # fmt: skip
     window = _number(c, "sliding_window")
-    return tuple(window if t == "sliding_attention" else None for t in _layer_types(c, family, n_layer))
+    return tuple(window if t == "sliding_attention" else None for t in types)
 
 
 def _rotates(c: dict[str, Any], layer: int) -> bool:
@@ -501,7 +501,7 @@ def load_checkpoint(
                      "to keep them as they are")  # fmt: skip
     if images:
         notes.append(f"{images} tensors of {path} are for images, which are passed over: the model reads text alone")
-    if "attn_factor" in (reader.config.get("rope_scaling") or {}):
+    if "attn_factor" in (reader.config.get("rope_scaling") or reader.config.get("rope_parameters") or {}):
         notes.append(f"attn_factor in {path / 'config.json'} is ignored, as by transformers; vLLM multiplies by it")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

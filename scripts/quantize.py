@@ -30,7 +30,8 @@ from model import ModelArgs
 from runtime.errors import InputError, Parser, run_cli
 from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+               "qkv_proj", "gate_up_proj")  # fmt: skip
 FORMAT = {4: "pack-quantized", 8: "int-quantized"}
 PLAIN = {16: torch.bfloat16, DENSE: torch.float32}
 

@@ -1,7 +1,7 @@
 """Run by torchrun, or alone: greedy tokens and logits of a ragged batch under some methods. argv: a JSON object.
 
-dict(out, specs, steps, compile: a backend of torch.compile; checkpoint, calibration and prompts (texts), or random:
-sizes; weights). Each rank writes OUT.RANK: spec -> (tokens, logits), or the line of an InputError.
+dict(out, specs, steps, compile: a backend of torch.compile; checkpoint, calibration and prompts (texts) or rows
+(tokens), or random: sizes; weights). Each rank writes OUT.RANK: spec -> (tokens, logits), or the line of an InputError.
 """
 
 import json
@@ -48,7 +48,7 @@ def main(job):
     else:
         model = load_checkpoint(job["checkpoint"], device, torch.float32, kind, ranks)
         model.use_calibration(job.get("calibration"))
-        rows = [load_tokenizer(job["checkpoint"]).encode(text) for text in job["prompts"]]
+        rows = job.get("rows") or [load_tokenizer(job["checkpoint"]).encode(text) for text in job["prompts"]]
     lengths = torch.tensor([len(r) for r in rows])
     tokens = torch.tensor([r + [0] * (int(lengths.max()) - len(r)) for r in rows])
     out = {}

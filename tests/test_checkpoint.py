@@ -49,6 +49,11 @@ PARAMETERS = {  # as published; tied weights once
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "mistral-small-24b": 23_572_403_200,
+    "ministral-3-8b": 8_489_553_920,
+    "smollm3-3b": 3_075_098_624,
+    "phi-4-mini": 3_836_021_760,
+    "gemma-3-270m": 268_098_176,
 }
 
 

@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from formats_files import permute
+from safetensors.torch import load_file
 from sampled import SEED
+from test_parallel import compare
 
 import loading.checkpoint as checkpoint
+import scripts.quantize
+from cache.calibration import of_model
 from cache.spec import layer_methods, method_class, method_files
 from calibrate import calibrate
-from loading.checkpoint import FAMILIES, args_from_hf, load_checkpoint
+from engine.snapshot import CacheFile, State, identity, save
+from loading.checkpoint import FAMILIES, args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
 from model import ModelArgs
 from runtime.errors import InputError
+from runtime.parallel import Ranks
+from weights import PackedLinear, WeightFormat
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +57,7 @@ MINISTRAL3 = dict(YARN, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
 
 
 def longrope(pairs, original):
-    short, long = ([1.0 + base * i for i in range(pairs)] for base in (0.1, 1.7))
+    short, long = ([round(1 + base * i, 3) for i in range(pairs)] for base in (0.1, 1.7))
     return dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=short, long_factor=long),
                 original_max_position_embeddings=original)  # fmt: skip
 
@@ -51,6 +65,7 @@ def longrope(pairs, original):
 CASES = {  # transformers' config class, and what differs from SIZES
     "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0, 1, 1], attention_bias=True, mlp_bias=True)),
     "smollm3-window": ("SmolLM3", dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=8)),
+    "smollm3-gguf": ("SmolLM3", dict(attention_bias=True)),  # which holds no list of layers
     "granite": ("Granite", dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.4,
                                 logits_scaling=0.2, attention_bias=True, mlp_bias=True)),
     "seed-oss": ("SeedOss", dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True)),
@@ -62,6 +77,7 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "olmo3": ("Olmo3", dict(sliding_window=8, rope_parameters=BY_TYPE)),
     "gemma3-text": ("Gemma3Text", dict(GEMMA, final_logit_softcapping=8.0, rope_parameters=dict(
         sliding_attention=dict(ROPE, rope_theta=100.0), full_attention=LINEAR))),
+    "gemma3-gguf": ("Gemma3Text", dict(GEMMA, query_pre_attn_scalar=32)),  # which holds no scale of queries
     "gemma3-text-pattern": ("Gemma3Text", dict(GEMMA, layer_types=None, sliding_window_pattern=3)),
     "gemma3-images": ("Gemma3", dict(text_config=dict(SIZES, **GEMMA, model_type="gemma3_text"), vision_config=SIGLIP)),
     "phi3-window": ("Phi3", dict(sliding_window=8)),
@@ -265,27 +281,310 @@ def test_each_feature_matters(case, monkeypatch):
     assert seen
 
 
+# ---- keys of config.json ----
+
+# attributes that transformers reads and that change no logits: how to compute, dropout, padding, and images
+NO_LOGITS = {
+    "_attn_implementation", "json", "default_theta", "attention_dropout", "residual_dropout", "resid_pdrop",
+    "pad_token_id", "image_token_id", "mm_tokens_per_image", "vision_config", "text_config", "get_text_config",
+    "standardize_rope_params", "_sliding_window_pattern",
+}  # fmt: skip
+
+
+class Watched(dict):
+    """A config that notes which keys are looked up."""
+
+    read: ClassVar[set[str]] = set()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __or__(self, other):
+        return Watched({**self, **other})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_key_that_transformers_reads_is_known(name, monkeypatch):
+    """Its model's code, its configuration and what all share: each attribute is read by us or changes no logits."""
+    folder, models = Path(transformers.__file__).parent, {"internlm3": "llama", "gemma3_text": "gemma3"}
+    own = models.get(name, name)
+    files = [folder / f"{part}_utils.py" for part in ("masking", "modeling_rope", "cache")]
+    files.append(folder / f"models/{own}/modeling_{own}.py")
+    read = {key for f in files for key in re.findall(r"\bconfig\.(\w+)\b(?!\()", f.read_text())}
+    read |= {key for f in files for key in re.findall(r'getattr\((?:self\.)?config, "(\w+)"', f.read_text())}
+    text = (folder / f"models/{own}/configuration_{own}.py").read_text()
+    read |= {key for key in re.findall(r"\bself\.(\w+)\b(?!\()", text)}
+    read |= {key for key in re.findall(r'kwargs\.\w+\("(\w+)"', text)}
+    assert len(read) > 20
+    monkeypatch.setattr(Watched, "read", set())
+    monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], absent=Watched(FAMILIES[name].absent)))
+    for scaling in (None, YARN):
+        args_from_hf(SIZES | dict(model_type=name, use_sliding_window=True, sliding_window=8, rope_scaling=scaling))
+    unread = read - Watched.read - NO_LOGITS
+    # the window of a family that has none: of no use but to transformers' own cache, which then drops tokens
+    assert unread <= (set() if FAMILIES[name].slides else {"sliding_window"}), unread
+
+
+def test_windows_in_mistrals_own_notation():
+    """Ministral 8B: a pattern of windows, repeated over the layers."""
+    config = SIZES | dict(model_type="ministral", sliding_window=[None, 8])
+    assert args_from_hf(config).windows == (None, 8, None, 8)
+    for pattern in ([], [8, 8, 8], [8, "x"], [8, 0]):
+        with pytest.raises(InputError, match="sliding_window"):
+            args_from_hf(config | dict(sliding_window=pattern))
+
+
+def test_attn_factor_is_ignored_and_said(tmp_path, capsys):
+    """DeepSeek-R1-0528-Qwen3-8B sets it; transformers reads attention_factor alone."""
+    config = transformers.Qwen3Config(**SIZES, rope_parameters=dict(YARN, attn_factor=0.8))
+    hf = transformers.Qwen3ForCausalLM(config).eval()
+    hf.save_pretrained(tmp_path)
+    ours, tokens = forward(load_checkpoint(tmp_path), range(30)), list(range(30))
+    assert "attn_factor" in capsys.readouterr().err
+    assert (ours - hf_forward(hf, tokens)).abs().max() < TOL
+
+
+@pytest.mark.parametrize("name", ["cohere", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma2", "starcoder2", "glm4"])
+def test_other_architectures_are_refused_with_the_bridge_named(name):
+    with pytest.raises(InputError, match=f"'{name}'.*engine/bridge.py"):
+        args_from_hf(SIZES | dict(model_type=name))
+
+
+@pytest.mark.parametrize("changes", [
+    dict(partial_rotary_factor=0.2), dict(partial_rotary_factor=2.0), dict(rope_scaling=dict(type="longrope")),
+    dict(rope_scaling=dict(type="su", short_factor=[1.0] * 8, long_factor=[1.0] * 7)),
+    dict(rope_scaling=dict(type="su", short_factor=[1.0] * 8, long_factor=["x"] * 8)),
+    dict(model_type="gemma3_text", use_bidirectional_attention=True),
+    dict(model_type="gemma3_text", attn_logit_softcapping=50.0),
+    dict(model_type="gemma3_text", rope_parameters=dict(rope_theta=1e4)),
+    dict(model_type="olmo3", rope_parameters=BY_TYPE, rope_scaling=YARN),
+    dict(model_type="smollm3", no_rope_layers=[1]), dict(model_type="smollm3", no_rope_layers="all"),
+    dict(model_type="granite", residual_multiplier="x"), dict(model_type="granite", logits_scaling=0),
+    dict(model_type="mistral", rope_scaling=dict(YARN, llama_4_scaling_beta=0.1)),
+    dict(model_type="mistral", sliding_window=8, layer_types=TYPES), dict(model_type="llama", layer_types=[[1]]),
+], ids=str)  # fmt: skip
+def test_settings_that_are_not_computed_are_refused_by_name(changes):
+    key = [*changes][-1]
+    with pytest.raises(InputError, match=f"{key}|longrope|short_factor|long_factor|rope_parameters|llama_4"):
+        args_from_hf(SIZES | dict(model_type="phi3") | changes)
+
+
 # ---- what else is done with a model ----
 
 
+@pytest.mark.parametrize("case", ["smollm3", "phi3-long", "ministral3"], indirect=True)
+def test_drafted_tokens_are_checked_exactly(case):
+    """Several tokens at a time in one exact pass, at positions that differ by row."""
+    model, lengths = case.model, torch.tensor(LENGTHS)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    fed, expected = rollout(model, case.prompts, 8)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW, drafts=4)
+    rollout(model, case.prompts, 4, fed)
+    got = model.decode(torch.tensor([row[4:8] for row in fed]), lengths + 4)
+    assert (got - expected[:, 5:]).abs().max() < TOL
+
+
+@pytest.mark.parametrize("case", ["olmo3", "gemma3-text", "ministral3"], indirect=True)
+def test_a_step_is_one_graph(case):
+    model, lengths = case.model, torch.tensor(LENGTHS)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    fed, expected = rollout(model, case.prompts, 2)
+    model.setup_cache("full", len(LENGTHS), max(LENGTHS) + NEW)
+    rollout(model, case.prompts, 1, fed)
+    torch._dynamo.reset()
+    step = torch.compile(model.decode, fullgraph=True, dynamic=False, backend="eager")
+    got = step(torch.tensor([row[1] for row in fed]), lengths + 1)
+    assert (got - expected[:, 2]).abs().max() < TOL
+
+
 def test_methods_at_their_lossless_knobs(case):
-    """Some methods, others for each SEED, say what `full` says. Narrow windows keep `full`."""
+    """Some methods, others for each SEED, say what `full` says; of layers that rotate otherwise, those that do so
+    themselves. Layers with narrow windows keep `full`."""
     model, a, n = case.model, case.model.args, max(LENGTHS) + NEW
     narrow = {i for i, w in enumerate(a.windows) if w and w < n}
     if len(narrow) == a.n_layer:
         pytest.skip("every layer slides")
     model.setup_cache("full", len(LENGTHS), n)
-    fed, expected = rollout(model, case.prompts)
+    fed, expected = rollout(model, case.prompts, 6)
     names = [m for m in sorted(method_files()) if m != "full" and method_class(m).lossless is not None]
-    for name in random.Random(f"{SEED} {case.name}").sample(names, 4) + ["sals", "expected_attention", "palu"]:
+    names = random.Random(f"{SEED} {case.name}").sample(names, 2)
+    if case.name in ("smollm3", "phi4-mini", "gemma3-text", "ministral3"):
+        names += ["sals", "palu", "expected_attention", "kvzip"]
+    for name in names:
         knobs = method_class(name).lossless
-        layers = [layer_methods("full" if i in narrow else name, a.n_layer, {} if i in narrow else knobs)[i]
-                  for i in range(a.n_layer)]  # fmt: skip
-        needs = [s for cls, args in layers for s in cls.needs(args)]
+        of = [("full", {}) if i in narrow else (name, knobs) for i in range(a.n_layer)]
+        layers = [layer_methods(name, a.n_layer, knobs)[i] for i, (name, knobs) in enumerate(of)]
+        needs = {s.name: s for cls, args in layers for s in cls.needs(args)}
         if needs:
-            texts = [torch.tensor(case.prompts[0] * 3) for _ in range(2)]
-            model.calibration = calibrate(model, texts, 16, list({s.name: s for s in needs}.values()))
+            model.calibration = calibrate(model, [torch.tensor(case.prompts[0] * 2)], 16, needs.values())
         model.setup_cache(layers, len(LENGTHS), n)
-        got = rollout(model, case.prompts, feed=fed)[1]
+        got = rollout(model, case.prompts, 6, fed)[1]
         model.calibration = None
         assert (got - expected).abs().max() < 20 * TOL, name
+
+
+@pytest.mark.parametrize("case", ["smollm3", "gemma3-text", "phi3-long", "ministral3"], indirect=True)
+def test_saved_cache(case, tmp_path):
+    """Text goes on from a file as it does in memory: bit for bit."""
+    model, spec, lengths = case.model, "full", torch.tensor(LENGTHS)
+    model.setup_cache(spec, len(LENGTHS), max(LENGTHS) + NEW)
+    fed, expected = rollout(model, case.prompts)
+    model.setup_cache(spec, len(LENGTHS), max(LENGTHS) + NEW)
+    tokens = torch.tensor(rollout(model, case.prompts, 8, fed)[0])
+    state = State(case.prompts, tokens[:, :7], tokens[:, 7], None)
+    save(
+        tmp_path / "cache", model.cache, state, identity(model, spec, layer_methods(spec, model.args.n_layer), "", None)
+    )
+    model.setup_cache(spec, len(LENGTHS), max(LENGTHS) + NEW)
+    CacheFile(tmp_path / "cache").fill(model.cache)
+    for rope in {m.rope for m in model.cache}:
+        rope.set_prompt(lengths)
+    for i in range(7, NEW):
+        step = torch.tensor([row[i] for row in fed])
+        assert torch.equal(model.decode(step, lengths + i), expected[:, i + 1])
+
+
+def test_weights_in_8_bits(case):
+    """Packed weights say what a dense model of the same rounded weights says, and read back under their names."""
+    packed = load_checkpoint(case.folder, weight_format=WeightFormat.parse("int8"))
+    rounded = save_checkpoint_tensors(packed, torch.float32)
+    dense = load_checkpoint(case.folder)
+    for name, target in tensors_of(dense).items():
+        target.put(rounded[name])
+    got, expected = (forward(m, case.prompts[0]) for m in (packed, dense))
+    assert (got - expected).abs().max() < 0.05 * expected.std()
+    assert (expected - forward(case.model, case.prompts[0])).abs().max() > 1e-3
+
+
+def test_shares_of_two_ranks_are_the_model(case):
+    """Tensor by tensor; a rank's part is read through the same order of channels."""
+    whole = save_checkpoint_tensors(case.model, torch.float32)
+    parts = [save_checkpoint_tensors(load_checkpoint(case.folder, ranks=Ranks(r, 2)), torch.float32) for r in (0, 1)]
+    assert parts[0].keys() == parts[1].keys() and whole.keys() - parts[0].keys() <= {"lm_head.weight"}
+    for name, (one, two) in {name: [p[name] for p in parts] for name in parts[0]}.items():
+        dim = next((i for i in range(one.dim()) if one.shape[i] != whole[name].shape[i]), None)
+        assert torch.equal(one if dim is None else torch.cat((one, two), dim), whole[name]) or "o_proj.bias" in name
+
+
+@pytest.mark.parametrize("case", ["phi4-mini", "gemma3-images"], indirect=True)
+def test_a_quantized_folder(case, tmp_path, cli):
+    """Fused tensors are packed, too; those of images are kept."""
+    assert cli(scripts.quantize, case.folder, tmp_path / "out", "--weights", "int8")[0] == 0
+    saved = load_checkpoint(tmp_path / "out")
+    assert isinstance(saved.layers[0].attention.wqkv, PackedLinear)
+    want = forward(load_checkpoint(case.folder, weight_format=WeightFormat.parse("int8")), case.prompts[0])
+    assert (forward(saved, case.prompts[0]) - want).abs().max() < 0.4 * want.std()  # embeddings are in bf16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["olmo2", "gemma3-text", "phi4-mini"], indirect=True)
+def test_two_processes(case, tmp_path):
+    specs = ["full"] if case.model.args.windows else ["full", "streaming", "quest"]
+    compare(tmp_path, 2, specs, checkpoint=str(case.folder), rows=case.prompts, tolerance=2 * TOL)
+
+
+# ---- GGUF ----
+
+ARCHS = {"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2", "gemma3_text": "gemma3",
+         "phi3": "phi3", "ministral3": "mistral3"}  # fmt: skip
+TO_GGUF = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def write_gguf(path, case, kind):
+    """The checkpoint as llama.cpp's converter writes it: names, order of rows, keys, norms of Gemma plus one."""
+    c, arch = case.hf.config.to_dict(), ARCHS[case.hf.config.model_type]
+    heads, kv, layers = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
+    D = c.get("head_dim") or c["hidden_size"] // heads
+    rope = c["rope_parameters"].get("full_attention") or c["rope_parameters"]
+    w = gguf.GGUFWriter(path, arch)
+    w.add_context_length(c["max_position_embeddings"])
+    w.add_embedding_length(c["hidden_size"])
+    w.add_block_count(layers)
+    w.add_feed_forward_length(c["intermediate_size"])
+    w.add_head_count(heads)
+    w.add_head_count_kv(kv)
+    w.add_key_length(D)
+    w.add_value_length(D)
+    w.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    w.add_rope_freq_base(rope["rope_theta"])
+    w.add_rope_dimension_count(int(D * rope.get("partial_rotary_factor", 1.0)))
+    if c.get("sliding_window"):
+        w.add_sliding_window(c["sliding_window"])
+        if "layer_types" in c:
+            w.add_array(f"{arch}.attention.sliding_window_pattern", [t[0] == "s" for t in c["layer_types"]])
+    if arch == "granite":
+        w.add_embedding_scale(c["embedding_multiplier"])
+        w.add_residual_scale(c["residual_multiplier"])
+        w.add_attention_scale(c["attention_multiplier"])
+        w.add_logit_scale(c["logits_scaling"])
+    if arch == "gemma3":
+        w.add_float32("gemma3.rope.freq_base_swa", c["rope_parameters"]["sliding_attention"]["rope_theta"])
+        w.add_final_logit_softcapping(c["final_logit_softcapping"] or 0.0)
+    if rope["rope_type"] in ("linear", "yarn"):
+        w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        w.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("yarn", "longrope"):
+        w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        longer = c["max_position_embeddings"] / rope["original_max_position_embeddings"]
+        scale = math.sqrt(1 + math.log(longer) / math.log(rope["original_max_position_embeddings"]))
+        w.add_rope_scaling_attn_factors(scale)
+        for length in ("long", "short"):
+            w.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+    if arch == "mistral3":
+        w.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        w.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    for name, t in load_file(case.folder / "model.safetensors").items():
+        module, _, of = name.rpartition(".")
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        part = layer[2] if layer else module
+        after = dict(post_attention_layernorm="post_attention_norm" if arch in ("gemma3", "olmo2") else "ffn_norm")
+        to = (TO_GGUF | after)[part]
+        data = t.float().numpy()
+        if arch in ("smollm3", "granite", "mistral3") and to in ("attn_q", "attn_k"):
+            data = permute(data, heads if to == "attn_q" else kv)
+        if arch == "gemma3" and to.endswith("norm"):
+            data = data + 1
+        data = np.ascontiguousarray(data)
+        to = f"blk.{layer[1]}.{to}.{of}" if layer else f"{to}.{of}"
+        if data.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+            w.add_tensor(to, data)
+        else:
+            w.add_tensor(to, gguf.quants.quantize(data, kind), raw_dtype=kind)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+IN_GGUF = ["smollm3-gguf", "granite", "olmo2", "olmo3", "gemma3-gguf", "phi3-window", "phi3-partial", "phi3-long",
+           "phi4-mini", "ministral3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_GGUF, indirect=True)
+def test_gguf(case, tmp_path):
+    """The same logits from a GGUF file, in fp32 and, of the numbers that it holds, in 8 bits."""
+    kinds, prompt = gguf.GGMLQuantizationType, case.prompts[0]
+    write_gguf(tmp_path / "f32.gguf", case, kinds.F32)
+    model = load_checkpoint(tmp_path / "f32.gguf")
+    assert of_model(model.args) == of_model(case.model.args)  # a calibration of one fits the other
+    assert (forward(model, prompt) - forward(case.model, prompt)).abs().max() < TOL
+    write_gguf(tmp_path / "q8.gguf", case, kinds.Q8_0)
+    packed, dense = load_checkpoint(tmp_path / "q8.gguf"), model
+    assert isinstance(packed.layers[0].attention.wqkv, PackedLinear)
+    rounded = save_checkpoint_tensors(packed, torch.float32)
+    for name, target in tensors_of(dense).items():
+        target.put(rounded[name])
+    assert (forward(packed, prompt) - forward(dense, prompt)).abs().max() < 0.05

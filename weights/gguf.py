@@ -1,12 +1,11 @@
-"""GGUF files of Llama (also Mistral), Qwen2 and Qwen3, experts included: llama.cpp's tensors -> Hugging Face's names,
-layout and order.
+"""GGUF files of the architectures in gguf_config.py: llama.cpp's tensors -> Hugging Face's names, layout and order.
 
 Types of 4 and more bits become Codes, exactly as in the file: a block of 32 numbers has an fp16 scale d, perhaps an
 fp16 minimum m, and codes, w = d * q + m (Q4_0 to Q8_0); a block of 256 has an fp16 d and dmin whose multiples are
 scales and minima of its groups of 16 or 32 numbers (Q2_K to Q6_K, IQ4_XS). Other types, with fewer bits or tables, are
 dequantized in fp32 by gguf's own `quants.dequantize`. Layout of blocks: ggml/src/ggml-common.h of llama.cpp.
-llama.cpp rotates adjacent channels, Hugging Face channel i with i + D/2: for Llama its converter permutes the rows of q
-and k, which is undone here.
+llama.cpp rotates adjacent channels, Hugging Face channel i with i + D/2: for Llama and some others its converter
+permutes the rows of q and k, which is undone here. It adds 1 to Gemma's norms, which is taken off again.
 """
 
 from __future__ import annotations
@@ -47,6 +46,14 @@ PARTS = {
 }  # fmt: skip
 for ours, theirs in (("exps", "experts"), ("shexp", "shared_expert")):  # experts: [experts, rows, inputs]
     PARTS |= {f"ffn_{x}_{ours}": f"mlp.{theirs}.{x}_proj" for x in ("gate", "up", "down")}
+OWN_PARTS = {  # of an architecture, where they are others
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+               "post_ffw_norm": "post_feedforward_layernorm"},
+    "olmo2": {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}  # fmt: skip
+PERMUTED = ("llama", "mistral3", "smollm3", "granite")
+IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 CHUNK = 1 << 24  # numbers dequantized at a time
 
 
@@ -80,13 +87,15 @@ def gguf_layouts(path: str | Path | GGUFFile) -> Layouts:
 def gguf_tensors(path: str | Path | GGUFFile) -> Iterator[tuple[str, Tensor | Codes]]:
     """Yields (Hugging Face's name, tensor): F32, F16 and BF16 as they are, codes as Codes, other types in fp32."""
     file = _open(path)
-    config = config_of(file)
+    config, arch = config_of(file), file.text("general.architecture")
     for name in file.tensors:
-        if name == "rope_freqs.weight":  # already in the config
+        if name in IN_CONFIG:
             continue
         t, hf = _tensor(file, name), hf_name(file, name, config["num_hidden_layers"])
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(hf.split(".")[-2])
-        if heads and config["model_type"] in ("llama", "mixtral"):
+        if arch == "gemma3" and isinstance(t, Tensor) and hf.endswith("norm.weight"):
+            t = t.float() - 1
+        if heads and arch in PERMUTED:
             n, D = config[heads], config["head_dim"]
             if n < 1 or D < 2 or D % 2 or t.shape[0] != n * D:
                 raise file.error(f"tensor {name} has {t.shape[0]} rows, expected {n} heads of {D}")
@@ -105,10 +114,14 @@ def hf_name(file: GGUFFile, name: str, n_layer: int) -> str:
     """Hugging Face's name of a tensor. Raises InputError if the model has no such tensor."""
     if name in NAMES:
         return NAMES[name]
-    m = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", name)
-    if not m or m[2] not in PARTS or int(m[1]) >= n_layer:
-        raise file.error(f"tensor {name!r} belongs to no Llama, Qwen2 or Qwen3 of {n_layer} layers: not supported")
-    return f"model.layers.{m[1]}.{PARTS[m[2]]}.{m[3]}"
+    m, arch = (
+        re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)", name),
+        file.text("general.architecture"),
+    )
+    parts = PARTS | OWN_PARTS.get(arch, {})
+    if not m or m[2] not in parts or int(m[1]) >= n_layer:
+        raise file.error(f"tensor {name!r} belongs to no {arch} of {n_layer} layers: not supported")
+    return f"model.layers.{m[1]}.{parts[m[2]]}.{m[3]}"
 
 
 def _tensor(file: GGUFFile, name: str) -> Tensor | Codes:

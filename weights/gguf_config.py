@@ -12,9 +12,32 @@ from kernels.rope import RopeArgs, rope_inv_freq
 from runtime.errors import short
 from weights.gguf_file import GGUFFile, rows_of
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                 "qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}  # fmt: skip
-EXPERTS = {"llama": "mixtral", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # model types with experts
+ARCHITECTURES = {  # llama.cpp's -> transformers' class and model_type
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+}
+SCALARS = {  # keys of an architecture -> config.json's; 0 is as none
+    "granite": {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+                "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"},
+    "gemma3": {"final_logit_softcapping": "final_logit_softcapping"},
+}  # fmt: skip
+# other keys that an architecture reads below
+READS = {
+    "mistral3": ("attention.temperature_scale", "attention.temperature_length", "rope.scaling.yarn_log_multiplier"),
+    "olmo2": ("attention.sliding_window_pattern",),
+    "gemma3": ("attention.sliding_window_pattern",),
+    "phi3": ("rope.scaling.attn_factor",),
+}
+PATTERNS = {"olmo2": 4, "gemma3": 6}  # every n-th layer attends to everything, where no pattern is given
 # Unsupported keys that change the output, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
@@ -66,8 +89,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         raise file.error(f"is a {short(file_type)}, expected a model")
     if file.number("split.count", 0) > 1:
         raise file.error("is one part of several: join them with llama-gguf-split --merge")
+    own = {*SCALARS.get(arch, ()), *READS.get(arch, ())}
     for key, neutral in NEUTRAL.items():
-        value = file.metadata.get(f"{arch}.{key}")
+        value = None if key in own else file.metadata.get(f"{arch}.{key}")
         if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
             raise file.error(f"sets {arch}.{key} = {short(value)}, which is not supported and changes the output")
     dim, n_head = file.number(f"{arch}.embedding_length"), _heads(file, f"{arch}.attention.head_count")
@@ -75,14 +99,17 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if not 0 < dim < 1 << 20 or not 0 < n_head <= dim:
         raise file.error(f"has embedding_length {dim} and {n_head} heads: download it again")
     head_dim = file.number(f"{arch}.attention.key_length", dim // n_head)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (other := file.number(f"{arch}.{key}", head_dim)) != head_dim:
+    rotated = file.number(f"{arch}.rope.dimension_count", head_dim)
+    for key, other in (("attention.value_length", file.number(f"{arch}.attention.value_length", head_dim)),
+                       ("rope.dimension_count", head_dim if arch == "phi3" else rotated)):  # fmt: skip
+        if other != head_dim:
             raise file.error(f"sets {arch}.{key} = {other} beside a head_dim of {head_dim}, which is not supported")
-    if 0 < (window := file.number(f"{arch}.attention.sliding_window", 0)) < context:
+    window = file.number(f"{arch}.attention.sliding_window", 0)
+    if 0 < window < context and arch not in (*PATTERNS, "phi3"):
         raise file.error(f"sets {arch}.attention.sliding_window = {window}, which is not supported")
     config = {
-        "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
+        "architectures": [ARCHITECTURES[arch][0]],
+        "model_type": ARCHITECTURES[arch][1],
         "hidden_size": dim,
         "num_hidden_layers": n_layer,
         "num_attention_heads": n_head,
@@ -101,6 +128,23 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     }
     if file.number(f"{arch}.expert_count", 0) > 1:
         config |= _experts(file, arch)
+    for key, name in SCALARS.get(arch, {}).items():
+        if value := _real(file, f"{arch}.{key}", 0.0):
+            config[name] = value
+    config["sliding_window"] = window if arch in (*PATTERNS, "phi3") and window else None
+    if arch in PATTERNS and window:
+        config["layer_types"] = _layer_types(file, arch, n_layer)
+        config["model_type"] = "olmo3" if arch == "olmo2" else config["model_type"]
+    match arch:
+        case "granite":
+            config.setdefault("attention_multiplier", head_dim**-0.5)
+        case "gemma3":  # llama.cpp knows Gemma 3 27B by its layers
+            config["query_pre_attn_scalar"] = dim // n_head if n_layer == 62 else head_dim
+            config["rope_local_base_freq"] = _real(file, f"{arch}.rope.freq_base_swa", 10_000.0)
+        case "phi3":
+            config["partial_rotary_factor"] = rotated / head_dim
+            key = f"{arch}.rope.scaling.original_context_length"
+            config["original_max_position_embeddings"] = file.number(key, context)
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     if (key := "tokenizer.ggml.bos_token_id") in file.metadata:
         config["bos_token_id"] = file.number(key)
@@ -111,11 +155,13 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
     """The keys of a mixture of experts. Whether the weights of a token's experts sum to 1 goes by the architecture."""
-    if arch not in EXPERTS:
-        raise file.error(f"sets {arch}.expert_count, which is supported in {', '.join(EXPERTS)} alone")
-    config = dict(model_type=EXPERTS[arch], num_local_experts=file.number(f"{arch}.expert_count"),
+    if arch not in ("llama", "qwen2moe", "qwen3moe"):
+        raise file.error(f"sets {arch}.expert_count, which is supported for llama, qwen2moe and qwen3moe alone")
+    config = dict(num_local_experts=file.number(f"{arch}.expert_count"),
                   num_experts_per_tok=file.number(f"{arch}.expert_used_count"),
                   norm_topk_prob=arch != "qwen2moe")  # fmt: skip
+    if arch == "llama":
+        config |= dict(architectures=["MixtralForCausalLM"], model_type="mixtral")
     keys = dict(moe_intermediate_size="expert_feed_forward_length",
                 shared_expert_intermediate_size="expert_shared_feed_forward_length")  # fmt: skip
     found = {ours: file.number(key) for ours, k in keys.items() if (key := f"{arch}.{k}") in file.metadata}
@@ -178,23 +224,58 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str
     scaling = file.text(f"{arch}.rope.scaling.type", "none")
     factor = _real(file, f"{arch}.rope.scaling.factor", _real(file, f"{arch}.rope.scale_linear", 0.0))
     scaled = scaling != "none" and factor not in (0.0, 1.0)
+    if arch == "phi3" and "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, config)
     if scaling not in ("none", "linear", "yarn") or any(n.startswith("rope_factors") for n in file.tensors):
         raise file.error(f"rope scaling {short(scaling)} is not supported, expected none, linear, yarn or llama3's")
     if "rope_freqs.weight" in file.tensors:
         if scaled:
             raise file.error(f"has rope_freqs.weight beside rope scaling {scaling!r}, which is not supported")
         return _llama3(file, config)
+    growth = {}
+    if arch == "mistral3" and (beta := _real(file, f"{arch}.attention.temperature_scale", 0.0)):
+        original = file.number(f"{arch}.rope.scaling.original_context_length", config["max_position_embeddings"])
+        if file.number(f"{arch}.attention.temperature_length", original) not in (0, original):
+            raise file.error(f"sets {arch}.attention.temperature_length to another length than that of its yarn")
+        growth = {"llama_4_scaling_beta": beta}
     if not scaled:
-        return None
+        return {"rope_type": "default"} | growth if arch == "mistral3" else None
     if scaling == "linear":
         return {"rope_type": "linear", "factor": factor}
-    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor} | growth
+    if arch == "mistral3" and (multiplier := _real(file, f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)):
+        yarn |= {"mscale": 1.0, "mscale_all_dim": multiplier}
     if (key := f"{arch}.rope.scaling.original_context_length") in file.metadata:
         yarn["original_max_position_embeddings"] = file.number(key)
     for name in ("beta_fast", "beta_slow"):
         if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
             yarn[name] = _real(file, key)
     return yarn
+
+
+def _layer_types(file: GGUFFile, arch: str, n_layer: int) -> list[str]:
+    """By the pattern in the file, every n-th layer or a flag for each, or by llama.cpp's own."""
+    pattern: Any = file.metadata.get(f"{arch}.attention.sliding_window_pattern", PATTERNS[arch])
+    if isinstance(pattern, int) and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(n_layer)]
+    if not isinstance(pattern, list | np.ndarray) or len(pattern) < n_layer:
+        raise file.error(f"sets {arch}.attention.sliding_window_pattern = {short(pattern)} for {n_layer} layers")
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern[:n_layer]]
+
+
+def _longrope(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Phi's divisors of frequencies, from two tensors."""
+    out: dict[str, Any] = {"rope_type": "longrope"}
+    for length in ("short", "long"):
+        t = file.tensors.get(f"rope_factors_{length}.weight")
+        if t is None or t.type != 0 or len(t.shape) != 1:
+            raise file.error(f"has no rope_factors_{length}.weight in fp32 beside the other: convert it again")
+        out[f"{length}_factor"] = [float(str(x)) for x in np.array(file.raw(t.name)).view(np.float32).reshape(-1)]
+    given, original = _real(file, "phi3.rope.scaling.attn_factor", 0.0), config["original_max_position_embeddings"]
+    longer = max(config["max_position_embeddings"] / original, 1.0)
+    if given and not math.isclose(given, math.sqrt(1 + math.log(longer) / math.log(original)), rel_tol=1e-6):
+        out["attention_factor"] = given
+    return out
 
 
 def _llama3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -75,8 +75,8 @@ def gguf_name(name: str) -> str:
 
 def architecture(a: ModelArgs) -> str:
     """llama, qwen2 or qwen3. Raises InputError if none of them has these parts."""
-    if a.mlp_bias or a.o_bias or (a.qkv_bias and a.qk_norm):
-        raise InputError("llama.cpp has no architecture with the biases of this model")
+    if a.mlp_bias or a.o_bias or (a.qkv_bias and a.qk_norm) or not a.plain:
+        raise InputError("llama, qwen2 and qwen3 of llama.cpp do not compute what this model does: give a GGUF file")
     return "qwen3" if a.qk_norm else "qwen2" if a.qkv_bias else "llama"
 
 

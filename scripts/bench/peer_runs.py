@@ -61,6 +61,8 @@ def hf_config(a: ModelArgs) -> Any:
     """transformers' configuration of the same shapes."""
     import transformers as t
 
+    if not a.plain:
+        raise InputError("Llama, Qwen2 and Qwen3 do not compute what this model does: give a --checkpoint")
     kind: Any = t.Qwen3Config if a.qk_norm else t.Qwen2Config if a.qkv_bias else t.LlamaConfig
     return kind(
         hidden_size=a.dim,
@@ -160,8 +162,8 @@ class Peer(Run):
 
     def open(self) -> None:
         w, a = self.work, self.work.model.args
-        if a.head_dim * a.n_head != a.dim or a.qk_norm or a.qkv_bias:
-            raise InputError(f"{self.name} supports no q/k norm, no biases, and only head_dim = dim / n_head")
+        if a.head_dim * a.n_head != a.dim or a.qk_norm or a.qkv_bias or not a.plain:
+            raise InputError(f"{self.name} runs Llama alone, without biases and with head_dim = dim / n_head")
         model = dict(block_size=max(a.max_seq_len, w.length + w.new + 8), vocab_size=a.vocab_size, n_layer=a.n_layer,
                      n_head=a.n_head, dim=a.dim, intermediate_size=a.ffn_dim, n_local_heads=a.n_kv_head,
                      rope_base=a.rope.theta, norm_eps=a.norm_eps)  # fmt: skip
