@@ -15,7 +15,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_contract import METHODS
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from cache.spec import knob_names, parse_spec, presets, resolve
+from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from engine import Sampling
 from kernels import backend, offload, splits
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
+METHODS = sorted(method_files())
 CUDA = torch.backends.cuda.is_built()
 DEVICE = "cuda" if CUDA else "meta"
 GREEDY = Sampling()
@@ -183,7 +183,7 @@ def really(f):
 @pytest.fixture
 def gpu(monkeypatch):
     """Tensors are fake, launches are checked, and what the engine asks of a card is answered."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "" if CUDA else "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "" if CUDA else "triton")
     operators = Operators()
     monkeypatch.setattr(
         backend.triton.KernelInterface, "__getitem__", lambda kernel, grid: operators.launch(kernel, grid)
@@ -276,7 +276,7 @@ def test_kernels_are_taken(setting, dtype, gpu):
 @pytest.mark.parametrize("method", METHODS)
 def test_without_kernels(method, gpu, monkeypatch):
     """KV_FAST_BACKEND=torch: what kernels are compared with on a GPU does not come back to the host either."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     prompt, steps = conversation(model_with(method, torch.bfloat16)[0], gpu)
     assert prompt | steps <= BOTH and not gpu.launched
 

@@ -158,7 +158,7 @@ def test_what_is_no_program_is_refused(monkeypatch, capsys):
 PROGRAM = Path(os.environ.get("KV_FAST_LLAMA_CPP", ""), "llama-completion")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(not PROGRAM.is_file(), reason="KV_FAST_LLAMA_CPP names no folder with llama.cpp's llama-completion")
 @pytest.mark.parametrize(
     "prompt", ["import os", "def main():\n    ", "The code for red-door is 5371. The code for red-door"]

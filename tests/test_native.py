@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def in_cpp(monkeypatch):
-    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
+    monkeypatch.setattr("kernels.backend.BACKEND", "")
     if not native.available():
         pytest.skip("no C++ compiler")
 
@@ -47,7 +47,7 @@ def in_cpp(monkeypatch):
 @contextmanager
 def torch_versions():
     with pytest.MonkeyPatch.context() as m:
-        m.setenv("KV_FAST_BACKEND", "torch")
+        m.setattr("kernels.backend.BACKEND", "torch")
         with Operators() as operators:
             yield
         assert not operators.called
@@ -317,7 +317,7 @@ def test_torch_is_asked_for(fresh, monkeypatch):
     monkeypatch.setattr(build, "_available", lambda: pytest.fail("the library was asked for"))
     x = torch.zeros(2, 32)
     assert backend.version_for(x.device, torch.float16) == "torch"
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     assert backend.version_for(x.device, x.dtype) == "torch"
     for name, operation in OPERATIONS.items():
         if name in PROBLEMS and operation.cpp is not None:

@@ -58,8 +58,7 @@ def test_every_form(rows, bits, form):
     check(bits, rows, 16 * 5 + 3, 16 * 6, bits, 16, form, True, torch.float32)
 
 
-@pytest.mark.parametrize("sms, blocks, R", [(1, 19, 4), (2, 17, 2), (400, 9, 1)])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits, sms, blocks, R", [(4, 1, 19, 4), (16, 2, 17, 2), (8, 400, 9, 1)])
 def test_tiles_of_several_blocks(bits, sms, blocks, R, monkeypatch):
     """As on cards that are full, with blocks of the last program beyond the end, and on one that few blocks leave idle:
     there inputs are split, of which the last share ends within a tile."""
