@@ -135,6 +135,7 @@ def test_a_compiled_step_serves_other_seeds_and_lengths(compiled_inputs):
     assert len(compiled_inputs) == 11 and len(llm._steps) == E.STEPS
 
 
+@pytest.mark.slow
 def test_a_compiled_call_looks_its_tensors_up_once():
     """And each time, if it changes what Python remembers; of each layer it gets the layer's own."""
 
@@ -167,6 +168,7 @@ def test_a_compiled_call_looks_its_tensors_up_once():
     assert held[0].calls[0] == 8 and held[1].calls[0] == 6  # both the compiled step and the plain function counted
 
 
+@pytest.mark.slow
 def test_a_step_looks_again_for_another_batch_and_not_for_other_threads(tiny, monkeypatch):
     model, threads = tiny[0], torch.get_num_threads()
     model.setup_cache("full", 3, 64)

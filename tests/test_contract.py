@@ -286,6 +286,7 @@ def test_eviction_that_mixes_rows_is_found(write):
     assert run_check(write("h2o_by_row_0_dense", BY_ROW_0.replace("heavy=24", "heavy=400")), "stress").what
 
 
+@pytest.mark.slow
 def test_a_choice_among_equal_scores_is_told_of(write):
     name = write("h2o_with_ties", H2O + PICKED)
     result = run_check(name, "ragged")
@@ -413,6 +414,7 @@ class ByKeys(Compacting):
 """
 
 
+@pytest.mark.slow
 def test_a_method_compacts_without_queries(write):
     name = write("compacts_by_keys", COMPACTS)
     for check in ("stress", "ragged", "compiled"):
@@ -452,6 +454,7 @@ def test_only_the_files_own_kernels_are_run_and_compared(scale, ok, write, monke
         testing.interpret_own(write("toy_without", TOY))
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     (tmp_path / "mine.py").write_text(H2O)
     command = [sys.executable, "-m", "scripts.contract", str(tmp_path / "mine.py"), "--only", "window"]

@@ -35,6 +35,7 @@ def launches(*argv):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched_by_some_method_and_can_be():
     """On every card; nothing is compiled."""
     found = launches("--bind", *FEW)
@@ -84,6 +85,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.slow
 def test_what_cannot_be_launched_is_found(tmp_path):
     """And launches are told apart as the launcher does: by alignment, sizes of 1 and None, not by other numbers; so are
     strides, a tuple."""

@@ -141,6 +141,7 @@ def test_it_is_compiled_once(copier, tmp_path):
     assert works() and copier() == 1, "the next process finds it"
 
 
+@pytest.mark.slow
 def test_the_name_tells_what_it_was_made_of(copier, monkeypatch, tmp_path):
     assert works()
     names = [libraries(tmp_path)]

@@ -89,6 +89,7 @@ def test_the_tokens_of_fifty_texts(llm):
         assert "<|" in text or llm.tokenizer.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_it_writes_what_transformers_does(llm, reference):
     llm.use("full")
     with torch.no_grad():

@@ -230,6 +230,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(llm, tmp_path, specs=KINDS[:2]):
     todo, want = [], {}
     for i, spec in enumerate(specs):
