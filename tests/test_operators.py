@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from operators import PROBLEMS, Draw, Near, Same
+from operators import PROBLEMS, Draw
 from torch.utils._pytree import tree_map
 
 from kernels import native
@@ -175,15 +175,3 @@ def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
 def test_every_operation_is_tested():
     both = {name for name, operation in OPERATIONS.items() if operation.versions}
     assert PROBLEMS.keys() | ELSEWHERE.keys() == {x for x in both if not x.startswith("toy_")}
-
-
-def test_a_wrong_answer_is_none():
-    """What the checks of answers let pass, they should."""
-    want = Near(torch.ones(3, dtype=torch.float64))
-    for dtype, off in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
-        for version in ("torch", "cpp", "triton"):
-            want.check([torch.ones(3, dtype=dtype)], version)
-            with pytest.raises(AssertionError, match="times the tolerance"):
-                want.check([torch.ones(3, dtype=dtype) + off], version)
-    with pytest.raises(AssertionError):
-        Same(torch.zeros(2)).check([torch.tensor([0, 1e-30])], "torch")

@@ -459,23 +459,6 @@ def test_a_gguf_says_what_its_folder_says(as_gguf):
         llms[1].generate("import os", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("kind, bits", [(Q.Q8_0, 8), (Q.Q4_0, 4)], ids=["Q8_0", "Q4_0"])
-def test_codes_of_a_gguf_are_held_as_they_are(as_gguf, kind, bits):
-    """Every weight of the model is the file's, to the bit; nothing is quantized again."""
-    path = as_gguf(kind)
-    model, file = load_checkpoint(path), dict(open_checkpoint(path).tensors())
-    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    assert len(layers) == 4 * model.args.n_layer + 1 and {(m.bits, m.group) for m in layers} == {(bits, 32)}
-    held = save_checkpoint_tensors(model, torch.float32)
-    assert held.keys() == file.keys()
-    for name, t in file.items():
-        assert torch.equal(held[name], t.dequantize() if isinstance(t, Codes) else t.float()), name
-    ids = torch.randint(3, 2048, (1, 50))
-    want = load_checkpoint(path, weight_format=WeightFormat.parse("int8"))(ids)  # of another format, if asked for
-    got = model(ids)
-    assert (got - want).abs().max() < 0.02 * want.abs().max()
-
-
 WIDE = dict(model_type="llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=64, vocab_size=90, max_position_embeddings=128, rms_norm_eps=1e-5,
             rope_theta=1e4, torch_dtype="float32", tie_word_embeddings=False)  # fmt: skip
