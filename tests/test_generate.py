@@ -407,10 +407,7 @@ BAD = {
     "too many new tokens": (["--prompt", "a", "--max-new-tokens", "1000000"], "--max-new-tokens"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "--temperature"),
     "a batch that does not fit": (["--prompt", "a", "--batch-size", "1000000"], "GiB are free"),
-    "a batch that no list holds": (
-        ["--prompt", "a", "--batch-size", "9" * 23],
-        "999 is above 1000000",
-    ),
+    "a batch that no list holds": (["--prompt", "a", "--batch-size", "9" * 23], "999 is above 1000000"),
     "temperature nan": (["--prompt", "a", "--temperature", "nan"], "--temperature nan is no number"),
     "min-p": (["--prompt", "a", "--min-p", "2"], "--min-p 2.0 is above 1"),
     "repetition penalty": (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 is below"),

@@ -29,12 +29,7 @@ from scripts.shared import timing
 from weights import WeightFormat
 
 SIZES = dict(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=128, max_seq_len=64)
-MODELS = {
-    "llama": {},
-    "tied": dict(tie_embeddings=True),
-    "qwen2": dict(qkv_bias=True),
-    "qwen3": dict(qk_norm=True),
-}
+MODELS = {"llama": {}, "tied": dict(tie_embeddings=True), "qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True)}
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])

@@ -126,6 +126,7 @@ def test_more_tokens_than_were_promised_are_refused(llm):
         (lambda llm: llm.generate(torch.tensor([[1, 2]])), "a Tensor: give a list"),
         (lambda llm: llm.generate(None), "a NoneType: give a list"),
         (lambda llm: llm.generate([None, "a"]), "a NoneType: give text"),
+        (lambda llm: llm.generate([[1.0]]), "list of float: give text or a list of token ids"),
         (lambda llm: next(llm.stream(None)), "a NoneType: give text"),
         (lambda llm: llm.conversation().say(None, 3), "a NoneType: give text"),
         (lambda llm: llm.conversation().say("a", 0), "--max-new-tokens 0 is below 1"),

@@ -27,24 +27,30 @@ BINDING = [
     "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
     "double_sparsity,budget=p0.9,heads=max",
 ]  # fmt: skip
+PORT = 29500 + os.getpid() % 2000
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
 EXACT = ("full", "streaming", "random", "razor", "ojakv", "palu", "static_pca", "eigen")
 TEXTS = ["def main():\n    print(", "import os\nimport sys\n", "class A:\n    def __init__(self, x):\n        self."]
 
 
+def torchrun(n, *argv):
+    """n processes; 1: without torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, *start, *argv], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)  # fmt: skip
+
+
 def run(n, job, agents=1):
     """The results of every rank; n: processes in all, 1: without torchrun."""
-    script, env = [str(ROOT / "tests/ranks.py"), json.dumps(job)], os.environ | {"OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n // agents)]
-    if n == 1:
-        starts = [[sys.executable]]
-    elif agents == 1:
-        starts = [[*torchrun, "--standalone"]]
+    script = str(ROOT / "tests/ranks.py"), json.dumps(job)
+    if agents == 1:
+        running = [torchrun(n, *script)]
     else:
-        port = 29500 + os.getpid() % 2000
-        starts = [[*torchrun, "--nnodes", str(agents), "--rdzv-backend", "c10d",
-                   "--rdzv-endpoint", f"localhost:{port}"] for _ in range(agents)]  # fmt: skip
-    running = [subprocess.Popen([*start, *script], env=env, stderr=subprocess.PIPE, text=True) for start in starts]
+        end = ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{PORT}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n // agents), *end, *script]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        running = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(agents)]
     for process in running:
         _, err = process.communicate(timeout=900)
         assert process.returncode == 0, err[-2000:]
@@ -165,12 +171,6 @@ def test_one_process_imports_nothing_of_torch_distributed():
 # ---- what goes wrong ----
 
 
-def torchrun(n, *argv):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *argv]
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("argv, n, said", [
     (["--prompt", "x"], 3, "3 processes cannot share 8 heads, 4 KV heads and an MLP of 512: start 1, 2, 4, 8"),
@@ -236,7 +236,7 @@ def test_a_process_of_another_machine_that_dies_early_is_not_waited_for(tmp_path
     """Before it has met the others, nothing but its absence tells them."""
     (tmp_path / "early.py").write_text(EARLY)
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr",
-             "localhost", "--master-port", str(29500 + os.getpid() % 2000)]  # fmt: skip
+             "localhost", "--master-port", str(PORT)]  # fmt: skip
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([*start, "--node-rank", str(i), str(tmp_path / "early.py")], env=env, text=True,
                                 stderr=subprocess.PIPE) for i in range(2)]  # fmt: skip
@@ -251,12 +251,8 @@ def test_a_process_that_cannot_load_says_which_and_why(tmp_path):
     script.write_text("from runtime import parallel\nfrom runtime.errors import InputError, run_cli\n\n\ndef main():\n"
                       "    ranks, _ = parallel.start('cpu')\n    with ranks.agreed():\n"
                       "        if ranks.rank:\n            raise OSError('disk')\n\n\nrun_cli(main)\n")  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
-        "error: rank 1 of 2: OSError: disk"
-    ], done.stderr[-1500:]
+    _, err = torchrun(2, str(script)).communicate(timeout=120)
+    assert re.findall("^error:.*", err, re.M) == ["error: rank 1 of 2: OSError: disk"], err[-1500:]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -284,11 +280,9 @@ def test_units_are_done_in_turns(size, monkeypatch):
 
 
 def shared(n, argv):
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
-    done = subprocess.run([sys.executable, *start, *argv], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
+    process = torchrun(n, *argv)
+    _, err = process.communicate()
+    assert process.returncode == 0, err[-2000:]
 
 
 @pytest.mark.slow

@@ -16,9 +16,7 @@ from cache.spec import make_args, method_class
 from kernels import native
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
 from kernels.hadamard import hadamard_matrix
-from kernels.quantize import (
-    groups_of,
-)
+from kernels.quantize import groups_of
 from kernels.quantized_attention import QuantizedTokens, launch, quantized_append, quantized_attention, store_prompt
 from loading.checkpoint import random_transformer
 from model import ModelArgs

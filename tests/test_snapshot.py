@@ -318,18 +318,12 @@ LOAD = {
     ),  # fmt: skip
     "knob": (["a", "--method", "self_index"], "(layer 0 has budget=80 there and budget=160 here)"),
     "weights": (["a", "--method", KEYS, "--checkpoint", "{}/other"], "was saved with the weights of "),
-    "dtype": (
-        ["a", "--method", KEYS, "--dtype", "bf16"],
-        "computed in fp32, this run is in bf16: give --dtype fp32",
-    ),
+    "dtype": (["a", "--method", KEYS, "--dtype", "bf16"], "computed in fp32, this run is in bf16: give --dtype fp32"),
     "calibration": (
         ["sals", "--method", "sals", "--calibration", "{}/calibration.safetensors"],
         "was saved with another calibration",
     ),  # fmt: skip
-    "a knob alone": (
-        ["a", "--budget", "64"],
-        "takes the method and the knobs that its file names: drop budget",
-    ),
+    "a knob alone": (["a", "--budget", "64"], "takes the method and the knobs that its file names: drop budget"),
     "a prompt": (["a", "--prompt", "x"], "--load-cache brings its prompt: drop --prompt"),
     "chat": (["a", "--method", KEYS, "--chat"], "chat template"),
     "interactive": (["a", "--interactive"], "drop --batch-size and --interactive"),

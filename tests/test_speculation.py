@@ -182,10 +182,7 @@ def test_seen_grows_with_the_tokens():
     seen = torch.zeros(2, 6, dtype=torch.bool)
     seen[1, 5] = True
     out = seen_behind(seen, torch.tensor([[1, 2], [3, -1]]))
-    assert out.int().tolist() == [
-        [[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]],
-        [[0, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1]],
-    ]
+    assert out.int().tolist() == [[[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]], [[0, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1]]]
 
 
 # ---- for users ----

@@ -447,20 +447,15 @@ def is_plain(text):
     return not any(token in text for token in ("<s>", "</s>", "<unk>", "<pad>", "[CTRL]"))
 
 
-@pytest.mark.parametrize("text", [t for t in ADVERSARIAL if is_plain(t)])
-def test_sentencepiece_parity(sp_pair, text):
-    ours, sp = sp_pair
-    ids = sp.encode(text)
-    assert ours.encode(text, bos=False) == ids and ours.encode(text) == [sp.bos_id(), *ids]
-    if sp.unk_id() not in ids:
-        same_text(ours, ours.encode(text), sp.decode(ids))
-
-
 @FUZZ
 @given(text=TEXT.filter(is_plain))
-def test_sentencepiece_parity_fuzz(sp_pair, text):
+def test_sentencepiece_parity(sp_pair, text):
     ours, sp = sp_pair
-    assert ours.encode(text, bos=False) == sp.encode(text)
+    for t in (text, *filter(is_plain, ADVERSARIAL)):
+        ids = sp.encode(t)
+        assert ours.encode(t, bos=False) == ids and ours.encode(t) == [sp.bos_id(), *ids]
+        if sp.unk_id() not in ids:
+            same_text(ours, ours.encode(t), sp.decode(ids))
 
 
 @FUZZ
@@ -780,47 +775,30 @@ LOUD = "{% for m in messages %}{{ '<|im_start|>' + m.content | upper + '<|im_end
 TRIMMED = "{% for m in messages %}{{ '<|im_start|>' + m.content | trim | tojson + '<|im_end|>' }}{% endfor %}"
 
 
-def kinds():
-    """Of each kind of tokenizer, one with <|im_start|> and <|im_end|>, and the same text without special tokens."""
+@pytest.fixture(scope="module", params=["library", "sentencepiece"])
+def chatty(request, sp_protos, tmp_path_factory):
+    """Of each kind of tokenizer one with <|im_start|> and <|im_end|>."""
+    folder, config = tmp_path_factory.mktemp("chat"), {"chat_template": TRIMMED, "eos_token": "<|im_end|>"}
+    if request.param == "library":
+        return load_json(folder, llama3(), tokenizer_config=config)
     tokens = {"700": {"content": "<|im_start|>", "special": True}, "701": {"content": "<|im_end|>", "special": True}}
-    yield "library", lambda folder, proto, config: load_json(folder, llama3(), tokenizer_config=config)
-    yield (
-        "sentencepiece",
-        lambda folder, proto, config: load_tokenizer(
-            write(
-                folder,
-                tokenizer_config=config | {"added_tokens_decoder": tokens, "legacy": False},
-                **{"tokenizer.model": proto},
-            )
-        ),
-    )
+    config |= {"added_tokens_decoder": tokens, "legacy": False}
+    return load_tokenizer(write(folder, tokenizer_config=config, **{"tokenizer.model": sp_protos["llama"]}))
 
 
-@pytest.mark.parametrize(("kind", "load"), list(kinds()))
 @FUZZ
 @given(text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "hi", " ", "\n", "é", '"', "a b"]), max_size=6))
-def test_what_a_user_says_is_no_special_token(tmp_path_factory, sp_protos, kind, load, text):
+def test_what_a_user_says_is_no_special_token(chatty, text):
     """Its ids are those of the text as plain text between the template's special tokens, merged with its text."""
-    text = "".join(text)
-    config = {"chat_template": TRIMMED, "eos_token": "<|im_end|>"}
-    ours = (
-        LOADED.setdefault(kind, load(tmp_path_factory.mktemp("chat"), sp_protos["llama"], config))
-        if kind not in LOADED
-        else LOADED[kind]
-    )
+    text, ours = "".join(text), chatty
+    said_by_both = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
     start, end = ours.id_of("<|im_start|>"), ours.id_of("<|im_end|>")
-    ids = ours.encode_chat([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}])
+    ids = ours.encode_chat(said_by_both)
     said = json.dumps(text.strip(), ensure_ascii=False)
     assert [i for i in ids if i in (start, end)] == [start, end, start, end]
     assert ids[1 : ids.index(end)] == ours.encode_text(said, False, first=False)
     if "<|im_end|>" not in text:  # and then they are those of the whole text
-        assert ids == ours.encode(
-            ours.apply_chat_template([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]),
-            bos=False,
-        )
-
-
-LOADED: dict = {}
+        assert ids == ours.encode(ours.apply_chat_template(said_by_both), bos=False)
 
 
 def test_a_template_that_changes_what_is_said(tmp_path):
