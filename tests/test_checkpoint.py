@@ -287,6 +287,7 @@ BROKEN = {  # what is done to the folder -> what the message must name
         weights(lambda w: w[K_PROJ][0, :2].copy_(torch.tensor([torch.inf, -torch.inf]))),
         K_PROJ + r" in .* holds NaN or infinity as float32: download it again$",
     ),
+    "config of many brackets": (write("config.json", '{"a":' + "[" * 10_000), r"config\.json as JSON"),
 }
 
 
@@ -370,6 +371,17 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
     "odd head_dim": (dict(head_dim=7), "head_dim"),
     "eps text": (dict(rms_norm_eps="tiny"), "rms_norm_eps"),
     "eos text": (dict(eos_token_id="</s>"), "eos_token_id"),
+    "architecture not text": (dict(model_type=["llama"]), "llama"),
+    "rope type not text": (dict(rope_scaling=dict(type=["yarn"])), "yarn"),
+    "partial rotary, new key": (
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+        "partial_rotary_factor",
+    ),
+    "too few layer types": (
+        dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, layer_types=["full_attention"]),
+        "layer_types",
+    ),
+    "hidden size smaller than heads": (dict(hidden_size=2), "head_dim"),
 }
 WHOLE = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"]
 OPTIONAL = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
@@ -404,6 +416,10 @@ NEUTRAL = {
     "rope default": dict(rope_scaling=dict(rope_type="default")),
     "llama layer types": dict(layer_types=["full_attention"] * 2),
     "swish": dict(hidden_act="swish"),
+    "training keys": dict(
+        attention_dropout=0.1, pretraining_tp=2, use_cache=False, initializer_range=0.3, bos_token_id=1
+    ),
+    "null quantization": dict(quantization_config=None),
 }
 
 

@@ -220,6 +220,8 @@ REFUSED = {
     "window": (dict(ARCH__attention__sliding_window=8), {}, "sliding_window = 8"),
     "llama3 of its own": ({}, dict(rope_scaling=LLAMA3 | dict(high_freq_factor=3.0), rope_theta=5e5), "rope_freqs"),
     "alignment": (dict(general__alignment=True), {}, "alignment"),
+    "partial rotary": (dict(ARCH__rope__dimension_count=8), dict(model_type="qwen2"), "rope.dimension_count = 8"),
+    "longrope": (dict(ARCH__rope__scaling__type="longrope"), {}, "longrope"),
 }
 
 
@@ -380,6 +382,8 @@ SETTINGS_REFUSED = {
     "awq 8 bits": (dict(quant_method="awq", bits=8, group_size=32), "bits = 8"),
     "awq exllama": (dict(quant_method="awq", group_size=32, version="exllama"), "'exllama'"),
     "awq symmetric": (dict(quant_method="awq", group_size=32, zero_point=False), "zero_point = False"),
+    "method a list": (dict(quant_method=["gptq"]), "quant_method"),
+    "old marlin": (gptq_settings(is_marlin_format=True), "is_marlin_format"),
 }
 
 
@@ -398,6 +402,7 @@ GPTQ_BROKEN = {
     "groups": (lambda m: m.update(scales=m["scales"][:3]), r"expected \[4, 24\]"),
     "dtype": (lambda m: m.update(qweight=m["qweight"].long()), "int64, expected int32"),
     "bias": (lambda m: m.update(bias=torch.ones(24)), "bias.*not zero"),
+    "vector": (lambda m: m.update(qzeros=m["qzeros"].flatten()), "matrices"),
 }
 
 
@@ -423,6 +428,7 @@ SCHEMES = {  # weights, activations, what comes of it; a group of 0: with scales
     "w4a8": (dict(num_bits=4, strategy="channel"), TOKENS8, (8, None)),
     "fp8 channel": (dict(num_bits=8, type="float", strategy="channel"), TOKENS8 | dict(type="float"), None),
     "fp8 block": (dict(num_bits=8, type="float", strategy="block", block_structure=[32, 32]), None, None),
+    "fp8 tensor": (dict(num_bits=8, type="float", strategy="tensor"), TOKENS8 | dict(type="float"), None),
 }
 
 
@@ -498,6 +504,8 @@ CT_REFUSED = {
     "act-order": (ct_weights(actorder="group"), "actorder"),
     "strategy": (ct_weights(strategy="tensor_group"), "tensor_group"),
     "block": (ct_weights(strategy="block", block_structure="32x32"), "block_structure"),
+    "sparsity": (CT | dict(sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config"),
+    "float 4": (ct_weights(type="float"), "num_bits = 4"),
 }
 
 
@@ -521,6 +529,7 @@ CT_BROKEN = {
     "both": (lambda m: m.update(weight=torch.zeros(8, 64)), "packed too"),
     "nan": (lambda m: m["weight_scale"].fill_(float("nan")), "NaN"),
     "not quantized": (lambda m: (m.pop("weight_packed"), m.update(weight=torch.zeros(8, 64))), "float32 beside"),
+    "negative": (lambda m: m.update(weight_shape=torch.tensor([-8, 64])), "weight_shape"),
 }
 
 

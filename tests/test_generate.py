@@ -425,6 +425,12 @@ BAD = {
     "variable without a value": (["--chat", "--chat-arg", "think", "--prompt", "a"], "--chat-arg 'think' is not of"),
     "profile at a folder": (["--prompt", "a", "--profile", "/tmp"], "--profile: cannot write /tmp: it is a folder"),
     "profile of a long name": (["--prompt", "a", "--profile", "/tmp/" + "x" * 300], "name too long"),
+    "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
+    "missing file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
+    "temperature that fp32 rounds to 0": (
+        ["--prompt", "a", "--temperature", "1e-300"],
+        "--temperature 1e-300 is below",
+    ),
 }
 
 

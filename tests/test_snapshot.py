@@ -329,6 +329,12 @@ LOAD = {
     "interactive": (["a", "--interactive"], "drop --batch-size and --interactive"),
     "no room": (["a", "--method", KEYS, "--max-seq-len", "100"], "exceeds --max-seq-len of 100"),
     "no new tokens": (["a", "--method", KEYS, "--max-new-tokens", "0"], "--max-new-tokens 0 is below 1"),
+    "no tokens": (["no tokens"], "has no text.prompts: save it again"),
+    "kv dtype": (
+        ["a", "--method", KEYS, "--kv-dtype", "bf16"],
+        "held in fp32, this run is in bf16: give --kv-dtype fp32",
+    ),
+    "format": (["a", "--method", KEYS, "--weights", "int8"], "models/tiny --weights int8: give the"),
 }
 
 
