@@ -28,7 +28,7 @@ def tiny():
 # of each way to store and attend one; the contract compiles all, with a smaller model
 @pytest.mark.parametrize("method", [
     "double_sparsity",
-    *(pytest.param(m, marks=pytest.mark.slow) for m in ("h2o", "kivi", "ojakv", "razor", "sals", "self_index")),
+    *(pytest.param(m, marks=pytest.mark.slow) for m in ("kivi", "ojakv", "razor")),
 ])  # fmt: skip
 def test_a_compiled_step_gives_the_tokens_of_an_eager_one(tiny, method):
     """With inductor's options of this device, which on a CPU call operators from C++."""
