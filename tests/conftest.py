@@ -25,8 +25,10 @@ settings.register_profile("fixed", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-# Files that take minutes: first, so that no process is left alone with one at the end (--no-loadscope-reorder).
-LONG = {"test_compiled.py", "test_contract.py", "test_parallel.py", "test_triton_compile.py", "test_triton_contract.py"}
+# Files that take minutes, the longest first: no process is left alone with one at the end (--no-loadscope-reorder)
+LONG = [
+    f"test_{name}.py" for name in ("contract", "compiled", "parallel", "triton_contract", "triton_compile", "launches")
+]
 
 
 def pytest_addoption(parser):
@@ -35,7 +37,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # once what `-m` leaves out is gone
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(name) if (name := item.path.name) in LONG else len(LONG))
     share, cases, drawn = config.getoption("--share"), defaultdict(list), set()
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
