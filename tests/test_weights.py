@@ -75,23 +75,25 @@ def by_hand(c: Codes) -> np.ndarray:
     return wide(c.scale, c.step) * (c.codes.numpy().astype(int) - np.repeat(zero, c.group, 1))
 
 
-def check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend, monkeypatch=None):
+def product_of(seed, rows, out, n, bits, group, form, bias, dtype, device="cpu"):
+    """A packed layer, x, the weights that it stands for, and their product with x, in float64."""
     gen = torch.Generator().manual_seed(seed)
     c = None if bits == 16 else codes(gen, out, n, bits, group, form)
     layer = PackedLinear(n, out, bias, c.layout if c else Layout(16))
-    if bits == 16:
-        w = torch.randn(out, n, generator=gen)
-        layer.put(0, w)
-        w = w.bfloat16().double().numpy()
-    else:
-        layer.put(0, c)
-        w = by_hand(c)
+    w = torch.randn(out, n, generator=gen) if c is None else c
+    layer.put(0, w)
+    w = w.bfloat16().double().numpy() if c is None else by_hand(c)
     b = torch.randn(out, generator=gen)
     if bias:
         layer.bias.zero_()
         layer.put_bias(0, b)
     x = torch.randn(rows, n, generator=gen).to(dtype)
     want = x.double().numpy() @ w.T + (b.double().numpy() if bias else 0)
+    return layer.to(device), x.to(device), w, want
+
+
+def check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend):
+    layer, x, w, want = product_of(seed, rows, out, n, bits, group, form, bias, dtype)
     got = layer(x)
     assert got.shape == (rows, out) and got.dtype == dtype
     error = np.abs(got.double().numpy() - want)
