@@ -1,6 +1,6 @@
 # make demo       set up, and answer a question about a long text with a published model
 # make demo-tiny  the same with the model shipped here
-# make test       set up, and run one in SHARE (6) of each matrix's tests; make test-all runs all, the slow ones, too
+# make test       set up, and run one in SHARE (6) of each matrix's quick tests; make test-all runs all tests
 # make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -29,18 +29,18 @@ demo-tiny: .venv/runtime
 	$(PY) examples/compare.py --checkpoint models/tiny --prompt-file examples/needle.txt --method full self_index
 
 # One process per core with one thread each, because the tests are many and small. All tests of a file run in one
-# process, so that what they share is made once. SEED=N draws which cases of a matrix run (tests/conftest.py) and, unless
-# ORDER=N does, the order of files, and of tests in a file.
+# process, so that what they share is made once, and long files begin (tests/conftest.py). SEED=N draws which cases of a
+# matrix `make test` runs and, unless ORDER=N does, the order of files, and of tests in a file.
 SEED ?= 7
 ORDER ?= $(SEED)
 SHARE ?= 6
-PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile \
+PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 	--random-order-bucket=module --random-order-seed=$(ORDER)
 test: .venv/dev .venv/smollm2
 	$(PYTEST) -m "not slow" --share $(SHARE)
 
 test-all: .venv/dev .venv/smollm2
-	HYPOTHESIS_PROFILE=default $(PYTEST) --hypothesis-seed=$(SEED)
+	$(PYTEST)
 
 # Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev

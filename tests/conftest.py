@@ -1,8 +1,6 @@
 """Every test starts from the same random state. Without a GPU, Triton kernels run in Triton's interpreter.
 
-What of a matrix is run is drawn by SEED, which `.ci/run` takes from the commit: n cases of a test that is marked
-`draw(n)`, and with `--share N`, as in `make test`, one case in N of any other test, but three at least. Without SEED,
-as when pytest is called by hand, all cases run.
+With `--share N`, as in `make test`, one case in N of each test runs, but three at least: SEED draws which.
 """
 
 from __future__ import annotations
@@ -22,9 +20,15 @@ from hypothesis import settings
 
 from runtime.errors import run_cli
 
-# The same examples in every run, so that a change is what makes a test fail. `make test-all` draws others by SEED.
+# The same examples in every run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws others.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+# Files that take minutes, the longest first: no process is left alone with one at the end (--no-loadscope-reorder)
+LONG = [
+    f"test_{name}.py" for name in ("contract", "compiled", "parallel", "triton_contract", "triton_compile", "launches")
+]
 
 
 def pytest_addoption(parser):
@@ -33,33 +37,19 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # once what `-m` leaves out is gone
 def pytest_collection_modifyitems(config, items):
-    seed, share, cases = os.environ.get("SEED"), config.getoption("--share"), defaultdict(list)
+    items.sort(key=lambda item: LONG.index(name) if (name := item.path.name) in LONG else len(LONG))
+    share, cases, drawn = config.getoption("--share"), defaultdict(list), set()
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    drawn = set()
     for name, some in cases.items():
-        n, mark = len(some), some[0].get_closest_marker("draw")
-        if mark and seed:
-            n = min(n, mark.args[0])
-        elif share:
-            n = min(n, max(3, math.ceil(n / share)))
-        drawn |= set(random.Random(f"{seed} {name}").sample(some, n))
+        n = min(len(some), max(3, math.ceil(len(some) / share))) if share else len(some)
+        drawn |= set(random.Random(f"{os.environ.get('SEED')} {name}").sample(some, n))
     config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
     items[:] = [item for item in items if item in drawn]
 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
-
-
-def _follow(event, args):
-    """A process reads KV_FAST_BACKEND once (kernels/backend.py): here a change of the environment changes it, too."""
-    backend = sys.modules.get("kernels.backend")
-    if backend and event in ("os.putenv", "os.unsetenv") and os.fsdecode(args[0]) == "KV_FAST_BACKEND":
-        backend.BACKEND = os.fsdecode(args[1]) if event == "os.putenv" else ""
-
-
-sys.addaudithook(_follow)
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 from oracle_double_sparsity import LabelHead
-from oracles import attention, softmax
+from oracles import softmax
 
 NEAR = 3e-6  # what float32 may be off by, as a share of the sizes summed
 
@@ -117,28 +117,3 @@ def fewest(weights, p, forced, cap):
             break
         taken, total = taken + 1, total + w
     return taken
-
-
-def published_quest(q, k, page):
-    """Bounds of pages as github.com/mit-han-lab/Quest has them: keys times the query's signs, their maximum in each
-    page, times |q|. q [D], k [n, D]."""
-    sign = np.where(q > 0, 1.0, -1.0)
-    turned = k * sign
-    return np.array([turned[a : a + page].max(0) @ (q * sign) for a in range(0, len(k), page)])
-
-
-def published_sparq(q, k, v, r, many, local):
-    """One group as in github.com/graphcore-research/llm-inference-research: q [g, D], k and v [n, D] -> [g, D]; many is
-    its k + 1, local its local_k + 1."""
-    D, n = k.shape[1], len(k)
-    at = np.argsort(-np.abs(q).sum(0), kind="stable")[:r]
-    scale = np.sqrt(np.abs(q[:, at]).sum(1) / np.abs(q).sum(1) * D)
-    score = q[:, at] @ k[:, at].T / scale[:, None]
-    total = score.sum(0)
-    total[max(0, n - local) :] = np.inf
-    chosen = np.argsort(-total, kind="stable")[: min(many, n)]
-    out = []
-    for x, s in zip(q, score, strict=True):
-        alpha = softmax(s)[chosen].sum()
-        out.append(alpha * attention(x, list(k[chosen]), list(v[chosen])) + (1 - alpha) * v.mean(0))
-    return np.stack(out)

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import product
 
 import pytest
 import torch
-from sampled import sampled
-from test_contract import METHODS
 
 from kernels.backend import tl, triton
 from runtime.machine import ROOT
 from tests.audit import addresses
-from tests.audit.addresses import BLOCKS, edges
+from tests.audit.addresses import edges
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="natively, nothing is watched")
 
@@ -43,22 +40,23 @@ def test_what_is_masked_in_lies_in_a_tensor(by, store, n, wrong):
             shifted[(1,)](x, y, n, BY=by, STORE=store)
 
 
-# in every run the two that ask a selection for slots up to a position before the first one; whole rows and the other
-# methods' own kernels are in tests/test_triton_contract.py
-OFTEN = [("sals", "chunks"), ("double_sparsity_offload", "chunks")]
+# the two that ask a selection for slots up to a position before the first one, and other ways of selecting; whole rows
+# and the other methods' own kernels are in tests/test_triton_contract.py
+CASES = [("sals", "chunks"), ("double_sparsity_offload", "chunks"), ("sals", "alone"), ("quest", "chunks"),
+         ("self_index", "chunks"), ("hshare", "alone"), ("razor", "whole")]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, blocks", sampled(product(METHODS, BLOCKS), OFTEN))
+@pytest.mark.parametrize("name, blocks", CASES)
 def test_edges(name, blocks, monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
     seen = edges(name, blocks)
-    if not seen.launches:
-        pytest.skip("no kernels of its own")
-    assert all(seen.stores[kernel] and seen.addresses[kernel] for kernel in seen.launches), seen.stores
+    assert seen.launches and all(seen.stores[kernel] and seen.addresses[kernel] for kernel in seen.launches), (
+        seen.stores
+    )
 
 
 def test_a_methods_file_outside_the_repository(cli, monkeypatch, tmp_path):
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
     monkeypatch.setenv("KV_FAST_METHODS", "")
     code = (ROOT / "kv_methods" / "random.py").read_text()
     (tmp_path / "by_chance.py").write_text(code)
@@ -70,7 +68,7 @@ def test_a_methods_file_outside_the_repository(cli, monkeypatch, tmp_path):
 
 def test_the_report(cli, monkeypatch):
     """A row a method and way of selecting; what is read beside a tensor has its reason, and the script fails."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
 
     def failing(name, blocks, real=addresses.edges):
         if name == "tova":

@@ -234,14 +234,7 @@ def test_what_a_cache_cannot_do_is_refused_in_a_line(monkeypatch):
     refuses('attn_implementation="kv_fast"', run, model=model_of("Llama", "sdpa"))
     refuses("gradients or dropout", model, ids, past_key_values=Cache(model, "full", 64, 2))
     refuses("no method for layer|outside", Cache, model, "0-7:full", 64)
-    refuses(
-        "give it predict=no",
-        Cache,
-        trained(),
-        "double_sparsity_offload",
-        64,
-        calibration=FILE,
-    )
+    refuses("give it predict=no", Cache, trained(), "double_sparsity_offload", 64, calibration=FILE)
     refuses("is checked against the model's folder", Cache, model, "loki", 64, calibration=FILE)
     refuses("assisted", new_tokens, model, ids[:1], Cache(model, "full", 64), prompt_lookup_num_tokens=2)
     monkeypatch.setattr(model.model.layers[0].self_attn, "is_causal", False)

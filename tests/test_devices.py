@@ -141,6 +141,7 @@ print(json.dumps(machine.peak_memory(cpu)))
     assert in_process(code) == 0
 
 
+@pytest.mark.slow
 def test_kernels_on_rocm():
     """Its compiler knows neither TF32 nor a limit to registers."""
     code = """

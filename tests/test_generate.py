@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sampled import sampled
 
 import engine.llm as E
 import generate as G
@@ -17,9 +16,8 @@ import model as M
 from cache.spec import method_files
 from engine import Chat
 from engine.decode import LAG, Batch, Session, make_step
-from loading.checkpoint import load_checkpoint, random_transformer
+from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
-from model import ModelArgs
 from runtime.errors import InputError, run_cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,11 +58,8 @@ def test_greedy_is_teacher_forced_argmax(tiny):
     assert result.tokens[0] == expected and result.steps == 23
 
 
-# in every run one method of each archetype; the contract has all of them, on a smaller model
-@pytest.mark.parametrize(
-    "method",
-    sampled(sorted(method_files()), ("ojakv", "self_index")),
-)
+# the contract has all methods, on a smaller model
+@pytest.mark.parametrize("method", ("ojakv", "self_index"))
 def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
     model, tk = tiny
     texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]
@@ -86,20 +81,6 @@ def test_stop_ids_end_a_row_and_are_not_part_of_it(tiny):
     )
     assert got.tokens == [row[:n] for row, n in zip(free, first, strict=True)]
     assert [t for r, t in seen if r == 0] == got.tokens[0]
-
-
-def test_sampling(tiny):
-    model, tk = tiny
-    prompt = [tk.encode("The ", bos=True)]
-
-    def draw(**kw):
-        s = E.Sampling(**kw)
-        return session(model, "full", prompt, 20, s).run(prompt, 20).tokens[0]
-
-    greedy = draw()
-    assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
-    assert len({tuple(draw(temperature=1.5, seed=i)) for i in range(4)}) > 1
-    assert draw(temperature=1.0, top_k=1) == greedy == draw(temperature=1.0, top_p=1e-6)
 
 
 @pytest.fixture
@@ -180,20 +161,6 @@ def test_what_to_try_fits_the_dtype_that_overflowed(flags, tried, capsys, monkey
     spoil_logits(monkeypatch, 1, float("inf"))
     code, _, err = run(capsys, *ARGV, *flags.split())
     assert code == 2 and err.endswith(f"fp16 holds no number above 65504; try {tried} bf16 or fp32\n"), err
-
-
-def test_json_of_a_run_that_ended_early_holds_what_there_is(whole, capsys, monkeypatch):
-    fail_after(monkeypatch, 4)
-    code, out, err = run(capsys, *ARGV, "--json")
-    data = json.loads(out)
-    assert code == 2 and data["tokens"] == [whole[1][:4]] and data["error"] == "the method cannot go on"
-    assert err == "error: the method cannot go on\n"
-
-
-def test_a_method_that_cannot_go_on_ends_the_text_with_a_line(whole, capsys, monkeypatch):
-    fail_after(monkeypatch, 4)
-    code, out, err = run(capsys, *ARGV)
-    assert code == 2 and out == whole[0].decode(whole[1][:4]) + "\n" and err == "error: the method cannot go on\n"
 
 
 def test_batches_before_a_failure_are_kept(whole, capsys, monkeypatch):
@@ -312,15 +279,6 @@ def test_batch_size_repeats_one_prompt_and_splits_many(capsys):
     assert many["prompt_tokens"] == [len(load_tokenizer(TINY).encode(t)) for t in ("a", "import os", "def f")]
 
 
-def test_prompt_from_stdin_and_files(capsys, tmp_path, monkeypatch):
-    f = tmp_path / "p.txt"
-    f.write_text("import os\n")
-    argv = ["--max-new-tokens", "6", "--json"]
-    by_file = json.loads(run(capsys, "--prompt-file", str(f), *argv)[1])
-    by_stdin = json.loads(run(capsys, "--prompt", "-", *argv, stdin=b"import os\n", monkeypatch=monkeypatch)[1])
-    assert by_file["tokens"] == by_stdin["tokens"]
-
-
 WINDOWS = b"\xef\xbb\xbfimport os\r\nimport sys\r\n"  # a byte order mark, and CRLF
 
 
@@ -392,11 +350,6 @@ def test_profile_writes_a_trace(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_trace_that_cannot_be_written_is_told_before_the_model_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(G, "LLM", lambda *a, **kw: pytest.fail("the model was loaded"))
-    assert run(capsys, "--prompt", "a", "--profile", "/proc/t.json")[0] == 2
-
-
 def test_list_methods_names_every_file_knob_and_paper(capsys):
     code, out, _ = run(capsys, "--list-methods")
     assert code == 0 and all(f"{name}: " in out for name in method_files())
@@ -449,61 +402,18 @@ BAD = {
     "no prompt": ([], "no prompt"),
     "unknown method": (["--prompt", "a", "--method", "nope"], "unknown method 'nope'"),
     "unknown knob": (["--prompt", "a", "--method-arg", "colour=red"], "no knob 'colour'"),
-    "knob without value": (["--prompt", "a", "--method-arg", "budget"], "not of the form K=V"),
-    "knob of a wrong type": (["--prompt", "a", "--method", "self_index", "--budget", "lots"], "budget='lots'"),
-    "knob out of range": (["--prompt", "a", "--method", "self_index", "--budget", "1.5"], "out of range"),
-    "negative budget": (["--prompt", "a", "--method", "self_index", "--budget=-3"], "out of range"),
-    "bad choice": (["--prompt", "a", "--method", "self_index", "--method-arg", "store_bits=3"], "store_bits='3'"),
-    "streaming without a window": (
-        ["--prompt", "a", "--method", "streaming", "--recent", "0"],
-        "recent=0 is out of range: give 1",
-    ),
-    "bad layer spec": (["--prompt", "a", "--method", "0-99:full"], "outside"),
-    "holes in the spec": (["--prompt", "a", "--method", "0:full"], "no method for layer 1"),
     "missing checkpoint": (["--prompt", "a", "--checkpoint", "/no/such"], "/no/such not found"),
     "unknown flag": (["--bogus"], "--bogus"),
-    "missing file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
     "too many new tokens": (["--prompt", "a", "--max-new-tokens", "1000000"], "--max-new-tokens"),
-    "no new tokens": (["--prompt", "a", "--max-new-tokens", "0"], "below 1"),
     "temperature": (["--prompt", "a", "--temperature", "-1"], "--temperature"),
-    "top-p": (["--prompt", "a", "--top-p", "2"], "--top-p"),
-    "top-k": (["--prompt", "a", "--top-k", "0"], "--top-k"),
-    "batch size": (["--prompt", "a", "--batch-size", "0"], "--batch-size"),
     "a batch that does not fit": (["--prompt", "a", "--batch-size", "1000000"], "GiB are free"),
-    "a batch that no list holds": (
-        ["--prompt", "a", "--batch-size", "9" * 23],
-        "999 is above 1000000",
-    ),
+    "a batch that no list holds": (["--prompt", "a", "--batch-size", "9" * 23], "999 is above 1000000"),
     "temperature nan": (["--prompt", "a", "--temperature", "nan"], "--temperature nan is no number"),
-    "temperature inf": (["--prompt", "a", "--temperature", "inf"], "--temperature inf is above"),
-    "temperature that fp32 rounds to 0": (
-        ["--prompt", "a", "--temperature", "1e-300"],
-        "--temperature 1e-300 is below",
-    ),
-    "top-p nan": (["--prompt", "a", "--top-p", "nan"], "--top-p nan"),
-    "top-k of no tensor": (["--prompt", "a", "--top-k", "1" + "0" * 23], "--top-k 100000000000000000000000 is above"),
     "min-p": (["--prompt", "a", "--min-p", "2"], "--min-p 2.0 is above 1"),
     "repetition penalty": (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty 0.0 is below"),
     "stop string": (["--prompt", "a", "--stop", ""], "--stop is ['']: give a text"),
-    "max-seq-len": (["--prompt", "a", "--max-seq-len", "1"], "--max-seq-len 1 is below 2"),
-    "negative seed": (["--prompt", "a", "--seed", "-1"], "--seed -1 is below 0"),
-    "seed of no generator": (["--prompt", "a", "--seed", "1" + "0" * 23], "--seed 100000000000000000000000 is above"),
-    "new tokens of no list": (["--prompt", "a", "--max-new-tokens", "9" * 23], "--max-new-tokens"),
     "knob nan": (["--prompt", "a", "--method", "ojakv,eta_decode=nan"], "eta_decode=nan is out of range"),
-    "knob inf": (["--prompt", "a", "--method", "ojakv,eta_prefill=inf"], "eta_prefill=inf is out of range"),
-    "knob far too large": (
-        ["--prompt", "a", "--method", "ojakv,eta_prefill=1e30"],
-        "eta_prefill=1e+30 is out of range",
-    ),
-    "whole number of no kernel": (["--prompt", "a", "--method", f"streaming,sinks={2**63}"], "is out of range"),
     "knob of 5000 digits": (["--prompt", "a", "--method", "streaming,sinks=" + "1" * 5000], "sinks='111"),
-    "number of 4000 digits": (["--prompt", "a", "--top-k", "1" * 4000], "--top-k 11111111111111111111... is above"),
-    "layers of 5000 digits": (["--prompt", "a", "--method", "1" * 5000 + ":full"], "cannot read"),
-    "knob called spec": (["--prompt", "a", "--method-arg", "spec=full"], "no knob 'spec'"),
-    "knob called max_batch": (["--prompt", "a", "--method-arg", "max_batch=7"], "no knob 'max_batch'"),
-    "knob called self": (["--prompt", "a", "--method-arg", "self=1"], "no knob 'self'"),
-    "knob called method": (["--prompt", "a", "--method", "full,method=1"], "no knob 'method'"),
-    "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
     "unknown name": (["--prompt", "a", "--random-init", "gpt-5"], "unknown model name 'gpt-5'"),
     "both sources": (["--prompt", "a", "--random-init", "x", "--checkpoint", "y"], "not both"),
     "device": (["--prompt", "a", "--device", "abacus"], "--device abacus"),
@@ -514,9 +424,13 @@ BAD = {
     "variable without chat": (["--chat-arg", "think=false", "--prompt", "a"], "for the chat template: add --chat"),
     "variable without a value": (["--chat", "--chat-arg", "think", "--prompt", "a"], "--chat-arg 'think' is not of"),
     "profile at a folder": (["--prompt", "a", "--profile", "/tmp"], "--profile: cannot write /tmp: it is a folder"),
-    "profile where nothing is written": (["--prompt", "a", "--profile", "/proc/t.json"], "cannot write /proc/t.json"),
     "profile of a long name": (["--prompt", "a", "--profile", "/tmp/" + "x" * 300], "name too long"),
-    "profile folder": (["--prompt", "a", "--profile", "/no/such/t.json"], "/no/such"),
+    "weights that do not fit": (["--prompt", "a", "--random-init", "llama-3.3-70b"], "the model needs"),
+    "missing file": (["--prompt-file", "/no/such.txt"], "/no/such.txt"),
+    "temperature that fp32 rounds to 0": (
+        ["--prompt", "a", "--temperature", "1e-300"],
+        "--temperature 1e-300 is below",
+    ),
 }
 
 
@@ -557,13 +471,6 @@ def test_cuda_without_a_gpu(capsys):
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_prompt_longer_than_the_context(capsys, tmp_path):
-    f = tmp_path / "long.txt"
-    f.write_text("word " * 20_000)
-    code, _, err = run(capsys, "--prompt-file", str(f))
-    assert code == 2 and "context" in err and err.count("\n") == 1
-
-
 def test_prompt_file_that_is_not_utf8(capsys, tmp_path, monkeypatch):
     f = tmp_path / "latin.txt"
     f.write_bytes(b"caf\xe9")
@@ -577,12 +484,3 @@ def test_a_real_process_exits_2_without_a_traceback():
     argv = [sys.executable, "generate.py", "--method", "nope", "--prompt", "a"]
     r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert r.returncode == 2 and r.stderr.startswith("error: ") and "Traceback" not in r.stderr
-
-
-def test_prefill_that_does_not_fit_is_refused_before_it_starts(monkeypatch):
-    args = ModelArgs(dim=32, n_layer=1, n_head=1, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=64)
-    model = random_transformer(args, "cpu", torch.float32)
-    model.setup_cache("full", 1, 64)
-    monkeypatch.setattr("runtime.machine.available_memory", lambda device: 1000)
-    with pytest.raises(InputError, match="prefill of 1 x 60 tokens needs"):
-        model.prefill(torch.zeros(1, 60, dtype=torch.int64), torch.tensor([60]))

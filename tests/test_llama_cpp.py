@@ -29,12 +29,7 @@ from scripts.shared import timing
 from weights import WeightFormat
 
 SIZES = dict(dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=128, max_seq_len=64)
-MODELS = {
-    "llama": {},
-    "tied": dict(tie_embeddings=True),
-    "qwen2": dict(qkv_bias=True),
-    "qwen3": dict(qk_norm=True),
-}
+MODELS = {"llama": {}, "tied": dict(tie_embeddings=True), "qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True)}
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8", "int4"])
@@ -158,7 +153,7 @@ def test_what_is_no_program_is_refused(monkeypatch, capsys):
 PROGRAM = Path(os.environ.get("KV_FAST_LLAMA_CPP", ""), "llama-completion")
 
 
-@pytest.mark.slow
+@pytest.mark.real
 @pytest.mark.skipif(not PROGRAM.is_file(), reason="KV_FAST_LLAMA_CPP names no folder with llama.cpp's llama-completion")
 @pytest.mark.parametrize(
     "prompt", ["import os", "def main():\n    ", "The code for red-door is 5371. The code for red-door"]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sampled import sampled
 
 from cache.spec import method_files
 from cache.trace import observe
@@ -29,7 +28,7 @@ def prompt_of(llm, n, seed=0):
     return torch.randint(300, 1900, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("method", sampled(METHODS, ("full", "h2o", "ojakv", "razor", "self_index")))
+@pytest.mark.parametrize("method", ("full", "h2o", "ojakv", "razor", "self_index"))
 def test_generate_stream_and_decode_agree(llm, method):
     """Batched, streamed and by hand the same greedy tokens, and none of them keeps an autograd history."""
     llm.use(method)
@@ -88,13 +87,6 @@ def test_a_second_call_of_the_same_size_uses_the_same_cache(llm):
     assert llm.model.cache is not cache
 
 
-def test_streams_text_and_samples_repeatably(llm):
-    llm.use("full")
-    pieces, draw = [], Sampling(temperature=0.9, top_p=0.9, seed=3)
-    (c,) = llm.generate("import os\n", 20, draw, on_text=lambda row, piece: pieces.append(piece))
-    assert "".join(pieces) == c.text and llm.generate("import os\n", 20, draw)[0].tokens == c.tokens
-
-
 def test_short_contexts_allocate_what_they_can_fill(llm, monkeypatch):
     """A prompt of 11 tokens once took 3.4 times the bytes of full. Any token ends the text: room is for 128."""
     monkeypatch.setattr(LLM, "stop_ids", frozenset(range(llm.model.args.vocab_size)))
@@ -119,45 +111,29 @@ def test_more_tokens_than_were_promised_are_refused(llm):
     [
         (lambda llm: llm.use("nope"), "unknown method"),
         (lambda llm: llm.use("self_index", colour=1), "no knob 'colour'"),
-        (lambda llm: llm.use("self_index", self=1, method="x"), "no knob"),
         (lambda llm: LLM(TINY, self=1), "no knob 'self'"),
-        (lambda llm: LLM(TINY, max_batch=7), "no knob 'max_batch'"),
         (lambda llm: llm.use("ojakv", eta_decode=10**400), "out of range"),
         (lambda llm: Sampling(temperature=float("nan")), "--temperature nan is no number"),
-        (lambda llm: llm.generate([]), "no prompt"),
         (lambda llm: llm.generate([[]]), "no tokens"),
         (lambda llm: llm.generate([[5] * 5000]), "context"),
-        (lambda llm: LLM("/no/such"), "/no/such"),
-        (lambda llm: llm.generate([[1, 2048]]), "token 2048, the model embeds 2048"),
         (lambda llm: llm.generate([[-1]]), "token -1, the model embeds"),
-        (lambda llm: llm.generate(["a"], questions=[[1, 2048]]), "token 2048, the model embeds"),
         (lambda llm: llm.generate(["a"], questions=["b", "c"], batch_size=1), "are one batch: drop --batch-size"),
         (lambda llm: llm.generate(["a"], chat=True), r"chat=True is no Chat: give Chat\(\)"),
-        (lambda llm: llm.conversation(chat=True), r"chat=True is no Chat"),
         (
             lambda llm: llm.generate([1, 2, 3]),
             r"a list: give a list, of texts or of lists of token ids, as \[\[1, 2, 3\]\]",
         ),
         (lambda llm: llm.generate(torch.tensor([[1, 2]])), "a Tensor: give a list"),
-        (lambda llm: llm.generate([torch.tensor([1, 2])]), "a Tensor: give text or a list of token ids, .* tolist"),
         (lambda llm: llm.generate(None), "a NoneType: give a list"),
         (lambda llm: llm.generate([None, "a"]), "a NoneType: give text"),
         (lambda llm: llm.generate([[1.0]]), "list of float: give text or a list of token ids"),
         (lambda llm: next(llm.stream(None)), "a NoneType: give text"),
-        (lambda llm: next(llm.stream(torch.tensor([1]))), "a Tensor: give text"),
         (lambda llm: llm.conversation().say(None, 3), "a NoneType: give text"),
-        (lambda llm: llm.conversation().say("a", 2.5), "--max-new-tokens is 2.5, a float: give a whole number"),
         (lambda llm: llm.conversation().say("a", 0), "--max-new-tokens 0 is below 1"),
-        (lambda llm: llm.generate("a", 5.0), "--max-new-tokens is 5.0, a float: give a whole number, 1 or more"),
         (lambda llm: llm.generate("a", None), "--max-new-tokens is None"),
-        (lambda llm: next(llm.stream("a", 5.0)), "--max-new-tokens is 5.0"),
         (lambda llm: llm.generate("a", batch_size=0), "--batch-size 0 is below 1"),
-        (lambda llm: llm.generate("a", batch_size=-1), "--batch-size -1 is below 1"),
-        (lambda llm: llm.generate("a", batch_size=2.0), "--batch-size is 2.0"),
         (lambda llm: Sampling(top_k=2.0), "--top-k is 2.0"),
-        (lambda llm: Sampling(seed=1.5), "--seed is 1.5"),
         (lambda llm: Sampling(temperature=None), "--temperature is a NoneType: give a number"),
-        (lambda llm: Sampling(top_p="most"), "--top-p is a str: give a number"),
         (lambda llm: LLM(TINY, max_seq_len=80.0), "--max-seq-len is 80.0"),
     ],
 )

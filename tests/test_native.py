@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from operators import PROBLEMS
+from operators import PROBLEMS, Near, attend
 from test_operators import check as check_operator
 from test_operators import draw, finite
 from torch._inductor.utils import run_and_get_code
@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def in_cpp(monkeypatch):
-    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
+    monkeypatch.setattr("kernels.backend.BACKEND", "")
     if not native.available():
         pytest.skip("no C++ compiler")
 
@@ -47,7 +47,7 @@ def in_cpp(monkeypatch):
 @contextmanager
 def torch_versions():
     with pytest.MonkeyPatch.context() as m:
-        m.setenv("KV_FAST_BACKEND", "torch")
+        m.setattr("kernels.backend.BACKEND", "torch")
         with Operators() as operators:
             yield
         assert not operators.called
@@ -86,28 +86,6 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def array(x):
-    return x.double().numpy()
-
-
-def softmax_mean(q, keys, values, weights=None):
-    """One query [D] over [n, D] keys and values, of which each counts as often as its weight; zeros of none."""
-    if len(keys) == 0:
-        return np.zeros(len(q))
-    with np.errstate(divide="ignore"):
-        logits = keys @ q / np.sqrt(len(q)) + (0 if weights is None else np.log(weights))
-    p = np.exp(logits - logits.max())
-    return p @ values / p.sum()
-
-
-def check(got, want, dtype, size=1.0):
-    """size: of the logits; an error of theirs is one of the result."""
-    assert got.dtype == dtype and got.isfinite().all()
-    tol = 3e-5 * size * (1 + np.abs(want)) + (2**-8 * np.abs(want) if dtype == torch.bfloat16 else 0)
-    error = np.abs(array(got) - want)
-    assert (error <= tol).all(), f"off by {(error / tol).max():.3g} times the tolerance"
-
-
 def test_logits_that_rise_and_fall_by_more_than_a_float_holds():
     """Each block's largest logit is far above, or far below, that of the one before: what was summed is rescaled."""
     q, k, v = torch.zeros(1, 2, 32), torch.zeros(1, 1, 200, 32), rand(generator(0), 1, 1, 200, 32)
@@ -115,8 +93,7 @@ def test_logits_that_rise_and_fall_by_more_than_a_float_holds():
     for steps in (1.0, 5.0, 40.0, 1000.0):
         k[..., 0] = torch.arange(200) * steps
         got = decode_attention(q, k, v, torch.tensor([0]), torch.tensor([200]))
-        want = [softmax_mean(array(x), array(k[0, 0]), array(v[0, 0])) for x in q[0]]
-        check(got[0], np.stack(want), torch.float32, 30.0)
+        Near(torch.stack([attend(x, k[0, 0], v[0, 0]) for x in q[0]]), 30.0).check([got[0]], "cpp")
 
 
 def test_infinite_and_nan_keys():
@@ -128,8 +105,8 @@ def test_infinite_and_nan_keys():
         x = k.clone()
         x[0, 0, low] = -INF
         rest = [t for t in range(100) if t not in range(*low.indices(100))]
-        want = softmax_mean(array(q[0, 0]), array(k[0, 0, rest]), array(v[0, 0, rest]))
-        check(decode_attention(q, x, v, *span)[0, 0], want, torch.float32)
+        want = Near(attend(q[0, 0], k[0, 0, rest], v[0, 0, rest]))
+        want.check([decode_attention(q, x, v, *span)[0, 0]], "cpp")
     for dtype, at in product(DTYPES, (0, 31, 99)):
         x = k.clone()
         x[0, 0, at, 3] = NAN
@@ -317,7 +294,7 @@ def test_torch_is_asked_for(fresh, monkeypatch):
     monkeypatch.setattr(build, "_available", lambda: pytest.fail("the library was asked for"))
     x = torch.zeros(2, 32)
     assert backend.version_for(x.device, torch.float16) == "torch"
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     assert backend.version_for(x.device, x.dtype) == "torch"
     for name, operation in OPERATIONS.items():
         if name in PROBLEMS and operation.cpp is not None:

@@ -102,13 +102,6 @@ def test_prompt(case, last, window, cut):
     prompt_is_float64(case, last, window, cut)
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
-@given(prompt_cases(longest=150), LASTS, WINDOWS, CUTS)
-def test_prompt_matrix(case, last, window, cut):
-    prompt_is_float64(case, last, window, cut)
-
-
 @pytest.mark.parametrize("window", (None, 100))
 def test_a_prompt_of_several_blocks(window):
     """As launches cut it; y and mass as by other ways."""

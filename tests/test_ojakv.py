@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from oracle_ojakv import OjaRow, energy_rank, oja, residual_energy, subspace_overlap
-from oracles import causal_attention, rotate
+from oracle_ojakv import OjaRow, energy_rank, oja, residual_energy
+from oracles import rotate
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
@@ -43,19 +42,6 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths
     "snapkv-tokens": (SHORT | dict(keep=20), (2, 2, 32), (5, 20, 21, 60)),
     "snapkv-half": (SHORT | dict(keep=0.5, n_start=3, n_recent=2), (4, 1, 64), (6, 44)),
 }
-# every rule, stale latents either way, in latent space and not, 1 to 8 query heads a KV head, each head dimension
-OFTEN = ("short", "grouped-by-3", "grouped-by-8", "many-important", "batch", "stale-13", "reconstruct-stale",
-         "energy-rebuilt", "column", "snapkv-half")  # fmt: skip
-FULL = [
-    (dict(rank=rank, rule=rule, eta_prefill=pre, eta_decode=dec, stale=stale, latent=latent, n_start=exempt,
-          n_recent=exempt, update_every=every, query_window=window, important=0.1, keep=keep), (g, h, d), (3, 40, 70))
-    for i, (rule, pre, dec) in enumerate((("column", 0.1, 0.05), ("column", 0.5, 0.3), ("sequential", 0.1, 0.05),
-                                          ("batch", 0.5, 0.3), ("raw", 0.003, 0.001)))
-    for j, (stale, latent) in enumerate((("rotate", False), ("keep", False), ("rotate", True), ("keep", True)))
-    for rank, exempt, every, window, keep in (((0.6, 32, 32, 32, None), (0.8, 5, 7, 40, 0.5), (0.3, 0, 40, 1, None),
-                                               (0.6, 16, 4, 16, 33))[(i + j) % 4],)
-    for g, h, d in (((1, 2, 128), (3, 2, 32), (4, 1, 64), (8, 1, 96), (4, 2, 32))[(i + 2 * j) % 5],)
-]  # fmt: skip
 STEPS = 40
 NOISE = 3e-7  # five roundings of float32
 
@@ -63,10 +49,6 @@ NOISE = 3e-7  # five roundings of float32
 @functools.cache
 def ojakv():
     return method_class("ojakv")
-
-
-class Ambiguous(Exception):
-    """These random numbers hang on roundings: try others."""
 
 
 # ---- numbers ----
@@ -153,7 +135,7 @@ def start(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
         ask = oracle_knobs(method.args, calib, d)
         rows.append([OjaRow(*(x[:, :n] for x in t), *bases, **ask) for t in both])
         if rows[b][0].margin < 1e-4:
-            raise Ambiguous("two tokens are equally important")
+            pytest.fail("two tokens are equally important: try other random numbers")
     return method, rows, (q, k, v), text, y
 
 
@@ -183,33 +165,7 @@ def compare(knobs, shape, lengths, seed=0, steps=STEPS, tol=5e-4):
                 row.maintain()
             same(out[b], want, f"step {step} row {b}")
         method.maintain(step + 1)
-    if np.mean(opened) > 0.02:
-        raise Ambiguous("most of this is rounding")
-
-
-def compare_some(*args, seed, **kw):
-    """`compare` on the first random numbers that decide something."""
-    for s in range(seed, seed + 5000, 1000):
-        try:
-            return compare(*args, seed=s, **kw)
-        except Ambiguous:
-            continue
-    pytest.fail("every seed is ambiguous")
-
-
-def run(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
-    """The method alone -> prefill [B, Hq, S, D], decoded [steps, B, Hq, D], and what dense attention gives for both."""
-    method, _, (q, k, v), text, y = start(knobs, shape, lengths, seed, steps, shift)
-    length, out, exact = torch.tensor(lengths), [], []
-    dense = [causal_attention(*(x[None] for x in row))[0] for row in text]
-    for step in range(steps):
-        pos = length + step
-        out.append(
-            method.decode(*(torch.stack([x[b, :, p] for b, p in enumerate(pos.tolist())]) for x in (q, k, v)), pos)
-        )
-        exact.append(np.stack([dense[b][:, p] for b, p in enumerate(pos.tolist())]))
-        method.maintain(step + 1)
-    return y, torch.stack(out), dense, np.stack(exact)
+    assert np.mean(opened) < 0.02, "most of this is rounding: try other random numbers"
 
 
 # ---- against the oracle ----
@@ -218,21 +174,6 @@ def run(knobs, shape, lengths, seed=0, steps=STEPS, shift=0.6):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     compare(*CASES[case])
-
-
-@pytest.mark.slow
-@pytest.mark.draw(6)
-@pytest.mark.parametrize("i", range(len(FULL)))
-def test_equals_the_oracle_full_matrix(i):
-    compare_some(*FULL[i], seed=i)
-
-
-@pytest.mark.slow
-@pytest.mark.draw(4)
-@pytest.mark.parametrize("d", [32, 64, 96, 128])
-@pytest.mark.parametrize("g", [1, 3, 4, 8])
-def test_equals_the_oracle_at_all_shapes(g, d):
-    compare_some(SHORT | dict(important=0.2), (g, 2, d), (5, 30), seed=g * d, steps=16)
 
 
 def oracle_steps(basis, x, eta, rule="sequential"):
@@ -248,7 +189,7 @@ def oracle_steps(basis, x, eta, rule="sequential"):
 @pytest.mark.parametrize(("d", "r", "m"), [(64, 38, 205), (128, 77, 32), (40, 17, 3), (32, 32, 50), (64, 1, 0)])
 def test_token_by_token_is_the_oracle(d, r, m, backend, monkeypatch):
     """Sec. 5.2, in C++ and in torch: rows with fewer tokens end in zeros, and those change nothing."""
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    monkeypatch.setattr("kernels.backend.BACKEND", backend)
     gen = torch.Generator().manual_seed(d)
     basis = torch.linalg.qr(torch.randn(3, 2, d, d, generator=gen)).Q[..., :r]
     x = torch.randn(3, 2, m, d, generator=gen) @ mixing(0, 2, d).mT * 30
@@ -288,100 +229,6 @@ def test_the_default_rule_follows_a_shift():
 # ---- what the paper promises ----
 
 
-@pytest.mark.parametrize("rule, stale", list(product(["column", "sequential", "batch", "raw"], ["rotate", "keep"])))
-def test_no_update_flips_a_column(rule, stale):
-    """With next to no learning the basis stays what it is, so old latents must too. LAPACK's QR of an orthonormal basis
-    gives it back with signs of its own: a flipped column would invert a coordinate of everything stored before."""
-    knobs = dict(
-        n_start=0, n_recent=0, update_every=4, query_window=8, rule=rule, stale=stale, eta_prefill=1e-7, eta_decode=1e-7
-    )
-    shape, lengths = (2, 2, 64), (30, 45)
-    y, out, *_ = run(knobs, shape, lengths)
-    y_static, out_static, *_ = run(knobs | dict(adapt=False), shape, lengths)
-    for b, n in enumerate(lengths):
-        assert torch.allclose(y[b, :, :n], y_static[b, :, :n], atol=2e-4)
-    assert torch.allclose(out, out_static, atol=2e-4)
-
-
-@pytest.mark.parametrize(
-    "shape, stale",
-    list(product([(1, 2, 64), (4, 1, 96), (8, 1, 128), (3, 2, 32)], ["rotate", "keep"])),
-)
-def test_latent_space_gives_the_same(shape, stale):
-    """Appendix A.3: folding the bases into query and output equals reconstructing keys and values."""
-    knobs, lengths = SHORT | dict(stale=stale, important=0.1), (3, 9, 40)
-    a, b = (run(knobs | dict(latent=latent), shape, lengths, steps=20) for latent in (False, True))
-    assert torch.allclose(a[1], b[1], atol=2e-5)
-    for row, n in enumerate(lengths):
-        assert torch.allclose(a[0][row, :, :n], b[0][row, :, :n], atol=2e-5)
-
-
-@pytest.mark.parametrize("latent", [False, True])
-def test_exempt_tokens_are_exact(latent):
-    """A prompt of no more than the exemptions is not compressed at all, nor are decoded tokens before the update."""
-    knobs = dict(rank=0.25, n_start=6, n_recent=6, update_every=8, query_window=8, latent=latent)
-    lengths = (1, 5, 6, 7, 12)
-    y, out, dense, exact = run(knobs, (2, 2, 32), lengths, steps=8)
-    for b, n in enumerate(lengths):
-        assert np.abs(y[b, :, :n].double().numpy() - dense[b][:, :n]).max() < 1e-4
-    assert np.abs(out.double().numpy() - exact).max() < 1e-4
-    y, out, dense, exact = run(knobs, (2, 2, 32), (13,), steps=9)
-    gap = np.abs(y[0].double().numpy() - dense[0][:, :13]).max((0, 2))
-    assert gap[:6].max() < 1e-4 < gap[6:].min(), "token 6 of 13 is compressed, and seen by all after it"
-    assert np.abs(out[-1].double().numpy() - exact[-1]).max() > 1e-2
-
-
-def test_prefill_attention_sees_the_reconstruction():
-    """The paper's log-likelihood tables change under compression: the prompt's own attention is compressed too."""
-    y, _, dense, _ = run(SHORT | dict(rank=0.4), (2, 1, 64), (60,), steps=1)
-    gap = np.abs(y[0].double().numpy() - dense[0][:, :60]).max((0, 2))
-    assert gap[:4].max() < 1e-4 and gap[10:].min() > 1e-3
-
-
-def test_adaptation_lowers_the_error_under_a_shift():
-    """Section 4, Table 1. With a prompt from other directions than the calibration's, the residual energy of the middle
-    tokens falls with the prompt's update and again with those of decoding, and so does the error of the attention."""
-    shape, lengths, steps = (2, 2, 64), (160,), 96
-    knobs = SHORT | dict(rank=0.4, update_every=16, query_window=32, important=0.3, eta_prefill=0.3, eta_decode=0.2)
-    errors = []
-    for adapt in (True, False):
-        y, out, dense, exact = run(knobs | dict(adapt=adapt), shape, lengths, steps=steps, shift=0.95)
-        late = np.abs(out.double().numpy() - exact)[-16:].mean()
-        errors.append((np.abs(y[0].double().numpy() - dense[0][:, :160]).mean(), late))
-    assert errors[0][0] < 0.97 * errors[1][0], errors
-    assert errors[0][1] < 0.9 * errors[1][1], errors
-
-    _, rows, _, text, _ = start(
-        knobs, shape, lengths, steps=steps, shift=0.95
-    )  # of the oracle, which the method equals
-    _, static, *_ = start(knobs | dict(adapt=False), shape, lengths, steps=steps, shift=0.95)
-    row, (_, k, v) = rows[0][0], text[0]
-    for h in range(2):
-        middle = [k[h, t] for t in range(4, 156)]
-        best = np.linalg.svd(np.array(middle))[2][: row.u[h].shape[1]].T
-        before, after = residual_energy(static[0][0].u[h], middle), residual_energy(row.u[h], middle)
-        assert residual_energy(best, middle) < after < 0.95 * before
-        assert subspace_overlap(row.u[h], best) > subspace_overlap(static[0][0].u[h], best)
-    later = [k[0, t] for t in range(160, 256)]
-    ratios = [residual_energy(row.u[0], later)]
-    for t in range(160, 256):
-        row.append(t, k[:, t], v[:, t])
-        row.maintain()
-        if (t - 159) % 16 == 0:
-            ratios.append(residual_energy(row.u[0], later))
-    assert ratios == sorted(ratios, reverse=True), "each update of the decoding fits its text better"
-
-
-def test_rotated_latents_lose_less_than_stale_ones():
-    """Where the bases turn far; where they hardly turn, what a rotation cuts off may weigh more than a stale basis."""
-    knobs = dict(rank=0.5, n_start=0, n_recent=0, update_every=4, query_window=16, eta_decode=2.0)
-    errors = []
-    for stale in ("rotate", "keep"):
-        _, out, _, exact = run(knobs | dict(stale=stale), (2, 2, 64), (60,))
-        errors.append(np.abs(out.double().numpy() - exact)[-10:].mean())
-    assert errors[0] < errors[1]
-
-
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
 def test_energy_rule(share):
     """The smallest rank that keeps the share in every head: seen in the bytes, and in the output by the oracle."""
@@ -398,14 +245,6 @@ def test_energy_rule(share):
 
 
 # ---- SnapKV composition, Section 7 ----
-
-
-def test_keep_everything_is_no_eviction():
-    a = run(SHORT, (2, 2, 32), (5, 40), steps=20)
-    for keep in (1.0, 40, 500):
-        b = run(SHORT | dict(keep=keep), (2, 2, 32), (5, 40), steps=20)
-        assert torch.allclose(a[1], b[1], atol=1e-5)
-        assert torch.allclose(a[0][1], b[0][1], atol=1e-5)
 
 
 def decode_all(method, x, prompt, steps):

@@ -1,19 +1,19 @@
 """Every operation in each version that it has, torch, C++ and Triton, against the answers of tests/operators.py.
 
 Triton kernels are interpreted where there is no GPU. Quick tests have the same problems in every run; SEED draws those
-of the slow ones, and `.ci/run` takes it from the commit.
+of the slow ones.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from operators import PROBLEMS, Draw, Near, Same
-from sampled import SEED, sampled
+from operators import PROBLEMS, Draw
 from torch.utils._pytree import tree_map
 
 from kernels import native
@@ -24,6 +24,7 @@ for path in (ROOT / "kernels").glob("[!_]*.py"):
     importlib.import_module(f"kernels.{path.stem}")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SEED = int(os.environ.get("SEED") or 0)
 DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch.bfloat16),
           "triton": (torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 # Operations that are tested where their methods or formats are.
@@ -111,7 +112,7 @@ def same_bits(x: torch.Tensor | None, y: torch.Tensor | None, answer: Any) -> bo
 @pytest.fixture(autouse=True)
 def as_it_is(monkeypatch):
     """No choice of a version by the environment; what a kernel leaves unwritten is NaN."""
-    monkeypatch.delenv("KV_FAST_BACKEND", raising=False)
+    monkeypatch.setattr("kernels.backend.BACKEND", "")
     empty = torch.empty
     filled = lambda x: x.fill_(float("nan")) if x.is_floating_point() else x  # noqa: E731
     monkeypatch.setattr(torch, "empty", lambda *size, **kw: filled(empty(*size, **kw)))
@@ -135,9 +136,9 @@ def test_it_is_float64(name, version):
 @every_version
 def test_it_is_float64_of_other_draws(name, version):
     skip_without(version)
-    for seed in range(12 if version == "triton" else 100):
+    for seed in range(4 if version == "triton" else 30):
         check(name, version, 1000 + 1000 * SEED + seed)
-    for seed in range(0 if version == "triton" else 10):
+    for seed in range(0 if version == "triton" else 3):
         check(name, version, 1000 + 1000 * SEED + seed, "long")
 
 
@@ -146,7 +147,9 @@ COMPILED = [x for x in VERSIONS if x[1] != "torch"]
 OFTEN = [x for x in COMPILED if x[1] == "cpp" or x[0] in ("quantize", "topk_select", "rotate_append")]
 
 
-@pytest.mark.parametrize("name, version", sampled(COMPILED, OFTEN))
+@pytest.mark.parametrize("name, version", [
+    pytest.param(*x, marks=() if x in OFTEN else pytest.mark.slow) for x in COMPILED
+])  # fmt: skip
 def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
     """A compiled step is one graph and gives what the eager step gives; the operator's schema and shapes are true."""
     skip_without(version)
@@ -156,7 +159,7 @@ def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
         args = finite(args)
         if serves(operation, version, args):
             break
-    monkeypatch.setenv("KV_FAST_BACKEND", "" if version == "cpp" else "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "" if version == "cpp" else "triton")
     want, op = call(operation, version, args), operation.cpp if version == "cpp" else operation.op
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     torch._dynamo.reset()
@@ -174,15 +177,3 @@ def test_a_graph_calls_what_it_expects(name, version, monkeypatch):
 def test_every_operation_is_tested():
     both = {name for name, operation in OPERATIONS.items() if operation.versions}
     assert PROBLEMS.keys() | ELSEWHERE.keys() == {x for x in both if not x.startswith("toy_")}
-
-
-def test_a_wrong_answer_is_none():
-    """What the checks of answers let pass, they should."""
-    want = Near(torch.ones(3, dtype=torch.float64))
-    for dtype, off in ((torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
-        for version in ("torch", "cpp", "triton"):
-            want.check([torch.ones(3, dtype=dtype)], version)
-            with pytest.raises(AssertionError, match="times the tolerance"):
-                want.check([torch.ones(3, dtype=dtype) + off], version)
-    with pytest.raises(AssertionError):
-        Same(torch.zeros(2)).check([torch.tensor([0, 1e-30])], "torch")

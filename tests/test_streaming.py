@@ -64,9 +64,7 @@ def test_equals_the_oracle(case, positions):
     compare(dict(sinks=sinks, recent=recent, positions=positions), lengths, steps)
 
 
-@pytest.mark.parametrize("positions", ["original", "cache"])
-@pytest.mark.parametrize("g", [1, 3, 8])
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("g, d, positions", [(1, 128, "original"), (3, 64, "cache"), (8, 96, "original")])
 def test_shapes(g, d, positions):
     compare(dict(sinks=3, recent=9, positions=positions), (1, 12, 30), 15, (g, 1, d))
 
@@ -84,8 +82,3 @@ def test_cache_positions_differ_only_once_tokens_are_forgotten():
             for p in ("original", "cache"))  # fmt: skip
     assert torch.allclose(a[:10], b[:10], atol=1e-5)
     assert all(not torch.allclose(x, y, atol=1e-3) for x, y in zip(a[12:], b[12:], strict=True))
-
-
-def test_memory_does_not_grow_with_the_context():
-    small, large = (layer(dict(sinks=4, recent=60), 2, 1, 32, 1, T) for T in (64, 4096))
-    assert small.nbytes() == large.nbytes() == {"k": 64 * 32 * 4, "v": 64 * 32 * 4}

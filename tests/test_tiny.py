@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sampled import sampled
 
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
@@ -52,12 +51,9 @@ def test_what_trains_is_the_decoder():
         assert torch.equal(early, list(model.hidden_states(tokens))[2])
 
 
-SAMPLES = pytest.mark.parametrize("n", sampled((10, 20), (10,)))
-
-
-def found(evaluation, n):
-    """The share of n needles."""
-    return np.mean(scores(evaluation, "needle", 512, n))
+def found(evaluation):
+    """The share of ten needles."""
+    return np.mean(scores(evaluation, "needle", 512, 10))
 
 
 def scores(evaluation, task, length, n):
@@ -65,37 +61,33 @@ def scores(evaluation, task, length, n):
     return [score for i in range(0, n, 5) for *_, score in evaluation.ask(asked[i : i + 5])]
 
 
-@SAMPLES
 @pytest.mark.parametrize("method, knobs", [("full", {}), ("self_index", dict(tail=64))], ids=["full", "self_index"])
-def test_it_finds_a_needle(evaluation, method, knobs, n):
+def test_it_finds_a_needle(evaluation, method, knobs):
     evaluation.setup({method: (method, knobs)}, 512 + 64)
-    assert found(evaluation, n) >= (0.9 if method == "full" else 0.75)
+    assert found(evaluation) >= (0.9 if method == "full" else 0.75)
 
 
-@SAMPLES
-def test_forgetting_loses_the_needle(evaluation, n):
+def test_forgetting_loses_the_needle(evaluation):
     """The control: a needle outside of the window cannot be found, so the test above measures retrieval."""
     evaluation.setup({"streaming": ("streaming", dict(recent=64))}, 512 + 64)
-    assert found(evaluation, n) <= 0.3
+    assert found(evaluation) <= 0.3
 
 
-@pytest.mark.parametrize("n", sampled((2, 5), (2,)))
-def test_self_index_at_its_lossless_limit_is_full_token_for_token(evaluation, n):
-    cases = [evaluation.tasks(9, i).needle_case(512, n=4)[0].ids[: 512 - 16 * i] for i in range(n)]
+def test_self_index_at_its_lossless_limit_is_full_token_for_token(evaluation):
+    cases = [evaluation.tasks(9, i).needle_case(512, n=4)[0].ids[: 512 - 16 * i] for i in range(2)]
     lossless = dict(store_bits=16, budget=1.0)
     evaluation.setup({"full": ("full", {}), "self_index": ("self_index", lossless)}, 600)
     first, lengths = evaluation.prefill(cases)
     got = []
     for name, cache in evaluation.caches.items():
         evaluation.model.cache = cache
-        got.append(evaluation.decode(first[name], lengths, [[] for _ in cases], [48] * n))
+        got.append(evaluation.decode(first[name], lengths, [[] for _ in cases], [48] * 2))
     assert got[0] == got[1]
 
 
-@pytest.mark.parametrize("n", sampled((2, 5), (2,)))
-def test_it_continues_a_random_repeat(evaluation, n):
+def test_it_continues_a_random_repeat(evaluation):
     evaluation.setup({"full": ("full", {})}, 264)
-    assert min(scores(evaluation, "repeats", 256, n)) > 0.9
+    assert min(scores(evaluation, "repeats", 256, 2)) > 0.9
 
 
 def test_the_words_of_the_evaluation_were_held_out():

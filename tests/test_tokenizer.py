@@ -11,7 +11,6 @@ import json
 import random
 
 import gguf
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as hf
@@ -292,23 +291,6 @@ def test_files_with_a_byte_order_mark(tmp_path):
     assert got.encode(CORPUS[0]) == want.encode(CORPUS[0]) and got.eos_ids == want.eos_ids
 
 
-def test_bytes_that_the_vocabulary_lacks_are_dropped(tmp_path):
-    spec = json.loads(llama3(bos=False).to_str())
-    spec["model"] |= dict(merges=[], ignore_merges=False)
-    gone = [c for c, b in CHAR_BYTES.items() if b in (0x07, 0xE4)]
-    for char in gone:
-        del spec["model"]["vocab"][char]
-    ours = load_tokenizer(write(tmp_path, **{"tokenizer.json": spec}))
-    assert ours.decode(ours.encode("a\x07b")) == "ab" and ours.decode(ours.encode("中")) == 2 * "\ufffd"
-
-
-def test_a_template_may_begin_a_text_with_more_than_bos(tmp_path):
-    tok = llama3(bos=False)
-    two = [("<|im_start|>", tok.token_to_id("<|im_start|>")), ("<|begin|>", tok.token_to_id("<|begin|>"))]
-    tok.post_processor = processors.TemplateProcessing(single="<|im_start|> <|begin|> $A", special_tokens=two)
-    same_ids(load_json(tmp_path, tok), tok, "hi")
-
-
 # ---- GGUF vocabularies -----------------------------------------------------------------------------------------------
 
 
@@ -389,11 +371,8 @@ def test_sentencepiece_vocabulary(prefix, tmp_path, sp_protos):
 
 STOPS = {
     "smollm2": (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>"], {"eos": 2}, [0, 2, 4]),
-    "llama3": (["a", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 1}, [1, 2, 3]),
-    "harmony": (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, [1, 2]),
     "by key alone": (["a", "b", "c", "d"], {"eos": 1, "eot": 2, "eom": 3}, [1, 2, 3]),
     "fill-in": (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>", "x"], {"fim_rep": 4}, [0, 2, 4]),
-    "none": (["a", "b"], {}, []),
 }
 
 
@@ -416,9 +395,8 @@ def test_stop_tokens_by_key_and_by_name(name, tmp_path):
         (dict(pre="kimi-k2"), "a.gguf: tokenizer.ggml.pre is 'kimi-k2', which is not supported"),
         (dict(add_eos_token=True), "a.gguf: .*add_eos_token"),
         (dict(bos_token_id=9), "a.gguf: tokenizer.ggml.bos_token_id is 9, expected one of 3"),
-        (dict(merges=["a z"]), "a.gguf: the vocabulary and its merges do not fit"),
-        (dict(merges=["ab"]), "a.gguf: the vocabulary and its merges do not fit"),
         (dict(merges=None), "a.gguf: has no tokenizer.ggml.merges"),
+        (dict(merges=["a z"]), "a.gguf: the vocabulary and its merges do not fit"),
         (dict(model="llama"), "a.gguf: has no finite tokenizer.ggml.scores"),
         (dict(tokens=["a", "a", "b"]), "a.gguf: token 'a' has ids 0 and 1"),
     ],
@@ -428,22 +406,6 @@ def test_unsupported_vocabularies(change, message, tmp_path):
     with pytest.raises(InputError, match=message) as e:
         load_tokenizer(write_vocab(tmp_path / "a.gguf", **given))
     assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize("key", ["model", "tokens"])
-def test_numbers_where_text_belongs(key, tmp_path):
-    file = GGUFFile(write_vocab(tmp_path / "a.gguf", ["a"], [1], merges=[]))
-    file.metadata[f"tokenizer.ggml.{key}"] = np.arange(2)
-    with pytest.raises(InputError, match=rf"tokenizer.ggml.{key} is array\(\[0, 1\]\), expected"):
-        stop_ids(file)
-        load_tokenizer(file)
-
-
-def test_a_folder_of_several_gguf_files(tmp_path):
-    for name in "ab":
-        write_vocab(tmp_path / f"{name}.gguf", ["a"], [1], merges=[])
-    with pytest.raises(InputError, match="holds 2 GGUF files: name one, as .*a.gguf"):
-        load_tokenizer(tmp_path)
 
 
 # ---- SentencePiece ---------------------------------------------------------------------------------------------------
@@ -487,20 +449,15 @@ def is_plain(text):
     return not any(token in text for token in ("<s>", "</s>", "<unk>", "<pad>", "[CTRL]"))
 
 
-@pytest.mark.parametrize("text", [t for t in ADVERSARIAL if is_plain(t)])
-def test_sentencepiece_parity(sp_pair, text):
-    ours, sp = sp_pair
-    ids = sp.encode(text)
-    assert ours.encode(text, bos=False) == ids and ours.encode(text) == [sp.bos_id(), *ids]
-    if sp.unk_id() not in ids:
-        same_text(ours, ours.encode(text), sp.decode(ids))
-
-
 @FUZZ
 @given(text=TEXT.filter(is_plain))
-def test_sentencepiece_parity_fuzz(sp_pair, text):
+def test_sentencepiece_parity(sp_pair, text):
     ours, sp = sp_pair
-    assert ours.encode(text, bos=False) == sp.encode(text)
+    for t in (text, *filter(is_plain, ADVERSARIAL)):
+        ids = sp.encode(t)
+        assert ours.encode(t, bos=False) == ids and ours.encode(t) == [sp.bos_id(), *ids]
+        if sp.unk_id() not in ids:
+            same_text(ours, ours.encode(t), sp.decode(ids))
 
 
 @FUZZ
@@ -685,15 +642,6 @@ def test_stream_prints_whole_characters(pair, text):
     assert stream.flush() == ""
 
 
-def test_the_library_is_asked_once_for_a_piece(pair, monkeypatch):
-    """Asked for every token, it takes most of the time of decoding."""
-    ours, _ = pair
-    ids = set(ours.encode("\n".join(CORPUS)))
-    pieces = [ours.piece(id) for id in ids]
-    monkeypatch.setattr(ours, "engine", None)
-    assert [ours.piece(id) for id in ids] == pieces
-
-
 def test_stream_flushes_half_a_character(tmp_path):
     ours = load_json(tmp_path, llama3())
     half = ours.encode("\U0010ffff", bos=False)[:-1]
@@ -777,15 +725,11 @@ def test_chat_template_sources(tmp_path):
     [
         ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
         ("{% if %}", "TemplateSyntaxError"),
-        ("{{ messages[0].content.nothing.here }}", "UndefinedError"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ raise_exception.__globals__['json'] }}", "SecurityError"),
         ("{{ lipsum.__globals__['os'].popen('id').read() }}", "SecurityError"),
-        ("{{ (''|attr('__class__')).__mro__ }}", "SecurityError"),
-        ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "SecurityError"),
         ("{% include '/etc/passwd' %}", "no loader"),
     ],
 )
@@ -834,47 +778,30 @@ LOUD = "{% for m in messages %}{{ '<|im_start|>' + m.content | upper + '<|im_end
 TRIMMED = "{% for m in messages %}{{ '<|im_start|>' + m.content | trim | tojson + '<|im_end|>' }}{% endfor %}"
 
 
-def kinds():
-    """Of each kind of tokenizer, one with <|im_start|> and <|im_end|>, and the same text without special tokens."""
+@pytest.fixture(scope="module", params=["library", "sentencepiece"])
+def chatty(request, sp_protos, tmp_path_factory):
+    """Of each kind of tokenizer one with <|im_start|> and <|im_end|>."""
+    folder, config = tmp_path_factory.mktemp("chat"), {"chat_template": TRIMMED, "eos_token": "<|im_end|>"}
+    if request.param == "library":
+        return load_json(folder, llama3(), tokenizer_config=config)
     tokens = {"700": {"content": "<|im_start|>", "special": True}, "701": {"content": "<|im_end|>", "special": True}}
-    yield "library", lambda folder, proto, config: load_json(folder, llama3(), tokenizer_config=config)
-    yield (
-        "sentencepiece",
-        lambda folder, proto, config: load_tokenizer(
-            write(
-                folder,
-                tokenizer_config=config | {"added_tokens_decoder": tokens, "legacy": False},
-                **{"tokenizer.model": proto},
-            )
-        ),
-    )
+    config |= {"added_tokens_decoder": tokens, "legacy": False}
+    return load_tokenizer(write(folder, tokenizer_config=config, **{"tokenizer.model": sp_protos["llama"]}))
 
 
-@pytest.mark.parametrize(("kind", "load"), list(kinds()))
 @FUZZ
 @given(text=st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "hi", " ", "\n", "é", '"', "a b"]), max_size=6))
-def test_what_a_user_says_is_no_special_token(tmp_path_factory, sp_protos, kind, load, text):
+def test_what_a_user_says_is_no_special_token(chatty, text):
     """Its ids are those of the text as plain text between the template's special tokens, merged with its text."""
-    text = "".join(text)
-    config = {"chat_template": TRIMMED, "eos_token": "<|im_end|>"}
-    ours = (
-        LOADED.setdefault(kind, load(tmp_path_factory.mktemp("chat"), sp_protos["llama"], config))
-        if kind not in LOADED
-        else LOADED[kind]
-    )
+    text, ours = "".join(text), chatty
+    said_by_both = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
     start, end = ours.id_of("<|im_start|>"), ours.id_of("<|im_end|>")
-    ids = ours.encode_chat([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}])
+    ids = ours.encode_chat(said_by_both)
     said = json.dumps(text.strip(), ensure_ascii=False)
     assert [i for i in ids if i in (start, end)] == [start, end, start, end]
     assert ids[1 : ids.index(end)] == ours.encode_text(said, False, first=False)
     if "<|im_end|>" not in text:  # and then they are those of the whole text
-        assert ids == ours.encode(
-            ours.apply_chat_template([{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]),
-            bos=False,
-        )
-
-
-LOADED: dict = {}
+        assert ids == ours.encode(ours.apply_chat_template(said_by_both), bos=False)
 
 
 def test_a_template_that_changes_what_is_said(tmp_path):
@@ -894,18 +821,13 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     ("files", "message"),
     [
         ({}, "no tokenizer here, expected tokenizer.json, tokenizer.model, tekken.json, or vocab.json"),
-        ({"vocab.json": {}}, "no tokenizer"),
         ({"tokenizer.json": b"{"}, "tokenizer.json: not read by tokenizers"),
-        ({"tokenizer.json": b"\xff\xfe"}, "not UTF-8"),
-        ({"tokenizer.json": b"[" * 100_000}, "not read by tokenizers"),
         ({"tekken.json": b"[1]"}, "holds a JSON list, expected an object"),
-        ({"tokenizer.json": LFS}, r"tokenizer\.json is a git LFS pointer.*git lfs pull"),
-        ({"tokenizer_config.json": LFS}, r"^\S*tokenizer_config\.json is a git LFS pointer[^(]*git lfs pull"),
-        ({"tokenizer_config.json": b"nonsense"}, "tokenizer_config.json: not valid JSON"),
-        ({"tokenizer.model": LFS}, r"tokenizer\.model is a git LFS pointer"),
+        ({"tokenizer.json": b"\xff\xfe"}, "not UTF-8"),
         ({"tokenizer.model": b""}, "tokenizer.model: empty"),
+        ({"tokenizer_config.json": LFS}, r"^\S*tokenizer_config\.json is a git LFS pointer[^(]*git lfs pull"),
+        ({"tokenizer.model": LFS}, r"tokenizer\.model is a git LFS pointer"),
         ({"tokenizer.model": b"\x80\x04not a model"}, "tokenizer.model: cannot be parsed"),
-        ({"tokenizer.model": b"<html>404</html>"}, "tokenizer.model: cannot be parsed"),
         ({"tokenizer.model": b"IQ== 0\nnot a line\n"}, "line 2 is b'not a line'"),
         ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, "lacks single bytes"),
         ({"vocab.json": {"a": 0}, "merges.txt": b"#version: 0.2\n"}, "class not named, expected Qwen2Tokenizer"),
@@ -926,12 +848,9 @@ def test_bad_files(tmp_path, files, message):
     ("files", "message"),
     [
         ({"tokenizer_config": {"bos_token": "<nope>"}}, "bos_token '<nope>' is not in the vocabulary"),
-        ({"tokenizer_config": {"eos_token": "<nope>"}}, "eos_token '<nope>' is not in the vocabulary"),
         ({"tokenizer_config": {"add_eos_token": True}}, "add_eos_token"),
-        ({"tokenizer_config": {"eos_token": 3}}, "eos_token 3 is not in the vocabulary"),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": {"content": "a"}}}}, "malformed"),
         ({"config": {"eos_token_id": "2"}}, "config.json: eos_token_id is '2'"),
-        ({"generation_config": {"eos_token_id": [1, None]}}, "generation_config.json: eos_token_id"),
         ({"generation_config": {"eos_token_id": True}}, "generation_config.json: eos_token_id"),
     ],
 )

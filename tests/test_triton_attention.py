@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from test_contract import prompt, run, same, tiny
 
 import kernels.backend as backend_module
 from kernels import dense_attention
@@ -17,6 +16,8 @@ from kernels.packed_attention import packed_attention
 from kernels.splits import ASSUMED_SMS, MAX_SPLITS, combine, split_count
 from kernels.window_append import window_append
 from runtime.errors import InputError
+from scripts.contract.checks import same
+from scripts.contract.harness import prompt, run, tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -129,7 +130,7 @@ def test_programs_take_equal_shares_of_the_real_lengths(monkeypatch, programs, e
 @pytest.mark.parametrize("backend", ("triton", "torch"))
 @pytest.mark.parametrize("extra", (True, False))
 def test_packed_heads_of_different_lengths(monkeypatch, backend, extra):
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    monkeypatch.setattr("kernels.backend.BACKEND", backend)
     ends = [[5, 20], [17, 1]]
     q, k, v = rand(0, 2, 6, 32), rand(1, 3, 2, 20, 32), rand(2, 3, 2, 20, 32)
     for (b, h), x in (((b, h), x) for b in range(2) for h in range(2) for x in (k, v)):
@@ -145,7 +146,7 @@ def test_packed_heads_of_different_lengths(monkeypatch, backend, extra):
 def test_window_append(monkeypatch, backend, dtype, compensation):
     """A list for each row: 2 sinks, then a window that grows by some tokens and drops the oldest at the others; it
     fills its ring, and so a token's place is at last that of the one that leaves."""
-    monkeypatch.setenv("KV_FAST_BACKEND", backend)
+    monkeypatch.setattr("kernels.backend.BACKEND", backend)
     B, H, D, sinks, ring = 2, 2, 24, 2, 5
     caches = [torch.full((B + 1, H, sinks + ring, D), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     means = [torch.zeros(B + 1, H, D, device=DEVICE) for _ in range(2)]
@@ -178,7 +179,7 @@ def test_which_version_runs(monkeypatch):
     """Kernels on a GPU, torch elsewhere; KV_FAST_BACKEND forces either."""
     gpu, cpu = ((torch.device(name), torch.float32) for name in ("cuda", "cpu"))
     for backend, expected in (("", (True, False)), ("torch", (False, False)), ("triton", (True, True))):
-        monkeypatch.setenv("KV_FAST_BACKEND", backend)
+        monkeypatch.setattr("kernels.backend.BACKEND", backend)
         assert (version_for(*gpu) == "triton", version_for(*cpu) == "triton") == expected
     version = backend_module._version_for.__wrapped__  # not cached
     monkeypatch.setattr(backend_module, "INTERPRETED", False)
@@ -187,7 +188,7 @@ def test_which_version_runs(monkeypatch):
     monkeypatch.setattr(backend_module, "triton", backend_module._Absent())
     with pytest.raises(InputError, match="need triton"):
         version("", "cuda", torch.float32)
-    monkeypatch.setenv("KV_FAST_BACKEND", "cuda")
+    monkeypatch.setattr("kernels.backend.BACKEND", "cuda")
     with pytest.raises(InputError, match="use torch or triton"):
         version_for(*cpu)
 
@@ -196,10 +197,10 @@ def test_a_sliding_window_by_kernels(monkeypatch):
     """A window narrower than the prompts: ranges that start behind slot 0."""
     model, prompts = tiny(2, 32, device=DEVICE, windows=(8, None)), [prompt(n).to(DEVICE) for n in (1, 19)]
     model.setup_cache("full", 3, 32)
-    monkeypatch.setenv("KV_FAST_BACKEND", "torch")
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch")
     want, fed = run(model, prompts, 2)
     model.reset_cache()
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
     same(run(model, prompts, 2, fed)[0], want, "full")
 
 

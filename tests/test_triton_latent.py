@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sals import compare
 
 import kernels.latent as latent
 from kernels.latent import LatentTokens, store_prompt
@@ -17,7 +16,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # 
 
 @pytest.fixture
 def triton_backend(monkeypatch):
-    monkeypatch.setenv("KV_FAST_BACKEND", "triton")
+    monkeypatch.setattr("kernels.backend.BACKEND", "triton")
 
 
 def rand(gen, *size, dtype=torch.float32):
@@ -76,7 +75,7 @@ def test_prompt_dispatches(monkeypatch, bits):
     k, v = fused[:, :, 2:4].transpose(1, 2), fused[:, :, 4:6].transpose(1, 2)
     out = []
     for backend in ("triton", "torch"):
-        monkeypatch.setenv("KV_FAST_BACKEND", backend)
+        monkeypatch.setattr("kernels.backend.BACKEND", backend)
         store = fill(gen, 3, 12, (20, 12), 64, bits, torch.float32)
         store_prompt(store, basis, k, v, lengths)
         out.append(store)
@@ -86,17 +85,3 @@ def test_prompt_dispatches(monkeypatch, bits):
 
 
 # ---- the method, and what scoring and selection add ----
-
-
-@pytest.mark.parametrize(
-    ("knobs", "lengths"),
-    [
-        (dict(budget=8, sinks=1, recent=3), (4, 12)),
-        pytest.param(dict(budget=1.0, value_bits=2, rank=0.125, recent=3), (2, 9), marks=pytest.mark.slow),
-        pytest.param(dict(budget=7, sinks=2, recent=5, value_bits=16), (6,), marks=pytest.mark.slow),
-        pytest.param(dict(budget=8, sinks=1, recent=3, score="softmax"), (12,), marks=pytest.mark.slow),
-    ],
-)
-def test_sals_equals_its_oracle(triton_backend, knobs, lengths):
-    """Prompts shorter and longer than the ring, and steps in which a token leaves it; all operations as kernels."""
-    compare(knobs, (2, 1, 32), lengths, steps=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,34 +10,18 @@ from hypothesis import strategies as st
 
 from kernels import linear as K
 from tests.compiling import report
-from tests.test_weights import FORMS, by_hand, codes
-from weights import Layout, PackedLinear
+from tests.test_weights import FORMS, product_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check(seed, rows, out, n, bits, group, form, bias, dtype):
-    gen = torch.Generator().manual_seed(seed)
-    c = None if bits == 16 else codes(gen, out, n, bits, group, form)
-    layer = PackedLinear(n, out, bias, c.layout if c else Layout(16))
-    if bits == 16:
-        w = torch.randn(out, n, generator=gen)
-        layer.put(0, w)
-        w = w.bfloat16().double()
-    else:
-        layer.put(0, c)
-        w = torch.from_numpy(by_hand(c))
-    b = torch.randn(out, generator=gen)
-    if bias:
-        layer.bias.zero_()
-        layer.put_bias(0, b)
-    layer.to(DEVICE)
-    x = torch.randn(rows, n, generator=gen).to(DEVICE, dtype)
+    layer, x, _, want = product_of(seed, rows, out, n, bits, group, form, bias, dtype, DEVICE)
     got = K._in_triton(x, *layer.weight, layer.bias, bits)[:, :out]
-    want = x.double().cpu() @ w.T + (b.double() if bias else 0)
     assert got.dtype == dtype
     # a bf16 row meets weights that tensor cores round to bf16
-    assert (got.double().cpu() - want).abs().max() < (3e-6 if dtype == torch.float32 else 1.2e-2) * want.abs().max()
+    most = (3e-6 if dtype == torch.float32 else 1.2e-2) * np.abs(want).max()
+    assert np.abs(got.double().cpu().numpy() - want).max() < most
 
 
 @settings(max_examples=8, deadline=None)
@@ -58,8 +43,7 @@ def test_every_form(rows, bits, form):
     check(bits, rows, 16 * 5 + 3, 16 * 6, bits, 16, form, True, torch.float32)
 
 
-@pytest.mark.parametrize("sms, blocks, R", [(1, 19, 4), (2, 17, 2), (400, 9, 1)])
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits, sms, blocks, R", [(4, 1, 19, 4), (16, 2, 17, 2), (8, 400, 9, 1)])
 def test_tiles_of_several_blocks(bits, sms, blocks, R, monkeypatch):
     """As on cards that are full, with blocks of the last program beyond the end, and on one that few blocks leave idle:
     there inputs are split, of which the last share ends within a tile."""

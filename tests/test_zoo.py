@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 from dataclasses import replace
@@ -21,7 +22,6 @@ import pytest
 import torch
 from formats_files import permute
 from safetensors.torch import load_file
-from sampled import SEED
 from test_parallel import compare
 
 import loading.checkpoint as checkpoint
@@ -37,6 +37,8 @@ from runtime.parallel import Ranks
 from weights import PackedLinear, WeightFormat
 
 transformers = pytest.importorskip("transformers")
+
+SEED = int(os.environ.get("SEED") or 0)  # draws the methods
 
 VOCAB, NEW, LENGTHS = 199, 20, [37, 9, 1]
 SIZES = dict(
@@ -103,7 +105,7 @@ CASES = {  # transformers' config class, and what differs from SIZES
 CASES["phi4-mini"][1]["rope_parameters"]["partial_rotary_factor"] = 0.75
 OF_IMAGES = [name for name in CASES if "images" in name]
 # logits that are compared in fp32 with a standard deviation above 1
-TOL = 5e-4
+TOL = 1e-3  # of logits of 20
 
 
 def build_hf(name):

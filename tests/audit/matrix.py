@@ -1,8 +1,8 @@
 """Run the quick tests as other machines would: one factor at a time, then the worst combination.
 
-PYTHONPATH=. python tests/matrix.py --out results/matrix.json    # hours on two cores
-PYTHONPATH=. python tests/matrix.py --only seed-1 avx2 --tests tests/test_weights.py
-PYTHONPATH=. python tests/matrix.py --python /path/to/venv/bin/python --only base    # another torch, another Python
+python -m tests.audit.matrix --out results/matrix.json    # hours on two cores
+python -m tests.audit.matrix --only seed-1 avx2 --tests tests/test_weights.py
+python -m tests.audit.matrix --python /path/to/venv/bin/python --only base    # another torch, another Python
 
 Factors: the order of the tests and work stealing; the instruction sets of torch (ATEN_CPU_CAPABILITY) and of our C++;
 threads; no C++ compiler; a load of twice the cores. A run that is already in the file is not repeated.
