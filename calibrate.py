@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError, Parser, need_torch, run_cli
+from runtime.errors import InputError, need_torch, run_cli
 
 if __name__ == "__main__":
     need_torch()  # before what needs it is imported
@@ -58,7 +58,8 @@ from loading.checkpoint import args_from_hf, load_checkpoint
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs, Transformer
 from runtime.corpus import shuffled
-from runtime.machine import DTYPES, TINY, add_weights, check_out, pick_device, read_text, temporary
+from runtime.machine import DTYPES, TINY, check_out, pick_device, read_text, temporary
+from runtime.options import Parser, add_weights
 from runtime.parallel import ONE, PATIENCE, Ranks, start
 from weights import WeightFormat, open_checkpoint
 

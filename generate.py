@@ -18,31 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InputError, Parser, check_count, need_torch, run_cli
-
-if __name__ == "__main__":
-    need_torch()  # before what needs it is imported
-import torch
-
-from cache.spec import describe, parse_knobs
-from engine import LLM, Chat, Completion, Ended, Sampling
-from engine.decode import Batch, Tally
-from engine.snapshot import CacheFile
-from loading.tokenizer.base import stop_strings
-from loading.tokenizer.chat import template_variable
-from runtime import parallel
-from runtime.machine import (
-    TINY,
-    add_calibration,
-    add_precision,
-    check_out,
-    decode_text,
-    device_name,
-    peak_memory,
-    read_text,
-    versions,
-    written,
-)
+from runtime.errors import InputError, check_count, run_cli
+from runtime.options import Parser, add_calibration, add_precision, answer_early
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -107,6 +84,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     a("--list-methods", action="store_true", help="print every method with its knobs and paper")
     a("--json", action="store_true", help="print one JSON object instead of text")
     return p.parse_args(argv)
+
+
+if __name__ == "__main__":
+    answer_early(parse_args)
+import torch
+
+from cache.spec import describe, parse_knobs
+from engine import LLM, Chat, Completion, Ended, Sampling
+from engine.decode import Batch, Tally
+from engine.snapshot import CacheFile
+from loading.tokenizer.base import stop_strings
+from loading.tokenizer.chat import template_variable
+from runtime import parallel
+from runtime.machine import TINY, check_out, decode_text, device_name, peak_memory, read_text, versions, written
 
 
 def knobs(opt: argparse.Namespace) -> dict[str, str]:

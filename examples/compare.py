@@ -13,11 +13,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # Python puts this file's folder there; the project is the folder above
-from runtime.errors import InputError, Parser, need_torch, run_cli  # noqa: E402
+from runtime.errors import InputError, need_torch, run_cli  # noqa: E402
 
 need_torch()  # before what needs it is imported
 from engine import LLM, Chat  # noqa: E402
-from runtime.machine import SMOLLM2_CALIBRATION, add_calibration, read_text, smollm2  # noqa: E402
+from runtime.machine import SMOLLM2_CALIBRATION, read_text, smollm2  # noqa: E402
+from runtime.options import Parser, add_calibration  # noqa: E402
 
 # self_index's defaults, 2 bits and 160 tokens, do not always find the key with a model this small.
 METHODS = ["full", "sals-25", "self_index,store_bits=4,budget=512"]

@@ -40,8 +40,9 @@ def empty_transformer(
         model.layers._apply(OnePiece(t.nbytes for t in layers).take)
     for name, part in model.named_children():
         if device.type != "cpu" or name != "layers":
-            part.to_empty(device=device)
-    if model.tied and isinstance(model.output, Linear):  # to_empty unties them
+            # as to_empty does, which imports sympy for tensors of `meta`: a second of every start
+            part._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    if model.tied and isinstance(model.output, Linear):  # that unties them
         model.output.weight = model.tok_embeddings.weight
     for t in (*model.parameters(), *model.buffers()):
         in_huge_pages(t.data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import importlib.util
@@ -92,15 +91,3 @@ def warn_once(text: str) -> None:
 def note_once(text: str) -> None:
     """Print a note on stderr, once per text."""
     print(f"note: {text}", file=sys.stderr)
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose help is the script's docstring, and whose errors are one line like any InputError."""
-
-    def __init__(self, doc: str | None):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def error(self, message: str):  # type: ignore[override]
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # all ranks parse the arguments, and the first reports errors
-            sys.exit(2)
-        raise InputError(f"{message}; see {self.prog} --help")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -68,34 +67,6 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     if name == "bf16" and device.type == "cuda" and not has_bf16(device):
         raise InputError("--dtype bf16 is not supported by this GPU: use --dtype fp16 or fp32")
     return DTYPES[name]
-
-
-def add_precision(p: argparse.ArgumentParser) -> None:
-    """Add --dtype, --weights, --head and --kv-dtype."""
-    a = p.add_argument
-    a("--dtype", choices=DTYPES, help="compute dtype; default: fp32 on the CPU, bf16 on a GPU")
-    add_weights(p)
-    a("--kv-dtype", choices=DTYPES, help="dtype of the KV cache; default: that of --dtype")
-
-
-def add_calibration(p: argparse.ArgumentParser) -> None:
-    """Add --calibration, for scripts that run methods."""
-    p.add_argument("--calibration", metavar="FILE", type=_existing, nargs="+",
-                   help="calibrate.py's file of this model, in any bits, or several that have different statistics; "
-                   "default: that beside the weights")  # fmt: skip
-
-
-def _existing(file: str) -> str:
-    if not Path(file).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {file}; python calibrate.py --calibration {file} makes it")
-    return file
-
-
-def add_weights(p: argparse.ArgumentParser) -> None:
-    """Add --weights and --head."""
-    a = p.add_argument
-    a("--weights", metavar="W", help="fp32 (not packed), bf16, int8, int4; with a group: int4:64, int8:channel")
-    a("--head", metavar="W", help="bf16, int8, int4: the output head (default: as --weights, int8 beside int4)")
 
 
 def set_threads(n: int | None) -> None:

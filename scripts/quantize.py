@@ -27,7 +27,8 @@ from kernels.linear import pack_bits
 from loading.checkpoint import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
+from runtime.options import Parser
 from weights import DENSE, Codes, WeightFormat, open_checkpoint, quantize
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",

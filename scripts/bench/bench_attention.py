@@ -44,8 +44,9 @@ from torch import Tensor
 
 from cache.base import KVMethod
 from model import ModelArgs
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import DTYPES, available_memory, pick_device, pick_dtype, set_threads
+from runtime.options import Parser
 from scripts.bench.dense import prepare_dense
 from scripts.bench.layer import STAGES, build, cache_bytes, fill, heads_of, one_layer, prompt, stage_calls
 from scripts.shared.options import SPECS, Steps, add_run, check_run, earlier, expand, shapes

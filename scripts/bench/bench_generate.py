@@ -52,8 +52,9 @@ from cache.spec import layer_methods
 from engine import LLM
 from loading.checkpoint import read_args
 from model import Transformer
-from runtime.errors import InputError, Parser, run_cli
-from runtime.machine import TINY, add_calibration, add_precision, peak_memory, pick_device, set_threads
+from runtime.errors import InputError, run_cli
+from runtime.machine import TINY, peak_memory, pick_device, set_threads
+from runtime.options import Parser, add_calibration, add_precision
 from scripts.bench import texts
 from scripts.bench.our_runs import MODES, Drafting, Ours, Prefill, Restoring
 from scripts.bench.peer_runs import Run, Work

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.errors import InputError, Parser, did_you_mean, need_torch, run_cli
+from runtime.errors import InputError, did_you_mean, need_torch, run_cli
 
 if __name__ == "__main__":
     need_torch()  # before what needs it is imported
@@ -35,6 +35,7 @@ import torch
 from cache.spec import method_files
 from kernels.op import OPERATIONS, Operation
 from runtime.machine import own_folders
+from runtime.options import Parser
 from scripts.contract import checks as c
 from scripts.contract import step_checks as s
 from scripts.contract.explain import Broken, explain, file_of

@@ -40,8 +40,9 @@ from loading.checkpoint import args_from_hf, load_checkpoint
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from runtime.corpus import collect
-from runtime.errors import InputError, Parser, run_cli
-from runtime.machine import DTYPES, TINY, add_calibration, add_weights, pick_device, set_threads
+from runtime.errors import InputError, run_cli
+from runtime.machine import DTYPES, TINY, pick_device, set_threads
+from runtime.options import Parser, add_calibration, add_weights
 from scripts.eval.analyses import ANALYSES
 from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table
 from scripts.shared.options import add_run

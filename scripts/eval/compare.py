@@ -33,8 +33,9 @@ from tqdm import tqdm
 
 from loading.checkpoint import read_args
 from loading.tokenizer.turns import chat_parts
-from runtime.errors import InputError, Parser, did_you_mean, run_cli
+from runtime.errors import InputError, did_you_mean, run_cli
 from runtime.machine import TINY, require_memory, written
+from runtime.options import Parser
 from runtime.parallel import ONE, Ranks
 from scripts.eval.evaluation import (
     Evaluation,

@@ -28,7 +28,8 @@ from model import Transformer
 from models.tiny.training.tasks import Tasks
 from runtime.corpus import collect
 from runtime.errors import InputError
-from runtime.machine import TINY, add_calibration, add_precision, pick_device, set_threads
+from runtime.machine import TINY, pick_device, set_threads
+from runtime.options import add_calibration, add_precision
 from runtime.parallel import ONE, PATIENCE, start, started_by_torchrun
 from scripts.eval.rows import Context, Row, score
 from scripts.shared.options import add_run, check_out_of, load_model, parse_lengths

@@ -27,8 +27,9 @@ from tqdm import tqdm
 from cache.trace import Trace, observe
 from loading.checkpoint import read_args
 from model import SILENT, ModelArgs
-from runtime.errors import InputError, Parser, check_range, run_cli
+from runtime.errors import InputError, check_range, run_cli
 from runtime.machine import TINY, read_text
+from runtime.options import Parser
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
 from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, precision
 from scripts.shared.results import record, write_json

@@ -41,8 +41,9 @@ from tqdm import tqdm
 from loading.tokenizer import Tokenizer, load_tokenizer
 from loading.tokenizer.turns import chat_parts
 from runtime.corpus import collect
-from runtime.errors import InputError, Parser, check_range, did_you_mean, run_cli
+from runtime.errors import InputError, check_range, did_you_mean, run_cli
 from runtime.machine import check_out, read_text, written
+from runtime.options import Parser
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

@@ -26,8 +26,9 @@ from tqdm import tqdm
 from cache.trace import Step, observe
 from engine import LLM, Chat
 from engine.decode import pad
-from runtime.errors import InputError, Parser, run_cli
-from runtime.machine import ROOT, TINY, add_calibration, check_out, read_text, written
+from runtime.errors import InputError, run_cli
+from runtime.machine import ROOT, TINY, check_out, read_text, written
+from runtime.options import Parser, add_calibration
 
 TEMPLATE = Path(__file__).with_name("view.html")
 PLACES = 96  # the most tokens shaded per step, layer and head: those with the largest weights

@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cache.spec import parse_spec, resolve
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
+from runtime.options import Parser
 from scripts.eval.ladders import HELD
 from scripts.shared.markdown import Row
 from scripts.shared.results import commit, git, machine, write_json

@@ -24,7 +24,8 @@ from cache.evicting import Evicting
 from cache.spec import method_class
 from engine.speculation import tokens_a_round
 from model import ModelArgs, Transformer
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
+from runtime.options import Parser
 from scripts.bench.bench_generate import weight_bytes
 from scripts.eval.compare import AXES
 from scripts.eval.ladders import BOUNDS

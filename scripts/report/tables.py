@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from cache.spec import method_class
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT
+from runtime.options import Parser
 from scripts.report.measure import ACCURACY as ASKED
 from scripts.report.measure import stale
 from scripts.report.papers import ACCURACY, reported

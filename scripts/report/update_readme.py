@@ -15,8 +15,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, check_out, written
+from runtime.options import Parser
 from scripts.report.tables import TABLES, section
 
 PAGES = {page: [name for name, (at, _) in TABLES.items() if at == page] for page, _ in TABLES.values()}

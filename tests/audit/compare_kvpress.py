@@ -32,8 +32,9 @@ from tqdm import tqdm
 from loading.checkpoint import save_checkpoint_tensors
 from loading.tokenizer import Tokenizer
 from loading.tokenizer.turns import chat_parts
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import TINY
+from runtime.options import Parser
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
 from scripts.eval.rows import Context, check_names, contexts, rows_of, score
 from scripts.eval.ruler import add_sources

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, check_out, written
+from runtime.options import Parser
 from scripts.shared.results import commit, cpu_name
 
 ORDER = ["--random-order-bucket=module"]

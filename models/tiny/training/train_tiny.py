@@ -42,8 +42,9 @@ from models.tiny.training.data import VOCAB, Pieces, make_tasks, prepare
 from models.tiny.training.muon import Muon
 from models.tiny.training.recipe import ARGS, RECIPES
 from models.tiny.training.tasks import ANSWER, PLAIN, REPEAT, RULER, TEXT
-from runtime.errors import InputError, Parser, run_cli
+from runtime.errors import InputError, run_cli
 from runtime.machine import pick_device, set_threads, written
+from runtime.options import Parser
 from scripts.shared.results import check_out, write_json
 
 MUON_LR, ADAM_LR = 0.01, 2.5e-3
