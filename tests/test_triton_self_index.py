@@ -165,9 +165,8 @@ def test_the_index_is_the_same_every_time():
 def test_a_query_times_alpha_beyond_fp16():
     v, v_params = quantize(rand(0, 1, 1, 45, 64), 2)
     none = torch.zeros_like(v), torch.zeros_like(v_params)  # keys of 0: their product with an infinite query is NaN
-    packed = PackedTokens(
-        none[0], v, 2, none[1], v_params, torch.full((1, 1, 64), 2.0**13, device=DEVICE), none[0][..., :8]
-    )
+    alpha, signs = torch.full((1, 1, 64), 2.0**13, device=DEVICE), v.new_zeros(1, 1, 45, 8)
+    packed = PackedTokens(none[0], v, 2, none[1], v_params, alpha, signs)
     whole = FullPrecisionTokens(*(torch.zeros(1, 1, n, 64, dtype=torch.float16, device=DEVICE) for n in (0, 0, 1, 1)))
     slots, n = torch.arange(45, device=DEVICE)[None, None], torch.tensor([45], device=DEVICE)
     given = (packed, whole, n - 1, n, n * 0)
