@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -880,7 +881,7 @@ def test_interrupted_then_continued_gives_the_same_file(checkpoint, text, clean,
         )
     kept = text_file.read_bytes()
     with monkeypatch.context() as m:  # again, while the model is loaded: it tells what is there from before
-        m.setattr(C, "load_checkpoint", lambda *a, **k: os.kill(os.getpid(), signal.SIGINT))
+        m.setattr(C, "load_checkpoint", Mock(side_effect=KeyboardInterrupt))
         code, _, err = here(capsys, monkeypatch, argv)
     assert code == 130 and err.splitlines()[-1] == last and text_file.read_bytes() == kept
     load_checkpoint(checkpoint)  # what is kept is not taken for weights

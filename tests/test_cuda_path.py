@@ -184,7 +184,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(Razor, "_protected", lambda method: MagicMock(**{path: heads(method)}))
     if not CUDA:  # on `meta`, a cache is asked for its size alone, and has no angles; nor is torch.tensor faked there
         rotary = ModelArgs.rotary
-        monkeypatch.setattr(ModelArgs, "rotary", lambda args, batch, n, device=None: rotary(args, batch, T, device))
+        monkeypatch.setattr(ModelArgs, "rotary", lambda args, batch, n, *rest: rotary(args, batch, T, *rest))
         new = torch.tensor
         monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **kw: new(*args, **kw).to(device))
     with FakeTensorMode(allow_non_fake_inputs=True), operators, torch.inference_mode():

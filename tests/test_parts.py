@@ -44,7 +44,7 @@ def test_a_tail_loses_nothing(size, flush):
     tail.prompt_len[:] = LENGTHS
     for step in range(25):
         pos = LENGTHS + step
-        tail.put(*tokens(pos), pos)
+        tail.put(*tokens(pos), tail.newest(pos))
         at = tail.position(pos)
         for b, n in enumerate(LENGTHS.tolist()):
             there = at[b][at[b] >= 0]
@@ -64,7 +64,7 @@ def test_exempt_tokens_are_where_it_says(first, last):
     mask = exempt.mask(LENGTHS, S)
     for step in range(4):
         pos = LENGTHS + step
-        exempt.put(*tokens(pos), pos)
+        exempt.put(*tokens(pos), exempt.newest(pos))
         at, filled = exempt.position(pos), exempt.filled(pos)
         assert torch.equal(at >= 0, filled) and torch.equal(exempt.k[:, 1, :, 3][filled], at[filled].float())
         for b, n in enumerate(LENGTHS.tolist()):

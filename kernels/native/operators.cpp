@@ -440,7 +440,7 @@ OPERATOR(Tensor, label_score, Small<float> q, Strided<uint8_t> labels, Strided<u
     return looked_up(of, q, labels);
 }
 
-OPERATOR(Tensor, label_queries, InRows<T> q, Small<int64_t> channels) {
+OPERATOR(Tensor, label_queries, SmallRows<T> q, Small<int64_t> channels) {
     const int64_t B = q.size(0), H = channels.size(0), r = channels.size(1), G = q.size(1) / H;
     Tensor out = like(q, {B, H, r}, ScalarType::Float);
     for (int64_t i = 0; i < B * H * r; i++) {
@@ -775,7 +775,7 @@ template <class T> static void put_slots(const InRows<T>& x, const Small<int64_t
                         x.data() + b * x.stride(0) + h * x.stride(1), x.size(2) * sizeof(T));
 }
 
-OPERATOR(Two, rotate_token, InRows<T> q, InRows<T> k, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
+OPERATOR(Two, rotate_token, SmallRows<T> q, SmallRows<T> k, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
     const Angles angles = angles_of(cos, sin);
     Tensor q_out = like(q), k_out = like(k);
     check_slots(pos, cos.size(1));
@@ -784,14 +784,14 @@ OPERATOR(Two, rotate_token, InRows<T> q, InRows<T> k, Stored<float> cos, Stored<
     return {std::move(q_out), std::move(k_out)};
 }
 
-OPERATOR(Tensor, rotate_query, InRows<T> q, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
+OPERATOR(Tensor, rotate_query, SmallRows<T> q, Stored<float> cos, Stored<float> sin, Small<int64_t> pos) {
     Tensor out = like(q);
     check_slots(pos, cos.size(1));
     rotate_new(q, angles_of(cos, sin), pos.data(), out);
     return out;
 }
 
-OPERATOR(Tensor, rotate_append, InRows<T> q, InRows<T> k, InRows<T> v, Stored<float> cos, Stored<float> sin,
+OPERATOR(Tensor, rotate_append, SmallRows<T> q, SmallRows<T> k, SmallRows<T> v, Stored<float> cos, Stored<float> sin,
          Small<int64_t> pos, InRows<T> k_cache, InRows<T> v_cache) {
     const Angles angles = angles_of(cos, sin);
     Tensor out = like(q);
@@ -802,13 +802,14 @@ OPERATOR(Tensor, rotate_append, InRows<T> q, InRows<T> k, InRows<T> v, Stored<fl
     return out;
 }
 
-OPERATOR(void, append_token, InRows<T> k, InRows<T> v, Small<int64_t> slot, InRows<T> k_cache, InRows<T> v_cache) {
+OPERATOR(void, append_token, SmallRows<T> k, SmallRows<T> v, Small<int64_t> slot, InRows<T> k_cache,
+         InRows<T> v_cache) {
     check_slots(slot, k_cache.size(2));
     put_slots(k, slot, k_cache);
     put_slots(v, slot, v_cache);
 }
 
-OPERATOR(Tensor, scale_heads, InRows<T> x, Small<T> unit, bool divide) {
+OPERATOR(Tensor, scale_heads, SmallRows<T> x, Small<T> unit, bool divide) {
     const int64_t B = x.size(0), heads = x.size(1), D = x.size(2), H = unit.size(1);
     Tensor y = like(x);
     for (int64_t i = 0; i < B * heads; i++) {
