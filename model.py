@@ -163,6 +163,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": dict(dim=3584, n_layer=28, n_head=28, n_kv_head=4, ffn_dim=18944, vocab_size=152064, max_seq_len=32768, norm_eps=1e-6, qkv_bias=True, rope=dict(theta=1e6)),
     "qwen3-0.6b": dict(dim=1024, n_layer=28, n_head=16, n_kv_head=8, ffn_dim=3072, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, rope=dict(theta=1e6)),
     "qwen3-8b": dict(n_layer=36, n_kv_head=8, ffn_dim=12288, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, qk_norm=True, rope=dict(theta=1e6)),
+    "qwen3-30b-a3b": dict(dim=2048, n_layer=48, n_kv_head=4, ffn_dim=6144, vocab_size=151936, max_seq_len=40960, norm_eps=1e-6, qk_norm=True, n_expert=128, n_active=8, expert_dim=768, rope=dict(theta=1e6)),
+    "mixtral-8x7b": dict(n_kv_head=8, ffn_dim=14336, max_seq_len=32768, n_expert=8, n_active=2, expert_dim=14336, rope=dict(theta=1e6)),
     "mistral-small-24b": dict(dim=5120, n_layer=40, n_kv_head=8, ffn_dim=32768, vocab_size=131072, max_seq_len=131072, rope=dict(theta=1e9)),
     "ministral-3-8b": dict(n_layer=34, n_kv_head=8, ffn_dim=14336, vocab_size=131072, max_seq_len=262144, query_growth=0.1, rope=dict(theta=1e6, type="yarn", factor=16.0, original_max_position_embeddings=16384, mscale=1.0, mscale_all_dim=1.0)),
     "smollm3-3b": dict(dim=2048, n_layer=36, n_head=16, n_kv_head=4, vocab_size=128256, max_seq_len=65536, norm_eps=1e-6, tie_embeddings=True, rope=dict(theta=5e6), ropes=tuple(RopeArgs(5e6, "none" if i % 4 == 3 else "default") for i in range(36))),

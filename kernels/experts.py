@@ -6,31 +6,42 @@ experts that it chose. C++ reads each of them once, for all rows that chose it; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import triton
 from kernels.linear import ROWS, Weight, _packed_linear_kernel, _shapes, packed_linear, share_count, tile_of
-from kernels.op import operation, whole_vectors
+from kernels.op import nbytes, operation, whole_vectors
 
 
 def _serves(x: Tensor, expert: Tensor, weight: Tensor, experts: int) -> bool:
     return whole_vectors(x) and x.dtype == weight.dtype and not torch.is_grad_enabled()
 
 
-@operation(cpp=_serves, fake=lambda x, expert, weight, experts: x.new_empty(len(x), len(weight) // experts))
+def _read(names: Sequence[str], x: Tensor, expert: Tensor, *rest: Any) -> dict[str, int]:
+    """At most one expert per row."""
+    experts = rest[-1]
+    return {name: nbytes(w) * min(len(x), experts) // experts for name, w in zip(names, rest, strict=False)}
+
+
+@operation(cpp=_serves, fake=lambda x, expert, weight, experts: x.new_empty(len(x), len(weight) // experts),
+           reads=partial(_read, ["weight"]))  # fmt: skip
 def dense_experts(x: Tensor, expert: Tensor, weight: Tensor, experts: int) -> Tensor:
     """x [N, in], expert [N] int64, weight [experts * out, in] -> [N, out]."""
     each = weight.view(experts, -1, x.shape[1])
     return torch.cat([F.linear(row, each[e][0]) for row, e in zip(x.split(1), expert.split(1), strict=True)])
 
 
-def _as_rows(x: Tensor, expert: Tensor, packed: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(len(x), len(packed) // rest[-1] * ROWS)  # type: ignore[operator]
+def _as_rows(x: Tensor, expert: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(len(x), len(packed) // rest[-1] * ROWS)
 
 
-@operation(cpp=whole_vectors, fake=_as_rows)
+@operation(cpp=whole_vectors, fake=_as_rows, reads=partial(_read, Weight._fields))
 def packed_experts(
     x: Tensor, expert: Tensor, packed: Tensor, scale: Tensor | None, step: Tensor | None, zero: Tensor | None,
     minimum: Tensor | None, min_step: Tensor | None, bits: int, experts: int,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tqdm import tqdm
 
 from cache.calibration import write_tensors
 from kernels.linear import pack_bits
-from loading.checkpoint import args_from_hf
+from loading.checkpoint import args_from_hf, split
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
 from runtime.errors import InputError, run_cli
@@ -111,7 +112,10 @@ def main() -> None:
     head = "model.embed_tokens" if args.tie_embeddings else "lm_head"
     tensors: dict[str, Tensor] = {}
     before = 0
-    for name, value in tqdm(reader.tensors(), desc="tensors", unit=""):
+    # experts one by one; a plain folder for other tools keeps the names that it has
+    apart = reader.gguf is not None or weight_format.bits not in PLAIN
+    named = ((split(*x, args) if apart and ".experts." in x[0] else [x]) for x in reader.tensors())
+    for name, value in tqdm(chain.from_iterable(named), desc="tensors", unit=""):
         dense = value.dequantize() if isinstance(value, Codes) else value
         before += dense.numel() * 2
         if not dense.isfinite().all():

@@ -12,7 +12,7 @@ from formats_files import write_gguf
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import save_file
 from test_parallel import SIZES, compare
-from test_weights import BACKENDS, FORMS, by_hand, codes
+from test_weights import BACKENDS, FORMS, by_hand, codes, quantized
 
 import kernels.backend
 import kernels.experts
@@ -163,6 +163,25 @@ def test_both_layouts_of_tensors(tmp_path):
     save_file({k: v.contiguous() for k, v in fused.items()}, folder / "model.safetensors")
     with pytest.raises(InputError, match=r"gate_up_proj .*expected 768 rows"):
         load_checkpoint(folder)
+
+
+@torch.inference_mode()
+def test_quantized_folder(tmp_path):
+    """Of experts in one tensor: each in 4 bits, as --weights packs them; the router is not rounded beyond bf16."""
+    model, prefix = loud(), "model.layers.0.mlp.experts"
+    tensors = save_checkpoint_tensors(model, torch.float32)
+    tensors = {name: t.bfloat16() for name, t in tensors.items()}
+    for x in ("gate", "up", "down"):
+        each = [tensors.pop(f"{prefix}.{e}.{x}_proj.weight") for e in range(6)]
+        tensors[f"{prefix}.{x}_proj"] = torch.stack(each)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    got = load_checkpoint(quantized(tmp_path / "in", tmp_path / "out", "--weights", "int4", "--head", "bf16"))
+    want = load_checkpoint(tmp_path / "in", weight_format=WeightFormat.parse("int4", "bf16"))
+    assert got.layers[0].feed_forward.w13.bits == 4
+    assert torch.equal(got.layers[0].feed_forward.w2.packed, want.layers[0].feed_forward.w2.packed)
+    assert (got(PROMPT) - want(PROMPT)).abs().max() < 1e-2 * want(PROMPT).std()
 
 
 GGUF = {  # architecture, its keys, whether there is a shared expert, kinds of gate and up, and of down

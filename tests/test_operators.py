@@ -30,6 +30,7 @@ DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch
 # Operations that are tested where their methods or formats are.
 ELSEWHERE = {
     "dense_linear": "test_weights.py", "packed_linear": "test_weights.py, test_triton_linear.py",
+    "dense_experts": "test_experts.py", "packed_experts": "test_experts.py, test_triton_linear.py",
     "quantized_append": "test_quantized.py, test_native.py", "quantized_attention": "test_quantized.py",
     "group_attention": "test_palu.py", "window_append": "test_triton_attention.py",
     "dense_experts": "test_experts.py", "packed_experts": "test_experts.py",

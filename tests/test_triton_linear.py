@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import experts as X
 from kernels import linear as K
 from tests.compiling import report
 from tests.test_weights import FORMS, product_of
@@ -79,6 +80,23 @@ def test_nothing_is_unpacked_for_a_batch(monkeypatch):
     monkeypatch.setattr(K, "_unpack_rows", None)
     monkeypatch.setattr(K, "dequantize", None)
     check(0, 65, 40, 64, 4, 32, "zeros", True, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_experts(bits, form, monkeypatch):
+    """Every row by the weight of its expert, whose blocks a program's tile does not divide; with inputs in shares."""
+    monkeypatch.setattr(K, "multiprocessors", lambda device: 1 if form == "zeros" else 100)
+    gen, (rows, experts, out, n) = torch.Generator().manual_seed(bits), (5, 3, 16 * 3, 64 * 9)
+    c = None if bits == 16 else codes(gen, experts * out, n, bits, 64, form)
+    layer = PackedLinear(n, experts * out, False, c.layout if c else Layout(16))
+    layer.put(0, c or torch.randn(experts * out, n, generator=gen))
+    w = torch.from_numpy(by_hand(c)) if c else layer.dense(0, experts * out).double()
+    x, expert = torch.randn(rows, n, generator=gen), torch.tensor([2, 0, 2, 1, 0])
+    layer.to(DEVICE)
+    got = X._in_triton(x.to(DEVICE), expert.to(DEVICE), *layer.weight, bits, experts)
+    want = torch.einsum("ni,noi->no", x.double(), w.view(experts, out, n)[expert])
+    assert (got.double().cpu() - want).abs().max() < 3e-6 * want.abs().max()
 
 
 @pytest.mark.slow  # tests/test_triton_compile.py compiles one launch of every kernel in every run

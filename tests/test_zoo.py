@@ -89,7 +89,7 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "phi4-mini": ("Phi3", dict(hidden_size=128, **longrope(12, 256), max_position_embeddings=1024)),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
     "mixtral-window": ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=8)),
-    "qwen2-moe": ("Qwen2Moe", dict(EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2)),
+    "qwen2-moe": ("Qwen2Moe", dict(EXPERTS, shared_expert_intermediate_size=96, decoder_sparse_step=2)),
     "qwen2-moe-window": ("Qwen2Moe", dict(EXPERTS, shared_expert_intermediate_size=64, norm_topk_prob=True,
                                           qkv_bias=False, use_sliding_window=True, sliding_window=8)),
     "qwen3-moe": ("Qwen3Moe", dict(EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1])),
@@ -285,8 +285,9 @@ def test_each_feature_matters(case, monkeypatch):
 
 # ---- keys of config.json ----
 
-# attributes that transformers reads and that change no logits: how to compute, dropout, padding, and images
+# attributes that transformers reads and that change no logits: how to compute, training, padding, and images
 NO_LOGITS = {
+    "initializer_range", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     "_attn_implementation", "json", "default_theta", "attention_dropout", "residual_dropout", "resid_pdrop",
     "pad_token_id", "image_token_id", "mm_tokens_per_image", "vision_config", "text_config", "get_text_config",
     "standardize_rope_params", "_sliding_window_pattern",
