@@ -351,7 +351,7 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] -> [..., dim], the first block's input."""
         x, scale = self.tok_embeddings(tokens).to(self.dtype), self.args.embed_scale
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)  # rounded, as Gemma was trained
+        return x if scale == 1.0 else x * x.new_full((), scale)  # rounded to the dtype, as in Gemma's training
 
     def logits(self, x: Tensor) -> Tensor:
         """The last block's output [..., dim] -> [..., V]."""
