@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kernels import experts as X
 from kernels import linear as K
 from tests.compiling import report
-from tests.test_weights import FORMS, product_of
+from tests.test_weights import FORMS, by_hand, codes, product_of
+from weights import Layout, PackedLinear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
