@@ -99,17 +99,21 @@ class Quest(Selecting):
     def select(self, q, pos):
         """The best full pages, followed by the current one as far as it is filled."""
         page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
-        last, wanted = pos // page, self.pages_of(self.wanted(pos))
+        last = self.once_a_step(pos, "last", lambda: pos // page)
+        before = self.once_a_step(pos, "before", lambda: last - 1)
+        wanted = self.once_a_step(pos, "pages", lambda: self.pages_of(self.wanted(pos)))
         if self.p is None:
             scores = self.ranked(q, pos, last)
         else:
             scores = self.weights(self.logits(q, pos), last)
             need = top_p_count(scores, last, self.p, sinks, recent + 1)
             wanted = need.minimum(wanted[:, None])
-        idx, count = budget_select(scores, last - 1, wanted - 1, max(1, self.most - 1), sinks, recent)
+        idx, count = budget_select(scores, before, wanted - 1, max(1, self.most - 1), sinks, recent)
         tokens = (idx[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
-        idx = with_run(tokens, count * page, last * page, self.shape.max_seq_len - 1, self.k_static)
-        count = count * page + (pos % page + 1)[:, None]
+        start = self.once_a_step(pos, "start", lambda: last * page)
+        filled = self.once_a_step(pos, "filled", lambda: (pos % page + 1)[:, None])
+        idx = with_run(tokens, count * page, start, self.shape.max_seq_len - 1, self.k_static)
+        count = count * page + filled
         if self.p is not None:
             self.note_read(count, pos)
         return idx, count

@@ -292,16 +292,22 @@ class Razor(KVMethod):
 
     def append(self, k, v, pos):
         """While the window grows, nothing leaves it; otherwise the new token takes the slot of the oldest one."""
-        filled = self.filled(pos)
-        fresh = torch.where(filled > self.filled(pos - 1), filled - 1, -1)
+        place = self.once_a_step(pos, "place", lambda: pos - self.sinks)
+        fresh = self.once_a_step(pos, "fresh", lambda: self.fresh(pos))
+        dropped = self.once_a_step(pos, "dropped", lambda: self.dropped(pos))
         mean_k, mean_v = (self.mean_k, self.mean_v) if self.args.compensation else (None, None)  # Eq. 4
-        window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, pos - self.sinks, fresh, self.dropped(pos))
+        window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, place, fresh, dropped)
+
+    def fresh(self, pos):
+        """The slot that a growing window gets for the token at pos [B]; -1: it does not grow."""
+        filled = self.filled(pos)
+        return torch.where(filled > self.filled(pos - 1), filled - 1, -1)
 
     def attend(self, q, idx, count, pos):
-        filled = self.filled(pos)
+        filled = self.once_a_step(pos, "filled", lambda: self.filled(pos))
         if not self.args.compensation:
             return packed_attention(q, self.k, self.v, filled)
-        n = self.dropped(pos).clamp(min=0)
+        n = self.once_a_step(pos, "gone", lambda: self.dropped(pos).clamp(min=0))
         return packed_attention(q, self.k, self.v, filled, self.mean_k, self.mean_v, n)  # Eq. 5
 
     def attended(self, q, idx, count, pos):

@@ -221,7 +221,7 @@ def test_slots_that_nobody_tells_of_are_found(write):
     assert run_check(write("toy_said", said), "saved").note == ""
 
 
-RAZOR = "window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, pos - self.sinks, fresh, self.dropped(pos))"
+RAZOR = "window_append(self.k, self.v, self.slot_of, mean_k, mean_v, k, v, place, fresh, dropped)"
 READ_THEN_WRITTEN = """row, slot = torch.arange(len(pos), device=pos.device), fresh.clamp(min=0)
         left_k, left_v = self.k[row, :, slot], self.v[row, :, slot]
         self.k[row, :, slot], self.v[row, :, slot] = k, v

@@ -141,7 +141,7 @@ def test_packed_heads_of_different_lengths(monkeypatch, backend, extra):
     check(got, want(q, k, v, spans, mean if extra else None), torch.float32)
 
 
-@pytest.mark.parametrize("backend", ("torch", "triton"))
+@pytest.mark.parametrize("backend", ("torch", "triton", ""))  # "": C++ on a CPU
 @pytest.mark.parametrize("dtype, compensation", ((torch.float32, True), (torch.bfloat16, False)))
 def test_window_append(monkeypatch, backend, dtype, compensation):
     """A list for each row: 2 sinks, then a window that grows by some tokens and drops the oldest at the others; it

@@ -809,6 +809,32 @@ OPERATOR(void, append_token, SmallRows<T> k, SmallRows<T> v, Small<int64_t> slot
     put_slots(v, slot, v_cache);
 }
 
+// x [H, D] of row b replaces what `slot` of a cache holds, which joins the mean of n tokens, if there is one
+template <class T>
+static void replace_slot(const InRows<T>& cache, int64_t b, int64_t slot, const InRows<T>& x, float* mean, int64_t n) {
+    for (int64_t h = 0, H = x.size(1), D = x.size(2); h < H; h++) {
+        T* at = cache.data() + b * cache.stride(0) + h * cache.stride(1) + slot * cache.stride(2);
+        float* m = mean + (b * H + h) * D;
+        for (int64_t d = 0; mean && d < D; d++) m[d] += (number(at[d]) - m[d]) / (float)n;
+        std::memcpy(at, x.data() + b * x.stride(0) + h * x.stride(1), D * sizeof(T));
+    }
+}
+
+OPERATOR(void, window_append, InRows<T> k_cache, InRows<T> v_cache, Stored<int32_t> slot_of,
+         Optional<Stored<float>> mean_k, Optional<Stored<float>> mean_v, SmallRows<T> k, SmallRows<T> v,
+         Small<int64_t> place, Small<int64_t> fresh, Small<int64_t> dropped) {
+    const int64_t ring = slot_of.size(1);
+    for (int64_t b = 0; b < place.numel(); b++) {
+        const int64_t n = std::max<int64_t>(1, dropped.data()[b]), free = fresh.data()[b];
+        const bool leaves = free < 0;
+        const int64_t slot = leaves ? slot_of.data()[b * ring + (n - 1) % ring] : free;
+        STD_TORCH_CHECK(slot >= 0 && slot < k_cache.size(2), "slot ", slot, " of ", k_cache.size(2));
+        replace_slot(k_cache, b, slot, k, leaves ? data(mean_k) : nullptr, n);
+        replace_slot(v_cache, b, slot, v, leaves ? data(mean_v) : nullptr, n);
+        slot_of.data()[b * ring + (place.data()[b] % ring + ring) % ring] = (int32_t)slot;
+    }
+}
+
 OPERATOR(Tensor, scale_heads, SmallRows<T> x, Small<T> unit, bool divide) {
     const int64_t B = x.size(0), heads = x.size(1), D = x.size(2), H = unit.size(1);
     Tensor y = like(x);

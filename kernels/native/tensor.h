@@ -53,6 +53,7 @@ template <> constexpr ScalarType TYPE<float> = ScalarType::Float;
 template <> constexpr ScalarType TYPE<bf16> = ScalarType::BFloat16;
 template <> constexpr ScalarType TYPE<uint16_t> = ScalarType::Half;
 template <> constexpr ScalarType TYPE<uint8_t> = ScalarType::Byte;
+template <> constexpr ScalarType TYPE<int32_t> = ScalarType::Int;
 template <> constexpr ScalarType TYPE<int64_t> = ScalarType::Long;
 template <> constexpr ScalarType TYPE<bool> = ScalarType::Bool;
 
