@@ -24,10 +24,10 @@ from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume
 from engine.speculation import Speculating, Speculator
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
+from loading.named import named_args
 from loading.tokenizer.base import stop_strings
 from loading.tokenizer.random import RandomVocabulary
 from loading.tokenizer.turns import Chat, ChatParts
-from model import ModelArgs
 from runtime.errors import InputError, check_count
 from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype
 from runtime.parallel import ONE, Ranks
@@ -60,8 +60,8 @@ class LLM:
         for piece in llm.stream("import os"):
             print(piece, end="")
 
-    method is a spec (cache/spec.py); further arguments are its knobs. random_init names a model of model.NAMED to make
-    with random weights. weights, head: as --weights and --head of generate.py. dtype: the compute dtype; kv_dtype: that
+    method is a spec (cache/spec.py); further arguments are its knobs. random_init: a name in loading/named.py
+    for random weights. weights, head: as --weights and --head of generate.py. dtype: the compute dtype; kv_dtype: that
     of the cache. calibration: files of calibrate.py, by default the one beside the weights. compile: torch.compile the
     decode step, by default on a GPU; the cache's capacity is then rounded up, so that one step serves many lengths.
     max_seq_len: the capacity of every call, in tokens of prompt and answer. prefill_chunk: the number of prompt tokens
@@ -108,7 +108,7 @@ class LLM:
         self.compile = device.type == "cuda" if compile is None else compile
         self.tokenizer: Any
         if random_init:
-            args = dataclasses.replace(ModelArgs.from_name(random_init), ranks=ranks)
+            args = dataclasses.replace(named_args(random_init), ranks=ranks)
             self.model = random_transformer(args, device, dtype, seed, self.weight_format)
             self.tokenizer = RandomVocabulary()
         else:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from kernels.rope import RopeArgs
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
-from model import NAMED, ModelArgs, Transformer
+from loading.named import NAMED, named_args
+from model import Transformer
 from runtime.errors import InputError
 from weights import WeightFormat
 
@@ -503,7 +504,7 @@ def test_pickle_is_not_read(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_model_has_its_published_size(name):
-    args = ModelArgs.from_name(name)
+    args = named_args(name)
     with torch.device("meta"):
         model = Transformer(args)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]

@@ -16,6 +16,7 @@ import model as M
 from cache.spec import method_files
 from engine import Chat
 from engine.decode import LAG, Batch, Session, make_step
+from loading import named as N
 from loading.checkpoint import load_checkpoint
 from loading.tokenizer import load_tokenizer
 from runtime.errors import InputError, run_cli
@@ -391,7 +392,7 @@ def test_without_the_environment_one_line_says_what_to_do(argv):
 
 def test_random_init_needs_no_checkpoint(capsys, monkeypatch):
     small = dict(dim=32, n_layer=2, n_head=2, n_kv_head=1, head_dim=32, ffn_dim=32, vocab_size=300, rope=dict())
-    monkeypatch.setitem(M.NAMED, "small", small)
+    monkeypatch.setitem(N.NAMED, "small", small)
     code, out, _ = run(capsys, "--random-init", "small", "--prompt", "hello", "--max-new-tokens", "3", "--json")
     data = json.loads(out)
     assert code == 0 and data["prompt_tokens"] == [5] and len(data["tokens"][0]) == 3

@@ -14,6 +14,7 @@ from oracles import rotate
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
 from kernels.oja import oja_step, orthonormalize
+from loading.named import named_args
 from model import ModelArgs
 from runtime.errors import InputError
 
@@ -289,7 +290,7 @@ def test_exempt_tokens_need_no_slot_of_the_store():
 
 def test_the_two_savings_multiply():
     """Section 7: a compression ratio of (d/r)(s/m), here of the bytes that a step reads of a long prompt."""
-    args = ModelArgs.from_name("llama-3.1-8b")
+    args = named_args("llama-3.1-8b")
     T = 32768
     read = {}
     for keep in (None, 0.5):
@@ -319,7 +320,7 @@ def row_traffic(args, knobs, T):
 @pytest.mark.parametrize(("preset", "rank"), [("ojakv-0.8", 102), ("ojakv-0.6", 77), ("static_pca_h", 77)])
 def test_bytes_per_token(preset, rank):
     """Appendix A.3.2: r_k + r_v elements a token and KV head, whatever else is kept."""
-    args = ModelArgs.from_name("llama-3.1-8b")
+    args = named_args("llama-3.1-8b")
     knobs = resolve(preset)[1]
     small, large = (on_meta(args, knobs, 2, T) for T in (4096, 8192))
     assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 4096 * 2 * 8 * 2 * rank * 2

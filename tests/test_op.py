@@ -14,9 +14,10 @@ from kernels import native
 from kernels.gather_attention import gather_attention
 from kernels.op import OPERATIONS, bytes_read
 from kv_methods.full import Full
+from loading.named import named_args
 from model import ModelArgs, Transformer
 
-LLAMA = ModelArgs.from_name("llama-3.1-8b")
+LLAMA = named_args("llama-3.1-8b")
 
 
 def on_meta(cls, knobs, batch, T):

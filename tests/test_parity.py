@@ -18,7 +18,7 @@ import kernels.dense_attention
 import model as model_module
 from kernels.rope import rope_inv_freq
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
-from model import ModelArgs
+from loading.named import named_args
 
 transformers = pytest.importorskip("transformers")
 
@@ -243,7 +243,7 @@ def test_blocks_and_chunks_do_not_change_the_result(case, monkeypatch):
 
 def test_rope_tables_of_forward_survive_inference_mode_and_to():
     """They are cached: an evaluation must not make them unfit for training, nor `.to(bfloat16)` round them."""
-    args = ModelArgs.from_name("llama-3.2-1b")
+    args = named_args("llama-3.2-1b")
     model = random_transformer(replace(args, dim=64, n_layer=1, ffn_dim=32, vocab_size=VOCAB), "cpu", torch.float32)
     forward(model, [1, 2, 3])
     model(torch.tensor([[1, 2, 3]])).sum().backward()

@@ -15,6 +15,7 @@ from cache.calibration import Calibration
 from cache.spec import make_args, resolve
 from kernels.alibi import alibi_scope
 from kv_methods.razor import Razor
+from loading.named import named_args
 from model import ModelArgs
 from runtime import errors
 from scripts.contract.harness import tiny
@@ -247,7 +248,7 @@ def test_protected_heads_through_another_method_are_as_with_it_alone(name):
 
 def test_compression_at_long_context():
     """Table 2: 15 % of the heads whole and a fifth of the text in the rest is 3.125x. Llama-2-7B, no memory needed."""
-    args, T = replace(ModelArgs.from_name("llama-2-7b"), max_seq_len=1 << 17), 100_000
+    args, T = replace(named_args("llama-2-7b"), max_seq_len=1 << 17), 100_000
     gen = torch.Generator().manual_seed(0)
     draws = torch.rand(2, 32, 32, generator=gen)
     calib = Calibration({f"layers.{i}.razor.{kind}": draws[j, i] for i in range(32)

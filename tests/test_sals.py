@@ -13,6 +13,7 @@ from oracles import causal_attention, check_top, rotate
 
 from cache.calibration import Calibration
 from cache.spec import make_args, method_class, resolve
+from loading.named import named_args
 from model import ModelArgs
 
 CASES = {  # knobs, (g, Hkv, D), prompt lengths
@@ -191,7 +192,7 @@ def test_tokens_in_the_window_are_sharper_than_older_ones(rank, bits):
 @pytest.mark.parametrize(("preset", "size"), [("sals-25", 144), ("sals-12.5", 80)])
 def test_bytes_per_token(model, preset, size):
     """docs/design.md, SALS: 0.281 and 0.156 of 512 bytes; Table 2 says 0.28 and 0.15."""
-    args = ModelArgs.from_name(model)
+    args = named_args(model)
     small, large = (on_meta(args, resolve(preset)[1], 2, T) for T in (4096, 8192))
     assert sum(large.nbytes().values()) - sum(small.nbytes().values()) == 4096 * 2 * args.n_kv_head * size
     assert size / 512 == pytest.approx({"sals-25": 0.28, "sals-12.5": 0.15}[preset], abs=0.007)
@@ -220,7 +221,7 @@ def access(knobs, T=4096):
     As a difference between batches, so that the projection matrix, read once for all rows, drops out: the paper's
     formula s r* + 2 k r leaves it out too.
     """
-    args = ModelArgs.from_name("llama-2-7b")
+    args = named_args("llama-2-7b")
 
     def row(k):
         one, two = (on_meta(args, k, batch, T).traffic(T - 1) for batch in (1, 2))

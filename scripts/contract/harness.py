@@ -16,12 +16,13 @@ from cache.base import KVMethod
 from cache.calibration import Calibration, collect
 from cache.spec import layer_methods
 from cache.statistic import Statistic, Tokens
+from loading.named import named_args
 from model import ModelArgs, Transformer
 from scripts.contract.reference import forward
 
 VOCAB, TOL = 96, 1e-4
 Run = tuple[Tensor, Tensor]  # logits [B, steps + 1, V], the tokens that were fed [B, steps]
-LLAMA = ModelArgs.from_name("llama-3.1-8b")
+LLAMA = named_args("llama-3.1-8b")
 
 
 class Model(Transformer):

@@ -23,7 +23,8 @@ import torch
 from cache.evicting import Evicting
 from cache.spec import method_class
 from engine.speculation import tokens_a_round
-from model import ModelArgs, Transformer
+from loading.named import named_args
+from model import Transformer
 from runtime.errors import InputError, run_cli
 from runtime.options import Parser
 from scripts.bench.bench_generate import weight_bytes
@@ -127,7 +128,7 @@ def gain(read: tuple[float, float, float], n: int, acceptance: float) -> float:
 def read_bytes(name: str, method: str, batch: int, length: int) -> tuple[float, float, float]:
     """The bytes of weights and caches in bf16, computed on the meta device."""
     with torch.device("meta"):
-        model = Transformer(ModelArgs.from_name(name)).to(torch.bfloat16)
+        model = Transformer(named_args(name)).to(torch.bfloat16)
     model.setup_cache(method, batch, length)
     return (
         weight_bytes(model, batch),

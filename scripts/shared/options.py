@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from cache.spec import layer_methods, method_files, presets
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
+from loading.named import named_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
 from runtime.machine import pick_dtype
@@ -91,7 +92,7 @@ def check_folder(checkpoint: str, who: str) -> None:
 @functools.cache
 def shapes(name: str) -> ModelArgs:
     """The shapes of a known model, or of a checkpoint's config.json."""
-    return args_from_hf(read_json(Path(name))) if name.endswith(".json") else ModelArgs.from_name(name)
+    return args_from_hf(read_json(Path(name))) if name.endswith(".json") else named_args(name)
 
 
 def parse_lengths(text: str) -> list[int]:

@@ -32,6 +32,7 @@ from triton.backends.compiler import GPUTarget
 
 from engine.compiled import compiler_options
 from loading.allocate import empty_transformer
+from loading.named import named_args
 from model import ModelArgs
 from runtime.parallel import Ranks
 
@@ -82,7 +83,7 @@ def on_cuda(model, method, batch, length):
 
 def code_of(method, ranks, n_layer=2):
     """Inductor's code, a graph each."""
-    args = replace(ModelArgs.from_name("llama-3.1-8b"), n_layer=n_layer, ranks=Ranks(0, ranks))
+    args = replace(named_args("llama-3.1-8b"), n_layer=n_layer, ranks=Ranks(0, ranks))
     model = empty_transformer(args, "meta", torch.bfloat16).eval()
     card, found = SimpleNamespace(name="H100", minor=0, total_memory=80 << 30, gcnArchName="", **H100), []
 

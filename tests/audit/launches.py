@@ -26,6 +26,7 @@ from kernels.op import OPERATIONS
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from loading.allocate import empty_transformer
+from loading.named import named_args
 from model import ModelArgs
 from runtime.errors import InputError
 from scripts.contract.__main__ import load
@@ -172,7 +173,7 @@ def named(methods: list[str]) -> list[str]:
 
 def converse(launches: Launches, model: str, method: str, weights: str | None, batch: int, length: int) -> None:
     """Runs a prompt that fills all slots except NEW, a step and its maintenance."""
-    args = ModelArgs.from_name(model)
+    args = named_args(model)
     args.n_layer, args.max_seq_len = LAYERS, max(args.max_seq_len, length)
     launches.by = (model, f"{method}, {weights} weights" if weights else method, batch, length)
     packed = WeightFormat.parse(weights)
