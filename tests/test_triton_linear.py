@@ -88,7 +88,7 @@ def test_nothing_is_unpacked_for_a_batch(monkeypatch):
 def test_experts(bits, form, monkeypatch):
     """Every row by the weight of its expert, whose blocks a program's tile does not divide; with inputs in shares."""
     monkeypatch.setattr(K, "multiprocessors", lambda device: 1 if form == "zeros" else 100)
-    gen, (rows, experts, out, n) = torch.Generator().manual_seed(bits), (5, 3, 16 * 3, 64 * 9)
+    gen, (rows, experts, out, n) = torch.Generator().manual_seed(bits), (5, 3, 16 * 3, 64 * 5)
     c = None if bits == 16 else codes(gen, experts * out, n, bits, 64, form)
     layer = PackedLinear(n, experts * out, False, c.layout if c else Layout(16))
     layer.put(0, c or torch.randn(experts * out, n, generator=gen))

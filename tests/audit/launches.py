@@ -151,7 +151,7 @@ def recording() -> Iterator[Launches]:
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (
             torch.empty_like(q), torch.empty(k.shape[:3], dtype=torch.float32, device=k.device))),
         # on `meta`, caches are normally only asked for their sizes, and have no rotary tables
-        (ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, launches.by[-1], device)),
+        (ModelArgs, "rotary", lambda a, batch, n, device=None, *more: rotary(a, batch, launches.by[-1], device, *more)),
         (torch, "tensor", tensor),
     ]  # fmt: skip
     splits.multiprocessors.cache_clear()
