@@ -142,7 +142,7 @@ class ModelArgs:
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [..., Hq, D], k and v [..., Hkv, D] -> [..., Hq, D]
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "swish": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }  # fmt: skip
 
 

@@ -65,10 +65,6 @@ def _from_max_window_layers(c: dict[str, Any], i: int) -> bool:
     return i >= full
 
 
-def _all_but_every(n: int) -> Callable[[dict[str, Any], int], bool]:
-    return lambda c, i: (i + 1) % (_number(c, "sliding_window_pattern", n)) != 0
-
-
 QWEN = dict(max_position_embeddings=32768, use_sliding_window=False, sliding_window=4096, max_window_layers=28)
 MISTRAL = dict(max_position_embeddings=131072, sliding_window=4096)
 MINISTRAL3 = dict(
@@ -119,12 +115,12 @@ FAMILIES = {
     "olmo2": Family(dict(max_position_embeddings=2048, rms_norm_eps=1e-5), args=OLMO),
     "olmo3": Family(
         dict(max_position_embeddings=2048, rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5), args=OLMO,
-        reads=("layer_types",), slides=_all_but_every(4), local_theta="rope_theta",
+        reads=("layer_types",), slides=lambda c, i: (i + 1) % 4 != 0, local_theta="rope_theta",
     ),
     "gemma3_text": Family(
         GEMMA3, args=dict(qk_norm=True, centered_norm=True, post_norm=True),
         reads=("hidden_size", "query_pre_attn_scalar", "final_logit_softcapping", "layer_types"),
-        slides=_all_but_every(6), local_theta="rope_local_base_freq",
+        slides=lambda c, i: (i + 1) % _number(c, "sliding_window_pattern", 6) != 0, local_theta="rope_local_base_freq",
     ),
     "phi3": Family(
         dict(max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5), False, False,
@@ -218,7 +214,8 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         if c.get(key) not in (None, True, False):
             raise InputError(f"config.json: {key} must be true or false, found {short(c[key])}")
     activation = "hidden_activation" if "hidden_activation" in family.absent else "hidden_act"
-    if (act := c.get(activation) or "silu") not in ACTS:
+    act = "silu" if c.get(activation) in (None, "swish") else c[activation]
+    if act not in [*ACTS]:
         raise InputError(f"config.json sets {activation} = {short(act)}, which is not supported: {', '.join(ACTS)} are")
     dim = _number(c, "hidden_size", most=1 << 20)
     n_layer = _number(c, "num_hidden_layers", most=1000)
@@ -246,7 +243,7 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         fields |= _experts_from_hf({k: c.get(k) for k in (*family.reads, "intermediate_size")}, n_layer)
     rope, ropes = _ropes_from_hf(c, family, n_layer, max_seq_len, head_dim)
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    growth = (p.get("llama_4_scaling_beta") or 0.0) if "llama_4_scaling_beta" in family.reads else 0.0
+    grows = "llama_4_scaling_beta" in family.reads and p.get("llama_4_scaling_beta")
     return ModelArgs(
         dim=dim,
         n_layer=n_layer,
@@ -259,7 +256,7 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
         norm_eps=_number(c, "rms_norm_eps", 1e-6, integer=False),
         rope=rope,
         ropes=ropes,
-        query_growth=growth,
+        query_growth=_number(p, "llama_4_scaling_beta", integer=False) if grows else 0.0,
         tie_embeddings=bool(c.get("tie_word_embeddings")),
         act=act,
         windows=_windows_from_hf(c, family, n_layer),
@@ -326,8 +323,11 @@ def _experts_from_hf(c: dict[str, Any], n_layer: int) -> dict[str, Any]:
 
 def _windows_from_hf(c: dict[str, Any], family: Family, n_layer: int) -> tuple[int | None, ...]:
     """The windows of layers that slide: all of a family, or as layer_types, or a pattern of windows, says."""
-    window, types = c.get("sliding_window"), _layer_types(c, family, n_layer)
-    if window is None or not family.slides or ("use_sliding_window" in family.reads and not c["use_sliding_window"]):
+    window, switched = c.get("sliding_window"), "use_sliding_window" in family.reads
+    if window is None or (switched and not c.get("use_sliding_window")):
+        return ()
+    types = _layer_types(c, family, n_layer)
+    if not family.slides:
         return ()
     if isinstance(window, list):  # Ministral 8B in Mistral's own notation: windows of the first layers, repeated
         if not window or n_layer % len(window):

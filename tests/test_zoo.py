@@ -383,10 +383,13 @@ def test_other_architectures_are_refused_with_the_bridge_named(name):
     dict(model_type="gemma3_text", attn_logit_softcapping=50.0),
     dict(model_type="gemma3_text", rope_parameters=dict(rope_theta=1e4)),
     dict(model_type="olmo3", rope_parameters=BY_TYPE, rope_scaling=YARN),
+    dict(model_type="smollm3", use_sliding_window=True, sliding_window=0), dict(hidden_act=["silu"]),
+    dict(model_type="ministral3", rope_parameters=dict(MINISTRAL3, llama_4_scaling_beta="x")),
     dict(model_type="smollm3", no_rope_layers=[1]), dict(model_type="smollm3", no_rope_layers="all"),
     dict(model_type="granite", residual_multiplier="x"), dict(model_type="granite", logits_scaling=0),
     dict(model_type="mistral", rope_scaling=dict(YARN, llama_4_scaling_beta=0.1)),
-    dict(model_type="mistral", sliding_window=8, layer_types=TYPES), dict(model_type="llama", layer_types=[[1]]),
+    dict(model_type="mistral", sliding_window=8, layer_types=TYPES),
+    dict(model_type="llama", sliding_window=8, layer_types=[[1]]),
 ], ids=str)  # fmt: skip
 def test_settings_that_are_not_computed_are_refused_by_name(changes):
     key = [*changes][-1]
