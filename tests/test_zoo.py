@@ -70,7 +70,7 @@ CASES = {  # transformers' config class, and what differs from SIZES
     "smollm3-window": ("SmolLM3", dict(no_rope_layer_interval=2, use_sliding_window=True, sliding_window=8)),
     "smollm3-gguf": ("SmolLM3", dict(attention_bias=True)),  # which holds no list of layers
     "granite": ("Granite", dict(embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.4,
-                                logits_scaling=0.2, attention_bias=True, mlp_bias=True)),
+                                logits_scaling=0.8, attention_bias=True, mlp_bias=True)),
     "seed-oss": ("SeedOss", dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True)),
     "seed-oss-no-output-bias": ("SeedOss", dict(head_dim=24)),
     "internlm3": ("InternLM3", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
