@@ -465,11 +465,12 @@ def check_saved(name: str, knobs: Knobs, ways: Any = WAYS) -> str | None:
             CacheFile(Path(folder, f"{size} {n}")).fill(model.cache)
             for rope in {m.rope for m in model.cache}:
                 rope.set_prompt(lengths)
-            equal(torch.stack([step(i) for i in range(n, n + THEN)], 1), torch.stack(want[into][n : n + THEN], 1),
-                  f"{at_knobs(knobs)} saved after {n} steps in a cache for {SIZES[size]} tokens and restored in one "
-                  f"for {SIZES[into]}, it differs from one never saved",
-                  "slots that depend on max_seq_len or max_new_tokens are told in `layout` and converted in `carry`; "
-                  "what a step needs is in buffers, or in attributes that are numbers")  # fmt: skip
+            # sums over slots may be made in another order where there are more slots
+            same(torch.stack([step(i) for i in range(n, n + THEN)], 1), torch.stack(want[into][n : n + THEN], 1),
+                 f"{at_knobs(knobs)} saved after {n} steps in a cache for {SIZES[size]} tokens and restored in one "
+                 f"for {SIZES[into]}, it differs from one never saved", 0.0 if size == into else TOL,
+                 "slots that depend on max_seq_len or max_new_tokens are told in `layout` and converted in `carry`; "
+                 "what a step needs is in buffers, or in attributes that are numbers")  # fmt: skip
     return None
 
 
