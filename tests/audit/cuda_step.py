@@ -64,7 +64,7 @@ def load_guard():
 def on_cuda(model, method, batch, length):
     """Set a cache up on `meta`, where what decides about sizes is real; then all tensors are fake ones on `cuda`."""
     rotary = ModelArgs.rotary  # on `meta` a cache is asked for its size alone, and has no angles
-    with mock.patch.object(ModelArgs, "rotary", lambda a, batch, n, device=None: rotary(a, batch, length, device)):
+    with mock.patch.object(ModelArgs, "rotary", lambda a, batch, n, *rest: rotary(a, batch, length, *rest)):
         model.setup_cache(method, batch, length, None)
     fakes = {}
 
