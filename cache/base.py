@@ -401,10 +401,6 @@ class KVMethod(Storage):
         eager step one layer computes it for all that have the same."""
         return self.once(pos, (name, self.alike), make)
 
-    def ends(self, pos: Tensor) -> Tensor:
-        """pos + 1: the number of tokens in the text, [B]."""
-        return self.once(pos, "ends", lambda: pos + 1)
-
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store one token per row in place. Its slot need not equal its position."""
         raise NotImplementedError

@@ -101,7 +101,7 @@ class Selecting(Dense):
 
     def wanted(self, pos: Tensor) -> Tensor:
         """How many tokens the budget allows with the newest at pos [B] -> [B] int64."""
-        return self.once(pos, self.selection, lambda: self.selection.at(pos + 1))
+        return self.once_a_step(pos, "wanted", lambda: self.selection.at(pos + 1))
 
     def pick(self, scores: Tensor, pos: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The `wanted` [B] or [B, H] best tokens by scores [B, H, T] -> idx, count; None: as many as the budget."""

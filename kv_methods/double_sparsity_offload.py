@@ -136,7 +136,7 @@ class DoubleSparsityOffload(KVMethod):
         slot = torch.arange(self.n_fetch, device=pos.device)
         if self.label is None:
             return torch.where(slot <= oldest[:, None], slot, -1)[:, None].expand(B, H, -1)
-        wanted = (self.once(pos, self.selection, lambda: self.selection.at(pos + 1)) - self.recent).clamp(min=0)
+        wanted = self.once_a_step(pos, "wanted", lambda: (self.selection.at(pos + 1) - self.recent).clamp(min=0))
         idx, count = budget_select(self.label.scores(q, oldest), oldest, wanted, self.n_fetch, self.args.sinks)
         return torch.where(slot < count[..., None], idx, -1)
 

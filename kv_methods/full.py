@@ -10,6 +10,7 @@ import torch
 from cache.base import Attended
 from cache.dense import Dense
 from kernels.dense_attention import decode_attention
+from kernels.ring import ring_positions
 from kernels.rotate_append import rotate_token
 
 
@@ -28,7 +29,7 @@ class Full(Dense):
 
     def newest(self, last):
         """The newest position up to last [B] that lies in each slot of the ring [B, slots]; below 0: none."""
-        return last[:, None] - (last[:, None] - torch.arange(self.slots, device=last.device)) % self.slots
+        return ring_positions(last, self.slots)
 
     def compress(self, q, k, v, lengths):
         if self.ring:
@@ -50,7 +51,7 @@ class Full(Dense):
     def attend(self, q, idx, count, pos):
         if self.ring:  # attention does not depend on the order of keys
             return decode_attention(q, self.k, self.v, None, self.filled(pos))
-        return decode_attention(q, self.k, self.v, self.first(pos), self.ends(pos))
+        return decode_attention(q, self.k, self.v, self.first(pos), self.once_a_step(pos, "end", lambda: pos + 1))
 
     def attended(self, q, idx, count, pos):
         B, H, T, _ = self.k[: len(q)].shape

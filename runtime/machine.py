@@ -18,12 +18,13 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from runtime.errors import InputError, check_range
+from runtime.options import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
 SMOLLM2_CALIBRATION = ROOT / "models" / "smollm2" / "calibration.safetensors"
 POINTER = b"version https://git-lfs"  # first bytes of the text file that git stores in place of a large file
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = dict(zip(PRECISIONS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 def smollm2() -> Path | None:

@@ -108,8 +108,7 @@ class PackedLinear(nn.Module):
         return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        given: Any = (x, *self._buffers.values(), self.bits)
-        y = packed_linear(*given)
+        y = packed_linear(x, *self.matrix)
         return y if y.shape[-1] == self.out_features else y[..., : self.out_features]
 
     @property
