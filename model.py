@@ -29,7 +29,8 @@ from cache.prompt import Angles
 from cache.spec import Methods, build_cache, layer_methods, method_name
 from kernels.backend import version_for
 from kernels.dense_attention import prefill_attention
-from kernels.layer import Matrix, finish_layer, in_two_calls, project_heads
+from kernels.layer import Matrix, finish_layer, has_few_rows, project_heads
+from kernels.linear import serves_dense
 from kernels.rope import Rope, RopeArgs, apply_rope, grow
 from runtime.errors import InputError
 from runtime.machine import require_memory
@@ -258,10 +259,10 @@ class Block(nn.Module):
         """The operands of `two_calls`, if x is for them."""
         a, f = self.attention, self.feed_forward
         linears: Any = (a.wqkv, a.wo, f.w13, f.w2)
-        if any(type(x) is Joined for x in linears):
+        if not has_few_rows(x, a.head_dim) or any(type(linear) is Joined for linear in linears):
             return None
-        matrices = [x.matrix for x in linears]
-        return matrices if in_two_calls(x, a.head_dim, *matrices) else None
+        matrices = [linear.matrix for linear in linears]
+        return matrices if all(w.bits or serves_dense(x, w.weight) for w in matrices) else None
 
     def two_calls(self, x: Tensor, attend: Attend, wqkv: Matrix, wo: Matrix, w13: Matrix, w2: Matrix) -> Tensor:
         """`forward` for few rows on a CPU, where a step takes the time of torch's calls more than that of its work."""

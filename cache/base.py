@@ -344,16 +344,16 @@ class KVMethod(Storage):
 
     def kv_in_units(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v [B, Hkv, ..., D] divided by their units."""
-        k = _by_head(k, self.k_unit, True) if "k" in self.units else k
-        return k, _by_head(v, self.v_unit, True) if "v" in self.units else v
+        k = scale_heads(k, self.k_unit, True) if "k" in self.units else k
+        return k, scale_heads(v, self.v_unit, True) if "v" in self.units else v
 
     def query_in_units(self, q: Tensor) -> Tensor:
         """q [B, Hq, ..., D] times the unit of its keys: products with these stay as they are."""
-        return _by_head(q, self.k_unit) if "k" in self.units else q
+        return scale_heads(q, self.k_unit) if "k" in self.units else q
 
     def out_of_units(self, y: Tensor) -> Tensor:
         """Attention outputs y [B, Hq, ..., D] times the unit of their values."""
-        return _by_head(y, self.v_unit) if "v" in self.units else y
+        return scale_heads(y, self.v_unit) if "v" in self.units else y
 
     @property
     def unit_nbytes(self) -> int:
@@ -498,15 +498,6 @@ def unit_of(x: Tensor, lengths: Tensor) -> Tensor:
     exponent = torch.frexp(largest.float()).exponent
     exponent = (exponent - UNIT_FROM).clamp(-100, 0) + (exponent - UNIT_TO).clamp(0, 100)
     return (exponent + 127 << 23).view(torch.float32).to(x.dtype)  # a float's bits: no power function rounds it
-
-
-def _by_head(x: Tensor, unit: Tensor, divide: bool = False) -> Tensor:
-    """x [B, heads, ..., D] times the unit of its KV head, [>= B, Hkv, 1], or divided by it."""
-    if x.dim() == 3:
-        return scale_heads(x, unit, divide)
-    unit = unit[: len(x), :, :, None, None]
-    groups = x.unflatten(1, (unit.shape[1], -1))
-    return (groups / unit if divide else groups * unit).flatten(1, 2)
 
 
 def rows(x: Tensor, B: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import version_for
-from kernels.linear import MANY, packed_linear, serves_dense
+from kernels.linear import MANY, packed_linear
 from kernels.native import VECTOR
 from kernels.op import operation
 
@@ -39,14 +39,10 @@ class Matrix(NamedTuple):
         return packed_linear.reference(x, *self) if self.bits else F.linear(x, self.weight, self.bias)
 
 
-def in_two_calls(x: Tensor, head_dim: int, *matrices: Matrix) -> bool:
-    """Whether a layer with these matrices should take the operations below for x [..., dim]."""
-    rows = x.numel() // x.shape[-1]
-    return (
-        rows < MANY and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
-        and head_dim % VECTOR == 0
-        and all(w.bits or serves_dense(x, w.weight) for w in matrices)
-    )  # fmt: skip
+def has_few_rows(x: Tensor, head_dim: int) -> bool:
+    """Whether a layer should take the operations below for x [..., dim], if its matrices allow it."""
+    few = x.numel() // x.shape[-1] < MANY and head_dim % VECTOR == 0
+    return few and version_for(x.device, x.dtype) == "cpp" and not torch.is_grad_enabled()
 
 
 @operation(

@@ -15,6 +15,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.op import operation
+
 PROMPT_CHUNK = 4096  # tokens rotated at a time
 
 
@@ -134,6 +136,17 @@ def angles(table: Tensor, pos: Tensor) -> Tensor:
     return table[torch.arange(len(pos), device=pos.device).view(-1, *[1] * (pos.dim() - 1)), pos]
 
 
+def angle_bytes(q: Tensor, *rest: Tensor) -> dict[str, int]:
+    """For `reads`: cos and sin at one position per row."""
+    return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
+
+
+@operation(cpp=True, reads=angle_bytes)
+def rotate_query(q: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> Tensor:
+    """q [B, Hq, D], one token per row, rotated at pos [B] int64; cos and sin are those of `Rope`."""
+    return apply_rope(q, angles(cos, pos)[:, None], angles(sin, pos)[:, None])
+
+
 class Rope(nn.Module):
     """cos and sin of every position a cache can hold, [R, T, D/2] fp32, with which a method rotates.
 
@@ -201,5 +214,4 @@ class Rope(nn.Module):
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
         """Rotate x [B, H, D], one token per row, at pos [B]."""
-        cos, sin = self.at(pos)
-        return apply_rope(x, cos[:, None], sin[:, None])
+        return rotate_query(x, self.cos, self.sin, pos)

@@ -14,26 +14,21 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.op import operation
-from kernels.rope import angles, apply_rope
+from kernels.rope import angle_bytes, angles, apply_rope
 
 
 def _new(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _angles(q: Tensor, *rest: Tensor) -> dict[str, int]:
-    """cos and sin at one position per row."""
-    return dict.fromkeys(("cos", "sin"), len(q) * q.shape[2] // 2 * 4)
-
-
-@operation(cpp=True, fake=lambda q, k, *_: (_new(q), _new(k)), reads=_angles)
+@operation(cpp=True, fake=lambda q, k, *_: (_new(q), _new(k)), reads=angle_bytes)
 def rotate_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
     """q [B, Hq, D] and k [B, Hkv, D], one token per row, rotated at pos [B] int64; cos and sin are those of `Rope`."""
     a, b = angles(cos, pos)[:, None], angles(sin, pos)[:, None]
     return apply_rope(q, a, b), apply_rope(k, a, b)
 
 
-@operation(cpp=True, fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=_angles)
+@operation(cpp=True, fake=lambda q, *_: _new(q), mutates=("k_cache", "v_cache"), reads=angle_bytes)
 def rotate_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pos: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
@@ -41,12 +36,6 @@ def rotate_append(
     q, k = rotate_token(q, k, cos, sin, pos)
     append_token.reference(k, v, pos, k_cache, v_cache)
     return q
-
-
-@operation(cpp=True, fake=lambda q, *_: _new(q), reads=_angles)
-def rotate_query(q: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> Tensor:
-    """The q of `rotate_token`."""
-    return apply_rope(q, angles(cos, pos)[:, None], angles(sin, pos)[:, None])
 
 
 @operation(cpp=True, fake=lambda *_: None, mutates=("k_cache", "v_cache"))
@@ -60,12 +49,12 @@ def append_token(k: Tensor, v: Tensor, slot: Tensor, k_cache: Tensor, v_cache: T
         k_cache[at], v_cache[at] = k, v
 
 
-@operation(cpp=True)
+@operation(cpp=lambda x, *_: x.dim() == 3)
 def scale_heads(x: Tensor, unit: Tensor, divide: bool = False) -> Tensor:
-    """x [B, H * g, D] times unit [>= B, H, 1], g heads by the same one, or divided by it: [B, H * g, D]."""
-    B, H, unit = len(x), unit.shape[1], unit[: len(x)]
-    groups = x if x.shape[1] == H else x.reshape(B, H, -1)
-    return (groups / unit if divide else groups * unit).view(x.shape)
+    """x [B, H * g, ..., D] times the unit [>= B, H, 1] of its KV head, or divided by it."""
+    groups, unit = x.unflatten(1, (unit.shape[1], -1)), unit[: len(x)]
+    unit = unit.view(*unit.shape, *[1] * (x.dim() - 2))
+    return (groups / unit if divide else groups * unit).flatten(1, 2)
 
 
 # ---- Triton ----

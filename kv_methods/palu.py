@@ -20,7 +20,6 @@ from cache.packed import PackedVectors
 from cache.statistic import Statistic, principal, principal_of_heads
 from kernels.group_attention import coordinates, group_attention, rebuild
 from kernels.hadamard import hadamard_matrix
-from kernels.rotate_append import rotate_query
 from runtime.errors import InputError
 
 PRESETS = {
@@ -167,9 +166,8 @@ class Palu(KVMethod):
 
     def attend(self, q, idx, count, pos):
         k, v = self.keys, self.values
-        q = rotate_query(q, self.rope.cos, self.rope.sin, pos)
         return group_attention(
-            q, k.packed.parts(), v.packed.parts(), k.packed.bits, k.basis, v.basis, k.bias,
+            self.rope.rotate(q, pos), k.packed.parts(), v.packed.parts(), k.packed.bits, k.basis, v.basis, k.bias,
             v.bias, pos, self.rope.cos, self.rope.sin)  # fmt: skip
 
     def attended(self, q, idx, count, pos):

@@ -24,7 +24,6 @@ from kernels.latent_attention import expand_tokens, latent_attention
 from kernels.latent_score import latent_mass, latent_score
 from kernels.linear import dense_linear
 from kernels.ring import ring_positions
-from kernels.rotate_append import rotate_query
 from kernels.select import budget_select
 from kernels.top_p import top_p_count
 from runtime.errors import InputError
@@ -212,8 +211,9 @@ class Sals(KVMethod):
         if self.dense:
             return None, None
         n, scores = self.recent, self._scores(q, pos)
-        wanted = self.once_a_step(pos, "wanted", lambda: (self.selection.at(pos + 1) - n).clamp(min=0))
-        if self.p is not None:  # scores are attention weights: those of the whole ring are entered at pos
+        if self.p is None:
+            wanted = self.once_a_step(pos, "wanted", lambda: (self.selection.at(pos + 1) - n).clamp(min=0))
+        else:  # scores are attention weights: those of the whole ring are entered at pos
             ring = 1 - scores.sum(-1, keepdim=True)
             mass = scores.scatter(2, pos[:, None, None], ring)
             need = top_p_count(mass, pos, self.p, self.args.sinks, n).minimum(self.selection.at(pos + 1)[:, None])
@@ -239,9 +239,7 @@ class Sals(KVMethod):
         return self.sum_over_ranks(mass) / (q.shape[1] * self.shape.ranks.size)
 
     def attend(self, q, idx, count, pos):
-        return latent_attention(
-            rotate_query(q, self.rope.cos, self.rope.sin, pos), **self._read(idx, count, pos)
-        )  # lines 6-9
+        return latent_attention(self.rope.rotate(q, pos), **self._read(idx, count, pos))  # lines 6-9
 
     def attended(self, q, idx, count, pos):
         k, v, at, there = expand_tokens(**self._read(idx, count, pos), head_dim=q.shape[2])

@@ -491,11 +491,11 @@ OPERATOR(Tensor, channel_score, Queries q, Small<int64_t> channels, InRows<T> ke
 
 // ---- products with weights ----
 
-// [..., outputs] for x [..., inputs]
-static Tensor products_like(const Tensor& x, int64_t outputs) {
+// [..., outputs] for x [..., inputs]; outputs may be of several dimensions
+static Tensor products_like(const Tensor& x, std::initializer_list<int64_t> outputs) {
     std::vector<int64_t> size;
     for (int64_t d = 0; d < x.dim() - 1; d++) size.push_back(x.size(d));
-    size.push_back(outputs);
+    size.insert(size.end(), outputs);
     return like(x, size);
 }
 
@@ -503,7 +503,7 @@ OPERATOR(Tensor, dense_linear, Small<T> x, Stored<T> weight, Optional<Stored<T>>
     const int64_t n = x.size(x.dim() - 1), out = weight.size(0);
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0 && (!bias || bias->size(0) == out), "no weight of ", n,
                     " inputs");
-    Tensor y = products_like(x, out);
+    Tensor y = products_like(x, {out});
     const DenseWeight<T> of{.w = weight.data(), .bias = data(bias), .in = n, .out = out};
     dense(of, (const T*)x.data(), data<T>(y), x.numel() / n, (int)threads());
     return y;
@@ -580,7 +580,7 @@ OPERATOR(Tensor, packed_linear, Small<T> x, Tensor packed, Maybe scale, Optional
          Optional<Stored<uint8_t>> zero, Maybe minimum, Optional<Stored<uint16_t>> min_step,
          Optional<Stored<float>> bias, int64_t bits) {
     const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, blocks = packed.size(0);
-    Tensor y = products_like(x, blocks * SIDE);
+    Tensor y = products_like(x, {blocks * SIDE});
     const Weight w = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
     const bool own = M >= MANY ? kvf_own_ways && kvf_has_many_rows(bits) : bits == 16 && M >= FROM_TILES && has_tiles();
     if (!own && M >= MANY) multiply_unpacked<T>(w, bits, x, data(bias), y, blocks);
@@ -620,7 +620,7 @@ static void by_expert(const Stored<int64_t>& expert, int64_t experts, const Smal
 OPERATOR(Tensor, dense_experts, Small<T> x, Stored<int64_t> expert, Stored<T> weight, int64_t experts) {
     const int64_t n = x.size(1), out = weight.size(0) / experts;
     STD_TORCH_CHECK(weight.size(1) == n && n % WHOLE == 0, "no weight of ", n, " inputs");
-    Tensor y = products_like(x, out);
+    Tensor y = products_like(x, {out});
     by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
         dense(DenseWeight<T>{.w = weight.data() + e * out * n, .bias = nullptr, .in = n, .out = out}, from, to, M,
               (int)threads());
@@ -632,7 +632,7 @@ OPERATOR(Tensor, packed_experts, Small<T> x, Stored<int64_t> expert, Tensor pack
          Optional<Stored<uint16_t>> step, Optional<Stored<uint8_t>> zero, Maybe minimum,
          Optional<Stored<uint16_t>> min_step, int64_t bits, int64_t experts) {
     const int64_t n = x.size(1), blocks = packed.size(0) / experts, bytes = n * SIDE * bits / 8;
-    Tensor y = products_like(x, blocks * SIDE);
+    Tensor y = products_like(x, {blocks * SIDE});
     const Weight all = packed_weight(packed, scale, step, zero, minimum, min_step, n, bits);
     by_expert(expert, experts, x, y, [&](int64_t e, const T* from, T* to, int64_t M) {
         const Weight w = all.from(e * blocks, bytes);
@@ -698,10 +698,7 @@ OPERATOR(Tensor, project_heads, Small<T> x, Stored<T> norm, double eps, Tensor w
     const int64_t n = x.size(x.dim() - 1), M = x.numel() / n, heads = n_head + 2 * n_kv_head, D = head_dim;
     const Matrix<T> w(n, w_bits, w_weight, w_scale, w_step, w_zero, w_minimum, w_min_step, w_bias);
     STD_TORCH_CHECK(w.out == heads * D, "the weight has ", w.out, " outputs, not ", heads, " heads of ", D);
-    std::vector<int64_t> size;
-    for (int64_t d = 0; d < x.dim() - 1; d++) size.push_back(x.size(d));
-    size.push_back(heads), size.push_back(D);
-    Tensor y = like(x, size);
+    Tensor y = products_like(x, {heads, D});
     T *h = kept<T>(0, M * n), *at = data<T>(y);
     norm_rows(x.data(), norm, h, M, n, eps);
     w.multiply(h, at, M);
@@ -725,9 +722,7 @@ OPERATOR(Tensor, finish_layer, Small<T> x, Small<T> y, Tensor wo_weight, Maybe w
     const Matrix<T> w13(n, w13_bits, w13_weight, w13_scale, w13_step, w13_zero, w13_minimum, w13_min_step, w13_bias);
     const Matrix<T> w2(w13.out / 2, w2_bits, w2_weight, w2_scale, w2_step, w2_zero, w2_minimum, w2_min_step, w2_bias);
     STD_TORCH_CHECK(wo.out == n && w2.out == n, "the layer's outputs are not its inputs");
-    std::vector<int64_t> size;
-    for (int64_t d = 0; d < x.dim(); d++) size.push_back(x.size(d));
-    Tensor out = like(x, size);
+    Tensor out = products_like(x, {n});
     const int64_t ffn = w2.in;
     T *to = data<T>(out), *h = kept<T>(0, M * std::max(n, ffn)), *both = kept<T>(1, M * std::max(n, 2 * ffn));
     wo.multiply(y.data(), to, M);
