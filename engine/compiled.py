@@ -7,6 +7,7 @@ On CUDA, all kernels of a step are captured in one CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
@@ -181,13 +182,14 @@ class CapturedStep:
 
     The first call of a shape compiles what is missing and runs, which loads all kernels; the second is captured, and
     further ones replay it. So a call is one step. The result lies in the graph's memory: the next call overwrites it.
-    Raises InputError if the step cannot be captured.
+    Raises InputError if the step cannot be captured. compiled: whether inductor writes the kernels between ours.
     """
 
-    def __init__(self, model: Transformer, head: Step, like: CapturedStep | None):
+    def __init__(self, model: Transformer, head: Step, like: CapturedStep | None, compiled: bool = True):
         self.model, self.head, self.parts = model, head, model.decode_parts()
-        self.embed: Step = like.embed if like else torch_compile(embed, model.device)
-        self.group: Step = like.group if like else torch_compile(layer_group, model.device)
+        make = functools.partial(torch_compile, device=model.device) if compiled else lambda function: function
+        self.embed: Step = like.embed if like else make(embed)
+        self.group: Step = like.group if like else make(layer_group)
         # by shapes: the graph, the tensors it reads and the one it writes; None after the first call
         self.captured: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None] = {}
 

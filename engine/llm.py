@@ -22,6 +22,7 @@ from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
+from kernels import backend
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
 from loading.named import named_args
@@ -100,6 +101,7 @@ class LLM:
             check_count("--speculate", speculate, 1, 64, "leave it out to answer by the method alone")
         if prefill_chunk is not None:
             check_count("--prefill-chunk", prefill_chunk, 1, 2**31 - 1, "leave it out to read a prompt at once")
+        backend.FALL_BACK = not backend.INTERPRETED
         self.speculate, self.adaptive = speculate or 0, adaptive
         self.cores, self.lock = SpareCores(), threading.RLock()
         device = pick_device(None if device is None else str(device))

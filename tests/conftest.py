@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(config, items):
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+from kernels import backend  # noqa: E402
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
@@ -84,6 +85,7 @@ def addresses():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    backend.FALL_BACK = False  # a kernel that fails is an error here
 
 
 @pytest.fixture
