@@ -253,6 +253,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
         save: str | Path | None = None,
+        pack: float | None = None,
         load: str | Path | CacheFile | None = None,
     ) -> list[Completion]:
         """One completion per prompt, in order. Prompts of any lengths run together, `batch_size` at a time.
@@ -263,7 +264,8 @@ class LLM:
         chat: write each prompt, or a prompt and a question as one turn, by the chat template.
         stop: strings that end a text. The text does not include them, but `tokens` include theirs.
         on_text(i, piece) is called as the text of the i-th completion comes.
-        save: write the prompts' cache to this file. load: read it from a file, instead of prompts.
+        save: write the prompts' cache to this file; pack: as a small one (`save`). load: read it from a file, instead
+        of prompts.
         Ctrl-C ends the run early and keeps the text so far. Raises InputError if prompt and new tokens exceed the
         model's context or the free memory, and `Ended`, with the text so far, if a step fails.
         """
@@ -305,7 +307,7 @@ class LLM:
                 else:
                     session = self.restore(saved, max_new_tokens, sampling, further)
             if save is not None:
-                self.save(save, chat=chat is not None)
+                self.save(save, pack, chat=chat is not None)
             start = (state_of(session), Snapshot(self.model.cache)) if len(asked) > 1 else None
             for i, question in enumerate(asked):
                 if i and start:
@@ -417,15 +419,17 @@ class LLM:
             session.prefill(rows)
             return session
 
-    def save(self, file: str | Path, **more: Any) -> None:
+    def save(self, file: str | Path, pack: float | None = None, **more: Any) -> None:
         """Write the cache, with the prompt of the last call and the tokens decoded since, to a file for `restore`.
-        more: further metadata of the file, as JSON."""
+        pack: write a small file, in which dense keys and values are rounded to this share of their standard
+        deviation (pack.py). more: further metadata of the file, as JSON."""
         check_out(file, "--save-cache")
         with self.lock:
             session = getattr(self.model.cache, "owner", None)
             if session is None or not session.prompts:
                 raise InputError("there is nothing in the cache to save: read a prompt first")
-            save(Path(file), self.model.cache, state_of(session), self._identity(), **more)
+            packed = None if pack is None else (pack, self.model.find_calibration())
+            save(Path(file), self.model.cache, state_of(session), self._identity(), packed, **more)
 
     def restore(
         self,
@@ -444,6 +448,8 @@ class LLM:
         with self.lock:
             session = self.session(len(state.prompts), *size, sampling or Sampling())
             self.model.cache.owner = None
+            if saved.meta["packed"]:
+                saved.unpack(self.model.cache, self.model.find_calibration())
             saved.fill(self.model.cache)
             resume(session, state)
             return session
