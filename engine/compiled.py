@@ -60,7 +60,7 @@ def torch_compile(function: Callable[..., Any], device: torch.device) -> Callabl
     """torch.compile with fullgraph, so that a graph break is an error instead of a slowdown."""
     # a code object of its own, so that graphs compiled for one cache are never tried for another
     code = function.__code__.replace()
-    own = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
     return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device))
 
