@@ -22,7 +22,8 @@ from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
-from kernels import backend
+from engine.stored import ENABLED, StoredStep, key_of
+from kernels import backend, native
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
 from loading.named import named_args
@@ -108,6 +109,8 @@ class LLM:
         dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
         self.weight_format = WeightFormat.parse(weights, head)
         self.compile = device.type == "cuda" if compile is None else compile
+        # steps that an earlier run compiled, and --compile stores, are for one process on a CPU; used unasked if None
+        self.stores = ENABLED and device.type == "cpu" and ranks.size == 1 and not speculate and compile is not False
         self.tokenizer: Any
         if random_init:
             args = dataclasses.replace(named_args(random_init), ranks=ranks)
@@ -155,29 +158,42 @@ class LLM:
             self._steps = {}
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
+        stored = self._stored(size, sampling)
+        compile = self.compile or (stored is not None and stored.there)
         key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         timed = Batch([], [])
         with timed.timed("compile_s", model.device):  # includes the import of the compiler
-            step, speculator = made or (make_step(model, sampling, self.compile, like), self._speculator(sampling))
+            step, speculator = made or (make_step(model, sampling, compile, like, stored), self._speculator(sampling))
             args = model, step, sampling, self.cores
             session = Speculating(speculator, *args) if speculator else Session(*args)
             self._steps[key] = step, speculator  # the most recently used is last
             if len(self._steps) > STEPS:
                 del self._steps[next(iter(self._steps))]
-            if made is None and self.compile:
+            if made is None and compile:
                 what = f"{self.method}, {batch} rows of {max_seq_len} tokens"
-                print(f"compiling the decode step: {what}", file=sys.stderr)
+                there = stored is not None and stored.there
+                doing = "loading the decode step that an earlier run compiled" if there else "compiling the decode step"
+                print(f"{doing}: {what}", file=sys.stderr)
                 session.warm_up(batch)
-        session.compile_s = timed.compile_s if made is None and self.compile else 0.0
+        session.compile_s = timed.compile_s if made is None and compile else 0.0
         return session
+
+    def _stored(self, size: tuple[Any, ...], sampling: Sampling) -> StoredStep | None:
+        """Where the compiled step of a cache of this size lies, or may be stored; None if it may not."""
+        if not (self.stores and native.available()):
+            return None
+        drawn = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
+        return StoredStep(key_of(self.model, [cls for cls, _ in self.layers], self._identity(), size, drawn))
 
     def _speculator(self, sampling: Sampling) -> Speculator | None:
         if not self.speculate:
             return None
         return Speculator(self.model, sampling.draw, self.speculate, self.compile, self.adaptive)
 
-    def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
+    def capacity(
+        self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1, sampling: Sampling | None = None
+    ) -> tuple[int, int | None]:
         """max_seq_len and max_new_tokens of a cache for these tokens. Raises InputError if they exceed the context."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         longest, most = prompt + question, self.max_seq_len or self.model.args.context
@@ -188,16 +204,21 @@ class LLM:
             raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed {limit}: "
                              f"use --max-new-tokens {most - longest} or less")  # fmt: skip
         new = question + max_new_tokens
-        if not self.compile and not self.max_seq_len:
-            return prompt + new, new
-        prompt, new = round_up(prompt), round_up(new)
-        return (prompt + new, new) if prompt + new <= most and not self.max_seq_len else (most, None)
+        exact, wide = (prompt + new, new), (round_up(prompt) + round_up(new), round_up(new))
+        compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None)
+        if self.compile or self.max_seq_len:
+            return compiled
+        stored = self._stored((batch, *compiled), sampling or Sampling())
+        return compiled if stored and stored.there else exact
 
-    def _roomy(self, prompts: list[list[int]], max_new_tokens: int, further: int) -> tuple[int, int | None]:
+    def _roomy(
+        self, prompts: list[list[int]], max_new_tokens: int, further: int, sampling: Sampling | None
+    ) -> tuple[int, int | None]:
         """`capacity` with at least LEAST slots for prompts, if the context allows."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         room = (self.max_seq_len or self.model.args.context) - further - max_new_tokens
-        return self.capacity(max(*map(len, prompts), min(LEAST, room)), max_new_tokens, further)
+        longest = max(*map(len, prompts), min(LEAST, room))
+        return self.capacity(longest, max_new_tokens, further, len(prompts), sampling)
 
     # ---- text to ids ----
 
@@ -289,8 +310,8 @@ class LLM:
                                  "one batch: drop --batch-size")  # fmt: skip
         if not once:
             rows = self._rows(prompts, chat)
-            keys, size = noise_keys(sampling.seed, rows), self.capacity(max(map(len, rows)), max_new_tokens, further)
-            step = batch_size or len(rows)
+            keys, step = noise_keys(sampling.seed, rows), batch_size or len(rows)
+            size = self.capacity(max(map(len, rows)), max_new_tokens, further, min(step, len(rows)), sampling)
             with self.lock:
                 for first in range(0, len(rows), step):
                     part = slice(first, first + step)
@@ -377,7 +398,8 @@ class LLM:
         """Yields the completion of one prompt piece by piece."""
         ids, text = self.encode(prompt, chat), self.tokenizer.stream(stop_strings(stop))
         with self.lock:
-            session = self.session(1, *self.capacity(len(ids), max_new_tokens), sampling or Sampling())
+            sampling = sampling or Sampling()
+            session = self.session(1, *self.capacity(len(ids), max_new_tokens, sampling=sampling), sampling)
             session.prefill([ids])
         rows = session.rows(max_new_tokens, self.stop_ids)
         while not text.stopped:
@@ -413,7 +435,8 @@ class LLM:
         method that `save` would refuse. Raises InputError as `generate`."""
         rows = self._rows(prompts, None)
         with self.lock:
-            session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further), sampling or Sampling())
+            sampling = sampling or Sampling()
+            session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further, sampling), sampling)
             if saves:
                 check_layouts(self.model.cache)
             session.prefill(rows)
@@ -444,9 +467,10 @@ class LLM:
         saved = file if isinstance(file, CacheFile) else CacheFile(file)
         saved.check(self._identity())
         state = saved.state
-        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded)
+        sampling = sampling or Sampling()
+        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded, sampling)
         with self.lock:
-            session = self.session(len(state.prompts), *size, sampling or Sampling())
+            session = self.session(len(state.prompts), *size, sampling)
             self.model.cache.owner = None
             if saved.meta["packed"]:
                 saved.unpack(self.model.cache, self.model.find_calibration())
