@@ -31,6 +31,7 @@ from loading.tokenizer.base import stop_strings
 from loading.tokenizer.random import RandomVocabulary
 from loading.tokenizer.turns import Chat, ChatParts
 from runtime.errors import InputError, check_count
+from runtime.hub import fetched_folder
 from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype
 from runtime.parallel import ONE, Ranks
 from weights import WeightFormat, open_checkpoint
@@ -70,7 +71,8 @@ class LLM:
     read at a time, to save memory; by default all. ranks: those of `parallel.start()`, the processes that share the
     model; all must make the same calls, and get the same tokens. speculate: the method drafts this many tokens and
     exact attention verifies them, so that the text is that of method="full". adaptive: lower and raise the number of
-    drafts, up to `speculate`, by how many are accepted.
+    drafts, up to `speculate`, by how many are accepted. transformers: the checkpoint is a folder or a name that
+    transformers loads, whatever its architecture; it runs the model, without compiled steps.
 
     All calls share one cache. Threads wait for each other. A stream that another call interrupts ends with an
     InputError; an interrupted conversation prefills its text again.
@@ -96,6 +98,7 @@ class LLM:
         ranks: Ranks = ONE,
         speculate: int | None = None,
         adaptive: bool = False,
+        transformers: bool = False,
         **knobs: Any,
     ):
         if speculate is not None:
@@ -108,14 +111,23 @@ class LLM:
         device = pick_device(None if device is None else str(device))
         dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
         self.weight_format = WeightFormat.parse(weights, head)
-        self.compile = device.type == "cuda" if compile is None else compile
-        # steps that an earlier run compiled, and --compile stores, are for one process on a CPU; used unasked if None
-        self.stores = ENABLED and device.type == "cpu" and ranks.size == 1 and not speculate and compile is not False
+        self.compile = device.type == "cuda" and not transformers if compile is None else compile
+        # steps that an earlier run compiled are used if compile is None; of one process on a CPU
+        fixed = ranks.size > 1 or speculate or transformers or compile is False
+        self.stores = ENABLED and device.type == "cpu" and not fixed
         self.tokenizer: Any
         if random_init:
             args = dataclasses.replace(named_args(random_init), ranks=ranks)
             self.model = random_transformer(args, device, dtype, seed, self.weight_format)
             self.tokenizer = RandomVocabulary()
+        elif transformers:
+            from engine.transformers_backend import load_model  # transformers is optional
+
+            if self.compile or ranks.size > 1:
+                raise InputError("transformers' models run eagerly, in one process: leave out --compile and torchrun")
+            folder = fetched_folder(checkpoint)
+            self.model = load_model(folder, device, dtype, self.weight_format)
+            self.tokenizer = load_tokenizer(folder)
         else:
             reader = open_checkpoint(checkpoint)
             self.model = load_checkpoint(reader, device, dtype, self.weight_format, ranks)
