@@ -436,7 +436,7 @@ def test_peer_that_fails(cli, config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["compiled", "captured", "blocks"])
+@pytest.mark.parametrize("mode", ["compiled", "trees"])
 def test_modes(cli, config, mode):
     """Every way to compile a step, methods in turns: what one compiles is not dropped when the next one runs."""
     methods = ["full", "double_sparsity"]

@@ -10,9 +10,8 @@
 Prompts are random tokens. `--synthetic` skips the prefill: every layer's cache is filled with random keys and values
 through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
 
-Modes: `eager`; `compiled`, as in generate.py (on a GPU with CUDA graphs, reduce-overhead); `captured`, the same step
-compiled without CUDA graphs and captured into one by hand; `blocks`, one layer compiled and all layers captured by
-hand, which compiles n_layer times faster. On a CPU nothing is captured.
+Modes: `eager`; `compiled`, as in generate.py; `trees`, the whole step as one compiled function, which inductor captures
+in its own CUDA graphs: to hold ours against, slow to compile.
 
 On a CPU the runs of a batch and length take turns (ours, peer, ours, peer, ...), so that a noisy machine slows all of
 them equally. On a GPU, where two caches may not fit, they run one after the other (`--interleave` if they fit).
