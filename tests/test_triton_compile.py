@@ -16,10 +16,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from tests.audit.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
-from tests.compiling import FEW, report
+from tests.compiling import EXPERTS, FEW, report
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPERTS = ("--models", "qwen3-30b-a3b", "--methods", "full", "--weights", "--sizes", "1x1000", "--files", "experts")
 SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, shared=1024, programs=8, limit="threads")
 
 
