@@ -49,9 +49,23 @@ FAMILIES = dict(
     Qwen3Next=EXPERTS | LINEAR,
 )
 LOSSLESS = ["quest", "streaming", "self_index", "snapkv"]
-NEED_CALIBRATION = {"double_sparsity", "double_sparsity_offload", "hshare", "loki", "ojakv", "razor"}
+NEED_CALIBRATION = {
+    "double_sparsity",
+    "double_sparsity_offload",
+    "hshare",
+    "loki",
+    "ojakv",
+    "qfilters",
+    "razor",
+    "triattention",
+}
 REASONS = dict.fromkeys(NEED_CALIBRATION, "needs a calibration") | dict(
-    sals="before rotation", palu="before rotation", expected_attention="before rotation", kvzip="reads a prompt twice"
+    sals="before rotation",
+    palu="before rotation",
+    expected_attention="before rotation",
+    compactor="before rotation",
+    triattention="before rotation",
+    kvzip="reads a prompt twice",
 )
 METHODS = sorted(name for name, file in method_files().items() if file.parent == ROOT / "kv_methods")
 
