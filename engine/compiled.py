@@ -19,6 +19,7 @@ from tqdm import tqdm
 from cache.base import OncePerStep
 from engine import inductor
 from engine.inductor import CompiledCall, compiling, in_native_code, many_kinds
+from engine.stored import StoredStep
 from kernels import native, op
 from model import Transformer, layer_step
 from runtime.errors import InputError
@@ -41,10 +42,11 @@ def eager_step(model: Transformer, choose: Step) -> Step:
     return step
 
 
-def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> Step:
+def compile_step(model: Transformer, choose: Step, like: Step | None = None, stored: StoredStep | None = None) -> Step:
     """`eager_step`, compiled for the current cache.
 
-    like: a compiled step on the same cache with another `choose`; its layer graphs are reused.
+    like: a compiled step on the same cache with another `choose`; its layer graphs are reused. stored: where the graphs
+    are kept for other processes, or come from.
     """
 
     def head(x: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
@@ -53,16 +55,21 @@ def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> 
     compiled = torch_compile(head, model.device)
     if model.device.type == "cuda":
         return CapturedStep(model, compiled, like if isinstance(like, CapturedStep) else None)
-    return CompiledStep(model, compiled, like if isinstance(like, CompiledStep) else None)
+    return CompiledStep(model, compiled, like if isinstance(like, CompiledStep) else None, stored)
 
 
 def torch_compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """torch.compile with fullgraph, so that a graph break is an error instead of a slowdown."""
     # a code object of its own, so that graphs compiled for one cache are never tried for another
     code = function.__code__.replace()
-    own = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
-    return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device))
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+    @functools.cache  # called first when a graph is needed: importing the compiler takes seconds
+    def compiled() -> Callable[..., Any]:
+        # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
+        return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device))
+
+    return lambda *args: compiled()(*args)
 
 
 def compiler_options(device: torch.device) -> dict[str, Any]:
@@ -134,7 +141,8 @@ class CompiledStep:
     In eager mode the embedding alone takes 0.2 ms, because a step evicts eager code from the processor's cache.
     """
 
-    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
+    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None, stored: StoredStep | None = None):
+        self.model, self.stored = model, stored
         self.head = CompiledCall(head)
         self.layers: Layers = like.layers if like else Layers(model)
         self.key: Any = None  # that of the last lookup of graphs
@@ -156,8 +164,12 @@ class CompiledStep:
         return self.head(x, pos, *given)
 
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced."""
+        """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced. Or
+        run the stored graphs, if there are any."""
         layers = self.layers
+        if self.stored and (graphs := self.stored.load(self.model, (tokens, pos, *given))):
+            self.key, layers.key, self.graphs = key, key, graphs
+            return graphs(tokens, pos, *given)
         bar = tqdm(desc="tracing", total=len(layers.parts), unit="layer", disable=None, leave=False)
         with compiling() as finish:
             with bar:
@@ -174,6 +186,8 @@ class CompiledStep:
             layers.key = key
         self.key = layers.key  # the same object, until a lookup for another key
         self.graphs = in_native_code([*layers.calls, self.head])
+        if self.stored and self.graphs:
+            self.stored.keep(self.model, [*layers.calls, self.head], (tokens, pos, *given))
         return out
 
 

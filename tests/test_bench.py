@@ -375,6 +375,16 @@ def test_peer_transformers(cli, config):
     assert rows["full eager"]["times_peer"] == round(rows["full eager"]["tokens_per_s"] / best, 2)
 
 
+def test_a_method_in_transformers_beside_its_own_cache(cli, config):
+    pytest.importorskip("transformers")
+    argv = ("--peer", "transformers", "bridge:kivi-4", "bridge:full", "--mode", "eager", "--batch", 2, "--length", 24)
+    rows = {r["run"]: r for r in generated(cli, config, *argv)["rows"]}
+    assert set(rows) == {"full eager", "transformers dynamic", "transformers static", "bridge kivi-4", "bridge full"}
+    assert all("error" not in r and r["tokens_per_s"] > 0 for r in rows.values()), rows
+    assert rows["bridge full"]["kv_bytes"] == rows["full eager"]["kv_bytes"]
+    assert 0 < rows["transformers dynamic"]["kv_bytes"] < rows["bridge full"]["kv_bytes"]  # without the last token
+
+
 PEER_MODEL = """
 import torch
 KEEPS = ("k_cache", "v_cache")

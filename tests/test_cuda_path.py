@@ -31,7 +31,7 @@ from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
 METHODS = sorted(method_files())
-CUDA = torch.backends.cuda.is_built()
+CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "meta"
 GREEDY = Sampling()
 ARGS = dict(dim=64, n_layer=2, n_head=6, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=96, max_seq_len=1024)
