@@ -192,11 +192,13 @@ def _attend(
             b_k = tl.load(p_k + first * lat_slot, mask=offs_k[:, None] < R_K, other=0.0)
             b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
             m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
-        # the rest, less than a block; other slots may be NaN. Its addresses are not to take registers of the loop above
+        # The rest, less than a block: other slots of the buffer are read with it, which keeps the loads wide, but count
+        # for nothing, NaN or not. Its addresses are not to take registers of the loop above.
         for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
-            inside = first + offs_n < hi
-            b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & inside, other=0.0)
-            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & inside, other=0.0)
+            inside, there = first + offs_n < hi, first + offs_n < C
+            b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & there, other=0.0)
+            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & there, other=0.0)
+            b_v = tl.where(inside, b_v, 0.0)
             m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, inside, tl.trans(b_v), m_i, l_i, acc)
         _store(part_lat, lse, m_i, l_i, acc, head, split, S_LAT, 0, S, offs_g, offs_v, G, R_V)
     else:

@@ -501,7 +501,7 @@ class Prompts:
 @problem
 def sequential(d: Draw) -> Problem:
     """Oja's rule token by token; a row with fewer tokens ends in zeros."""
-    D, m = d.pick(32, 64, 96), d.some(1, 7)
+    D, m = d.pick(32, 64, 96), d.some(1, 40)
     r = d.some(1, D)
     basis, x = torch.linalg.qr(d.fp32(4, D, r)).Q.contiguous(), d.fp32(4, m, D) * 30
     x[2:, m // 2 :] = 0
