@@ -40,8 +40,8 @@ ALONE = 16384  # slots of a row that one program reads, by tiles
 CHUNK = 8192  # approximate number of slots of a longer row's chunks
 TILE, WARPS = 1024, 8  # keys at a time: four per thread, 16 bytes
 # registers per thread of such a program by the candidates that it holds: on cc 89 the assembler would choose 64 and
-# spill, to make room for more programs than there are
-ALONE_REGISTERS = {4096: 88, 8192: 255}
+# spill, to make room for more programs than there are. 128 are two programs a multiprocessor, and so are 88.
+ALONE_REGISTERS = {4096: 128, 8192: 255}
 WORDS = 256  # words of 32 flags written at a time: one per thread
 SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
 SLACK = 16  # keys of the sample by which the floor may be too low
