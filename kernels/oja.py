@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
-from kernels.op import operation
+from kernels.op import nbytes, operation
+from kernels.splits import score_grid
 from kernels.tiles import dot
 
 # For rule "column": the floor of a column's energy is what this many tokens would give it if they were spread evenly
@@ -19,6 +20,7 @@ TINY = 1e-30  # a divisor for what is all zeros
 # After the first, the second decomposition has a condition number below 10 unless fp32 cannot tell columns apart.
 SHIFTS = 1e-13, 1e-15
 BLOCK_N, BLOCK_C, NUM_WARPS = 16, 32, 4  # `sequential` in Triton: tokens of a block, rows and columns of a tile
+TURN_TILE, TURN_C = 16384, 64  # `change_basis`: bytes of latents that a program turns, coordinates at a time
 
 
 def oja_step(basis: Tensor, x: Tensor, eta: float, rule: str = "sequential") -> Tensor:
@@ -70,8 +72,8 @@ def _sequential(x, basis, coords, m, D: tl.constexpr, R: tl.constexpr, BLOCK_N: 
     """Program (row and KV head): its basis U [D, R], in place, by blocks of N tokens X [N, D].
 
     With y_t = U_t^T x_t and z_t = x_t - U_t y_t, the basis before token t is U + sum_{i<t} z_i y_i^T, so that y_t = c_t
-    + sum_{i<t} (z_i . x_t) y_i, where C = X U of the basis before the block. So tokens of a block meet in inner products
-    only, which X X^T and K = C C^T give, and what goes token by token is a step on numbers [N, N]: T with Y = T C;
+    + sum_{i<t} (z_i . x_t) y_i, where C = X U of the basis before the block. So tokens of a block meet only in inner
+    products, which X X^T and K = C C^T give, and what goes token by token is a step on numbers [N, N]: T with Y = T C;
     P = T K, whose row i has y_i . c_t; S, whose row i has z_i . x_t; and M with Z = M (X - Y U^T).
     """
     pid_bh, offs_n, offs_c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_C)
@@ -155,10 +157,54 @@ def cholesky_qr(basis: Tensor) -> Tensor:
     return x.to(basis.dtype)
 
 
-def change_basis(latents: Tensor, old: Tensor, new: Tensor) -> None:
-    """In place: latents [B, Hkv, n, r] stored under `old` become those of their reconstruction under `new`.
+def change_basis(latents: Tensor, old: Tensor, new: Tensor, stored: Tensor) -> None:
+    """In place: the first stored[b] latents of a row of [B, Hkv, n, r], coordinates in `old`, become those of their
+    reconstruction in `new`; both bases [B, Hkv, D, r] fp32. Other slots may hold anything, before and after."""
+    _change_basis(latents, new.mT @ old, stored)
 
-    Row by row, because a whole layer in fp32 is large; transposed, because the cache holds them so.
+
+@operation(mutates=("latents",), reads=lambda latents, *_: dict(latents=nbytes(latents)), opaque=True)
+def _change_basis(latents: Tensor, turn: Tensor, stored: Tensor) -> None:
+    """turn [B, Hkv, r, r]. Row by row, because a whole layer in fp32 is large; transposed, as the cache holds them."""
+    for row, by, n in zip(latents.mT, turn, stored.tolist(), strict=True):
+        row[..., :n] = by @ row[..., :n].float()
+
+
+@triton.jit
+def _change_basis_kernel(
+    latents, turn, stored, strides, H, C, R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Program (one of a head's, row and KV head): every so many blocks of N tokens, by C coordinates at a time.
+
+    `turn` in 16 bits would round the latents anew each time; as a sum of two such numbers it keeps 16 bits of each.
     """
-    for row, turn in zip(latents.mT, new.mT @ old, strict=True):
-        row.copy_(turn @ row.float())
+    pid_bh = tl.program_id(1).to(tl.int64)
+    many = tl.minimum(tl.load(stored + pid_bh // H), C).to(tl.int32)
+    offs_r, offs_c, offs_n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    latents += pid_bh // H * strides[0] + pid_bh % H * strides[1]
+    turn += pid_bh * (R * R)
+    for first in range(tl.program_id(0) * BLOCK_N, many, tl.num_programs(0) * BLOCK_N):
+        # up to the end of the buffer, which keeps loads and stores wide
+        at, there = latents + (first + offs_n).to(tl.int64) * strides[2], first + offs_n < C
+        b_x = tl.load(at + offs_r[:, None] * strides[3], mask=(offs_r[:, None] < R) & there, other=0.0)
+        tl.debug_barrier()  # all is read before any thread writes
+        for lo in range(0, R, BLOCK_C):
+            to = lo + offs_c[:, None]
+            b_t = tl.load(turn + to * R + offs_r, mask=(to < R) & (offs_r < R), other=0.0)
+            high = b_t.to(b_x.dtype)
+            acc = dot(high, b_x)
+            if b_x.dtype != tl.float32:
+                acc = dot((b_t - high.to(tl.float32)).to(b_x.dtype), b_x, acc)
+            tl.store(at + to * strides[3], acc.to(b_x.dtype), mask=(to < R) & there)
+
+
+@_change_basis.triton
+def _(latents: Tensor, turn: Tensor, stored: Tensor) -> None:
+    B, H, C, r = latents.shape
+    block = max(16, triton.next_power_of_2(r))
+    tokens = max(16, TURN_TILE // (block * latents.element_size()))
+    _change_basis_kernel[score_grid(B * H, C, tokens, latents.device)](
+        latents, turn.contiguous(), stored.contiguous(), latents.stride(), H, C,
+        R=r, BLOCK_R=block, BLOCK_C=TURN_C, BLOCK_N=tokens, num_warps=NUM_WARPS, num_stages=1,
+    )  # fmt: skip
