@@ -344,6 +344,17 @@ def test_generate_synthetic_fills_every_layer(config):
         assert torch.equal(method.k[:, :, :24], work.random_kv()[0]) and method.k[:, :, 24:].abs().sum(-1).all()
 
 
+def test_blocks_of_any_number_of_methods_are_compiled(config, compiled_inputs):
+    """More than torch's limit of graphs of a function: each method is one."""
+    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
+    with torch._dynamo.config.patch(recompile_limit=1), torch.inference_mode():
+        for method in ("full", "streaming"):
+            model.setup_cache(method, 1, 24)
+            with our_runs.compiled_blocks(model):
+                model.decode(*torch.zeros(2, 1, dtype=torch.int64))
+    assert len(compiled_inputs) >= 2
+
+
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_generate_compiles_a_step_before_the_first_round(config, compiled_inputs, synthetic):
     model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)

@@ -16,6 +16,7 @@ from cache.spec import layer_methods
 from engine import speculation
 from engine.compiled import Step, compiler_options
 from engine.decode import Session, make_step
+from engine.inductor import many_kinds
 from engine.sampling import Sampling
 from engine.snapshot import CacheFile, identity, resume, save, state_of
 from engine.speculation import Speculator, tokens_a_round
@@ -29,13 +30,14 @@ MODES = ("eager", "compiled", "captured", "blocks")
 
 @contextlib.contextmanager
 def compiled_blocks(model: Transformer) -> Iterator[None]:
-    """Within it, each layer's decode is compiled separately; layers of one method share the code."""
+    """Within it, each layer's decode is compiled separately; layers of a method share the code."""
     options = compiler_options(model.device, graphs=False)
     compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
     for block in model.layers:
         block.forward = compiled.__get__(block)
     try:
-        yield
+        with many_kinds():
+            yield
     finally:
         for block in model.layers:
             del block.forward
