@@ -124,8 +124,8 @@ def _group_logits(
     H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, block of tokens): logits [Hq, T] in units of log 2. HEADS share coordinates."""
-    pid_bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
+    """Program (block of tokens, row and KV head): logits [Hq, T] in units of log 2. HEADS share coordinates."""
+    pid_bh, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N
     pid_b, pid_h = pid_bh // H, pid_bh % H
     newest = tl.load(pos + pid_b).to(tl.int32)
     if first > newest:
@@ -200,9 +200,9 @@ def launch(
     words = [x if bits == 16 else x.view(WORDS.get(bits, torch.int16)) for x in (k, v)]
     third = [x if bits == 3 else None for x in (k, v)]
     logits, block = torch.empty(B, Hq, T, dtype=torch.float32, device=q.device), BLOCK_N * 2 // q.element_size()
-    _group_logits[(B * N * s, triton.cdiv(T, block))](
+    _group_logits[(triton.cdiv(T, block), B * N * s)](
         q, words[0], third[0], pairs[0], k_basis, k_bias, pos, cos, sin, logits, q.stride(),
-        0 if len(cos) == 1 else cos.stride(0), T, R, H=N * s, HEADS=s, R=R, BITS=bits, **blocks_of(G, 1, D),
+        0 if len(cos) == 1 else cos.stride(0), T, R, H=N * s, HEADS=s, R=R, BITS=bits, **blocks_of(G, 1, D, 32),
         BLOCK_N=block, BLOCK_R=BLOCK_R, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     chunks = triton.cdiv(R, CHUNK)

@@ -259,7 +259,7 @@ def _latent_attention_kernel(
 
 def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options for tiles of `block` tokens."""
-    tile, block_r = blocks_of(G, 1, D), BLOCK_R * 2 // itemsize
+    tile, block_r = blocks_of(G, 1, D, 32), BLOCK_R * 2 // itemsize
     # a product of one step would not be pipelined
     constants = tile | dict(BLOCK_N=block, BLOCK_R=block_r if lead > block_r else max(16, block_r // 2))
     many = block * tile["BLOCK_D"] * (2 if _large(itemsize, bits) else 1) > 8192

@@ -156,8 +156,8 @@ def _join(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, block): weights of the slots' block, and the output of the channels' block."""
-    pid_bh, pid_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (block, row and KV head): weights of the slots' block, and the output of the channels' block."""
+    pid_bh, pid_n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     offs_g, offs_s, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     filled = tl.load(stop + pid_bh // H)
     sums = tl.load(
@@ -221,7 +221,7 @@ def launch(
         **tile, BLOCK_N=block, **parts_options(tile, k.element_size()),
     )  # fmt: skip
     join = join_config(Hq // H, D, splits)
-    grid = (B * H, max(triton.cdiv(N, join["BLOCK_N"]), Hq // H * triton.cdiv(D, COMBINE_D)))
+    grid = (max(triton.cdiv(N, join["BLOCK_N"]), Hq // H * triton.cdiv(D, COMBINE_D)), B * H)
     _join[grid](logits, part, lse, stop, y, weights, H, splits, N, width, **join, **JOIN_OPTIONS)
     return y, weights
 

@@ -98,7 +98,8 @@ def _lut_score(
     read 16 neighbouring words and never collide. (Along rows of 16, Triton makes it 15 selects. A table of pairs takes
     half the loads, but of 256 words, with collisions.) In all 5 instructions a code.
     """
-    pid_bh, pid_b, pid_h = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
     seq_len = filled(pos, pid_b, T)
     lo = tl.program_id(1) * part
     if lo >= seq_len:
