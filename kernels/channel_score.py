@@ -13,6 +13,7 @@ from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
+from kernels.tuned import tuned
 
 TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
@@ -56,22 +57,16 @@ def _channel_score(
         tl.store(out + offs_t, score, mask=(offs_g[:, None] < G) & (offs_t < tl.cdiv(T, 16) * 16))
 
 
-def block_of(G: int) -> dict[str, int]:
-    width = triton.next_power_of_2(G)
-    return dict(BLOCK_G=width, BLOCK_T=max(32, TILE // width))
-
-
 @channel_score.triton
 def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | None = None) -> Tensor:
     """The Triton version of `channel_score`; tests give tokens per block."""
     B, H, G, R = q.shape
     T = keys.shape[3]
     assert keys.stride(3) == 1, "the tokens of a channel must be contiguous"
-    out, blocks = empty_scores(B, H, G, T, device=q.device), block_of(G)
-    if block:
-        blocks["BLOCK_T"] = block
-    _channel_score[score_grid(B * H, T, blocks["BLOCK_T"], q.device)](
+    out, width = empty_scores(B, H, G, T, device=q.device), triton.next_power_of_2(G)
+    options = tuned("_channel_score", BLOCK_T=block or max(32, TILE // width), num_warps=WARPS)
+    _channel_score[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q.contiguous(), channels.contiguous(), keys, pos.contiguous(), out, keys.stride(), out.stride(), H, T,
-        G=G, R=R, **blocks, num_warps=WARPS,
+        G=G, R=R, BLOCK_G=width, **options,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from kernels.op import nbytes, operation
 from kernels.quantize import half_params, pack
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled, scale_zero
+from kernels.tuned import tuned
 
 SCORED, WARPS = 512, 4  # tokens of a program: 10 KB at 32 channels of 4 bits, and as many programs as fit hide latency
 STORED = 16  # tokens of a program that stores a prompt
@@ -151,14 +152,14 @@ def _label_score_kernel(
 @_label_score.triton
 def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     B, H, T, W = labels.shape
-    out = empty_scores(B, H, T, device=q.device)
+    out, options = empty_scores(B, H, T, device=q.device), tuned("_label_score_kernel", BLOCK_T=SCORED, num_warps=WARPS)
     if W % 4 == 0:
         labels, W = labels.view(torch.int32), W // 4
     params = params.view(torch.int32)[..., 0]
-    _label_score_kernel[score_grid(B * H, T, SCORED, q.device)](
+    _label_score_kernel[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q.contiguous(), labels, params, None if pos is None else pos.contiguous(), out,
         labels.stride(), params.stride(), out.stride(), H, T,
-        R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED, num_warps=WARPS,
+        R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), **options,
     )  # fmt: skip
     return out
 
@@ -210,9 +211,9 @@ def _store_labels_triton(
     B, H, S, _ = k.shape
     W = labels.shape[3]
     k = k if k.stride(3) == 1 else k.contiguous()
-    block = min(STORED, triton.next_power_of_2(S))
-    _store_labels_kernel[(triton.cdiv(S, block), B * H)](
+    options = tuned("_store_labels_kernel", BLOCK_S=min(STORED, triton.next_power_of_2(S)), num_warps=1)
+    _store_labels_kernel[(triton.cdiv(S, options["BLOCK_S"]), B * H)](
         k, channels, None if start is None else start.contiguous(), labels, params,
         k.stride(), labels.stride(), params.stride(), H, S,
-        R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), BLOCK_S=block, num_warps=1,
+        R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), **options,
     )  # fmt: skip

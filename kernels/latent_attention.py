@@ -37,6 +37,7 @@ from kernels.quantize import WORDS
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, halves, rotated_logits, scale_zero, unpack_tile, unpack_units
+from kernels.tuned import tuned
 
 MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
@@ -298,8 +299,9 @@ def _launch(
     ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
     n = K + recent * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
-    splits = splits or split_count(B * H, n, block, q.device)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
+    options = tuned("_latent_attention_kernel", **{n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}, **options)
+    splits = splits or split_count(B * H, n, options["BLOCK_N"], q.device)
     if ring_params is not None:
         ring_v, ring_params = ring_v.view(WORDS[ring_bits]), ring_params.view(torch.int32)
     if params is not None:

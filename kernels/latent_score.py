@@ -16,6 +16,7 @@ from kernels.op import operation
 from kernels.ring import ring_positions
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import dot, filled
+from kernels.tuned import tuned
 
 # One query: a tile of 8192 elements is 16 KB of bf16 in flight per program, four times what covers the latency of an
 # H100's memory if every multiprocessor holds four programs. More queries: two tiles are fetched ahead.
@@ -112,18 +113,18 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
     out = empty_scores(B, H, C, T, device=q.device)
     if C == 1:
         block_r = min(MAX_R, triton.next_power_of_2(R))
-        block = block or TILE // block_r
-        _score_one[score_grid(B * H, T, block, q.device)](
+        options = tuned("_score_one", BLOCK_T=block or TILE // block_r, num_warps=NUM_WARPS)
+        _score_one[score_grid(B * H, T, options["BLOCK_T"], q.device)](
             q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
-            R=R, BLOCK_R=block_r, BLOCK_T=block, num_warps=NUM_WARPS,
+            R=R, BLOCK_R=block_r, **options,
         )  # fmt: skip
         return out
     assert q.dtype == latents.dtype, "several queries must have the dtype of what they score"
-    block = block or DOT_T
-    _score_many[score_grid(B * H, T, block, q.device)](
+    options = tuned("_score_many", BLOCK_T=block or DOT_T, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+    _score_many[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
         C=C, R=R, BLOCK_C=max(16, triton.next_power_of_2(C)), 
         BLOCK_R=max(16, min(DOT_BYTES // latents.element_size(), triton.next_power_of_2(R))),
-        BLOCK_T=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **options,
     )  # fmt: skip
     return out

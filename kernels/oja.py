@@ -9,6 +9,7 @@ from kernels.backend import tl, triton
 from kernels.op import nbytes, operation
 from kernels.splits import score_grid
 from kernels.tiles import dot
+from kernels.tuned import tuned
 
 # For rule "column": the floor of a column's energy is what this many tokens would give it if they were spread evenly
 # over all D channels. Without it, the few tokens of a short prompt, or of one step, would turn columns that hold next
@@ -123,8 +124,8 @@ def launch(basis: Tensor, x: Tensor) -> Tensor:
     (N, D, r), out = basis.shape, basis.clone(memory_format=torch.contiguous_format)
     coords = torch.empty(N, BLOCK_N, r, dtype=torch.float32, device=x.device)
     _sequential[(N,)](
-        x.contiguous(), out, coords, x.shape[1], D=D, R=r, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
-        num_warps=NUM_WARPS, num_stages=1,
+        x.contiguous(), out, coords, x.shape[1], D=D, R=r, BLOCK_N=BLOCK_N,
+        **tuned("_sequential", BLOCK_C=BLOCK_C, num_warps=NUM_WARPS, num_stages=1),
     )  # fmt: skip
     return out
 
@@ -204,7 +205,8 @@ def _(latents: Tensor, turn: Tensor, stored: Tensor) -> None:
     B, H, C, r = latents.shape
     block = max(16, triton.next_power_of_2(r))
     tokens = max(16, TURN_TILE // (block * latents.element_size()))
-    _change_basis_kernel[score_grid(B * H, C, tokens, latents.device)](
+    options = tuned("_change_basis_kernel", BLOCK_N=tokens, BLOCK_C=TURN_C, num_warps=NUM_WARPS, num_stages=1)
+    _change_basis_kernel[score_grid(B * H, C, options["BLOCK_N"], latents.device)](
         latents, turn.contiguous(), stored.contiguous(), latents.stride(), H, C,
-        R=r, BLOCK_R=block, BLOCK_C=TURN_C, BLOCK_N=tokens, num_warps=NUM_WARPS, num_stages=1,
+        R=r, BLOCK_R=block, **options,
     )  # fmt: skip

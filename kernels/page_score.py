@@ -14,6 +14,7 @@ from kernels.latent_score import head_scores
 from kernels.op import operation
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
+from kernels.tuned import tuned
 
 TILE = 4096  # elements of a tile of bounds: 16 KB of both in bf16, as many programs as fit hide the latency
 NUM_WARPS = 4
@@ -92,10 +93,10 @@ def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None
     (B, Hq, D), (H, P) = q.shape, low.shape[1:3]
     assert q.stride(2) == 1 and low.stride() == high.stride() and low.stride()[2:] == (D, 1), "pages are rows of D"
     out, width = empty_scores(B, H, P, device=q.device), triton.next_power_of_2(D)
-    block = block or TILE // width
-    _page_score[score_grid(B * H, P, block, q.device)](
+    options = tuned("_page_score", BLOCK_P=block or TILE // width, num_warps=NUM_WARPS)
+    _page_score[score_grid(B * H, P, options["BLOCK_P"], q.device)](
         q, low, high, None if last is None else last.contiguous(), out,
         q.stride(), low.stride(), out.stride(), H, P,
-        G=Hq // H, D=D, BLOCK_D=width, BLOCK_P=block, num_warps=NUM_WARPS,
+        G=Hq // H, D=D, BLOCK_D=width, **options,
     )  # fmt: skip
     return out

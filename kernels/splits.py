@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
+from kernels.tuned import tuned
 
 ASSUMED_SMS = 132  # an H100's multiprocessors, if there is no GPU to ask
 MAX_SPLITS = 64
@@ -100,7 +101,9 @@ def combine(part: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     *lead, S, D = part.shape
     out = torch.empty(*lead, D, dtype=dtype, device=part.device)
     grid = (lse.numel() // S, triton.cdiv(D, COMBINE_D))
-    _combine[grid](part, lse, out, S, D=D, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=COMBINE_D, num_warps=2)
+    _combine[grid](
+        part, lse, out, S, D=D, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=COMBINE_D, **tuned("_combine", num_warps=2)
+    )
     return out
 
 
