@@ -184,8 +184,8 @@ class Rope(nn.Module):
             self.register_buffer(f"{name}_16", None, persistent=False)
 
     def shorten(self, dtype: torch.dtype) -> None:
-        """Prepare `tables` for a cache of `dtype`: in fp16 on a GPU if that has 16 bits. In fp32, a token's angles are as
-        many bytes as a key and value of 16 bits; fp16 rounds them less than bf16 rounds the key."""
+        """Prepare `tables` for a cache of `dtype`: in fp16 on a GPU if that has 16 bits, which rounds angles less than
+        bf16 rounds keys. In fp32, a token's angles are as many bytes as its key and value in 16 bits."""
         if self.cos_16 is None and dtype.itemsize == 2 and version_for(self.cos.device, dtype) == "triton":
             self.cos_16, self.sin_16 = self.cos.half(), self.sin.half()
 
