@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.linear import ROWS, Weight, _packed_linear_kernel, _shapes, packed_linear, share_count, tile_of
 from kernels.op import nbytes, operation, whole_vectors
+from kernels.tuned import tuned
 
 
 def _serves(x: Tensor, expert: Tensor, weight: Tensor, experts: int) -> bool:
@@ -87,5 +88,6 @@ def _in_triton(
     shares = share_count(grid[0] * N, triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, N, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
     given = (x.contiguous(), *w, None, expert, y, 2**bits - 1, N, blocks, n)
+    tile |= tuned("_packed_linear_kernel", num_warps=tile["num_warps"])
     _packed_linear_kernel[(*grid, shares)](*given, **_shapes(w, n, bits), **tile)
     return y[0] if shares == 1 else y.sum(0).to(x.dtype)

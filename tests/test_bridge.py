@@ -59,7 +59,10 @@ FAMILIES = dict(
     Qwen3Next=EXPERTS | LINEAR,
 )
 LOSSLESS = ["quest", "streaming", "self_index", "snapkv"]
-NEED_CALIBRATION = {"double_sparsity", "double_sparsity_offload", "hshare", "loki", "ojakv", "palu", "razor", "sals"}
+NEED_CALIBRATION = {
+    "double_sparsity", "double_sparsity_offload", "hshare", "loki", "ojakv", "palu", "qfilters", "razor", "sals",
+    "triattention",
+}  # fmt: skip
 REASONS = dict.fromkeys(NEED_CALIBRATION, "needs a calibration") | dict(kvzip="reads a prompt twice")
 METHODS = sorted(name for name, file in method_files().items() if file.parent == ROOT / "kv_methods")
 

@@ -25,7 +25,9 @@ BINDING = [
     "kvzip,budget=24,adaptive=False,chunk=32", "snapkv,budget=40,value_aware=True",
     "snapkv,budget=40", "rkv,budget=24,recent=4,buffer=4", "rocket,budget=40", "turboquant,bits=2", "fp8",
     "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
-    "double_sparsity,budget=p0.9,heads=max",
+    "double_sparsity,budget=p0.9,heads=max", "knorm,budget=24", "qfilters,budget=24,recent=4",
+    "lagkv,ratio=0.25,sinks=2,lag=8", "compactor,budget=24,adaptive=False", "chunkkv,budget=40",
+    "triattention,budget=24,buffer=4", "duo,sinks=2,window=8",
 ]  # fmt: skip
 PORT = 29500 + os.getpid() % 2000
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one
@@ -72,7 +74,7 @@ def compare(tmp_path, n, specs, agents=1, tolerance=1e-4, **job):
 
 
 # heads of other ranks share no slots, and groups of heads never reach across ranks
-KNOBS = dict(palu="palu,group=1", expected_attention="expected_attention,adaptive=False", kvzip="kvzip,adaptive=False")
+KNOBS = dict(palu="palu,group=1") | {m: f"{m},adaptive=False" for m in ("expected_attention", "kvzip", "compactor")}
 METHODS = [KNOBS.get(name, name) for name in sorted(method_files())]
 
 

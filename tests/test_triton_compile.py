@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
+from tests.audit import kernel_report
 from tests.audit.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
 from tests.compiling import EXPERTS, FEW, report
 
@@ -127,6 +129,24 @@ def test_every_kernel_can_be_launched(path, launcher):
                 launcher(kernel, *(2 if p.is_constexpr else MockTensor(torch.float32) for p in params))
             except TypeError as e:
                 pytest.fail(f"{path.name}: {name} cannot be launched: {e}")
+
+
+# ---- two versions of Triton ----
+
+
+def test_a_report_is_shown_beside_an_earlier_one(cli, monkeypatch, tmp_path):
+    entry = dict(file="rope", kernel="k", by=[("m", "full", 1, 8)], args=dict(x=1), options={}, launches=1)
+    needs = dict(spills=0, shared=0, warps=4, programs=8, limit="threads", loads={})
+    monkeypatch.setattr(kernel_report, "recorded", lambda *_: SimpleNamespace(seen={0: entry}))
+    for version, registers in (("3.9.0", 32), ("3.6.0", 255)):
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(kernel_report, "launch", lambda *_, n=registers: dict(registers=n) | needs)
+        beside = ("--beside", tmp_path / "3.9.0.json") if version == "3.6.0" else ()
+        status, out, _ = cli(kernel_report, "--cc", 90, "--out", tmp_path / f"{version}.json", *beside)
+        assert status == 0
+    assert [line.split()[4:7] for line in out.splitlines()[1:]] == [["90", "3.6.0", "255"], ["90", "3.9.0", "32"]]
+    status, _, err = cli(kernel_report, "--beside", tmp_path / "none.json")
+    assert status == 2 and "none.json is no file that --out wrote" in err
 
 
 # ---- what the report calls a problem ----
