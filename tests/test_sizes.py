@@ -1,4 +1,5 @@
-"""Caches of more elements than 32 bits count, and of more blocks than the second dimension of a grid may have."""
+"""Sizes at the edges: caches of more elements than 32 bits count, more blocks than the second dimension of a grid may
+have, and heads whose halves are less than what tensor cores multiply."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from triton.runtime.jit import KernelInterface
 
+from kernels import latent_attention
 from kernels.channel_score import channel_score
 from kernels.label_score import _label_score, _store_labels
 from kernels.latent_score import head_scores
@@ -62,3 +64,9 @@ def test_more_blocks_than_y_counts(case, monkeypatch):
         for (name, _), x in zip(operation.defaults, given, strict=True)
     ))  # fmt: skip
     assert grids and all(n <= 65535 for grid in grids for n in grid[1:]), grids
+
+
+def test_halves_of_small_heads_are_padded():
+    """Keys of 16 channels are multiplied by halves, and a product has at least 16 channels. Only a compiler refuses."""
+    constants, _ = latent_attention._config(4, 16, 64, 64, 2, 4)
+    assert constants["BLOCK_D"] == 32 and latent_attention._config(4, 128, 64, 64, 2, 4)[0]["BLOCK_D"] == 128
