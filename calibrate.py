@@ -2,6 +2,7 @@
 
     python calibrate.py --checkpoint models/tiny                  # default text: English and Python on this machine
     python calibrate.py --checkpoint m.gguf                       # writes m.calibration.safetensors beside it
+    python calibrate.py --transformers NAME_OR_FOLDER             # a model of any architecture, run by transformers
     python calibrate.py --checkpoint CKPT --data notes.txt --samples 128 --seq-len 4096
     python calibrate.py --checkpoint CKPT --method sals mine      # what these need; the rest of the file is kept
     python calibrate.py --checkpoint CKPT --method sals --bases fp16 --calibration small.safetensors    # half the size
@@ -18,6 +19,7 @@ replaces an older file only when it is complete.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -58,7 +60,8 @@ from loading.checkpoint import args_from_hf, load_checkpoint
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs, Transformer
 from runtime.corpus import shuffled
-from runtime.machine import DTYPES, TINY, check_out, pick_device, read_text, temporary
+from runtime.hub import add_checkpoint
+from runtime.machine import DTYPES, check_out, pick_device, read_text, temporary
 from runtime.options import Parser, add_weights
 from runtime.parallel import ONE, PATIENCE, Ranks, start
 from weights import WeightFormat, open_checkpoint
@@ -74,6 +77,9 @@ SAVE_EVERY = 60  # seconds
 
 def layer_tokens(model: Transformer, first: int = 0, x: Tensor | None = None) -> LayerTokens:
     """Runs tokens [1, S] layer by layer, teacher-forced; x [1, S, dim] is the input of layer `first`, if not 0."""
+
+    if own := getattr(model, "layer_tokens", None):  # of transformers
+        return functools.partial(own, first=first)
 
     @torch.inference_mode()
     def run(tokens: Tensor) -> Iterator[Tokens]:
@@ -219,7 +225,7 @@ class Pass:
                     return
                 kept = {n: f.get_tensor(n).to(device) for n in meta["sums"]}
                 done, layer, tokens = meta["done"], meta["layer"], meta["tokens"]
-                x = f.get_tensor("x") if layer else None
+                x = f.get_tensor("x") if "x" in f.keys() else None  # noqa: SIM118, a safe_open is no dict
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return
         self.sums.sums, self.sums.tokens, self.done, self.layer, self.x = kept, tokens, done, layer, x
@@ -301,7 +307,7 @@ class Pass:
 def parse_args() -> Any:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), help="Hugging Face folder, or GGUF file")
+    add_checkpoint(p)
     a("--calibration", metavar="FILE", help="output; default: in the checkpoint folder, or beside the GGUF file")
     a("--method", nargs="+", metavar="NAME", help="methods, presets or specs: measure what they need; default: all")
     a("--data", nargs="+", metavar="FILE", help="UTF-8 text files; default: English and Python on this machine")
@@ -326,7 +332,13 @@ def main() -> None:
     ranks, given = start(opt.device, PATIENCE)
     weight_format, device = WeightFormat.parse(opt.weights, opt.head), pick_device(given)
     reader = open_checkpoint(opt.checkpoint)
-    source, args = reader.path, args_from_hf(reader.config)
+    source = reader.path
+    if opt.transformers:
+        from engine.transformers_backend import load_model, read_sizes  # transformers is optional
+
+        args = read_sizes(source)
+    else:
+        args = args_from_hf(reader.config)
     out = Path(opt.calibration) if opt.calibration else beside(source)
     if opt.import_channels:
         if opt.method or opt.data:
@@ -350,6 +362,10 @@ def main() -> None:
     for s in statistics:
         s.layout(args)  # reports a wrong statistic before the pass
     check_place(out, source)
+    model: Transformer | None = None
+    if opt.transformers:
+        model = load_model(source, device, DTYPES[opt.dtype], weight_format)
+        statistics = model.measurable(statistics)
 
     tokenizer = load_tokenizer(reader.tokenizer)
     numbers = dict(dtype=opt.dtype) | ({} if weight_format is None else dict(weights=opt.weights, head=opt.head))
@@ -373,7 +389,7 @@ def main() -> None:
         with ranks.agreed():
             for p in passes:
                 p.load(device)
-            model = load_checkpoint(reader, device, DTYPES[opt.dtype], weight_format)
+            model = model or load_checkpoint(reader, device, DTYPES[opt.dtype], weight_format)
         tensors: dict[str, Tensor] = {}
         for p in passes:
             sums = p.run(model, ranks)

@@ -51,6 +51,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="write the cache as it is after the prompt; --load-cache continues from it",
     )
+    a(
+        "--pack",
+        nargs="?",
+        type=float,
+        const=0.5,
+        metavar="STEP",
+        help="with --save-cache: a small file, in which dense keys and values are rounded to STEP of their standard "
+        "deviation (default: 0.5) and entropy-coded",
+    )
     a("--load-cache", metavar="FILE", help="continue from a saved cache, instead of reading a prompt")
     a("--max-new-tokens", type=int, default=128, metavar="N", help="the most tokens to generate (default: 128)")
     a("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
@@ -222,7 +231,8 @@ def run_once(opt: argparse.Namespace, llm: LLM, sampling: Sampling, report: Repo
         with profiled(opt.profile):
             report.completions += llm.generate(
                 texts, opt.max_new_tokens, sampling, questions=opt.question, chat=opt.chat, batch_size=opt.batch_size,
-                stop=opt.stop, on_text=show if streaming else None, save=opt.save_cache, load=opt.saved,
+                stop=opt.stop, on_text=show if streaming else None, save=opt.save_cache, pack=opt.pack,
+                load=opt.saved,
             )  # fmt: skip
     except Ended as e:  # an early end keeps the completions so far
         report.completions += e.completions
@@ -288,6 +298,8 @@ def main(argv: list[str] | None = None) -> int:
                          "one batch: drop --batch-size and --interactive")  # fmt: skip
     if opt.load_cache and (opt.prompt or opt.prompt_file or opt.system is not None):
         raise InputError("--load-cache brings its prompt: drop --prompt, --prompt-file and --system")
+    if opt.pack is not None and not opt.save_cache:
+        raise InputError("--pack makes a small file of a saved cache: add --save-cache FILE")
     check_out(opt.profile, "--profile")
     check_out(opt.save_cache, "--save-cache")
     opt.saved = CacheFile(opt.load_cache) if opt.load_cache else None  # before a model is loaded

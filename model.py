@@ -373,10 +373,9 @@ class Transformer(nn.Module):
         version_for(w.device, w.dtype)  # compiles the CPU kernels now, if need be, and not in the middle of a step
         self.cache = None  # frees the old buffers before the new ones are allocated
 
-        def make_ropes(device: torch.device) -> list[Rope]:
-            size = (max_batch, max_seq_len if device.type != "meta" else 1, device)
-            tables = {rope: args.rotary(*size, rope, max_new_tokens) for rope in set(args.layer_ropes)}
-            return [tables[rope] for rope in args.layer_ropes]
+        def ropes(device: torch.device) -> list[Rope]:
+            return self.make_ropes(layers, device, max_batch, max_seq_len if device.type != "meta" else 1,
+                                   max_new_tokens)  # fmt: skip
 
         if drafts and (cannot := [method_name(c) for c, _ in layers if not c.verifies]):
             raise InputError(f"method {cannot[0]} cannot draft: it does not hold all keys and values. Add keep=full to "
@@ -384,13 +383,20 @@ class Transformer(nn.Module):
         max_seq_len, new = max_seq_len + drafts, max_new_tokens and max_new_tokens + drafts
         size = (max_batch, max_seq_len, self.kv_dtype or w.dtype, w.device, new, drafts)
         shapes = [args.cache_shape(i, *size) for i in range(args.n_layer)]
-        self.cache = build_cache(layers, shapes, make_ropes, self.find_calibration)
+        self.cache = build_cache(layers, shapes, ropes, self.find_calibration)
         for block, layer in zip(self.layers, self.cache, strict=True):
             for part in layer.modules():  # a method may contain others
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
                     part.once = self.once
         warn_of_key_bias(self.layers, self.cache)
+
+    def make_ropes(self, layers: Methods, device: torch.device, max_batch: int, max_seq_len: int,
+                   new_tokens: int | None) -> list[Rope]:  # fmt: skip
+        """The rotary tables of each layer for its method."""
+        size, each = (max_batch, max_seq_len, device), self.args.layer_ropes
+        tables = {rope: self.args.rotary(*size, rope, new_tokens) for rope in set(each)}
+        return [tables[rope] for rope in each]
 
     def find_calibration(self) -> Calibration:
         """The calibration set on the model, or else the file in the checkpoint's folder or beside its GGUF file. Raises

@@ -90,15 +90,16 @@ class CacheShape:
 
 
 class OncePerStep:
-    """What is the same in all layers of an eager step, such as how many tokens a budget allows at this length, is
-    computed by the first that asks. Within `with`, which the model opens around a step; elsewhere, and in a compiled
-    graph, each time."""
+    """What is the same in all layers of a step, such as how many tokens a budget allows at this length, is computed by
+    the first that asks. Within `with`, which surrounds a step; elsewhere, and in a graph that was compiled without it,
+    each time."""
 
     def __init__(self) -> None:
-        self.made: dict[Any, tuple[Tensor, Tensor]] | None = None
+        self.made: list[tuple[Any, Tensor, Tensor]] | None = None
 
-    def __enter__(self) -> None:
-        self.made = {}
+    def __enter__(self) -> OncePerStep:
+        self.made = []
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self.made = None
@@ -108,10 +109,11 @@ class OncePerStep:
         itself, as a check of drafts appends at several positions within a step."""
         if self.made is None:
             return make()
-        known = self.made.get((key, id(pos)))
-        if known is None:
-            known = self.made[key, id(pos)] = pos, make()  # with pos, so that no other tensor gets its id
-        return known[1]
+        for known, at, result in self.made:
+            if known == key and at is pos:
+                return result
+        self.made.append((key, pos, result := make()))
+        return result
 
 
 @dataclass

@@ -7,6 +7,9 @@
         def observe(self, weights):                # [B, Hkv, N], attention of this step; leave it out to freeze scores
             self.score[: len(weights)] += weights
 
+        def token_score(self, k):                  # of keys alone, also of each new token; by default new tokens have 0
+            return -k.float().norm(dim=-1)
+
 Neither a prompt nor a step computes the attention weights twice; lookback = 0 needs none of the prompt. With evicts =
 False decoded tokens stay and only the prompt is compressed, once. With evicts_while_reading = True a prompt in chunks
 is evicted from after each chunk.
@@ -67,6 +70,10 @@ class Evicting(KVMethod):
         While reading in chunks, the S tokens are those kept so far, in any order, followed by those of the chunk.
         """
         return mass
+
+    def token_score(self, k: Tensor) -> Tensor | float:
+        """The score with which a new token is stored: k [B, Hkv, D] rotated -> [B, Hkv]."""
+        return 0.0
 
     # optional method (self, weights): weights fp32 [B, Hkv, N] of a step, summed over the group; updates self.score
     observe: ClassVar[Any] = None
@@ -203,7 +210,7 @@ class Evicting(KVMethod):
         append_token(k, v, slot.expand(B, H), self.k, self.v)
         self.place[row, head, slot] = pos[:, None].int().expand(B, H)
         if self.evicts:
-            self.score[row, head, slot] = 0.0
+            self.score[row, head, slot] = self.token_score(k)
         self.filled[:B] = filled + grows
 
     def _lowest(self, pos):

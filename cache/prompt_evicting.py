@@ -1,9 +1,11 @@
-"""Evicts from the prompt only, once it is read; decoded tokens stay. Two knobs apply to every way of scoring:
+"""Evicts from the prompt only, once it is read; decoded tokens stay. Three knobs apply to every way of scoring:
 
 adaptive (AdaKV, Feng et al. 2024): a layer's budget goes to the best tokens of all its KV heads together. Heads then
 hold different numbers of tokens, one head's slots after another's; the total is that of equal shares.
 value_aware (CriticalKV, Feng et al. 2025): a part of a head's tokens is chosen by score, the rest by the score times
 the size of what the token's value adds to the layer's output, |W_O v|_1.
+chunk_length (ChunkKV, Liu et al. 2025): neighbours stay together. A chunk's score is the mean of its tokens', summed
+over the layer's heads, which so keep the same chunks; the last one is cut to the budget.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cache.base import Attended, knob
@@ -32,6 +35,16 @@ class PromptEvicting(Evicting):
         safeguard: float = knob(0.2, "with adaptive: the part of the budget guaranteed to each head (AdaKV)", 0, 1)
         value_aware: bool = knob(False, "after the best by score, choose by score times |W_O v|_1 (CriticalKV)")
         first_stage: float = knob(0.5, "with value_aware: the part chosen by score alone (CriticalKV)", 0, 1)
+        chunk_length: int = knob(
+            0, "tokens of a chunk that stays or goes as a whole (ChunkKV: 10; kvpress: 20); 0: off", 0
+        )
+
+        def __post_init__(self):
+            super().__post_init__()
+            if self.chunk_length and (self.adaptive or self.value_aware):
+                raise InputError(
+                    "chunk_length keeps the same chunks in all heads: use adaptive=False and value_aware=False"
+                )
 
     def decode_slots(self):
         return self.args.decode_slots if self.shape.max_new_tokens is None else self.shape.max_decoded
@@ -45,6 +58,7 @@ class PromptEvicting(Evicting):
             self.joins_heads = True
             self.buffer("first", (shape.max_batch, shape.n_kv_head + 1), torch.int64)
             self.reset()
+        self.joins_heads = self.joins_heads or args.chunk_length > 0
 
     # ---- the prompt ----
 
@@ -53,6 +67,8 @@ class PromptEvicting(Evicting):
         recent, kept = self.recent(lengths), self.num_kept(lengths)
         before = (t < (lengths - recent)[:, None])[:, None]
         scores = scores.expand(B, H, S).masked_fill(~before, float("-inf"))
+        if self.args.chunk_length:
+            scores = self.sum_over_ranks(chunk_means(scores, before, self.args.chunk_length).sum(1, keepdim=True))
         count = (kept - recent)[:, None].expand(B, H)  # tokens of each head beside its recent ones
         if self.args.adaptive:
             count = shared_budget(scores, kept - recent, self.args.safeguard)
@@ -154,6 +170,15 @@ class PromptEvicting(Evicting):
 def ranks(scores: Tensor) -> Tensor:
     """Each token's rank by score, 0 for the best; of equal scores the first comes first: [..., S] -> int64 [..., S]."""
     return best_tokens(scores, scores.shape[-1]).argsort(-1)
+
+
+def chunk_means(scores: Tensor, counted: Tensor, size: int) -> Tensor:
+    """The mean score of each token's chunk of `size` tokens, of which those count that counted [B, 1, S] says; -inf for
+    others: scores [B, H, S] -> [B, H, S]."""
+    S, both = scores.shape[2], (scores.masked_fill(~counted, 0), counted.float())
+    total, n = (F.pad(x, (0, -S % size)).unflatten(2, (-1, size)).sum(3) for x in both)
+    means = (total / n.clamp(min=1)).repeat_interleave(size, 2)[:, :, :S]
+    return means.masked_fill(~counted, float("-inf"))
 
 
 def shared_budget(scores: Tensor, n: Tensor, safeguard: float) -> Tensor:

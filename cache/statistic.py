@@ -87,7 +87,7 @@ class Tokens:
     @cached_property
     def groups(self) -> Tensor:
         """[S, Hkv, g, D], rotated queries grouped by KV head."""
-        return self.q_rot.unflatten(1, (self.k.shape[1], -1))
+        return self.q_rot.unflatten(1, (self.v.shape[1], -1))
 
     @classmethod
     def meta(cls, args: Sizes, S: int) -> Tokens:
@@ -95,6 +95,19 @@ class Tokens:
         D, kv = args.head_dim, (S, args.n_kv_head, args.head_dim)
         sizes = (S, args.dim), (S, args.n_head, D), kv, kv, (S, 1, D // 2), (S, 1, D // 2)
         return cls(0, *(torch.empty(size, device="meta") for size in sizes))
+
+
+class Rotated(Tokens):
+    """Tokens of a model whose rotation is not known: q and k only after it."""
+
+    def __init__(self, layer: int, x: Tensor, q_rot: Tensor, k_rot: Tensor, v: Tensor, *tables: Tensor):
+        self.layer, self.x, self.q_rot, self.k_rot, self.v = layer, x.float(), q_rot, k_rot, v.float()
+
+    @property
+    def k(self):  # type: ignore[override]
+        raise InputError("this model's keys and queries cannot be turned back to those before rotation")
+
+    q = cos = sin = k
 
 
 Step = Callable[[Any], dict[str, Tensor]]
@@ -194,7 +207,7 @@ class RepeatedTokens(Statistic):
         raise NotImplementedError
 
     def measure(self, t):
-        S, D = len(t.k), t.k.shape[2]
+        S, D = len(t.v), t.v.shape[2]
         q, k = t.q_rot.transpose(0, 1) * D**-0.5, t.k_rot.transpose(0, 1)
         step = EVERY * max(16, ATTENTION_BLOCK // (len(q) * S))
         q, out = q.unflatten(0, (len(k), -1)), dict[str, Tensor]()  # [Hkv, g, S, D]

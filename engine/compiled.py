@@ -1,13 +1,14 @@
 """A decode step compiled by torch.compile and inductor.
 
-On CUDA the whole step is one graph. On a CPU one graph serves all layers of a kind, so that the slow parts, tracing and
-inductor, run for one of SmolLM2's 30 layers, for the embedding and for the choice of a token. C++ calls the graphs of a
-step (kernels/native/graphs.cpp).
+One graph serves all layers of a kind, so that the slow parts, tracing and inductor, run for one of SmolLM2's 30 layers,
+for the embedding and for the choice of a token. On a CPU, C++ calls the graphs of a step (kernels/native/graphs.cpp).
+On CUDA, all kernels of a step are captured in one CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cache.base import OncePerStep
 from engine import inductor
-from engine.inductor import CompiledCall, compiling, in_native_code
+from engine.inductor import CompiledCall, compiling, in_native_code, many_kinds
+from engine.stored import StoredStep
 from kernels import native, op
 from model import Transformer, layer_step
+from runtime.errors import InputError
 
 # A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
 # each has its own budget, GROUP of the further layers share a graph.
@@ -38,31 +42,38 @@ def eager_step(model: Transformer, choose: Step) -> Step:
     return step
 
 
-def compile_step(model: Transformer, choose: Step, like: Step | None = None) -> Step:
+def compile_step(model: Transformer, choose: Step, like: Step | None = None, stored: StoredStep | None = None) -> Step:
     """`eager_step`, compiled for the current cache.
 
-    like: a compiled step on the same cache with another `choose`; its layer graphs are reused.
+    like: a compiled step on the same cache with another `choose`; its layer graphs are reused. stored: where the graphs
+    are kept for other processes, or come from.
     """
-    if model.device.type == "cuda":
-        return torch_compile(eager_step(model, choose), model.device, guard_filter_fn=arguments_alone)
 
     def head(x: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
         return choose(model.logits(x), pos, *given)
 
-    return CompiledStep(model, torch_compile(head, model.device), like if isinstance(like, CompiledStep) else None)
+    compiled = torch_compile(head, model.device)
+    if model.device.type == "cuda":
+        return CapturedStep(model, compiled, like if isinstance(like, CapturedStep) else None)
+    return CompiledStep(model, compiled, like if isinstance(like, CompiledStep) else None, stored)
 
 
-def torch_compile(function: Callable[..., Any], device: torch.device, **options: Any) -> Callable[..., Any]:
+def torch_compile(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """torch.compile with fullgraph, so that a graph break is an error instead of a slowdown."""
     # a code object of its own, so that graphs compiled for one cache are never tried for another
     code = function.__code__.replace()
-    own = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
-    return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device) | options)
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+    @functools.cache  # called first when a graph is needed: importing the compiler takes seconds
+    def compiled() -> Callable[..., Any]:
+        # not dynamic: a cache of another size, as for a run's last batch, gets another static graph
+        return torch.compile(own, fullgraph=True, dynamic=False, options=compiler_options(device))
+
+    return lambda *args: compiled()(*args)
 
 
-def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any]:
-    """Inductor's options for a decode step. graphs: on CUDA, whether inductor captures CUDA graphs.
+def compiler_options(device: torch.device) -> dict[str, Any]:
+    """Inductor's options for a decode step.
 
     On CUDA, inductor's own tuned kernels compute products of one row: they reach the memory bandwidth, and a library's
     do not. On a CPU a graph calls its operators from C++, compiled separately with little optimization: from Python, a
@@ -82,16 +93,7 @@ def compiler_options(device: torch.device, graphs: bool = True) -> dict[str, Any
         if native.available():
             options["aot_inductor.custom_ops_to_c_shims"] = op.Declarations()
         return options
-    return {"coordinate_descent_tuning": True, "triton.cudagraphs": graphs}
-
-
-def arguments_alone(guards: Sequence[Any]) -> list[bool]:
-    """Which of torch.compile's guards a whole step checks: those on its arguments' shapes and on torch's settings.
-
-    The others, over 1000, took 0.4 ms per step. They check that model and cache are those that were compiled. That
-    holds, because each step is compiled for its own cache, and by contract one graph serves all steps of a method.
-    """
-    return [g.name in ("", "tokens", "pos") or g.name.startswith("given") for g in guards]
+    return {"coordinate_descent_tuning": True, "triton.cudagraphs": False}  # `CapturedStep` captures
 
 
 def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
@@ -99,8 +101,9 @@ def embed(model: Transformer, tokens: Tensor, pos: Tensor) -> Tensor:
     return model.embed(tokens.clamp(min=0))
 
 
-def layer_group(layers: list[Any], x: Tensor, pos: Tensor) -> Tensor:
-    """Apply `layer_step` to each of these parts of `Transformer.decode_parts`."""
+def layer_group(layers: list[Any], x: Tensor, pos: Tensor, once: OncePerStep | None = None) -> Tensor:
+    """Apply `layer_step` to each of these parts of `Transformer.decode_parts`. once: the methods', which a graph reads
+    and adds to: given here so that torch.compile checks what it holds."""
     for part in layers:
         x = layer_step(part, x, pos)
     return x
@@ -138,7 +141,8 @@ class CompiledStep:
     In eager mode the embedding alone takes 0.2 ms, because a step evicts eager code from the processor's cache.
     """
 
-    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None):
+    def __init__(self, model: Transformer, head: Step, like: CompiledStep | None, stored: StoredStep | None = None):
+        self.model, self.stored = model, stored
         self.head = CompiledCall(head)
         self.layers: Layers = like.layers if like else Layers(model)
         self.key: Any = None  # that of the last lookup of graphs
@@ -160,8 +164,12 @@ class CompiledStep:
         return self.head(x, pos, *given)
 
     def look_up(self, key: Any, tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
-        """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced."""
+        """Run a step through torch.compile, which first compiles missing graphs: g++ runs while the next is traced. Or
+        run the stored graphs, if there are any."""
         layers = self.layers
+        if self.stored and (graphs := self.stored.load(self.model, (tokens, pos, *given))):
+            self.key, layers.key, self.graphs = key, key, graphs
+            return graphs(tokens, pos, *given)
         bar = tqdm(desc="tracing", total=len(layers.parts), unit="layer", disable=None, leave=False)
         with compiling() as finish:
             with bar:
@@ -178,4 +186,62 @@ class CompiledStep:
             layers.key = key
         self.key = layers.key  # the same object, until a lookup for another key
         self.graphs = in_native_code([*layers.calls, self.head])
+        if self.stored and self.graphs:
+            self.stored.keep(self.model, [*layers.calls, self.head], (tokens, pos, *given))
         return out
+
+
+class CapturedStep:
+    """A decode step on CUDA: compiled part by part, then captured in a CUDA graph for each shape of its arguments.
+
+    The first call of a shape compiles what is missing and runs, which loads all kernels; the second is captured, and
+    further ones replay it. So a call is one step. The result lies in the graph's memory: the next call overwrites it.
+    Raises InputError if the step cannot be captured. compiled: whether inductor writes the kernels between ours.
+    """
+
+    def __init__(self, model: Transformer, head: Step, like: CapturedStep | None, compiled: bool = True):
+        self.model, self.head, self.parts = model, head, model.decode_parts()
+        make = functools.partial(torch_compile, device=model.device) if compiled else lambda function: function
+        self.embed: Step = like.embed if like else make(embed)
+        self.group: Step = like.group if like else make(layer_group)
+        # by shapes: the graph, the tensors it reads and the one it writes; None after the first call
+        self.captured: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None] = {}
+
+    @torch.inference_mode()
+    def __call__(self, *args: Tensor) -> Tensor:
+        key = tuple(x.shape for x in args)
+        if key not in self.captured:
+            self.captured[key] = None
+            return self.run_aside(*args)
+        graph, inputs, out = self.captured[key] = self.captured[key] or self.capture(args)
+        for x, given in zip(inputs, args, strict=True):
+            x.copy_(given)
+        graph.replay()
+        return out
+
+    def run(self, parts: Iterable[Any], tokens: Tensor, pos: Tensor, *given: Tensor) -> Tensor:
+        """A step through torch.compile."""
+        with many_kinds(), self.model.once as once:
+            x = self.embed(self.model, tokens, pos)
+            for part in parts:
+                x = self.group([part], x, pos, once)
+            return self.head(x, pos, *given)
+
+    def run_aside(self, *args: Tensor) -> Tensor:
+        """`run` on another stream, as libraries set up for a capture only there."""
+        now, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(now)
+        with torch.cuda.stream(side):
+            out = self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *args)
+        now.wait_stream(side)
+        return out
+
+    def capture(self, args: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
+        inputs, graph = [x.clone() for x in args], torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = self.run(self.parts, *inputs)
+        except RuntimeError as e:  # such as a copy to the host
+            raise InputError(f"the decode step cannot be captured in a CUDA graph ({str(e).splitlines()[0]}): run with "
+                             "--no-compile") from e  # fmt: skip
+        return graph, inputs, out

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.compiled import Step, compile_step, eager_step
 from engine.sampling import NO_TOKEN, Sampling, noise_keys
+from engine.stored import StoredStep
 from model import Transformer
 from runtime.errors import InputError
 from runtime.machine import SpareCores, synchronize
@@ -101,9 +102,15 @@ class Completion:
         return self.batch.kv_bytes_full
 
 
-def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step | None = None) -> Step:
-    """A decode step that draws the next token. like: a compiled step on the same cache; its layer graphs are reused."""
-    return compile_step(model, sampling.draw, like) if compile else eager_step(model, sampling.draw)
+def make_step(
+    model: Transformer,
+    sampling: Sampling,
+    compile: bool,
+    like: Step | None = None,
+    stored: StoredStep | None = None,
+) -> Step:
+    """A decode step that draws the next token. like, stored: as for `compile_step`."""
+    return compile_step(model, sampling.draw, like, stored) if compile else eager_step(model, sampling.draw)
 
 
 def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

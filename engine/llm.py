@@ -22,6 +22,8 @@ from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
+from engine.stored import ENABLED, StoredStep, key_of
+from kernels import backend, native
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
 from loading.named import named_args
@@ -29,6 +31,7 @@ from loading.tokenizer.base import stop_strings
 from loading.tokenizer.random import RandomVocabulary
 from loading.tokenizer.turns import Chat, ChatParts
 from runtime.errors import InputError, check_count
+from runtime.hub import fetched_folder
 from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype
 from runtime.parallel import ONE, Ranks
 from weights import WeightFormat, open_checkpoint
@@ -68,7 +71,8 @@ class LLM:
     read at a time, to save memory; by default all. ranks: those of `parallel.start()`, the processes that share the
     model; all must make the same calls, and get the same tokens. speculate: the method drafts this many tokens and
     exact attention verifies them, so that the text is that of method="full". adaptive: lower and raise the number of
-    drafts, up to `speculate`, by how many are accepted.
+    drafts, up to `speculate`, by how many are accepted. transformers: the checkpoint is a folder or a name that
+    transformers loads, whatever its architecture; it runs the model, without compiled steps.
 
     All calls share one cache. Threads wait for each other. A stream that another call interrupts ends with an
     InputError; an interrupted conversation prefills its text again.
@@ -94,23 +98,36 @@ class LLM:
         ranks: Ranks = ONE,
         speculate: int | None = None,
         adaptive: bool = False,
+        transformers: bool = False,
         **knobs: Any,
     ):
         if speculate is not None:
             check_count("--speculate", speculate, 1, 64, "leave it out to answer by the method alone")
         if prefill_chunk is not None:
             check_count("--prefill-chunk", prefill_chunk, 1, 2**31 - 1, "leave it out to read a prompt at once")
+        backend.FALL_BACK = not backend.INTERPRETED
         self.speculate, self.adaptive = speculate or 0, adaptive
         self.cores, self.lock = SpareCores(), threading.RLock()
         device = pick_device(None if device is None else str(device))
         dtype = dtype if isinstance(dtype, torch.dtype) else pick_dtype(dtype, device)
         self.weight_format = WeightFormat.parse(weights, head)
-        self.compile = device.type == "cuda" if compile is None else compile
+        self.compile = device.type == "cuda" and not transformers if compile is None else compile
+        # steps that an earlier run compiled are used if compile is None; of one process on a CPU
+        fixed = ranks.size > 1 or speculate or transformers or compile is False
+        self.stores = ENABLED and device.type == "cpu" and not fixed
         self.tokenizer: Any
         if random_init:
             args = dataclasses.replace(named_args(random_init), ranks=ranks)
             self.model = random_transformer(args, device, dtype, seed, self.weight_format)
             self.tokenizer = RandomVocabulary()
+        elif transformers:
+            from engine.transformers_backend import load_model  # transformers is optional
+
+            if self.compile or ranks.size > 1:
+                raise InputError("transformers' models run eagerly, in one process: leave out --compile and torchrun")
+            folder = fetched_folder(checkpoint)
+            self.model = load_model(folder, device, dtype, self.weight_format)
+            self.tokenizer = load_tokenizer(folder)
         else:
             reader = open_checkpoint(checkpoint)
             self.model = load_checkpoint(reader, device, dtype, self.weight_format, ranks)
@@ -153,29 +170,42 @@ class LLM:
             self._steps = {}
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
+        stored = self._stored(size, sampling)
+        compile = self.compile or (stored is not None and stored.there)
         key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         timed = Batch([], [])
         with timed.timed("compile_s", model.device):  # includes the import of the compiler
-            step, speculator = made or (make_step(model, sampling, self.compile, like), self._speculator(sampling))
+            step, speculator = made or (make_step(model, sampling, compile, like, stored), self._speculator(sampling))
             args = model, step, sampling, self.cores
             session = Speculating(speculator, *args) if speculator else Session(*args)
             self._steps[key] = step, speculator  # the most recently used is last
             if len(self._steps) > STEPS:
                 del self._steps[next(iter(self._steps))]
-            if made is None and self.compile:
+            if made is None and compile:
                 what = f"{self.method}, {batch} rows of {max_seq_len} tokens"
-                print(f"compiling the decode step: {what}", file=sys.stderr)
+                there = stored is not None and stored.there
+                doing = "loading the decode step that an earlier run compiled" if there else "compiling the decode step"
+                print(f"{doing}: {what}", file=sys.stderr)
                 session.warm_up(batch)
-        session.compile_s = timed.compile_s if made is None and self.compile else 0.0
+        session.compile_s = timed.compile_s if made is None and compile else 0.0
         return session
+
+    def _stored(self, size: tuple[Any, ...], sampling: Sampling) -> StoredStep | None:
+        """Where the compiled step of a cache of this size lies, or may be stored; None if it may not."""
+        if not (self.stores and native.available()):
+            return None
+        drawn = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
+        return StoredStep(key_of(self.model, [cls for cls, _ in self.layers], self._identity(), size, drawn))
 
     def _speculator(self, sampling: Sampling) -> Speculator | None:
         if not self.speculate:
             return None
         return Speculator(self.model, sampling.draw, self.speculate, self.compile, self.adaptive)
 
-    def capacity(self, prompt: int, max_new_tokens: int, question: int = 0) -> tuple[int, int | None]:
+    def capacity(
+        self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1, sampling: Sampling | None = None
+    ) -> tuple[int, int | None]:
         """max_seq_len and max_new_tokens of a cache for these tokens. Raises InputError if they exceed the context."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         longest, most = prompt + question, self.max_seq_len or self.model.args.context
@@ -186,16 +216,21 @@ class LLM:
             raise InputError(f"{longest} prompt tokens and --max-new-tokens {max_new_tokens} exceed {limit}: "
                              f"use --max-new-tokens {most - longest} or less")  # fmt: skip
         new = question + max_new_tokens
-        if not self.compile and not self.max_seq_len:
-            return prompt + new, new
-        prompt, new = round_up(prompt), round_up(new)
-        return (prompt + new, new) if prompt + new <= most and not self.max_seq_len else (most, None)
+        exact, wide = (prompt + new, new), (round_up(prompt) + round_up(new), round_up(new))
+        compiled = wide if wide[0] <= most and not self.max_seq_len else (most, None)
+        if self.compile or self.max_seq_len:
+            return compiled
+        stored = self._stored((batch, *compiled), sampling or Sampling())
+        return compiled if stored and stored.there else exact
 
-    def _roomy(self, prompts: list[list[int]], max_new_tokens: int, further: int) -> tuple[int, int | None]:
+    def _roomy(
+        self, prompts: list[list[int]], max_new_tokens: int, further: int, sampling: Sampling | None
+    ) -> tuple[int, int | None]:
         """`capacity` with at least LEAST slots for prompts, if the context allows."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
         room = (self.max_seq_len or self.model.args.context) - further - max_new_tokens
-        return self.capacity(max(*map(len, prompts), min(LEAST, room)), max_new_tokens, further)
+        longest = max(*map(len, prompts), min(LEAST, room))
+        return self.capacity(longest, max_new_tokens, further, len(prompts), sampling)
 
     # ---- text to ids ----
 
@@ -251,6 +286,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         on_text: Callable[[int, str], None] | None = None,
         save: str | Path | None = None,
+        pack: float | None = None,
         load: str | Path | CacheFile | None = None,
     ) -> list[Completion]:
         """One completion per prompt, in order. Prompts of any lengths run together, `batch_size` at a time.
@@ -261,7 +297,8 @@ class LLM:
         chat: write each prompt, or a prompt and a question as one turn, by the chat template.
         stop: strings that end a text. The text does not include them, but `tokens` include theirs.
         on_text(i, piece) is called as the text of the i-th completion comes.
-        save: write the prompts' cache to this file. load: read it from a file, instead of prompts.
+        save: write the prompts' cache to this file; pack: as a small one (`save`). load: read it from a file, instead
+        of prompts.
         Ctrl-C ends the run early and keeps the text so far. Raises InputError if prompt and new tokens exceed the
         model's context or the free memory, and `Ended`, with the text so far, if a step fails.
         """
@@ -285,8 +322,8 @@ class LLM:
                                  "one batch: drop --batch-size")  # fmt: skip
         if not once:
             rows = self._rows(prompts, chat)
-            keys, size = noise_keys(sampling.seed, rows), self.capacity(max(map(len, rows)), max_new_tokens, further)
-            step = batch_size or len(rows)
+            keys, step = noise_keys(sampling.seed, rows), batch_size or len(rows)
+            size = self.capacity(max(map(len, rows)), max_new_tokens, further, min(step, len(rows)), sampling)
             with self.lock:
                 for first in range(0, len(rows), step):
                     part = slice(first, first + step)
@@ -303,7 +340,7 @@ class LLM:
                 else:
                     session = self.restore(saved, max_new_tokens, sampling, further)
             if save is not None:
-                self.save(save, chat=chat is not None)
+                self.save(save, pack, chat=chat is not None)
             start = (state_of(session), Snapshot(self.model.cache)) if len(asked) > 1 else None
             for i, question in enumerate(asked):
                 if i and start:
@@ -373,7 +410,8 @@ class LLM:
         """Yields the completion of one prompt piece by piece."""
         ids, text = self.encode(prompt, chat), self.tokenizer.stream(stop_strings(stop))
         with self.lock:
-            session = self.session(1, *self.capacity(len(ids), max_new_tokens), sampling or Sampling())
+            sampling = sampling or Sampling()
+            session = self.session(1, *self.capacity(len(ids), max_new_tokens, sampling=sampling), sampling)
             session.prefill([ids])
         rows = session.rows(max_new_tokens, self.stop_ids)
         while not text.stopped:
@@ -409,21 +447,24 @@ class LLM:
         method that `save` would refuse. Raises InputError as `generate`."""
         rows = self._rows(prompts, None)
         with self.lock:
-            session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further), sampling or Sampling())
+            sampling = sampling or Sampling()
+            session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further, sampling), sampling)
             if saves:
                 check_layouts(self.model.cache)
             session.prefill(rows)
             return session
 
-    def save(self, file: str | Path, **more: Any) -> None:
+    def save(self, file: str | Path, pack: float | None = None, **more: Any) -> None:
         """Write the cache, with the prompt of the last call and the tokens decoded since, to a file for `restore`.
-        more: further metadata of the file, as JSON."""
+        pack: write a small file, in which dense keys and values are rounded to this share of their standard
+        deviation (pack.py). more: further metadata of the file, as JSON."""
         check_out(file, "--save-cache")
         with self.lock:
             session = getattr(self.model.cache, "owner", None)
             if session is None or not session.prompts:
                 raise InputError("there is nothing in the cache to save: read a prompt first")
-            save(Path(file), self.model.cache, state_of(session), self._identity(), **more)
+            packed = None if pack is None else (pack, self.model.find_calibration())
+            save(Path(file), self.model.cache, state_of(session), self._identity(), packed, **more)
 
     def restore(
         self,
@@ -438,10 +479,13 @@ class LLM:
         saved = file if isinstance(file, CacheFile) else CacheFile(file)
         saved.check(self._identity())
         state = saved.state
-        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded)
+        sampling = sampling or Sampling()
+        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded, sampling)
         with self.lock:
-            session = self.session(len(state.prompts), *size, sampling or Sampling())
+            session = self.session(len(state.prompts), *size, sampling)
             self.model.cache.owner = None
+            if saved.meta["packed"]:
+                saved.unpack(self.model.cache, self.model.find_calibration())
             saved.fill(self.model.cache)
             resume(session, state)
             return session

@@ -24,6 +24,7 @@ from cache.base import Storage, connected
 from cache.calibration import Calibration, RandomCalibration, fingerprint, of_model, write_tensors
 from cache.spec import Methods, method_name
 from engine.decode import Session
+from engine.pack import pack, unpack
 from engine.sampling import noise_keys
 from model import Transformer
 from runtime.errors import InputError
@@ -33,7 +34,7 @@ from weights import WeightFormat
 VERSION = 2  # version of the file
 TEXT = "text."  # prefix of tensors that belong to no method
 PARTS = {"weights", "source", "dtype", "kv_dtype", "layers", "method", "calibration", "lengths", "step", "numbers",
-         "layouts", "max_seq_len", "more", "text.prompts", "text.fed", "text.next"}  # fmt: skip
+         "layouts", "max_seq_len", "more", "packed", "text.prompts", "text.fed", "text.next"}  # fmt: skip
 
 
 @dataclass
@@ -235,18 +236,30 @@ def differences(saved: Sequence[Any], ours: Sequence[Any]) -> Iterator[str]:
 # ---- the file ----
 
 
-def save(path: Path, cache: nn.Module, state: State, of: dict[str, Any], **more: Any) -> None:
-    """Write a cache and the state of its session, under another name that is then renamed. of: its `identity`; more:
-    metadata for the caller. Raises InputError if it cannot be written."""
+def save(
+    path: Path,
+    cache: nn.Module,
+    state: State,
+    of: dict[str, Any],
+    packed: tuple[float, Calibration] | None = None,
+    **more: Any,
+) -> None:
+    """Write a cache and the state of its session, under another name that is then renamed. of: its `identity`; packed:
+    the step and the calibration of a small file (pack.py); more: metadata for the caller. Raises InputError if it
+    cannot be written."""
     pos = torch.tensor([len(p) for p in state.prompts]) + state.decoded - 1
     tensors, layouts = filled(cache, pos, state.decoded)
+    how = None
+    if packed is not None:
+        tensors, buffers = pack(tensors, cache, (pos + 1).tolist(), *packed)
+        how = dict(calibration=calibration_id(packed[1]), buffers=buffers)
     S = max(map(len, state.prompts))
     tokens = [p + [0] * (S - len(p)) for p in state.prompts]
     tensors |= {f"{TEXT}prompts": torch.tensor(tokens, dtype=torch.int32), f"{TEXT}fed": state.fed.int()}
     tensors |= {f"{TEXT}next": state.next} | ({} if state.logits is None else {f"{TEXT}logits": state.logits})
     shape = first_of(cache).shape
     meta = of | dict(lengths=[len(p) for p in state.prompts], step=state.decoded, max_seq_len=shape.max_seq_len,
-                     numbers=counted(cache), layouts=layouts, more=more)  # fmt: skip
+                     numbers=counted(cache), layouts=layouts, more=more, packed=how)  # fmt: skip
     text = json.dumps(meta)
     write_tensors(path, tensors, {"cache": text, "checksum": digest(text, tensors)})
 
@@ -305,6 +318,17 @@ class CacheFile:
         text = {name.removeprefix(TEXT): t for name, t in self.tensors.items() if name.startswith(TEXT)}
         prompts = [p[:n].tolist() for p, n in zip(text["prompts"], self.meta["lengths"], strict=True)]
         return State(prompts, text["fed"].long(), text["next"], text.get("logits"))
+
+    def unpack(self, cache: nn.Module, calib: Calibration) -> None:
+        """Of a small file (pack.py): restore the buffers of this cache's methods. Raises InputError if it was packed
+        with another calibration."""
+        if calibration_id(calib) != (how := self.meta["packed"])["calibration"]:
+            raise InputError(f"{self.path} was packed with another calibration: give the --calibration that it was "
+                             "saved with")  # fmt: skip
+        ropes: set[Any] = {m.rope for m in cache.children()}
+        for rope in ropes:
+            rope.set_prompt(torch.tensor(self.meta["lengths"]))
+        self.tensors |= unpack(self.tensors, how["buffers"], cache, calib)
 
     def fill(self, cache: nn.Module) -> None:
         """Fill an empty cache, which may be larger, from the file. Raises InputError if it does not fit."""

@@ -44,6 +44,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 BACKEND = os.environ.get("KV_FAST_BACKEND", "")
+FALL_BACK = False  # whether an operation's torch version runs if its Triton version fails: engine/llm.py sets it
 
 
 def version_for(device: torch.device, dtype: torch.dtype) -> str:

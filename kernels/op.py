@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels import backend
 from kernels.backend import version_for
 from kernels.native import VECTOR
+from runtime.errors import InputError, warn_once
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -100,7 +102,7 @@ class Operation(Generic[P, R]):
             return run(*args, **kwargs)
         flat: list[Any] = []
         for of, given in zip(self.types, args, strict=False):
-            flat += given if of else (given,)  # type: ignore[arg-type]
+            flat += [*given] if of else [given]  # type: ignore[misc]  # torch 2.11 adds no NamedTuple to a list
         return run(*flat, **kwargs)
 
     def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -126,7 +128,17 @@ class Operation(Generic[P, R]):
         """The operator's Python implementation, on any device."""
         args = self.filled(args, kwargs)
         if self.launch and "triton" in self.versions and version_for(args[0].device, args[0].dtype) == "triton":
-            return self.launch(*self.grouped(args))
+            try:
+                return self.launch(*self.grouped(args))
+            except (InputError, torch.OutOfMemoryError):
+                raise
+            except Exception as e:  # of Triton's compiler, its launcher or the driver
+                if not backend.FALL_BACK:
+                    raise
+                del self.versions["triton"]
+                why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+                warn_once(f"the Triton kernel of {self.name} failed ({why}): from here on torch computes it, slower; "
+                          "python -m scripts.doctor checks all kernels")  # fmt: skip
         return self.reference(*self.grouped(args))
 
 

@@ -216,6 +216,14 @@ class Rope(nn.Module):
         """cos, sin [R, 1, S, D/2] of S positions from `start` on, ready for [B, H, S, D]."""
         return self.cos[:, None, start : start + S], self.sin[:, None, start : start + S]
 
+    def mean(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean rotation over positions pos [B, n], which may lie beyond the tables: cos, sin [B, 1, 1, D/2]."""
+        where = pos.cpu()
+        inv_freq, scale = rope_inv_freq(*self.of, where + 1)
+        angle = where[..., None].double() * inv_freq
+        mean = (torch.stack((angle.cos(), angle.sin())).mean(2) * scale).float().to(pos.device)
+        return mean[0, :, None, None], mean[1, :, None, None]
+
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [B, ..., D/2] at positions pos [B, ...] int64."""
         return angles(self.cos, pos), angles(self.sin, pos)

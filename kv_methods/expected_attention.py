@@ -17,7 +17,7 @@ from torch import Tensor
 from cache.base import knob
 from cache.prompt_evicting import PromptEvicting
 from cache.statistic import Statistic
-from kernels.rope import apply_rope, rope_inv_freq
+from kernels.rope import apply_rope
 
 SINKS = 4  # first tokens, whose queries are like no others (published code)
 
@@ -80,7 +80,7 @@ class ExpectedAttention(PromptEvicting):
         a, (B, H, S, D) = self.args, k.shape
         t, n = torch.arange(S, device=k.device), lengths[:, None]
         seen = (t >= a.sinks) & (t < n)  # [B, S]
-        cos, sin = self.mean_rotation(lengths)
+        cos, sin = self.rope.mean(n + torch.arange(a.future, device=k.device))
         keys = self.rope.rotate_prompt(k).float().masked_fill(~seen[:, None, :, None], 0)
         score = torch.zeros(B, H, S, device=k.device)
         for i, x in enumerate(q.unflatten(1, (H, -1)).unbind(2)):  # each query head of the groups: x [B, H, S, D]
@@ -105,11 +105,3 @@ class ExpectedAttention(PromptEvicting):
         mean = x.sum(2, keepdim=True) / n
         x = (x - mean).masked_fill(~there, 0)
         return mean, x.mT @ x / n
-
-    def mean_rotation(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, 1, D/2], each the mean over the `future` positions after prompts of lengths [B]."""
-        pos = lengths.cpu()[:, None] + torch.arange(self.args.future)
-        frequency, scale = rope_inv_freq(*self.rope.of, pos + 1)
-        angle = pos[..., None].double() * frequency
-        mean = (torch.stack((angle.cos(), angle.sin())).mean(2) * scale).float().to(lengths.device)
-        return mean[0, :, None, None], mean[1, :, None, None]

@@ -26,6 +26,7 @@ from kernels.packed_attention import packed_attention
 from kernels.ring import ring_positions
 from kernels.window_append import window_append
 from runtime.errors import InputError, warn_once
+from runtime.machine import read_text
 from runtime.parallel import ONE
 
 PLACES = 4  # places after an earlier copy at which attention is measured
@@ -41,6 +42,9 @@ PRESETS = {
     "razor-none": dict(induction=0.0, echo=0.0, compensation=False, share=0.0),
     "razor-no-echo": dict(echo=0.0),  # Figure 7
     "razor-no-compensation": dict(compensation=False),  # Figure 8
+    # DuoAttention (Xiao et al. 2024): half of the KV heads keep all tokens (a quarter if queries are not grouped,
+    # induction=0.25), the others sinks and recent ones, as many as its published gates come with (gates=FILE)
+    "duo": dict(gates="scores", induction=0.5, echo=0.0, sinks=128, window=256, share=0.0, compensation=False),
 }
 
 
@@ -65,6 +69,21 @@ def random_heads(protected: Tensor, seed: int) -> Tensor:
     out = torch.zeros(protected.numel(), dtype=torch.bool)
     out[drawn[: int(protected.sum())]] = True
     return out.view_as(protected)
+
+
+def read_gates(path: str, n_layer: int, n_kv_head: int) -> Tensor:
+    """Gates [L, Hkv] from DuoAttention's full_attention_heads.tsv: a line per layer, a number per KV head.
+
+    Raises InputError if it holds another number of either."""
+    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
+    try:
+        gates = torch.tensor([[float(x) for x in line] for line in lines])
+    except ValueError as e:
+        raise InputError(f"gates={path}: expected a line of numbers for each layer: {e}") from None
+    if gates.shape != (n_layer, n_kv_head):
+        raise InputError(f"gates={path} holds gates of {list(gates.shape)} layers and KV heads, this model has "
+                         f"{[n_layer, n_kv_head]}: give the file of this model, or gates=scores")  # fmt: skip
+    return gates
 
 
 class HeadScores(RepeatedTokens):
@@ -117,6 +136,9 @@ class Razor(KVMethod):
             "retrieval", "protect by score, or as many KV heads at random (Table 1)"
         )
         seed: int = knob(0, "seed of protect=random", low=0)
+        gates: str = knob(
+            "", "shares are of KV heads: `scores`, by a group's best score, or a file's gates (DuoAttention's tsv)"
+        )
         retrieval_method: str = knob(
             "full", "method or preset that holds the protected heads, in every layer; its knobs: quest:budget=64"
         )
@@ -128,7 +150,7 @@ class Razor(KVMethod):
     @classmethod
     def needs(cls, args):
         inner, knobs = inner_method(args.retrieval_method)
-        return cls.statistics + inner.needs(knobs)
+        return (cls.statistics if args.gates in ("", "scores") else ()) + inner.needs(knobs)
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -152,11 +174,16 @@ class Razor(KVMethod):
     def _protected(self) -> Tensor:
         """Which KV heads of this layer keep everything, bool [Hkv]."""
         a, H = self.args, self.shape.n_kv_head
-        if self.calib is None:  # sizes only: which heads does not matter, only how many
+        if a.gates not in ("", "scores"):
+            induction = echo = read_gates(a.gates, self.shape.n_layer, self.shape.layer_heads)
+        elif self.calib is None:  # sizes only: which heads does not matter, only how many
             return torch.arange(H) < math.ceil((a.induction + a.echo) * H - 1e-6)
-        induction = self.calib.stack("razor.induction" if a.places == 1 else "razor.after")
-        induction = induction if a.places == 1 else induction[..., : a.places].amax(-1)
-        echo = self.calib.stack("razor.echo")
+        else:
+            induction = self.calib.stack("razor.induction" if a.places == 1 else "razor.after")
+            induction = induction if a.places == 1 else induction[..., : a.places].amax(-1)
+            echo = self.calib.stack("razor.echo")
+        if a.gates == "scores":
+            induction, echo = (x.unflatten(1, (self.shape.layer_heads, -1)).amax(-1) for x in (induction, echo))
         heads = protected_heads(induction, echo, a.induction, a.echo, self.shape.layer_heads)
         heads = (random_heads(heads, a.seed) if a.protect == "random" else heads)[self.layer]
         return heads[self.shape.own_heads.start : self.shape.own_heads.stop]

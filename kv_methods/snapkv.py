@@ -22,6 +22,7 @@ PRESETS = {
     "snapkv-50": dict(budget=0.5),  # OjaKV, Table 6, SnapKV (Token Sel. only)
     "snapkv-160": dict(budget=160),  # Self-Indexing KVCache, Table 1, SnapKV
     "snapkv-7.5": dict(budget=0.075),  # Self-Indexing KVCache, Table 2, SnapKV
+    "chunkkv": dict(chunk_length=10, kernel=1),  # ChunkKV (Liu et al. 2025): chunks of 10 in place of pooling
     "snapkv-published": dict(budget=2048, kernel=5, pool="avg"),  # published code: github.com/FasterDecoding/SnapKV
 }
 

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -270,6 +271,16 @@ def args_from_hf(c: dict[str, Any]) -> ModelArgs:
 def read_args(checkpoint: str | Path) -> ModelArgs:
     """ModelArgs of a folder or a GGUF file, without reading its weights."""
     return args_from_hf(open_checkpoint(checkpoint).config)
+
+
+def rope_args(c: dict[str, Any], max_seq_len: int, head_dim: int) -> list[RopeArgs]:
+    """What the rope_parameters of any architecture, as transformers holds them, may mean; it is to be tried."""
+    given, out = c.get("rope_parameters") or {}, list[RopeArgs]()
+    for p in [x for x in given.values() if isinstance(x, dict)] or [given]:
+        with suppress(InputError):
+            found = c | dict(rope_parameters=p, rope_scaling=None)
+            out.append(_rope_from_hf(found, Family(reads=("partial_rotary_factor",)), max_seq_len, head_dim))
+    return out
 
 
 def _number(

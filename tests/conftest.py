@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(config, items):
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
+os.environ["KV_FAST_STEPS"] = "0"  # what a test compiles is not what another runs
+from kernels import backend  # noqa: E402
 
 
 @pytest.fixture(autouse=os.environ.get("TRITON_INTERPRET") == "1", scope="session")
@@ -84,6 +86,7 @@ def addresses():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    backend.FALL_BACK = False  # a kernel that fails is an error here
 
 
 @pytest.fixture

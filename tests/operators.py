@@ -7,6 +7,7 @@ views of larger ones, tokens before heads, or neither.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from kernels.op import OPERATIONS, Operation
+from runtime.machine import ROOT
 from weights import Layout, PackedLinear
 
+for path in (ROOT / "kernels").glob("[!_]*.py"):
+    importlib.import_module(f"kernels.{path.stem}")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch.bfloat16),
+          "triton": (torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 NAN = float("nan")
 SHORT = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 129, 200, 257)
 LONG = (2047, 2049, 4095, 4096, 4353)  # around what the C++ versions do at a time
@@ -887,3 +897,40 @@ def finish_layer(d: Draw) -> Problem:
     z = x.double() + out(y.double().flatten(-2))
     gate, up = both(normed(z, norm, eps)).chunk(2, -1)
     return (x, y, *wo, norm, eps, *w13, *w2), [Roughly(z + down(gate / (1 + (-gate).exp()) * up))]
+
+
+# ---- a version's results ----
+
+
+def serves(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> bool:
+    """Whether the version takes such shapes; torch runs if it does not."""
+    _, check = operation.versions.get(version, (None, None))
+    return check is None or check(*operation.grouped(args))
+
+
+def tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    return tree_map(lambda x: function(x) if torch.is_tensor(x) else x, tree)
+
+
+def finite(args: Any) -> Any:
+    return tensors(lambda x: torch.where(x.isnan(), 0, x) if x.is_floating_point() and x.isnan().any() else x, args)
+
+
+def call(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> list[Any]:
+    """A version's results, then the arguments that it wrote."""
+    written = [name in operation.mutates for name, _ in operation.defaults]
+    args = tuple(
+        x.clone() if w and torch.is_tensor(x) else x for x, w in zip(operation.filled(args, {}), written, strict=True)
+    )
+    if version == "triton":
+        args = tensors(lambda x: x.to(DEVICE), args)
+    run = dict(torch=operation.reference, cpp=operation.cpp, triton=operation.launch)[version]
+    out = run(*args) if version == "cpp" else run(*operation.grouped(args))
+    results = [] if out is None else [out] if torch.is_tensor(out) else list(out)
+    return tensors(Tensor.cpu, results + [x for x, w in zip(args, written, strict=True) if w])
+
+
+def draw(name: str, version: str, seed: int, size: str = "usual") -> tuple[tuple[Any, ...], list[Any]]:
+    dtypes = DTYPES[version]
+    args, answers = PROBLEMS[name](Draw(seed, version, dtypes[seed % len(dtypes)], size))
+    return OPERATIONS[name].filled(args, {}), answers

@@ -162,8 +162,8 @@ class PromptRow(Row):
     evicts = False
 
     def __init__(self, q, k, v, *, budget: Budget, recent: int, adaptive: bool, safeguard: float, value_aware: bool,
-                 first_stage: float, weights: np.ndarray):  # fmt: skip
-        self.budget, self.newest = budget, recent
+                 first_stage: float, weights: np.ndarray, chunk_length: int = 0):  # fmt: skip
+        self.budget, self.newest, self.chunk = budget, recent, chunk_length
         self.adaptive, self.safeguard, self.value_aware, self.first_stage = (
             adaptive, safeguard, value_aware, first_stage,
         )  # fmt: skip
@@ -175,6 +175,11 @@ class PromptRow(Row):
         best by score, then by score times the mean |W_O v|_1 of the group."""
         window = range(max(0, n - self.recent(n)), n)
         before, budget, heads = range(window.start), self.num_kept(n) - len(window), range(len(self.k))
+        if self.chunk:  # ChunkKV: the best chunks by their means over tokens and heads; the last is cut
+            chunks = [before[i : i + self.chunk] for i in range(0, len(before), self.chunk)]
+            means = [sum(np.mean([head[t] for t in chunk]) for head in scores) for chunk in chunks]
+            ranked = [t for i in sorted(range(len(chunks)), key=lambda i: -means[i]) for t in chunks[i]]
+            return [[*window, *ranked[:budget]] for _ in heads]
         ranked = [sorted(before, key=lambda t: (-scores[h][t], t)) for h in heads]
         count = [budget] * len(heads)
         if self.adaptive:
@@ -338,6 +343,173 @@ class KeyDiffRow(Row):
         for keys, score in zip(self.k, self.score, strict=True):
             held = sorted(score)
             score |= dict(zip(held, self.distinct([keys[t] for t in held]), strict=True))
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def num_kept(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class FixedScoreRow(Row):
+    """A token's score is a function of its key."""
+
+    def __init__(self, q, k, v, *, budget: Budget, recent: int):
+        self.budget, self.newest = budget, recent
+        super().__init__(q, k, v)
+
+    def of_key(self, head: int, key: np.ndarray) -> float:
+        raise NotImplementedError
+
+    def scores_of_prompt(self, q, n):
+        return [[self.of_key(head, key) for key in keys] for head, keys in enumerate(self.k)]
+
+    def rescore(self):
+        for head, score in enumerate(self.score):
+            score |= {t: self.of_key(head, self.k[head][t]) for t in score}
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def num_kept(self, length):
+        return max(tokens(self.budget, length), self.recent(length))
+
+
+class KnormRow(FixedScoreRow):
+    def of_key(self, head, key):
+        return -math.sqrt(sum(x * x for x in key))
+
+
+class QFiltersRow(FixedScoreRow):
+    def __init__(self, q, k, v, *, direction: np.ndarray, **knobs):
+        self.direction = direction
+        super().__init__(q, k, v, **knobs)
+
+    def of_key(self, head, key):
+        return float(key @ self.direction[head])
+
+
+class LagKVRow(Row):
+    """Windows behind the sinks, each compressed once the next one is full, at intervals of a window while decoding."""
+
+    evicts = False
+
+    def __init__(self, q, k, v, *, ratio: float, sinks: int, lag: int):
+        self.ratio, self.sinks, self.lag, self.every = ratio, sinks, lag, lag
+        super().__init__(q, k, v)
+
+    def choose(self, scores, n):
+        return [self.compressed(head, list(range(n)), n) for head in range(len(self.k))]
+
+    def scores_of_prompt(self, q, n):
+        return [[0.0] * n for _ in self.k]
+
+    def evict_later(self):
+        for head, score in enumerate(self.score):
+            stays = self.compressed(head, sorted(score), len(self.k[0]))
+            for t in set(score) - set(stays):
+                del score[t]
+
+    def compressed(self, head: int, held: list[int], n: int) -> list[int]:
+        out = list(held)
+        for first in range(self.sinks, n, self.lag):
+            window = [t for t in held if first <= t < first + self.lag]
+            after = [t for t in held if first + self.lag <= t < first + 2 * self.lag]
+            if len(window) < self.lag or len(after) < self.lag:
+                continue
+            score = np.zeros(self.lag)
+            for x in (self.k[head], self.v[head]):
+                low, high = (f([x[t] for t in after], axis=0) for f in (np.min, np.max))
+                score += softmax(np.array([np.std((x[t] - low) / (high - low), ddof=1) for t in window]))
+            best = sorted(range(self.lag), key=lambda i: -score[i])[: int(self.ratio * self.lag)]
+            out = [t for t in out if t not in window or t - first in best]
+        return out
+
+
+class CompactorRow(PromptRow):
+    """drawn [D, sketch]: the sketch."""
+
+    def __init__(self, q, k, v, *, sinks: int, block: int, blend: float, drawn: np.ndarray, **knobs):
+        self.sinks, self.block, self.blend, self.drawn = sinks, block, blend, drawn
+        self.ridge = 1e-5
+        super().__init__(q, k, v, **knobs)
+
+    def scores_of_prompt(self, q, n):
+        inner = range(self.sinks, n - min(n, self.newest))
+        out = [[math.inf if t < self.sinks else 0.0 for t in range(n)] for _ in self.k]
+        if not inner:
+            return out
+        leverage, attention = [], []
+        for head, keys in enumerate(self.k):
+            before = np.array([rotate(keys[t], -t) for t in inner])
+            x = (before - before.mean(0)) @ self.drawn / math.sqrt(self.drawn.shape[1])
+            moments = x.T @ x
+            moments += self.ridge * np.trace(moments) / len(moments) * np.eye(len(moments))
+            leverage.append([row @ np.linalg.inv(moments) @ row for row in x])
+            got = np.zeros(len(inner))
+            for first in range(0, len(inner), self.block):
+                part = range(first, min(first + self.block, len(inner)))
+                for i, t in np.ndindex(self.g, len(part)):
+                    one = q[head * self.g + i, inner[part[t]]]
+                    got[part.start : part.stop] += softmax(np.array([one @ keys[inner[s]] for s in part])) / self.g
+            got *= [np.linalg.norm(self.v[head][t]) for t in inner]
+            attention.append([sum(got[max(0, i - 1) : i + 2]) / 3 for i in range(len(inner))])
+        total = sum(
+            weight * (np.array(x) - np.mean(x)) / max(np.std(x), 1e-6 * abs(np.mean(x)))
+            for weight, x in ((self.blend, leverage), (1, attention))
+        )
+        for head, scores in enumerate(out):
+            scores[inner.start : inner.stop] = [float(x) for x in total[head]]
+        return out
+
+
+class TriAttentionRow(Row):
+    """The trigonometric series in amplitudes and phases, of keys turned back to before their rotation. mean
+    [Hq, D] and size [Hq, D / 2]: of the queries; None: of the prompt's."""
+
+    evicts = False
+
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, buffer: int, reach: int, mean=None, size=None):
+        self.budget, self.newest, self.every, self.reach = budget, recent, buffer, reach
+        if mean is None:
+            before = [[rotate(x[t], -t) for t in range(k.shape[1])] for x in q]
+            mean = [sum(x) / len(x) for x in before]
+            size = [sum(abs(self.pairs(x)) for x in head) / len(head) for head in before]
+        self.mean, self.size = mean, size
+        super().__init__(q, k, v)
+
+    @staticmethod
+    def pairs(x: np.ndarray) -> np.ndarray:
+        return x[: len(x) // 2] + 1j * x[len(x) // 2 :]
+
+    def standardized(self, head: int, held: list[int], n: int) -> list[float]:
+        best = [-math.inf] * len(held)
+        d = len(self.k[head][0])
+        w = np.array([10_000.0 ** (-2 * f / d) for f in range(d // 2)])
+        for i in range(head * self.g, head * self.g + self.g):
+            m, scores = self.pairs(self.mean[i]), []
+            for t in held:
+                key = self.pairs(rotate(self.k[head][t], -t))
+                series, phase = [], np.angle(m / key)
+                for j in range(self.reach.bit_length()):
+                    series.append(sum(abs(m) * abs(key) * np.cos(w * (n + 2**j - t) + phase)))
+                more = sum((self.size[i] - abs(m)) * abs(key))
+                scores.append(sum(series) / len(series) + more)
+            spread = np.std(scores) or 1.0
+            best = [max(a, (b - np.mean(scores)) / spread) for a, b in zip(best, scores, strict=True)]
+        return best
+
+    def scores_of_prompt(self, q, n):
+        return [self.standardized(head, list(range(n)), n) for head in range(len(self.k))]
+
+    def evict_later(self):
+        n = len(self.k[0])
+        for head, score in enumerate(self.score):
+            held = sorted(score)
+            of = dict(zip(held, self.standardized(head, held, n), strict=True))
+            best = sorted(held, key=lambda t: (-math.inf if t >= n - self.newest else -of[t], t))
+            for t in best[self.num_kept(n) :]:
+                del score[t]
 
     def recent(self, length):
         return min(length, self.newest)

@@ -344,17 +344,6 @@ def test_generate_synthetic_fills_every_layer(config):
         assert torch.equal(method.k[:, :, :24], work.random_kv()[0]) and method.k[:, :, 24:].abs().sum(-1).all()
 
 
-def test_blocks_of_any_number_of_methods_are_compiled(config, compiled_inputs):
-    """More than torch's limit of graphs of a function: each method is one."""
-    model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
-    with torch._dynamo.config.patch(recompile_limit=1), torch.inference_mode():
-        for method in ("full", "streaming"):
-            model.setup_cache(method, 1, 24)
-            with our_runs.compiled_blocks(model):
-                model.decode(*torch.zeros(2, 1, dtype=torch.int64))
-    assert len(compiled_inputs) >= 2
-
-
 @pytest.mark.parametrize("synthetic", [False, True])
 def test_generate_compiles_a_step_before_the_first_round(config, compiled_inputs, synthetic):
     model = random_transformer(args_from_hf(CONFIG), "cpu", torch.float32)
@@ -384,6 +373,16 @@ def test_peer_transformers(cli, config):
     assert all("error" not in r for r in rows.values()), rows
     best = max(r["tokens_per_s"] for k, r in rows.items() if k != "full eager")
     assert rows["full eager"]["times_peer"] == round(rows["full eager"]["tokens_per_s"] / best, 2)
+
+
+def test_a_method_in_transformers_beside_its_own_cache(cli, config):
+    pytest.importorskip("transformers")
+    argv = ("--peer", "transformers", "bridge:kivi-4", "bridge:full", "--mode", "eager", "--batch", 2, "--length", 24)
+    rows = {r["run"]: r for r in generated(cli, config, *argv)["rows"]}
+    assert set(rows) == {"full eager", "transformers dynamic", "transformers static", "bridge kivi-4", "bridge full"}
+    assert all("error" not in r and r["tokens_per_s"] > 0 for r in rows.values()), rows
+    assert rows["bridge full"]["kv_bytes"] == rows["full eager"]["kv_bytes"]
+    assert 0 < rows["transformers dynamic"]["kv_bytes"] < rows["bridge full"]["kv_bytes"]  # without the last token
 
 
 PEER_MODEL = """
@@ -437,7 +436,7 @@ def test_peer_that_fails(cli, config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["compiled", "captured", "blocks"])
+@pytest.mark.parametrize("mode", ["compiled", "trees"])
 def test_modes(cli, config, mode):
     """Every way to compile a step, methods in turns: what one compiles is not dropped when the next one runs."""
     methods = ["full", "double_sparsity"]

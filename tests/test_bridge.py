@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import runpy
+import shutil
 import sys
 
 import pytest
 import torch
 
+import calibrate as calibrate_script
 from cache.base import KVMethod
-from cache.spec import method_files, resolve
+from cache.spec import all_statistics, method_files, resolve
+from calibrate import calibrate
 from loading import load_checkpoint, load_tokenizer
 from runtime.errors import InputError
 from runtime.machine import ROOT
+from scripts.eval import compare, perplexity, view
+from scripts.eval.evaluation import Evaluation
+from scripts.eval.lm_eval_adapter import KVFast
+from scripts.eval.perplexity import predict, summary
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-from engine.bridge import Cache, attention  # noqa: E402, it needs transformers
+from engine.bridge import Cache  # noqa: E402, it needs transformers
+from engine.transformers_backend import TransformersModel, attention, load_model, model_args  # noqa: E402
 
 TINY, PROMPT, NEW = ROOT / "models/tiny", 32, 20
 FILE = TINY / "calibration.safetensors"
@@ -30,6 +39,7 @@ SIZES = dict(vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_la
              eos_token_id=None)  # fmt: skip
 EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SLIDING = dict(head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
 LINEAR = dict(shared_expert_intermediate_size=32, linear_num_value_heads=4, linear_num_key_heads=2,
               linear_key_head_dim=16, linear_value_head_dim=16,
               layer_types=["linear_attention", "full_attention"])  # fmt: skip
@@ -49,10 +59,11 @@ FAMILIES = dict(
     Qwen3Next=EXPERTS | LINEAR,
 )
 LOSSLESS = ["quest", "streaming", "self_index", "snapkv"]
-NEED_CALIBRATION = {"double_sparsity", "double_sparsity_offload", "hshare", "loki", "ojakv", "razor"}
-REASONS = dict.fromkeys(NEED_CALIBRATION, "needs a calibration") | dict(
-    sals="before rotation", palu="before rotation", expected_attention="before rotation", kvzip="reads a prompt twice"
-)
+NEED_CALIBRATION = {
+    "double_sparsity", "double_sparsity_offload", "hshare", "loki", "ojakv", "palu", "qfilters", "razor", "sals",
+    "triattention",
+}  # fmt: skip
+REASONS = dict.fromkeys(NEED_CALIBRATION, "needs a calibration") | dict(kvzip="reads a prompt twice")
 METHODS = sorted(name for name, file in method_files().items() if file.parent == ROOT / "kv_methods")
 
 
@@ -191,8 +202,9 @@ def test_bytes_are_those_of_the_buffers():
     cache = Cache(model, "kivi-4", 1024, 2)
     new_tokens(model, prompts(), cache, 4)
     sliding, layer = cache.layers
-    assert cache.nbytes()[1] == {name: b.nbytes for name, b in layer.method.named_buffers()}
-    assert {"keys": sliding.keys.nbytes, "values": sliding.values.nbytes}.items() <= cache.nbytes()[0].items()
+    for i in range(2):
+        assert cache.nbytes()[i] == {name: b.nbytes for name, b in cache.layers[i].method.named_buffers()}
+    assert sum(cache.nbytes()[0].values()) == 2 * 2 * 2 * 8 * 16 * 4  # keys and values of its window
     assert cache.kv_bytes() == sum(sum(b.values()) for b in cache.nbytes().values())
     assert not [x for x in vars(layer).values() if isinstance(x, torch.Tensor)]  # no keys and values beside them
     whole = Cache(model, "full", 1024, 2)
@@ -202,7 +214,7 @@ def test_bytes_are_those_of_the_buffers():
 @pytest.mark.parametrize("family, match, changes", [
     ("GptOss", "GptOssAttention has attention sinks", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2)),
     ("Gemma2", "Gemma2Attention has a soft cap", dict(head_dim=16)),
-    ("Mistral", "mistral has 0 of 2 layers .DynamicSlidingWindowLayer", dict(sliding_window=8)),
+    ("Mistral", "Quest cannot honour this model's sliding window of 8", dict(sliding_window=8)),
     ("DeepseekV3", "did not get the cache's keys", dict(
         q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
         first_k_dense_replace=2)),
@@ -236,6 +248,9 @@ def test_what_a_cache_cannot_do_is_refused_in_a_line(monkeypatch):
     refuses("no method for layer|outside", Cache, model, "0-7:full", 64)
     refuses("give it predict=no", Cache, trained(), "double_sparsity_offload", 64, calibration=FILE)
     refuses("is checked against the model's folder", Cache, model, "loki", 64, calibration=FILE)
+    refuses("has 4 of 4 layers", model_args, transformers.Llama4TextConfig(num_hidden_layers=4))  # in chunks
+    varying = model_of.__wrapped__("Llama", rope_parameters=DYNAMIC)
+    refuses("before rotation", Cache, varying, "expected_attention", 64)
     refuses("assisted", new_tokens, model, ids[:1], Cache(model, "full", 64), prompt_lookup_num_tokens=2)
     monkeypatch.setattr(model.model.layers[0].self_attn, "is_causal", False)
     refuses("attention that is not causal", run)
@@ -255,7 +270,107 @@ def test_output_weights_are_those_of_the_projection():
 def test_transformers_is_optional(monkeypatch):
     files = [f for folder in ("engine", "loading", "cache", "kernels", "kv_methods", "runtime", "weights", ".")
              for f in (ROOT / folder).glob("*.py")]  # fmt: skip
-    imports = re.compile(r"^ *(import|from) (transformers|engine\.bridge|engine import .*bridge)", re.MULTILINE)
-    assert [str(f.relative_to(ROOT)) for f in files if imports.search(f.read_text())] == ["engine/bridge.py"]
+    imports = re.compile(r"^ *(import|from) transformers|^from engine\.transformers_backend", re.MULTILINE)
+    found = {f.name for f in files if imports.search(f.read_text())}
+    assert found == {"bridge.py", "transformers_backend.py"}  # others import these where --transformers is given
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refuses("pip install transformers==5.24.0", runpy.run_path, str(ROOT / "engine/bridge.py"))
+    refuses("pip install transformers==5.24.0", runpy.run_path, str(ROOT / "engine/transformers_backend.py"))
+
+
+# ---- the model behind our decoder's interface ----
+
+
+@functools.cache
+def ours():
+    return load_checkpoint(TINY, dtype=torch.float32)
+
+
+@functools.cache
+def theirs():
+    return load_model(TINY, "cpu", torch.float32)
+
+
+def test_calibration_is_that_of_our_decoder():
+    """On a family that both have: bit for bit behind the rotation, and to rounding before it."""
+    tk, ids = load_tokenizer(TINY), text()[0]
+    a, b = (calibrate(m, [ids[:100], ids[100:]], 16, vocabulary=tk.text_ids) for m in (ours(), theirs()))
+    assert a.tensors.keys() == b.tensors.keys()
+    before = ("palu.k_basis", "palu.k_eigenvalues", "sals.basis", "sals.eigenvalues")
+    for name in a.tensors:
+        if not name.endswith(before):
+            torch.testing.assert_close(b.tensors[name], a.tensors[name], rtol=0, atol=0, equal_nan=True)
+        elif name.endswith("eigenvalues"):
+            torch.testing.assert_close(b.tensors[name], a.tensors[name], rtol=1e-5, atol=1e-4)
+            basis, values = (c.tensors[name.replace("eigenvalues", "basis")] for c in (a, b)), a.tensors[name]
+            x, y = (u @ torch.diag(values) @ u.mT for u in basis)  # eigenvectors of close eigenvalues may turn
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3 * float(values[0]))
+
+
+@pytest.mark.parametrize("spec", ["full", "self_index,budget=72", "kvzip,budget=0.5", "sals-25",
+                                  "snapkv,budget=24,recent=4,value_aware=true", "palu",
+                                  "expected_attention,budget=40"])  # fmt: skip
+def test_predictions_are_those_of_our_decoder(spec):
+    """Perplexity of two texts in one batch, prefilled as evaluations do it; and the bytes of the cache."""
+    rows = [text()[0, :120].tolist(), text()[0, 60:180].tolist()]
+    found = []
+    for model in (ours(), theirs()):
+        ev = Evaluation(TINY, torch.device("cpu"), 2, False, 0, model)
+        ev.setup(dict.fromkeys(["full", spec]) | {"full": ("full", {}), spec: (spec, {})}, 120, 20)
+        found.append((summary([predict(ev, rows, 20, 2)[spec]]), ev.bytes(spec, 99)))
+    (a, bytes_a), (b, bytes_b) = found
+    assert bytes_a == bytes_b
+    for key in ("perplexity", "kl", "same_top", "recall"):
+        assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-3), key
+
+
+@pytest.mark.parametrize("family", ["Glm4", "Cohere", "Exaone4", "Gemma3", "Qwen3Next"])
+def test_keys_are_turned_back_where_the_models_rotation_is_known(family):
+    """In halves or pairs, of all channels or some, in all layers or some: measured by a pass over text, methods of keys
+    before rotation give the tokens of transformers at their lossless knobs."""
+    model = TransformersModel(model_of(family))
+    assert all(rope is not None for rope, _ in model.rotations)
+    calib = calibrate(
+        model, [prompts(1, 64, seed=3)[0]], 16, [*resolve("sals")[0].statistics, *resolve("palu")[0].statistics]
+    )
+    for name in ("sals", "palu"):
+        cache = Cache(model_of(family), name, PROMPT + NEW, 2, calibration=calib, **resolve(name)[0].lossless)
+        assert new_tokens(model_of(family), prompts(), cache) == expected(family)
+
+
+def test_statistics_before_an_unknown_rotation_are_left_out(capsys):
+    model = TransformersModel(model_of.__wrapped__("Llama", rope_parameters=DYNAMIC))
+    kept = model.measurable(all_statistics())
+    assert {s.name for s in kept} == {"oja", "pca", "channels", "razor"}
+    assert len(calibrate(model, [prompts(1, 64)[0]], 16, kept).names) == 4
+    assert "cannot be turned back to those before rotation: sals, palu" in " ".join(capsys.readouterr().err.split())
+
+
+def test_commands_take_a_model_of_transformers(tmp_path, cli, few_texts):
+    """Of an architecture that our decoder refuses: calibrate, predict, compare, view, and answer as lm-eval asks."""
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    family = dict(vocab_size=load_tokenizer(TINY).vocab_size, bos_token_id=None, eos_token_id=0,
+                  max_position_embeddings=2048)  # fmt: skip
+    model_of("Glm4", **family).save_pretrained(folder)
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(TINY / file, folder)
+    text.write_text((ROOT / "model.py").read_text()[:3000])
+    flags = ["--transformers", folder]
+    code, out, err = cli(calibrate_script, *flags, "--data", text, "--samples", 2, "--seq-len", 64)
+    assert code == 0 and (folder / "calibration.safetensors").is_file(), err
+    code, out, err = cli(perplexity, *flags, "--method", "sals-25", "--text", text, "--length", 96, "--decoded", 8,
+                         "--windows", 1, "--json")  # fmt: skip
+    result = json.loads(out)
+    assert code == 0 and result["checkpoint"] == "model" and result["settings"]["engine"] == "transformers", err
+    assert [r["method"] for r in result["rows"]] == ["full", "sals-25"] and 1 < result["rows"][0]["perplexity"] < 1e9
+    code, out, err = cli(
+        compare, *flags, "--method", "full", "quest", "--tasks", "needle", "--lengths", 96, "--samples", 1
+    )
+    assert code == 0 and "`quest`" in out, err
+    code, out, err = cli(view, *flags, "--method", "quest", "--prompt-file", text, "--steps", 2, "--json", "--out",
+                         tmp_path / "view.html")  # fmt: skip
+    assert code == 0 and len(json.loads(out)["rows"]) == 2, err
+    assert len(KVFast(transformers=folder, method="quest").llm.generate("import os", 4)[0].tokens) == 4
+    code, _, err = cli(perplexity, *flags, "--weights", "int8")
+    assert code == 2 and err.endswith("error: transformers holds weights in the compute dtype: leave out --weights and "
+                                      "--head\n")  # fmt: skip
+    assert cli(perplexity, "--transformers", tmp_path)[0] == cli(perplexity, "--transformers", "no/such")[0] == 2

@@ -1,10 +1,12 @@
 """Decode steps compiled by inductor: the same tokens, a graph a kind of layer, and what is compiled when."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from engine.decode import Session, make_step
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
+from runtime.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -53,6 +56,64 @@ def test_a_release_of_torch_that_is_not_known(tiny, monkeypatch):
             llm = E.LLM(TINY, method="0-1:full,2-:self_index", compile=compile)
             tokens.append([c.tokens for c in llm.generate(prompts, 8)])
     assert tokens[0] == tokens[1] and next(iter(llm._steps.values()))[0].graphs is None
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Steps are captured, as on CUDA, by stand-ins; yields the number of replays. A capture runs nothing."""
+    run, recording, replays = compiled.CapturedStep.run, [], []
+
+    class Graph:
+        def replay(self):
+            replays.append(self)
+            self.out.copy_(run(self.step, self.step.parts, *self.inputs))
+
+    @contextlib.contextmanager
+    def recorded(graph):
+        recording.append(graph)
+        yield
+        recording.clear()
+
+    def run_or_record(step, parts, *inputs):
+        if not recording:
+            return run(step, parts, *inputs)
+        recording[0].step, recording[0].inputs, recording[0].out = step, inputs, torch.empty_like(inputs[0])
+        return recording[0].out
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in dict(CUDAGraph=Graph, graph=recorded, Stream=lambda: stream, current_stream=lambda: stream,
+                            stream=lambda s: contextlib.nullcontext()).items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(compiled, "CompiledStep", compiled.CapturedStep)
+    monkeypatch.setattr(compiled.CapturedStep, "run", run_or_record)
+    traced = lambda function, device: torch.compile(function, fullgraph=True, dynamic=False, backend="eager")  # noqa: E731
+    monkeypatch.setattr(compiled, "torch_compile", traced)
+    torch._dynamo.reset()
+    return replays
+
+
+@pytest.mark.parametrize("method, speculate", [("h2o,heavy=16,recent=8", None), ("0-1:full,2-:quest,budget=16", 3)])
+def test_a_captured_step_gives_the_tokens_of_an_eager_one(tiny, captured, method, speculate):
+    """h2o adds to its scores at every call: none is made twice."""
+    prompts = [tiny[1].encode(t, bos=True) for t in ("import os\n" * 30, "class Reader:\n    def __init__(self")]
+    runs = []
+    for compile in (False, True):
+        llm = E.LLM(TINY, method=method, compile=compile, speculate=speculate)
+        runs.append(
+            [[c.tokens for c in llm.generate(prompts, 12, E.Sampling(*how))] for how in ((), (1.0, None, None, 5))]
+        )
+    assert runs[0] == runs[1] and captured
+
+
+def test_a_step_that_cannot_be_captured(tiny, captured, monkeypatch):
+    def graph(graph):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with pytest.raises(
+        InputError, match=r"cannot be captured .* \(operation not .* capturing\): run with --no-compile"
+    ):
+        E.LLM(TINY, compile=True).generate("import os", 4)
 
 
 @pytest.mark.slow

@@ -24,13 +24,14 @@ from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
 from cache.spec import knob_names, method_files, parse_spec, presets, resolve
 from engine import Sampling
+from engine.compiled import layer_group
 from kernels import backend, offload, splits
 from kv_methods import double_sparsity_offload, ojakv
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer
 
 METHODS = sorted(method_files())
-CUDA = torch.backends.cuda.is_built()
+CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "meta"
 GREEDY = Sampling()
 ARGS = dict(dim=64, n_layer=2, n_head=6, n_kv_head=2, head_dim=32, ffn_dim=96, vocab_size=96, max_seq_len=1024)
@@ -262,7 +263,7 @@ def test_windows_norms_and_sampling(setting, gpu):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_is_one_graph(method, gpu):
+def test_layers_are_one_graph(method, gpu):
     """Traced whole, and again to functional operations, as inductor gets it: all on the device."""
     model, _ = model_with(method, torch.bfloat16)
     torch._dynamo.reset()
@@ -276,11 +277,11 @@ def test_a_step_is_one_graph(method, gpu):
         with args[0].fake_mode:
             return graph(*args)
 
-    step = torch.compile(model.decode, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=keep))
-    tokens, pos = torch.zeros(B, dtype=torch.int64, device=DEVICE), torch.full((B,), S, device=DEVICE)
-    with torch.utils._python_dispatch._disable_current_modes():  # the compiler has its own
-        out = step(tokens, pos)
-    assert layouts(out) == layouts(model.decode(tokens, pos))
+    step = torch.compile(layer_group, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=keep))
+    x, pos = torch.zeros(B, model.args.dim, dtype=torch.bfloat16, device=DEVICE), torch.full((B,), S, device=DEVICE)
+    with torch.utils._python_dispatch._disable_current_modes(), model.once as once:  # the compiler has its own modes
+        out = step(model.decode_parts(), x, pos, once)
+    assert layouts(out) == layouts(x)
     (graph,) = graphs
     assert {x[3] for node in graph.graph.nodes for x in layouts(node.meta.get("val"))} == {DEVICE}
     # an operator that writes in place is an argument of the node that stands for it

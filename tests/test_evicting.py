@@ -8,22 +8,27 @@ import numpy as np
 import pytest
 import torch
 from oracle_evicting import (
+    CompactorRow,
     ExpectedAttentionRow,
     H2ORow,
     KeyDiffRow,
+    KnormRow,
     KVzipRow,
+    LagKVRow,
     PyramidKVRow,
+    QFiltersRow,
     RKVRow,
     RocketRow,
     Row,
     SnapKVRow,
     TOVARow,
+    TriAttentionRow,
     most_attention,
 )
 from oracles import rotate
 
-from cache.calibration import Calibration, collect
-from cache.spec import make_args, method_class, presets, resolve
+from cache.calibration import Calibration, RandomCalibration, collect
+from cache.spec import knob_names, make_args, method_class, presets, resolve
 from kernels.prompt_scores import pooled
 from kv_methods import kvzip
 from model import ModelArgs, Transformer
@@ -37,7 +42,8 @@ from scripts.contract.reference import forward
 N_LAYER, STEPS = 5, 24
 ORACLES: dict[str, type[Row]] = dict(
     h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow, keydiff=KeyDiffRow,
-    expected_attention=ExpectedAttentionRow, rkv=RKVRow, rocket=RocketRow,
+    expected_attention=ExpectedAttentionRow, rkv=RKVRow, rocket=RocketRow, knorm=KnormRow, qfilters=QFiltersRow,
+    lagkv=LagKVRow, compactor=CompactorRow, triattention=TriAttentionRow,
 )  # fmt: skip
 EXPECTED = dict(budget=12, sinks=2, future=16)
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
@@ -103,6 +109,28 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "rkv-share": ("rkv", dict(budget=0.4, recent=5, buffer=8, mix=0.5, kernel=3), (2, 1, 64), (10, 60)),
     "rkv-alike": ("rkv", dict(budget=18, recent=3, buffer=7, alike=0.1, spared=3), (1, 2, 32), (40, 50)),
     "rkv-none-spared": ("rkv", dict(budget=18, recent=3, buffer=5, alike=0.1, spared=0, mix=0.0), (4, 1, 32), (40,)),
+    "knorm-default": ("knorm", {}, (2, 2, 32), (31, 60)),
+    "knorm-number": ("knorm", dict(budget=16), (3, 2, 32), (1, 15, 16, 17, 60)),
+    "knorm-recent": ("knorm", dict(budget=0.3, recent=5), (1, 1, 64), (4, 40)),
+    "qfilters-default": ("qfilters", {}, (2, 2, 32), (31, 60)),
+    "qfilters-number": ("qfilters", dict(budget=16, recent=4), (3, 2, 32), (1, 15, 16, 17, 60)),
+    "lagkv-default": ("lagkv", {}, (2, 2, 32), (31, 60)),
+    "lagkv-number": ("lagkv", dict(ratio=0.4, sinks=3, lag=7), (2, 2, 32), (1, 3, 16, 17, 18, 60)),
+    "lagkv-no-sinks": ("lagkv", dict(ratio=0.25, sinks=0, lag=8), (1, 1, 64), (15, 16, 40)),
+    "compactor-default": ("compactor", {}, (2, 2, 32), (3, 60)),
+    "compactor-number": ("compactor", dict(budget=12, sinks=2, recent=3, block=16), (3, 2, 32), (1, 5, 12, 13, 60)),
+    "compactor-alone": (
+        "compactor",
+        dict(budget=0.4, block=7, sketch=6, blend=1.5, adaptive=False),
+        (1, 2, 64),
+        (20, 50),
+    ),
+    "triattention-default": ("triattention", {}, (2, 2, 32), (31, 60)),
+    "triattention-number": ("triattention", dict(budget=20, buffer=6), (3, 2, 32), (1, 3, 19, 20, 21, 50)),
+    "triattention-share": ("triattention", dict(budget=0.4, recent=5, buffer=8, reach=100), (2, 1, 64), (10, 40)),
+    "triattention-prompt": ("triattention", dict(budget=18, buffer=7, queries="prompt"), (2, 2, 32), (1, 30, 40)),
+    "snapkv-chunks": ("snapkv", dict(budget=24, recent=4, chunk_length=5), (3, 2, 32), (1, 5, 23, 24, 25, 60)),
+    "snapkv-chunks-cut": ("snapkv", dict(budget=0.3, recent=3, chunk_length=4, pool="avg"), (2, 1, 64), (10, 60)),
     "rocket-default": ("rocket", {}, (2, 2, 32), (31, 60)),
     "rocket-number": ("rocket", dict(budget=16, recent=4, page=2, kernel=7), (3, 2, 32), (1, 5, 15, 16, 17, 60)),
     "rocket-share": ("rocket", dict(budget=0.3, recent=4, kernel=5, channels=9), (2, 1, 64), (10, 60)),
@@ -126,18 +154,27 @@ def layer(name, knobs, shape, batch, T, at=3, new=None, dtype=torch.float32):
     args = ModelArgs(n_head=g * h, n_kv_head=h, head_dim=d, n_layer=N_LAYER)
     size = args.cache_shape(at, batch, T, dtype, "cpu", new)
     cls, preset = resolve(name)
-    letter = {} if name == "full" else dict(min_tokens=0)
-    method = cls(make_args(cls, letter | preset | knobs), size, at, args.rotary(batch, T))
+    letter = dict(min_tokens=0) if "min_tokens" in knob_names(cls) else {}
+    args_of = make_args(cls, letter | preset | knobs)
+    method = cls(args_of, size, at, args.rotary(batch, T), RandomCalibration(args, cls.needs(args_of)))
     method.output_weights = lambda: output_weights(g * h, d)
     return method
 
 
 def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
-    del args["min_tokens"]  # test_budget.py
+    args.pop("min_tokens", None)  # test_budget.py
     if "decode_slots" in args:
         args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
         args.pop("decode_slots"), args.pop("queries", None)  # of the prompt, if a method asks
+    if name == "compactor":
+        gen = torch.Generator().manual_seed(args.pop("seed"))
+        args |= dict(drawn=torch.randn(q.shape[2], args.pop("sketch"), generator=gen).double().numpy())
+    if name in ("qfilters", "triattention") and args.pop("queries", None) != "prompt":
+        model = ModelArgs(n_head=len(q), n_kv_head=len(k), head_dim=q.shape[2], n_layer=N_LAYER)
+        parts = RandomCalibration(model, method_class(name).statistics).parts(at, name)
+        heads = len(k) if name == "qfilters" else len(q)
+        args |= {part: x.reshape(heads, -1).double().numpy() for part, x in parts.items()}
     if name == "pyramidkv":
         args |= dict(layer=at, n_layer=N_LAYER)
     return ORACLES[name](q, k, v, **args)
@@ -189,7 +226,8 @@ def compare(name, knobs, shape, lengths, seed=0, at=3, steps=STEPS):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
     lost = compare(*CASES[case])
-    none = ("h2o-all", *(f"{name}-default" for name in ("snapkv", "pyramidkv", "keydiff", "rkv", "rocket")))
+    whole = ("snapkv", "pyramidkv", "keydiff", "rkv", "rocket", "qfilters", "lagkv", "triattention")
+    none = ("h2o-all", *(f"{name}-default" for name in whole))
     assert (lost > 0) != (case in none)
 
 
@@ -205,20 +243,27 @@ def test_in_torch_it_is_the_same(name, monkeypatch):
 
 def test_defaults_are_the_papers():
     args = {name: vars(method_class(name).Args()) for name in (*ORACLES, "kvzip")}
-    assert {knobs.pop("min_tokens") for knobs in args.values()} == {128}  # ours
+    assert args["lagkv"] == dict(ratio=0.5, sinks=16, lag=1024)
+    assert {knobs.pop("min_tokens") for name, knobs in args.items() if name != "lagkv"} == {128}  # ours
+    assert args["knorm"] == dict(budget=0.5, recent=0) and args["qfilters"] == dict(budget=512, recent=64)
+    assert args["triattention"] == dict(budget=2048, recent=0, buffer=128, reach=65536, queries="calibration")
     assert args["h2o"] == dict(heavy=0.1, recent=0.1)
     assert args["tova"] == dict(budget=0.125, recent=0, heads="layer")
     snapkv = dict(budget=1024, recent=32, kernel=7, pool="max", group="mean", decode_slots=512, decode_budget=None,
-                  decode_every=64, adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5)  # fmt: skip
+                  decode_every=64, adaptive=False, safeguard=0.2, value_aware=False, first_stage=0.5,
+                  chunk_length=0)  # fmt: skip
     assert args["snapkv"] == snapkv
     assert args["keydiff"] == dict(budget=2048, recent=0)
-    shared = {k: snapkv[k] for k in ("decode_slots", "first_stage", "value_aware")} | dict(
+    shared = {k: snapkv[k] for k in ("decode_slots", "first_stage", "value_aware", "chunk_length")} | dict(
         adaptive=True, recent=0, sinks=4
     )
     assert args["expected_attention"] == shared | dict(
         budget=0.5, future=512, covariance=True, value_norm=True, epsilon=0.01, safeguard=0.2, queries="prompt"
     )
     assert args["kvzip"] == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
+    assert args["compactor"] == shared | dict(
+        budget=0.5, recent=4, sinks=8, block=256, sketch=48, blend=0.5, seed=0, safeguard=0.0
+    )
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     assert args["rkv"] == dict(budget=1024, recent=8, buffer=128, mix=0.1, kernel=7, alike=0.5, spared=1)
     assert args["rocket"] == snapkv | dict(kernel=63, kept=None, attended=None, page=3, channels=0.5)

@@ -32,7 +32,7 @@ WRONG = dict(
     random=[dict(budget="p0.9")],
     razor=[dict(induction=-0.1), dict(induction=1.5), dict(echo=2.0), dict(sinks=-1), dict(window=0), dict(share=-0.5),
            dict(share=1.5), dict(full_up_to=-1), dict(protect="some"), dict(retrieval_method="nope"),
-           dict(retrieval_method="razor")],
+           dict(retrieval_method="razor"), dict(gates="no/such.tsv")],
     sals=[dict(rank=0.0), dict(rank=1.5), dict(score_rank=0.0), dict(score_rank=1.1), dict(value_bits=3),
           dict(budget=0), dict(budget=79, sinks=16, recent=64), dict(sinks=-1), dict(recent=0), dict(score="mean")],
     self_index=[dict(budget=32), dict(sinks=-1), dict(flush=0), dict(tail=8, flush=9), dict(store_bits=3),
@@ -42,6 +42,10 @@ WRONG = dict(
     sparq=[dict(channels=0), dict(channels=1.5), dict(channels=33), dict(copies=3), dict(budget="pp")],
     streaming=[dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")],
     keydiff=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
+    knorm=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
+    lagkv=[dict(ratio=1.5), dict(sinks=-1), dict(lag=1), dict(ratio=0.01, lag=10)],
+    compactor=[dict(sketch=0), dict(block=1), dict(blend=-1.0), dict(chunk_length=8)],
+    triattention=[dict(buffer=0), dict(reach=0), dict(queries="some"), dict(budget=4, recent=5)],
     tova=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5), dict(heads="q")],
 )  # fmt: skip
 

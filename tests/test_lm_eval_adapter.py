@@ -21,9 +21,9 @@ def request(kind, *args):
     return Instance(kind, {}, args, 0)
 
 
-@pytest.fixture(scope="module")
-def full():
-    return lm_eval_adapter.KVFast(str(TINY), batch_size=2)
+@pytest.fixture(scope="module", params=["checkpoint", "transformers"])
+def full(request):
+    return lm_eval_adapter.KVFast(**{request.param: str(TINY)}, batch_size=2)
 
 
 def forced(model, context, said):

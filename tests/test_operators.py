@@ -6,27 +6,17 @@ of the slow ones.
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from operators import PROBLEMS, Draw
-from torch.utils._pytree import tree_map
+from operators import DTYPES, PROBLEMS, call, draw, finite, serves
 
 from kernels import native
-from kernels.op import OPERATIONS, Operation
-from runtime.machine import ROOT
+from kernels.op import OPERATIONS
 
-for path in (ROOT / "kernels").glob("[!_]*.py"):
-    importlib.import_module(f"kernels.{path.stem}")
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = int(os.environ.get("SEED") or 0)
-DTYPES = {"torch": (torch.float32, torch.bfloat16), "cpp": (torch.float32, torch.bfloat16),
-          "triton": (torch.float32, torch.float16, torch.bfloat16)}  # fmt: skip
 # Operations that are tested where their methods or formats are.
 ELSEWHERE = {
     "dense_linear": "test_weights.py", "packed_linear": "test_weights.py, test_triton_linear.py",
@@ -44,42 +34,8 @@ def versions(name: str) -> list[str]:
     return ["torch", *OPERATIONS[name].versions]
 
 
-def serves(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> bool:
-    """Whether the version takes such shapes; torch runs if it does not."""
-    _, check = operation.versions.get(version, (None, None))
-    return check is None or check(*operation.grouped(args))
-
-
 VERSIONS = [(name, version) for name in PROBLEMS for version in versions(name)]
 every_version = pytest.mark.parametrize("name, version", VERSIONS)
-
-
-def tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    return tree_map(lambda x: function(x) if torch.is_tensor(x) else x, tree)
-
-
-def finite(args: Any) -> Any:
-    return tensors(lambda x: torch.where(x.isnan(), 0, x) if x.is_floating_point() and x.isnan().any() else x, args)
-
-
-def call(operation: Operation[Any, Any], version: str, args: tuple[Any, ...]) -> list[Any]:
-    """A version's results, then the arguments that it wrote."""
-    written = [name in operation.mutates for name, _ in operation.defaults]
-    args = tuple(
-        x.clone() if w and torch.is_tensor(x) else x for x, w in zip(operation.filled(args, {}), written, strict=True)
-    )
-    if version == "triton":
-        args = tensors(lambda x: x.to(DEVICE), args)
-    run = dict(torch=operation.reference, cpp=operation.cpp, triton=operation.launch)[version]
-    out = run(*args) if version == "cpp" else run(*operation.grouped(args))
-    results = [] if out is None else [out] if torch.is_tensor(out) else list(out)
-    return tensors(torch.Tensor.cpu, results + [x for x, w in zip(args, written, strict=True) if w])
-
-
-def draw(name: str, version: str, seed: int, size: str = "usual") -> tuple[tuple[Any, ...], list[Any]]:
-    dtypes = DTYPES[version]
-    args, answers = PROBLEMS[name](Draw(seed, version, dtypes[seed % len(dtypes)], size))
-    return OPERATIONS[name].filled(args, {}), answers
 
 
 def check(name: str, version: str, seed: int, size: str = "usual") -> None:

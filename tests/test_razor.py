@@ -36,6 +36,7 @@ CASES = {  # knobs, (g, Hkv, D), prompt lengths, seed of the head scores
     "window-over-the-context": (dict(**HALF), (2, 3, 32), (5, 60), 0),
     "nothing-protected": (dict(window=16, induction=0.0, echo=0.0), (8, 2, 32), (30, 45), 0),
     "all-protected": (dict(window=16, induction=1.0), (2, 2, 128), (30, 45), 0),
+    "duo": (dict(window=9, sinks=2, share=0.0, compensation=False, **HALF), (2, 3, 32), (5, 50), 0),
     "one-query-head-of-eight": (dict(window=10, induction=1 / 64, echo=0.0), (8, 2, 96), (50, 10), 1),
 }
 
@@ -203,6 +204,37 @@ def test_random_protection_has_as_many_heads_anywhere():
     assert max(sum(at == i for at, _ in s) for i in range(5) for s in sets) > min(
         sum(at == i for at, _ in s) for i in range(5) for s in sets
     ), "every layer has the same number: they were not drawn over the whole model"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25, 0.3])
+def test_duo_takes_its_share_of_kv_heads(share, tmp_path):
+    """By a group's best score, or by the gates of a file, for which no calibration is needed; nothing is averaged."""
+    args = model_args((2, 4, 32), n_layer=5)
+    calib, n = calibration(args, seed=2), math.ceil(share * 20 - 1e-6)
+    gates = scores(calib)[0].reshape(5, 4, 2).max(2)
+    other = np.random.default_rng(0).random((5, 4))
+    file = tmp_path / "full_attention_heads.tsv"
+    np.savetxt(file, other, delimiter="\t")
+    for knobs, of in (({}, gates), (dict(gates=str(file)), other)):
+        knobs = resolve("duo")[1] | dict(induction=share, sinks=2, window=9) | knobs
+        assert Razor.needs(make_args(Razor, knobs)) == (() if "tsv" in knobs["gates"] else Razor.statistics)
+        want = {(int(i) // 4, int(i) % 4) for i in np.argsort(-of, axis=None)[:n]}
+        held = set()
+        for i in range(5):
+            method = layer(knobs, args, 1, 40, at=i, calib=calib)
+            whole = (
+                method.order[: method.n_other].tolist() if method.n_own and method.n_other else range(method.n_other)
+            )
+            held |= {(i, head) for head in whole}
+        assert held == want
+
+
+def test_gates_of_another_model_are_an_input_error(tmp_path):
+    file, args = tmp_path / "gates.tsv", model_args((2, 4, 32), n_layer=5)
+    for text, says in (("1 0\n0 1\n", r"\[2, 2\] layers and KV heads, this model has \[5, 4\]"), ("1 x\n", "numbers")):
+        file.write_text(text)
+        with pytest.raises(errors.InputError, match=says):
+            layer(resolve("duo")[1] | dict(gates=str(file)), args, 1, 40)
 
 
 # ---- another method for the protected heads ----

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
 from tests.audit import kernel_report
 from tests.audit.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
-from tests.compiling import FEW, report
+from tests.compiling import EXPERTS, FEW, report
 
 ROOT = Path(__file__).resolve().parent.parent
 SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, shared=1024, programs=8, limit="threads")
@@ -32,9 +32,12 @@ def sound(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """A launch of every kernel at the shapes of Llama-3.1-8B, for an H100."""
-    found, done = report("--one", "--cc", "90", *FEW)
-    assert done.returncode == any(map(problem, found)), done.stderr
+    """A launch of every kernel for an H100: at the shapes of Llama-3.1-8B, that of dense experts at Qwen3-30B-A3B's."""
+    found = []
+    for args in (FEW, EXPERTS):
+        each, done = report("--one", "--cc", "90", *args)
+        assert done.returncode == any(map(problem, each)), done.stderr
+        found += each
     return {(r["file"], r["kernel"]): r for r in found}
 
 
@@ -58,6 +61,15 @@ def test_every_kernel_compiles_for_an_h100(rows, file, kernel):
 def test_the_memory_is_read_in_whole_vectors(rows, file, kernel, programs, wide):
     r = rows[file, kernel]
     assert r["programs"] >= programs and r["loads"].get("16", 0) >= wide, r
+
+
+@pytest.mark.slow
+def test_packed_experts_compile_for_an_h100():
+    """The products with packed weights, by the experts that rows chose."""
+    packed = ("--models", "qwen3-30b-a3b", "--methods", "--weights", "int4", "--sizes", "1x1000", "--files", "linear")
+    found, done = report("--cc", "90", *packed)
+    sound(found)
+    assert done.returncode == 0 and any("expert int64" in r["args"] for r in found), done.stderr
 
 
 # ---- which kernels there are ----

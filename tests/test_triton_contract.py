@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cache.spec import method_files
+from engine.compiled import CapturedStep
 from scripts.contract.checks import same, settings
 from scripts.contract.harness import poison, prompt, rounds, run, tiny
 
@@ -84,16 +85,14 @@ def test_heads_of_no_whole_groups(name, knobs, kernel_device, monkeypatch):
 @every_method
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_is_one_cuda_graph(name, kernel_device):
-    """Captured once and replayed: no kernel waits for the host or allocates."""
+    """Compiled, captured and replayed as in generate.py: no kernel waits for the host or allocates."""
     torch._dynamo.reset()
     model, prompts = model_and_prompts(kernel_device)
     model.setup_cache(name, len(prompts), 64, **settings(name)[-1])
     want, fed = run(model, prompts, 20)
     model.reset_cache()
-    step = torch.compile(model.decode, fullgraph=True, mode="reduce-overhead")
-    tokens = [torch.zeros(len(prompts), dtype=torch.int64, device=kernel_device) for _ in range(2)]
-    with torch.inference_mode():
-        for _ in range(3):  # compiles, records, replays
-            step(*tokens)
+    step = CapturedStep(model, lambda x, pos: model.logits(x), None)
+    for _ in range(2):  # compiles, captures
+        step(*(torch.zeros(len(prompts), dtype=torch.int64, device=kernel_device) for _ in range(2)))
     model.reset_cache()
     same(run(model, prompts, 20, fed, step)[0], want, f"{name}, as a CUDA graph", 2e-2 if rounds(model) else 1e-4)

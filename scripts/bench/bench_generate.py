@@ -10,9 +10,8 @@
 Prompts are random tokens. `--synthetic` skips the prefill: every layer's cache is filled with random keys and values
 through its method's own `compress`. Methods are specs of cache/spec.py: `0-1:full,2-:sals-12.5,budget=512`.
 
-Modes: `eager`; `compiled`, as in generate.py (on a GPU with CUDA graphs, reduce-overhead); `captured`, the same step
-compiled without CUDA graphs and captured into one by hand; `blocks`, one layer compiled and all layers captured by
-hand, which compiles n_layer times faster. On a CPU nothing is captured.
+Modes: `eager`; `compiled`, as in generate.py; `trees`, the whole step as one compiled function, which inductor captures
+in its own CUDA graphs: to hold ours against, slow to compile.
 
 On a CPU the runs of a batch and length take turns (ours, peer, ours, peer, ...), so that a noisy machine slows all of
 them equally. On a GPU, where two caches may not fit, they run one after the other (`--interleave` if they fit).
@@ -29,7 +28,8 @@ round gives on average. --texts measures the share instead, on five texts (texts
 `second_token_s` is the time of the prompt and the first decode step, if there is a prefill.
 
 Peers decode greedily at the same batch, length and number of tokens. `transformers` is its generate() with dynamic and
-static cache, minus a run of one token; with --synthetic its forward in a loop. `gpt-fast:PATH` is a checkout of
+static cache, minus a run of one token; with --synthetic its forward in a loop. `bridge:METHOD` is the same with a
+method as its cache (engine/bridge.py). `gpt-fast:PATH` is a checkout of
 gpt-fast, which runs in its own process with a cache filled with random keys (peer_decode.py).
 """
 
@@ -187,6 +187,8 @@ def line(row: dict[str, Any]) -> str:
         text += f"  {100 * row['limit_share']:3.0f} % of the byte limit"
     if "prefill_s" in row:
         text += f"  prefill {statistics.median(row['prefill_s']):.3f} s"
+    if row.get("kv_bytes"):
+        text += f"  KV {row['kv_bytes'] / 2**20:.1f} MiB"
     if "prefill_overhead" in row:
         text += f" ({100 * row['prefill_overhead']:+.1f} % on full)"
     if "restore_s" in row:
@@ -224,7 +226,7 @@ def parser() -> Parser:
         nargs="*",
         default=[],
         metavar="PEER",
-        help="transformers, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
+        help="transformers, bridge:METHOD, gpt-fast:PATH of a checkout, llama.cpp:PATH of its llama-bench "
         "(scripts/bench/llama_cpp.py says how to build it)",
     )
     a("--speculate", nargs="+", type=int, default=[], metavar="N", help="also run N drafts by each method and a check")
@@ -250,17 +252,21 @@ def parse_args() -> argparse.Namespace:
     WeightFormat.parse(opt.weights, opt.head)
     for peer in opt.peer:
         check_peer(peer)
-    if "transformers" in opt.peer and not opt.random_init:
+    if not opt.random_init and any(peer.startswith(("transformers", "bridge")) for peer in opt.peer):
         check_folder(opt.checkpoint, "--peer transformers")
     if opt.peer and (opt.prefill or opt.restore or opt.texts):
         raise InputError("--prefill, --restore and --texts compare methods: drop --peer")
     if opt.texts and (len(opt.speculate) != 1 or opt.random_init or min(n for _, n in opt.size) < opt.new + 512):
         raise InputError("--texts needs --speculate with one N, --checkpoint, and a --length of at least --new + 512")
+    bridged = [peer.removeprefix("bridge:") for peer in opt.peer if peer.startswith("bridge:")]
+    if opt.synthetic and bridged:
+        raise InputError("--peer bridge:METHOD reads prompts: drop --synthetic")
     if opt.synthetic and opt.prefill:
         raise InputError("--synthetic skips the prefill that --prefill measures: drop one of them")
     # before any weight is loaded
     args = shapes(opt.random_init) if opt.random_init else read_args(opt.checkpoint)
     opt.method = checked(opt.method, args.n_layer)
+    checked(bridged, args.n_layer)
     set_threads(opt.threads)
     return opt
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from cache.spec import layer_methods
 from engine import speculation
-from engine.compiled import Step, compiler_options
+from engine.compiled import Step, compiler_options, eager_step
 from engine.decode import Session, make_step
-from engine.inductor import many_kinds
 from engine.sampling import Sampling
 from engine.snapshot import CacheFile, identity, resume, save, state_of
 from engine.speculation import Speculator, tokens_a_round
@@ -25,44 +23,15 @@ from runtime.machine import synchronize
 from scripts.bench.layer import fill_layers
 from scripts.bench.peer_runs import Run, Work
 
-MODES = ("eager", "compiled", "captured", "blocks")
+MODES = ("eager", "compiled", "trees")
 
 
-@contextlib.contextmanager
-def compiled_blocks(model: Transformer) -> Iterator[None]:
-    """Within it, each layer's decode is compiled separately; layers of a method share the code."""
-    options = compiler_options(model.device, graphs=False)
-    compiled: Any = torch.compile(type(model.layers[0]).forward, fullgraph=True, dynamic=False, options=options)
-    for block in model.layers:
-        block.forward = compiled.__get__(block)
-    try:
-        with many_kinds():
-            yield
-    finally:
-        for block in model.layers:
-            del block.forward
-
-
-def capture(step: Step, batch: int, device: torch.device) -> Step:
-    """The step as one CUDA graph; its output is overwritten by the next call, as with reduce-overhead."""
-    args = [torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(3)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(*args)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(*args)
-
-    def replay(*given: Tensor) -> Tensor:
-        for arg, x in zip(args, given, strict=True):
-            arg.copy_(x)
-        graph.replay()
-        return out
-
-    return replay
+def make_mode(model: Transformer, sampling: Sampling, mode: str) -> Step:
+    """trees: the whole step as one function, which inductor captures."""
+    if mode != "trees":
+        return make_step(model, sampling, mode == "compiled")
+    options = compiler_options(model.device) | {"triton.cudagraphs": True}
+    return torch.compile(eager_step(model, sampling.draw), fullgraph=True, dynamic=False, options=options)
 
 
 class Ours(Run):
@@ -79,35 +48,21 @@ class Ours(Run):
         w.model.setup_cache(self.method, w.batch, size, w.new)
         self.cache: Any = w.model.cache
         model, sampling = w.model, self.sampling
-        if self.mode in ("eager", "compiled"):
-            self.step = make_step(model, sampling, self.mode == "compiled")
-        else:
-            self.step = lambda tokens, pos, *_: model.decode(tokens, pos).argmax(-1)
-            if self.mode == "captured":
-                options = compiler_options(w.device, graphs=False)
-                self.step = torch.compile(self.step, fullgraph=True, dynamic=False, options=options)
-            if w.device.type == "cuda":
-                with self._blocks():
-                    self.step = capture(self.step, w.batch, w.device)
-        with self._blocks():
-            Session(model, self.step, sampling).warm_up(w.batch)
+        self.step = make_mode(model, sampling, self.mode)
+        Session(model, self.step, sampling).warm_up(w.batch)
         read = sum(m.traffic(w.length + w.new // 2) for m in self.cache)
         self.info = dict(kv_bytes=model.kv_bytes(), kv_bytes_full=model.kv_bytes_full(w.batch, size), traffic=read)
-
-    def _blocks(self) -> Any:
-        return compiled_blocks(self.work.model) if self.mode == "blocks" else contextlib.nullcontext()
 
     @torch.inference_mode()
     def __call__(self) -> dict[str, float]:
         """Fills the cache, or runs the prompt and a first step, timed separately; then decodes up to `new` tokens."""
         w = self.work
-        with self._blocks():
-            session = self._session()
-            times = {} if w.synthetic else self._prompt(session)
-            if w.synthetic:
-                self._fill(session)
-            before = session.decoded
-            took = self._timed(lambda: sum(1 for _ in session.rows(w.new + w.synthetic)))
+        session = self._session()
+        times = {} if w.synthetic else self._prompt(session)
+        if w.synthetic:
+            self._fill(session)
+        before = session.decoded
+        took = self._timed(lambda: sum(1 for _ in session.rows(w.new + w.synthetic)))
         return times | dict(step=took / max(1, session.decoded - before))
 
     def _session(self) -> Session:

@@ -80,9 +80,11 @@ def hf_config(a: ModelArgs) -> Any:
 
 
 class Transformers(Run):
-    def __init__(self, work: Work, folder: str | None, cache: str):
-        self.work, self.folder, self.cache, self.name = work, folder, cache, f"transformers {cache}"
-        self.info = {}
+    """transformers' generate() with a cache of its own, dynamic or static, or with a method (engine/bridge.py)."""
+
+    def __init__(self, work: Work, folder: str | None, cache: str, bridge: bool = False):
+        self.work, self.folder, self.cache, self.bridge = work, folder, cache, bridge
+        self.name, self.info = f"{'bridge' if bridge else 'transformers'} {cache}", {}
 
     def open(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -91,6 +93,10 @@ class Transformers(Run):
         w, gpu = self.work, self.work.device.type == "cuda"
         flash = gpu and self.cache == "dynamic" and is_flash_attn_2_available()
         how: dict[str, Any] = dict(dtype=w.dtype, attn_implementation="flash_attention_2" if flash else "sdpa")
+        if self.bridge:
+            from engine.bridge import Cache  # registers the attention function kv_fast
+
+            how["attn_implementation"] = "kv_fast"
         if self.folder:
             self.hf: Any = AutoModelForCausalLM.from_pretrained(self.folder, **how)
         else:
@@ -98,7 +104,7 @@ class Transformers(Run):
                 self.hf = AutoModelForCausalLM.from_config(hf_config(w.model.args), **how)
         self.hf = self.hf.to(w.device).eval()
         self.hf.generation_config.eos_token_id = None
-        self.kv: Any = None
+        self.kv: Any = Cache(self.hf, self.cache, w.length + w.new, w.batch) if self.bridge else None
         self.forward: Any = self.hf.forward
         if w.synthetic:
             if gpu and self.cache == "static":  # as in its generate()
@@ -131,14 +137,20 @@ class Transformers(Run):
 
     def _generate(self, new: int) -> float:
         w, ids = self.work, self.work.tokens.to(self.work.device)
+        kind: dict[str, Any] = dict(cache_implementation=self.cache) if self.cache == "static" else {}
+        if self.bridge:
+            self.kv.reset()
+            kind = dict(past_key_values=self.kv)
         w.sync()
         start = time.perf_counter()
         with torch.inference_mode():
-            self.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
-                             do_sample=False, pad_token_id=0,
-                             cache_implementation=None if self.cache == "dynamic" else self.cache)  # fmt: skip
+            out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
+                                   do_sample=False, pad_token_id=0, return_dict_in_generate=True, **kind)  # fmt: skip
         w.sync()
-        return time.perf_counter() - start
+        seconds, layers = time.perf_counter() - start, out.past_key_values.layers
+        of_layers = (x.keys.nbytes + x.values.nbytes for x in layers)
+        self.info["kv_bytes"] = self.kv.kv_bytes() if self.bridge else sum(of_layers)
+        return seconds
 
     def __call__(self) -> dict[str, float]:
         n = self.work.new

@@ -4,6 +4,7 @@
     python -m scripts.eval.compare --checkpoint CKPT --kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --lengths 2048,4096 --out DIR
     python -m scripts.eval.compare --checkpoint CKPT --dataset examples/observatory.jsonl --method full snapkv
     python -m scripts.eval.compare --tasks kv,prefix_suffix --multi-turn --query-in-prompt --method full snapkv
+    python -m scripts.eval.compare --transformers NAME --method full self_index    # a model of transformers
     python -m scripts.eval.compare --kv 1/8 --settings                    # print settings and bytes, run nothing
 
 --method names specs, which run as they are. With --kv or --read it names methods, with or without knobs; each of them
@@ -31,10 +32,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loading.checkpoint import read_args
 from loading.tokenizer.turns import chat_parts
 from runtime.errors import InputError, did_you_mean, run_cli
-from runtime.machine import TINY, require_memory, written
+from runtime.hub import add_checkpoint
+from runtime.machine import require_memory, written
 from runtime.options import Parser
 from runtime.parallel import ONE, Ranks
 from scripts.eval.evaluation import (
@@ -48,7 +49,7 @@ from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import TASKS, Context, Row, check_metric, check_names, contexts, read_rows, rows_of
 from scripts.eval.ruler import add_sources, sized
 from scripts.shared.markdown import measuring, table, tasks_of, wilson
-from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, parse_shares, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, layers_of, parse_shares, precision
 from scripts.shared.results import record, save_figure, write_json
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
@@ -60,7 +61,7 @@ Key = tuple[Any, ...]
 def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
+    add_checkpoint(p)
     a("--method", nargs="+", default=[], help=f"{SPECS_BY_LAYER}; `all`: every method and preset; default: full, or "
       "with --kv or --read every method that has a ladder")  # fmt: skip
     a("--kv", default="", help="targets for the bytes held, as shares of full's: 1/2,1/4,1/8")
@@ -91,7 +92,7 @@ def parse_args() -> argparse.Namespace:
             hint = did_you_mean(min(wrong), laddered)
             raise InputError(f"{min(wrong)!r} has no ladder: {hint}use some of {', '.join(laddered)}")
     else:
-        opt.method = checked(opt.method or ["full"], read_args(opt.checkpoint).n_layer, True)
+        opt.method = checked(opt.method or ["full"], layers_of(opt), True)
     opt.rows = None
     opt.samples = 50 if opt.samples is None and not opt.dataset else opt.samples
     if opt.dataset:
@@ -311,7 +312,7 @@ def main() -> None:
     ev, ranks = open_evaluation(opt, opt.batch_size), opt.ranks
     out = Path(opt.out) if opt.out else None
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
-    data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
+    data = record(ev.device, **names_of(opt), settings=settings)
     if out and opt.resume and ranks.rank == 0:
         earlier(str(out / FILES[0]), data, ("device", "commit", "fingerprint", "settings"), ())
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)

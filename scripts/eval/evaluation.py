@@ -131,14 +131,17 @@ class Evaluation:
                 m.reset()
             for rope in {m.rope for m in cache}:  # the tables of dynamic NTK depend on it
                 rope.set_prompt(lengths)
-        exact = [n for n, c in self.caches.items() if all(m.exact_prefill for m in c)]
-        logits = {}
-        if exact:
+        exact: dict[object, list[str]] = {}  # by what they get: rotated keys, or those before rotation
+        for name, cache in self.caches.items():
+            if all(m.exact_prefill for m in cache):
+                exact.setdefault(tuple(m.rope.of for m in cache), []).append(name)
+        logits: dict[str, Tensor] = {}
+        for names in exact.values():
             self.model.cache = nn.ModuleList(
-                Shared([m for m in same]) for same in zip(*(self.caches[n] for n in exact), strict=True)
+                Shared([m for m in same]) for same in zip(*(self.caches[n] for n in names), strict=True)
             )
-            logits = dict.fromkeys(exact, self.model.prefill(tokens, lengths))
-        for name in self.caches.keys() - set(exact):
+            logits |= dict.fromkeys(names, self.model.prefill(tokens, lengths))
+        for name in self.caches.keys() - logits.keys():
             self.model.cache = self.caches[name]
             logits[name] = self.model.prefill(tokens, lengths)
         return logits, lengths
@@ -200,9 +203,10 @@ def open_evaluation(opt: argparse.Namespace, batch: int) -> Evaluation:
         return Evaluation(Path(opt.checkpoint), device, batch, opt.query_in_prompt, opt.seed, model)
 
 
-def names_of(checkpoint: str) -> dict[str, str]:
+def names_of(opt: argparse.Namespace) -> dict[str, str]:
     """A result's fields about the model: its file's name, and the fingerprint of its weights."""
-    return dict(checkpoint=Path(checkpoint).name, fingerprint=fingerprint(open_checkpoint(checkpoint).path)[:16])
+    name = Path(opt.transformers or opt.checkpoint).name
+    return dict(checkpoint=name, fingerprint=fingerprint(open_checkpoint(opt.checkpoint).path)[:16])
 
 
 def add_parallel(p: argparse.ArgumentParser) -> None:

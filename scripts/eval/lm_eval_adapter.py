@@ -2,13 +2,16 @@
 generated tokens come through decode.
 
     python -m scripts.eval.lm_eval_adapter --model kvfast --model_args checkpoint=CKPT,method=sals-12.5 --tasks arc_easy
+    python -m scripts.eval.lm_eval_adapter --model kvfast --model_args transformers=NAME,method=self_index --tasks piqa
     python -m scripts.eval.lm_eval_adapter --model kvfast --model_args checkpoint=models/tiny,method=kivi,bits=4 \\
         --include_path FOLDER --tasks mine --batch_size 8 --json
 
 It takes the flags of `lm_eval`. Importing this module registers the model kvfast (with lm_eval's Python API: import
-scripts.eval.lm_eval_adapter). --model_args may have checkpoint, method, device, dtype, kv_dtype, weights, head,
-calibration and max_length; anything else is a knob of the method. --json prints the results as one object. lm-eval puts
-context and question into one prompt, so the question is known when the prompt is compressed.
+scripts.eval.lm_eval_adapter). --model_args may have checkpoint, or transformers for a model that transformers runs,
+method, device, dtype, kv_dtype, weights, head, calibration and max_length; anything else is a knob of the method.
+--json prints the results as one object. lm-eval puts context and question into one prompt, so the question is known
+when the prompt is compressed. (A cache for lm-eval's own model hf would change little: it reads the scored tokens with
+their context in one pass, without a cache.)
 """
 
 from __future__ import annotations
@@ -41,19 +44,22 @@ except ImportError:  # an optional package: the command says how to install it
 class KVFast(TemplateLM):
     """A checkpoint and a method of kv-fast as lm-eval's causal model."""
 
-    def __init__(self, checkpoint: str, method: str = "full", batch_size: int | str = 1, max_length: int | None = None,
-                 max_gen_toks: int = 256, **more: Any):  # fmt: skip
+    def __init__(self, checkpoint: str = "", method: str = "full", batch_size: int | str = 1,
+                 max_length: int | None = None, max_gen_toks: int = 256, transformers: str = "",
+                 **more: Any):  # fmt: skip
         super().__init__()
         for name in ("max_batch_size", "trust_remote_code", "pretrained"):  # lm-eval may add these
             more.pop(name, None)
         if more.get("device") in (None, ""):
             more.pop("device", None)
-        self.llm = LLM(checkpoint, method, **more)
+        if bool(checkpoint) == bool(transformers):
+            raise InputError("--model_args needs checkpoint=FOLDER_OR_GGUF, or transformers=NAME_OR_FOLDER")
+        self.llm = LLM(checkpoint or transformers, method, transformers=bool(transformers), **more)
         self.tk, self.model = self.llm.tokenizer, self.llm.model
         self.rows = int(batch_size) if str(batch_size).isdigit() else 1  # "auto" is one
         check_range("batch_size", self.rows, 1, 4096)
         self.max_length = min(int(max_length or self.model.args.context), self.model.args.context)
-        self.max_gen_toks, self.name, self.chat = int(max_gen_toks), str(checkpoint), False
+        self.max_gen_toks, self.name, self.chat = int(max_gen_toks), str(checkpoint or transformers), False
 
     # ---- tokens ----
 

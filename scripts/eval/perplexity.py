@@ -3,6 +3,7 @@ comes through decode, teacher-forced.
 
     python -m scripts.eval.perplexity --method full sals-12.5 --length 1024 --decoded 64
     python -m scripts.eval.perplexity --checkpoint CKPT --method kivi snapkv --text book.txt --length 4096 --recall 4
+    python -m scripts.eval.perplexity --transformers NAME --method kivi    # a model of transformers
     python -m scripts.eval.perplexity --method all --text code --windows 8 --out results/perplexity.json
 
 --text is a UTF-8 file, or `prose` or `code` for held-out text of this machine. Windows of --length tokens are evenly
@@ -25,13 +26,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache.trace import Trace, observe
-from loading.checkpoint import read_args
 from model import SILENT, ModelArgs
 from runtime.errors import InputError, check_range, run_cli
-from runtime.machine import TINY, read_text
+from runtime.hub import add_checkpoint
+from runtime.machine import read_text
 from runtime.options import Parser
 from scripts.eval.evaluation import Evaluation, add_flags, check_flags, names_of, open_evaluation
-from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, precision
+from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, layers_of, precision
 from scripts.shared.results import record, write_json
 
 BINS = (1, 4, 16, 64, 256, 1024, 4096)  # distances from the prompt at which a bin begins
@@ -41,7 +42,7 @@ SUMS = ("nll", "kl", "same", "tokens")
 def parser() -> Parser:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), help="Hugging Face folder or GGUF file")
+    add_checkpoint(p)
     a("--method", nargs="+", default=["full"], help=f"{SPECS_BY_LAYER}; `all`: every method and preset")
     a("--text", default="prose", help="a UTF-8 file, or prose or code: held-out text of this machine")
     a("--length", dest="lengths", metavar="N", default="1024", help="tokens of a window")
@@ -58,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     check_range("--decoded", opt.decoded, 1, opt.lengths[0] - 1, "the tokens before them are the context")
     check_range("--windows", min(opt.windows, opt.batch_size), 1, 10**6)
     check_range("--recall", opt.recall, 0, opt.decoded)
-    opt.method = checked(["full", *opt.method], read_args(opt.checkpoint).n_layer, True)
+    opt.method = checked(["full", *opt.method], layers_of(opt), True)
     return opt
 
 
@@ -166,7 +167,7 @@ def main() -> None:
         windows = windows_of(ev, opt.text, length, opt.windows)
     settings = {k: getattr(opt, k) for k in ("method", "text", "decoded", "windows", "batch_size", "recall", "seed")}
     settings |= dict(length=length) | precision(opt, ev.model)
-    data = record(ev.device, **names_of(opt.checkpoint), settings=settings)
+    data = record(ev.device, **names_of(opt), settings=settings)
     resume = opt.resume and ranks.rank == 0
     old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if resume else {}
     data["parts"] = ranks.all(old.get("parts", []))[0]  # results by method, for each batch of windows

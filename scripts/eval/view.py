@@ -1,6 +1,7 @@
 """Writes a page that shows what methods attend to: the text, shaded by the attention of each layer and head.
 
     python -m scripts.eval.view --checkpoint m.gguf --calibration FILE --method sals-25 --out view.html
+    python -m scripts.eval.view --transformers NAME --method quest    # a model of transformers
     python -m scripts.eval.view --prompt-file notes.txt --question "Who ...?" --chat --method self_index quest
 
 The page is one self-contained HTML file: open it in a browser. All methods are fed the tokens that `full` generates, so
@@ -27,7 +28,8 @@ from cache.trace import Step, observe
 from engine import LLM, Chat
 from engine.decode import pad
 from runtime.errors import InputError, run_cli
-from runtime.machine import ROOT, TINY, check_out, read_text, written
+from runtime.hub import add_checkpoint
+from runtime.machine import ROOT, check_out, read_text, written
 from runtime.options import Parser, add_calibration
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -37,7 +39,7 @@ PLACES = 96  # the most tokens shaded per step, layer and head: those with the l
 def parse_args() -> argparse.Namespace:
     p = Parser(__doc__)
     a = p.add_argument
-    a("--checkpoint", default=str(TINY), metavar="CKPT", help="Hugging Face folder or GGUF file")
+    add_checkpoint(p)
     add_calibration(p)
     a("--method", nargs="+", default=["self_index"], help="methods, as generate.py takes them; full is always added")
     a("--prompt-file", default=str(ROOT / "examples" / "needle.txt"), metavar="F", help="UTF-8 text")
@@ -134,7 +136,7 @@ def make_page(data: dict[str, Any]) -> str:
 
 def main() -> None:
     opt = parse_args()
-    llm = LLM(opt.checkpoint, calibration=opt.calibration)
+    llm = LLM(opt.checkpoint, calibration=opt.calibration, transformers=bool(opt.transformers))
     methods = list(dict.fromkeys(["full", *opt.method]))
     for method in methods:
         llm.use(method)  # reports a wrong name before any work is done
@@ -150,8 +152,8 @@ def main() -> None:
     recordings = {method: run(llm, method, prompt, fed, question, opt.steps) for method in methods}
     a, size = llm.model.args, len(prompt) + len(fed)
     data = dict(
-        model=Path(opt.checkpoint).name, prompt_tokens=len(prompt), first=size - opt.steps, steps=opt.steps,
-        layers=a.n_layer, heads=a.n_head, kv_heads=a.n_kv_head, tokens=size, places=min(PLACES, size),
+        model=Path(opt.transformers or opt.checkpoint).name, prompt_tokens=len(prompt), first=size - opt.steps,
+        steps=opt.steps, layers=a.n_layer, heads=a.n_head, kv_heads=a.n_kv_head, tokens=size, places=min(PLACES, size),
         text=pieces(llm, prompt + fed), methods={},
     )  # fmt: skip
     for method, recording in recordings.items():

@@ -114,7 +114,7 @@ def commands(llama_bench: str | None = None, ggufs: Sequence[str] = ()) -> dict[
 
 
 LAYER = "bench.bench_attention --device cuda --rounds 20"
-END = "bench.bench_generate --device cuda --rounds 3 --new 64 --mode blocks"
+END = "bench.bench_generate --device cuda --rounds 3 --new 64 --mode compiled"
 LLAMA2, LLAMA3 = "llama-2-7b", "llama-3.1-8b"
 MAIN = "full sals-12.5 self_index-7.5 double_sparsity"
 ALL = f"{MAIN} razor ojakv-0.6 double_sparsity_offload sals-25 streaming"
@@ -146,6 +146,8 @@ def gpu_commands(gpt_fast: str | None = None) -> dict[str, list[str]]:
                "--size 8x32768 8x4096 8x16384 4x65536 8x8192",
                f"{END}{peer} --synthetic --random-init {LLAMA3} --method {MAIN} "
                "--size 1x32768 1x4096 1x16384 1x65536 1x8192",
+               f"{END.replace('compiled', 'compiled trees')} --synthetic --random-init {LLAMA3} --size 1x4096 "
+               "--method full self_index-7.5",
                f"{END}{peer} --synthetic --random-init {LLAMA2} --method full double_sparsity --size 8x4096",
                f"{END} --rounds 2 --new 16 --synthetic --random-init {LLAMA3} --size 1x65536 8x16384 1x32768 "
                "--method double_sparsity_offload flexgen double_sparsity_offload-sync"],  # Double Sparsity, Fig. 6
@@ -168,7 +170,7 @@ def small(command: str) -> str:
     sizes = re.findall(r"\b(\d+)x(\d+)\b", command)[:2]
     fewer = " ".join(dict.fromkeys(f"{min(int(b), 2)}x{min(int(n), 512)}" for b, n in sizes))
     command = re.sub(r"--size [\dx ]*\dx\d+", f"--size {fewer}", command).replace("cuda", "cpu")
-    command = command.replace("--mode blocks", "--mode eager").replace("--rounds 20", "--no-compile --rounds 2")
+    command = re.sub("--mode [a-z ]+", "--mode eager ", command).replace("--rounds 20", "--no-compile --rounds 2")
     return command.replace("--new 64", "--new 4").replace("tests/test_triton_*.py", "tests/test_kernels_torch.py")
 
 

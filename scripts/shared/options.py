@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from cache.spec import layer_methods, method_files, presets
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
+from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, read_args
 from loading.named import named_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
@@ -61,7 +61,11 @@ def checked(specs: Iterable[str], n_layer: int, with_presets: bool = False) -> l
 def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
     """The model of --checkpoint, or of --random-init if there is that flag, with its precision and calibration."""
     dtype, weight_format = pick_dtype(opt.dtype, device), WeightFormat.parse(opt.weights, opt.head)
-    if name := getattr(opt, "random_init", None):
+    if getattr(opt, "transformers", None):
+        from engine.transformers_backend import load_model  # transformers is optional
+
+        model: Transformer = load_model(opt.checkpoint, device, dtype, weight_format)
+    elif name := getattr(opt, "random_init", None):
         model = random_transformer(shapes(name), device, dtype, weight_format=weight_format)
     else:
         model = load_checkpoint(opt.checkpoint, device, dtype, weight_format)
@@ -70,13 +74,22 @@ def load_model(opt: argparse.Namespace, device: torch.device) -> Transformer:
     return model
 
 
+def layers_of(opt: argparse.Namespace) -> int:
+    """How many layers get a method, without reading the model's weights."""
+    if not opt.transformers:
+        return read_args(opt.checkpoint).n_layer
+    from engine.transformers_backend import read_sizes  # transformers is optional
+
+    return read_sizes(opt.checkpoint).n_layer
+
+
 def precision(opt: argparse.Namespace, model: Transformer) -> dict[str, str]:
     """The dtypes and weight formats that a result file records."""
 
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    out = dict(dtype=name(model.dtype))
+    out = dict(dtype=name(model.dtype)) | (dict(engine="transformers") if getattr(opt, "transformers", None) else {})
     if opt.weights:
         out |= dict(weights=opt.weights, head=opt.head or "as weights, at least int8")
     return out | (dict(kv_dtype=name(model.kv_dtype)) if model.kv_dtype else {})

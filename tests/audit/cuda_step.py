@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 
-from engine.compiled import compiler_options
+from engine.compiled import compiler_options, embed, layer_group
 from loading.allocate import empty_transformer
 from loading.named import named_args
 from model import ModelArgs
@@ -82,7 +82,7 @@ def on_cuda(model, method, batch, length):
 
 
 def code_of(method, ranks, n_layer=2):
-    """Inductor's code, a graph each."""
+    """Inductor's code of the embedding, the layers and the logits."""
     args = replace(named_args("llama-3.1-8b"), n_layer=n_layer, ranks=Ranks(0, ranks))
     model = empty_transformer(args, "meta", torch.bfloat16).eval()
     card, found = SimpleNamespace(name="H100", minor=0, total_memory=80 << 30, gcnArchName="", **H100), []
@@ -109,16 +109,20 @@ def code_of(method, ranks, n_layer=2):
         stack.enter_context(FAKE)
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
-        tokens = torch.zeros(8, dtype=torch.int64, device="cuda")
+        tokens, pos = (torch.zeros(8, dtype=torch.int64, device="cuda") for _ in range(2))
+        x = torch.empty(8, args.dim, dtype=torch.bfloat16, device="cuda")
+        once = stack.enter_context(model.once)
         stack.enter_context(torch.inference_mode())
         # inductor folds constants by making them on the card
-        options = compiler_options(torch.device("cuda"), graphs=False) | dict(joint_graph_constant_folding=False)
-        step = torch.compile(model.decode, fullgraph=True, dynamic=False, options=options)
-        try:
-            step(tokens, tokens.clone())
-        except torch._inductor.exc.InductorError as e:
-            if not isinstance(e.inner_exception, Done):
-                raise
+        options = compiler_options(torch.device("cuda")) | dict(joint_graph_constant_folding=False)
+        for function, given in (
+            (embed, (model, tokens, pos)), (layer_group, (model.decode_parts(), x, pos, once)), (model.logits, (x,))
+        ):  # fmt: skip
+            try:
+                torch.compile(function, fullgraph=True, dynamic=False, options=options)(*given)
+            except torch._inductor.exc.InductorError as e:
+                if not isinstance(e.inner_exception, Done):
+                    raise
     return found
 
 

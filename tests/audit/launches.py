@@ -40,7 +40,8 @@ METHODS = (
     "razor,induction=0,echo=0", "quest", "sparq", "loki", "loki,budget=0.5", "h2o", "tova", "snapkv", "pyramidkv",
     "kivi-2", "kivi-4", "hadamard", "hadamard-3", "turboquant", "turboquant,bits=3", "fp8", "rkv", "rocket", "palu-30",
     "palu-50", "hshare", "keydiff", "expected_attention", "kvzip", "snapkv,adaptive=True", "snapkv,value_aware=True",
-    "double_sparsity_offload", "flexgen", "oracle", "random",
+    "knorm", "qfilters", "lagkv", "compactor", "triattention", "chunkkv", "duo", "double_sparsity_offload", "flexgen",
+    "oracle", "random",
 )  # fmt: skip
 # with `full` only, since the method makes no difference to the kernels of weights
 WEIGHTS = ("bf16", "int8", "int4")
@@ -153,6 +154,9 @@ def recording() -> Iterator[Launches]:
         # on `meta`, caches are normally only asked for their sizes, and have no rotary tables
         (ModelArgs, "rotary", lambda a, batch, n, device=None, *more: rotary(a, batch, launches.by[-1], device, *more)),
         (torch, "tensor", tensor),
+        # which experts a prompt's tokens choose is data: here all choose one, as each launches the same kernels
+        (torch.Tensor, "bincount", lambda x, minlength: SimpleNamespace(
+            tolist=lambda: [len(x)] + [0] * (minlength - 1))),
     ]  # fmt: skip
     splits.multiprocessors.cache_clear()
     with contextlib.ExitStack() as stack:

@@ -1,0 +1,136 @@
+"""Compiled steps kept on disk: inductor's graphs for a CPU, with the names of the tensors that each takes.
+
+Another process runs them without tracing or a compiler. They are kept beside the C++ library (kernels/native/build.py),
+under a key of all that determines a graph: our code, torch, the processor, the model, the method and the cache's size.
+With KV_FAST_STEPS=0 none is kept or used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from engine.inductor import CompiledCall
+from kernels import backend, native
+from kernels.native.build import cache_path, library, ours
+from runtime.machine import ROOT
+
+CODE = ("model.py", "cache", "engine", "kernels", "kv_methods", "runtime", "weights")
+ENABLED = os.environ.get("KV_FAST_STEPS") != "0"
+MOST = 64  # steps kept; the least recently used is removed
+
+
+@functools.cache
+def code() -> str:
+    """A hash of our code, torch, the C++ library, which is of this processor, and the number of its cores."""
+    files = [file for x in CODE for file in sorted((ROOT / x).rglob("*.py") if (ROOT / x).is_dir() else [ROOT / x])]
+    made_of = [*(f.read_text() for f in files), torch.__version__, library()._name, str(os.cpu_count())]
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+
+
+def key_of(model: nn.Module, methods: Sequence[type], *of: Any) -> str:
+    """The key of a step. of: JSON that describes model, methods, size and sampling."""
+    weights = [(name, *described(x)) for name, x in [*model.named_parameters(), *model.named_buffers()]
+               if not name.startswith("cache.")]  # fmt: skip
+    sources = sorted({Path(inspect.getfile(m)).read_text() for m in methods})  # a user's file is not in CODE
+    text = json.dumps([code(), backend.BACKEND, weights, sources, *of], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class StoredStep:
+    """The step of a key, on disk or not yet."""
+
+    def __init__(self, key: str):
+        self.folder = cache_path("steps") / key
+
+    @property
+    def there(self) -> bool:
+        return (self.folder / "step.json").is_file()
+
+    def load(self, model: nn.Module, given: Sequence[Tensor]) -> native.Graphs | None:
+        """The graphs, on the tensors of this model and its cache, for arguments like `given`; None if there is no
+        such step, or if it is damaged or not ours alone to write."""
+        try:
+            meta = json.loads((self.folder / "step.json").read_text())
+            files = [self.folder / f"{i}.so" for i in range(len(meta["libraries"]))]
+            if not all(map(ours, (self.folder, *files))) or list(map(digest, files)) != meta["libraries"]:
+                return None
+            tensors = named(model)
+            if meta["given"] != [described(x) for x in given]:
+                return None
+            if any(name not in tensors or described(tensors[name]) != of for name, of in meta["tensors"].items()):
+                return None
+            os.utime(self.folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        links = [(str(files[i]), [tensors[x] if isinstance(x, str) else x for x in inputs])
+                 for i, inputs in meta["links"]]  # fmt: skip
+        return native.Graphs(links)
+
+    def keep(self, model: nn.Module, calls: Sequence[CompiledCall], given: Sequence[Tensor]) -> None:
+        """Store the graphs of these calls, unless one takes a tensor that has no name."""
+        tensors = named(model)
+        name_of = {placed(x): name for name, x in tensors.items()}
+        links, files = [], list[str]()
+        for file, inputs in filter(None, (call.link() for call in calls)):
+            names = [name_of.get(placed(x)) if isinstance(x, Tensor) else x for x in inputs]
+            if None in names:
+                return
+            files += [] if file in files else [file]
+            links.append((files.index(file), names))
+        used = {x for _, names in links for x in names if isinstance(x, str)}
+        meta = dict(links=links, libraries=[digest(Path(f)) for f in files], given=[described(x) for x in given],
+                    tensors={name: described(tensors[name]) for name in used})  # fmt: skip
+        steps = self.folder.parent
+        try:
+            steps.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=steps, prefix="tmp") as tmp:
+                made = Path(tmp) / "step"
+                made.mkdir(mode=0o700)
+                for i, file in enumerate(files):
+                    shutil.copyfile(file, made / f"{i}.so")
+                    (made / f"{i}.so").chmod(0o700)
+                (made / "step.json").write_text(json.dumps(meta))
+                shutil.rmtree(self.folder, ignore_errors=True)
+                made.rename(self.folder)
+            for old in sorted(steps.glob("[!t]*"), key=lambda f: f.stat().st_mtime)[:-MOST]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError:  # a full disk, or another process was faster: the next run compiles again
+            pass
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that a step may read, parameters, buffers and plain attributes, also of ropes, which are no
+    submodules, by name."""
+    out = dict[str, Tensor]()
+    for name, m in model.named_modules():
+        rope = vars(m).get("rope")
+        for part, of in ((name, m), (f"{name}.rope", rope)):
+            if isinstance(of, nn.Module):
+                for tensors in (of._parameters, of._buffers, vars(of)):
+                    out |= {f"{part}.{key}": x for key, x in tensors.items() if isinstance(x, Tensor)}
+    return out
+
+
+def described(x: Tensor) -> list[Any]:
+    return [[*x.shape], [*x.stride()], str(x.dtype)]
+
+
+def placed(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
