@@ -263,7 +263,7 @@ class Razor(KVMethod):
         if not self.n_own:
             return theirs(q, k, v, *at)
         y = torch.cat([run(*part, *at) for run, part in zip((theirs, ours), self._split(q, k, v), strict=True)], 1)
-        return y.unflatten(1, (len(self.place), -1)).index_select(1, self.place).flatten(1, 2)
+        return y.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.place).flatten(1, 2)
 
     def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The other method's part of every tensor [B, heads, ...], then ours: views of a copy in the order of both."""
