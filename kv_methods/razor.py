@@ -197,7 +197,9 @@ class Razor(KVMethod):
         if not theirs:
             return
         if own:
-            self.constant("order", (shape.n_kv_head,), torch.tensor(theirs + own), torch.int64)
+            order = torch.tensor(theirs + own)
+            self.constant("order", order.shape, order, torch.int64)
+            self.constant("place", order.shape, order.argsort(), torch.int64)  # of each head in that order
         (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
         part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs),
                        ranks=ONE, all_kv_heads=0)  # fmt: skip
@@ -227,8 +229,8 @@ class Razor(KVMethod):
             self.other.store_prompt(q, k, q_rot, k_rot, v, lengths)
         else:
             stores: tuple[Callable[..., None], ...] = self.other.store_prompt, super().store_prompt
-            for run, (_, parts) in zip(stores, self._split(q, k, q_rot, k_rot, v), strict=True):
-                run(*parts, lengths)
+            for run, part in zip(stores, self._split(q, k, q_rot, k_rot, v), strict=True):
+                run(*part, lengths)
 
     def begin_prompt(self, total):
         for begin in self._each("begin_prompt", super().begin_prompt):
@@ -260,16 +262,14 @@ class Razor(KVMethod):
         theirs = getattr(self.other, step)
         if not self.n_own:
             return theirs(q, k, v, *at)
-        y = torch.empty_like(q, memory_format=torch.contiguous_format).unflatten(1, (self.shape.n_kv_head, -1))
-        for run, (heads, parts) in zip((theirs, ours), self._split(q, k, v), strict=True):
-            y.index_copy_(1, heads, run(*parts, *at).unflatten(1, (len(heads), -1)))
-        return y.flatten(1, 2)
+        y = torch.cat([run(*part, *at) for run, part in zip((theirs, ours), self._split(q, k, v), strict=True)], 1)
+        return y.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.place).flatten(1, 2)
 
-    def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the other method's KV heads and its part of every tensor [B, heads, ...], then ours."""
+    def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The other method's part of every tensor [B, heads, ...], then ours: views of a copy in the order of both."""
         H, P = self.shape.n_kv_head, self.n_other
-        for heads in (self.order[:P], self.order[P:]):
-            yield heads, [x.unflatten(1, (H, -1)).index_select(1, heads).flatten(1, 2) for x in heads_of]
+        parts = (x.unflatten(1, (H, -1)).index_select(1, self.order).split((P, H - P), 1) for x in heads_of)
+        return zip(*([x.flatten(1, 2) for x in part] for part in parts), strict=True)
 
     def prefetch(self, q_hat, pos):
         if self.other is not None:
@@ -369,12 +369,12 @@ class Razor(KVMethod):
         return saved[name].gather(1, place % (layout or saved[name].shape[1]))
 
     def traffic(self, pos):
-        """Kept tokens, the mean token, a slot number, S_0 and the order of heads; all up to pos counts as prompt."""
+        """Kept tokens, the mean token, a slot number, S_0 and the orders of heads; all up to pos counts as prompt."""
         s, a, n = self.shape, self.args, pos + 1
         least = a.window if n > a.full_up_to else max(a.window, a.full_up_to)
         kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
-        order = 8 * s.n_kv_head if self.n_own and self.n_other else 0
+        order = 16 * s.n_kv_head if self.n_own and self.n_other else 0
         other = self.other.traffic(pos) if self.other is not None else 0
         return other + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order
