@@ -22,8 +22,8 @@ from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
-from engine.stored import ENABLED, StoredStep, key_of
-from kernels import backend, native
+from engine.stored import StoredStep, allowed, key_of
+from kernels import backend
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
 from loading.named import named_args
@@ -114,7 +114,7 @@ class LLM:
         self.compile = device.type == "cuda" and not transformers if compile is None else compile
         # steps that an earlier run compiled are used if compile is None; of one process on a CPU
         fixed = ranks.size > 1 or speculate or transformers or compile is False
-        self.stores = ENABLED and device.type == "cpu" and not fixed
+        self.stores = device.type == "cpu" and not fixed and allowed()
         self.tokenizer: Any
         if random_init:
             args = dataclasses.replace(named_args(random_init), ranks=ranks)
@@ -193,10 +193,10 @@ class LLM:
 
     def _stored(self, size: tuple[Any, ...], sampling: Sampling) -> StoredStep | None:
         """Where the compiled step of a cache of this size lies, or may be stored; None if it may not."""
-        if not (self.stores and native.available()):
+        if not self.stores:
             return None
         drawn = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
-        return StoredStep(key_of(self.model, [cls for cls, _ in self.layers], self._identity(), size, drawn))
+        return StoredStep(key_of(self.model, self._identity(), size, drawn))
 
     def _speculator(self, sampling: Sampling) -> Speculator | None:
         if not self.speculate:

@@ -2,14 +2,13 @@
 
 Another process runs them without tracing or a compiler. They are kept beside the C++ library (kernels/native/build.py),
 under a key of all that determines a graph: our code, torch, the processor, the model, the method and the cache's size.
-With KV_FAST_STEPS=0 none is kept or used.
+With KV_FAST_STEPS=0 none is kept or used, nor with methods of the user's, which may import what no key knows of.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from kernels.native.build import cache_path, library, ours
 from runtime.machine import ROOT
 
 CODE = ("model.py", "cache", "engine", "kernels", "kv_methods", "runtime", "weights")
-ENABLED = os.environ.get("KV_FAST_STEPS") != "0"
 MOST = 64  # steps kept; the least recently used is removed
 
 
@@ -40,12 +38,15 @@ def code() -> str:
     return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 
-def key_of(model: nn.Module, methods: Sequence[type], *of: Any) -> str:
-    """The key of a step. of: JSON that describes model, methods, size and sampling."""
+def allowed() -> bool:
+    return os.environ.get("KV_FAST_STEPS") != "0" and not os.environ.get("KV_FAST_METHODS") and native.available()
+
+
+def key_of(model: nn.Module, *of: Any) -> str:
+    """The key of a step. of: JSON that describes weights, methods, size and sampling."""
     weights = [(name, *described(x)) for name, x in [*model.named_parameters(), *model.named_buffers()]
                if not name.startswith("cache.")]  # fmt: skip
-    sources = sorted({Path(inspect.getfile(m)).read_text() for m in methods})  # a user's file is not in CODE
-    text = json.dumps([code(), backend.BACKEND, weights, sources, *of], default=str)
+    text = json.dumps([code(), backend.BACKEND, weights, *of], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

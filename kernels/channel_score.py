@@ -11,8 +11,9 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.gather_attention import gather_rows
 from kernels.op import operation, picked
-from kernels.splits import empty_scores
+from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
+from kernels.tuned import tuned
 
 TILE, WARPS = 2048, 4  # scores of a program, over all query heads: 16 a thread
 
@@ -39,27 +40,21 @@ def _channel_score(
     q, channels, keys, pos, out, keys_strides, out_strides, H, T,
     G: tl.constexpr, R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, block of tokens)."""
-    pid_bh = tl.program_id(0).to(tl.int64)
-    pid_b, pid_h = pid_bh // H, pid_bh % H
-    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
-    if first >= seq_len:
-        return
-    offs_t, offs_g = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_G)
+    """Program (one of a head's, row and head): every so many blocks of tokens."""
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h, seq_len = pid_bh // H, pid_bh % H, filled(pos, pid_bh // H, T)
+    offs_g = tl.arange(0, BLOCK_G)
     keys += pid_b * keys_strides[0] + pid_h * keys_strides[1]
-    score = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
-    for r in range(R):
-        channel = tl.load(channels + pid_bh * R + r)
-        b_k = tl.load(keys + channel * keys_strides[2] + offs_t, mask=offs_t < seq_len, other=0.0).to(tl.float32)
-        b_q = tl.load(q + (pid_bh * G + offs_g) * R + r, mask=offs_g < G, other=0.0).to(tl.float32)
-        score += b_q[:, None] * b_k[None, :]
-    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_g[:, None] * out_strides[2] + offs_t
-    tl.store(to, score, mask=(offs_g[:, None] < G) & (offs_t < tl.cdiv(T, 16) * 16))
-
-
-def block_of(G: int) -> dict[str, int]:
-    width = triton.next_power_of_2(G)
-    return dict(BLOCK_G=width, BLOCK_T=max(32, TILE // width))
+    out += pid_b * out_strides[0] + pid_h * out_strides[1] + offs_g[:, None] * out_strides[2]
+    for first in range(tl.program_id(0) * BLOCK_T, seq_len, tl.num_programs(0) * BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        score = tl.zeros([BLOCK_G, BLOCK_T], tl.float32)
+        for r in range(R):
+            channel = tl.load(channels + pid_bh * R + r)
+            b_k = tl.load(keys + channel * keys_strides[2] + offs_t, mask=offs_t < seq_len, other=0.0).to(tl.float32)
+            b_q = tl.load(q + (pid_bh * G + offs_g) * R + r, mask=offs_g < G, other=0.0).to(tl.float32)
+            score += b_q[:, None] * b_k[None, :]
+        tl.store(out + offs_t, score, mask=(offs_g[:, None] < G) & (offs_t < tl.cdiv(T, 16) * 16))
 
 
 @channel_score.triton
@@ -68,11 +63,10 @@ def launch(q: Tensor, channels: Tensor, keys: Tensor, pos: Tensor, block: int | 
     B, H, G, R = q.shape
     T = keys.shape[3]
     assert keys.stride(3) == 1, "the tokens of a channel must be contiguous"
-    out, blocks = empty_scores(B, H, G, T, device=q.device), block_of(G)
-    if block:
-        blocks["BLOCK_T"] = block
-    _channel_score[(B * H, triton.cdiv(T, blocks["BLOCK_T"]))](
+    out, width = empty_scores(B, H, G, T, device=q.device), triton.next_power_of_2(G)
+    options = tuned("_channel_score", BLOCK_T=block or max(32, TILE // width), num_warps=WARPS)
+    _channel_score[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q.contiguous(), channels.contiguous(), keys, pos.contiguous(), out, keys.stride(), out.stride(), H, T,
-        G=G, R=R, **blocks, num_warps=WARPS,
+        G=G, R=R, BLOCK_G=width, **options,
     )  # fmt: skip
     return out

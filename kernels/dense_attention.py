@@ -26,6 +26,7 @@ from kernels.backend import tl, triton
 from kernels.op import operation, whole_vectors
 from kernels.splits import COMBINE_D, blocks_of, multiprocessors
 from kernels.tiles import LOG2_E, dot
+from kernels.tuned import tuned
 
 QUERY_BLOCK = 1024  # queries per call under a sliding window: bounds the mask to QUERY_BLOCK x (QUERY_BLOCK + window)
 CUDNN_FROM = 4096  # tokens of a prompt: cuDNN is faster on Hopper, but makes a plan for every length it has not seen
@@ -316,7 +317,8 @@ def split_attention(
     H, T = k.shape[1:3]
     assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
     constants, options = _config(Hq // H, D, k.element_size(), B)
-    constants["BLOCK_N"] = block = block or constants["BLOCK_N"]
+    options = tuned("_split_attention", BLOCK_N=block or constants["BLOCK_N"], **options)
+    constants["BLOCK_N"] = block = options.pop("BLOCK_N")
     programs = programs or _programs(B * H, T, block, q.device)
     parts = programs + B * H - 1  # a program's share ends, or a head does
     part = torch.empty(parts, Hq // H, D, dtype=torch.float32, device=q.device)
@@ -330,7 +332,9 @@ def split_attention(
     )  # fmt: skip
     constants, options = _combine_config(constants, B * H, programs)
     grid = (B * Hq, triton.cdiv(D, COMBINE_D))
-    _combine_shares[grid](part, lse, out, start, stop, programs, B, H, **constants, **options)
+    _combine_shares[grid](
+        part, lse, out, start, stop, programs, B, H, **constants, **tuned("_combine_shares", **options)
+    )
     return out
 
 

@@ -15,6 +15,7 @@ from kernels.backend import tl, triton
 from kernels.op import operation, picked, whole_vectors
 from kernels.splits import block_size, blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
+from kernels.tuned import tuned
 
 
 def gather_rows(buffer: Tensor, idx: Tensor) -> Tensor:
@@ -112,11 +113,13 @@ def launch(
     assert q.stride(2) == k.stride(3) == v.stride(3) == idx.stride(2) == 1, "the last dimension must be contiguous"
     tile = blocks_of(Hq, H, D)
     block = block or block_size(B * H, K, tile["BLOCK_D"] * k.element_size(), q.device)
+    options = tuned("_gather_attention", BLOCK_N=block, **options_of(tile, k.element_size()))
+    block = options["BLOCK_N"]
     splits = splits or split_count(B * H, K, block, q.device)
     part, lse = parts_of(q, splits)
     lists = [x.stride() if x.shape[1] > 1 else (x.stride(0), 0) for x in (idx, count)]  # one may serve all heads
     _gather_attention[(B * H, splits)](
         q, k, v, idx, count, part, lse, q.stride(), k.stride(), v.stride(), *lists, H, K, splits,
-        **tile, BLOCK_N=block, **options_of(tile, k.element_size()),
+        **tile, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

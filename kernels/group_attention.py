@@ -34,6 +34,7 @@ from kernels.tiles import (
     softmax_step,
     unpack_units,
 )
+from kernels.tuned import tuned
 
 RANKS = 32  # coordinates at a time, in C++
 
@@ -124,8 +125,8 @@ def _group_logits(
     H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, block of tokens): logits [Hq, T] in units of log 2. HEADS share coordinates."""
-    pid_bh, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N
+    """Program (block of tokens, row and KV head): logits [Hq, T] in units of log 2. HEADS share coordinates."""
+    pid_bh, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK_N
     pid_b, pid_h = pid_bh // H, pid_bh % H
     newest = tl.load(pos + pid_b).to(tl.int32)
     if first > newest:
@@ -199,11 +200,13 @@ def launch(
     pairs = [None if x is None else x.view(torch.int32) for x in (k_params, v_params)]
     words = [x if bits == 16 else x.view(WORDS.get(bits, torch.int16)) for x in (k, v)]
     third = [x if bits == 3 else None for x in (k, v)]
-    logits, block = torch.empty(B, Hq, T, dtype=torch.float32, device=q.device), BLOCK_N * 2 // q.element_size()
-    _group_logits[(B * N * s, triton.cdiv(T, block))](
+    logits = torch.empty(B, Hq, T, dtype=torch.float32, device=q.device)
+    options = tuned("_group_logits", BLOCK_N=BLOCK_N * 2 // q.element_size(), BLOCK_R=BLOCK_R, num_warps=NUM_WARPS,
+                    num_stages=NUM_STAGES)  # fmt: skip
+    _group_logits[(triton.cdiv(T, options["BLOCK_N"]), B * N * s)](
         q, words[0], third[0], pairs[0], k_basis, k_bias, pos, cos, sin, logits, q.stride(),
-        0 if len(cos) == 1 else cos.stride(0), T, R, H=N * s, HEADS=s, R=R, BITS=bits, **blocks_of(G, 1, D),
-        BLOCK_N=block, BLOCK_R=BLOCK_R, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        0 if len(cos) == 1 else cos.stride(0), T, R, H=N * s, HEADS=s, R=R, BITS=bits, **blocks_of(G, 1, D, 32),
+        **options,
     )  # fmt: skip
     chunks = triton.cdiv(R, CHUNK)
     splits = splits or split_count(B * N * chunks, T, VALUES_N, q.device)
@@ -211,7 +214,8 @@ def launch(
     part, lse = parts_of(mean, splits)
     _group_values[(B * N, chunks, splits)](
         q, logits, words[1], third[1], pairs[1], pos, part, lse, T, splits, N=N, R=R, BITS=bits, G=s * G,
-        **_value_block(s * G), BLOCK_N=VALUES_N, CHUNK=CHUNK, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **_value_block(s * G), CHUNK=CHUNK,
+        **tuned("_group_values", BLOCK_N=VALUES_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
     return _expand_values(part if lse is None else combine(part, lse, mean.dtype), v_basis, v_bias, q)
 

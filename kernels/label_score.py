@@ -12,8 +12,9 @@ from kernels.backend import tl, triton
 from kernels.latent_score import head_scores
 from kernels.op import nbytes, operation
 from kernels.quantize import half_params, pack
-from kernels.splits import empty_scores
+from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled, scale_zero
+from kernels.tuned import tuned
 
 SCORED, WARPS = 512, 4  # tokens of a program: 10 KB at 32 channels of 4 bits, and as many programs as fit hide latency
 STORED = 16  # tokens of a program that stores a prompt
@@ -114,48 +115,51 @@ def _label_score_kernel(
     q, labels, pairs, pos, out, labels_strides, pairs_strides, out_strides, H, T,
     R: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, block of tokens). A token's labels are W integers of 4 bytes, or of 1 if that is odd.
+    """Program (one of a head's, row and head): every so many blocks of tokens, each W integers of 4 bytes, or of 1.
 
     Codes need no conversion: the float whose bits are an integer n < 2^24 is n * 2^-149, subnormal or just above. So a
     code is masked where it stands, one instruction, and multiplied; the power of two that is missing goes into q.
     """
-    pid_bh, pid_b, pid_h = tl.program_id(0), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
-    if first >= seq_len:
-        return
-    offs_t, offs_w = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
-    slot = offs_t.to(tl.int64)
-    at = labels + pid_b * labels_strides[0] + pid_h * labels_strides[1] + slot[:, None] * W + offs_w
-    words = tl.load(at, mask=(offs_t[:, None] < seq_len) & (offs_w < W), other=0).to(tl.int32)
-    at = pairs + pid_b * pairs_strides[0] + pid_h * pairs_strides[1] + slot
-    both = tl.load(at, mask=offs_t < seq_len, other=0)  # fp16 scale, then zero
-    upper = words >> 24
-    score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
-    for i in tl.static_range(R // W):
-        b_q = tl.load(q + pid_bh * R + offs_w * (R // W) + i, mask=offs_w < W, other=0.0)
-        total += b_q
-        if i * BITS < 24:
-            code = words & ((2**BITS - 1) << (i * BITS))
-            score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (104 - i * BITS))
-        else:
-            code = upper & ((2**BITS - 1) << (i * BITS - 24))
-            score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (128 - i * BITS))
-    scale, zero = scale_zero(both)
-    logits = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
-    tl.store(out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_t, logits, mask=offs_t < tl.cdiv(T, 16) * 16)
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h, seq_len = pid_bh // H, pid_bh % H, filled(pos, pid_bh // H, T)
+    offs_w = tl.arange(0, BLOCK_W)
+    q += pid_bh * R + offs_w * (R // W)
+    labels += pid_b * labels_strides[0] + pid_h * labels_strides[1] + offs_w
+    pairs += pid_b * pairs_strides[0] + pid_h * pairs_strides[1]
+    out += pid_b * out_strides[0] + pid_h * out_strides[1]
+    for first in range(tl.program_id(0) * BLOCK_T, seq_len, tl.num_programs(0) * BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        slot = offs_t.to(tl.int64)
+        inside = (offs_t[:, None] < seq_len) & (offs_w < W)
+        words = tl.load(labels + slot[:, None] * W, mask=inside, other=0).to(tl.int32)
+        both = tl.load(pairs + slot, mask=offs_t < seq_len, other=0)  # fp16 scale, then zero
+        upper = words >> 24
+        score, total = tl.zeros([BLOCK_T, BLOCK_W], tl.float32), tl.zeros([BLOCK_W], tl.float32)
+        for i in tl.static_range(R // W):
+            b_q = tl.load(q + i, mask=offs_w < W, other=0.0)
+            total += b_q
+            if i * BITS < 24:
+                code = words & ((2**BITS - 1) << (i * BITS))
+                score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (104 - i * BITS))
+            else:
+                code = upper & ((2**BITS - 1) << (i * BITS - 24))
+                score += code.to(tl.float32, bitcast=True) * (b_q * 2.0 ** (128 - i * BITS))
+        scale, zero = scale_zero(both)
+        logits = scale * (tl.sum(score, 1) * 2.0**45) + zero * tl.sum(total)
+        tl.store(out + offs_t, logits, mask=offs_t < tl.cdiv(T, 16) * 16)
 
 
 @_label_score.triton
 def _label_score_triton(q: Tensor, labels: Tensor, params: Tensor, bits: int, pos: Tensor | None) -> Tensor:
     B, H, T, W = labels.shape
-    out = empty_scores(B, H, T, device=q.device)
+    out, options = empty_scores(B, H, T, device=q.device), tuned("_label_score_kernel", BLOCK_T=SCORED, num_warps=WARPS)
     if W % 4 == 0:
         labels, W = labels.view(torch.int32), W // 4
     params = params.view(torch.int32)[..., 0]
-    _label_score_kernel[(B * H, triton.cdiv(T, SCORED))](
+    _label_score_kernel[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q.contiguous(), labels, params, None if pos is None else pos.contiguous(), out,
         labels.stride(), params.stride(), out.stride(), H, T,
-        R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=SCORED, num_warps=WARPS,
+        R=q.shape[2], BITS=bits, W=W, BLOCK_W=triton.next_power_of_2(W), **options,
     )  # fmt: skip
     return out
 
@@ -168,10 +172,11 @@ def _store_labels_kernel(
     k, channels, start, labels, pairs, k_strides, labels_strides, pairs_strides, H, S,
     R: tl.constexpr, BITS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, block of tokens)."""
-    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    """Program (block of tokens, row and head)."""
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
     PER: tl.constexpr = 8 // BITS
-    offs_s = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    offs_s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     offs_w, offs_i = tl.arange(0, BLOCK_W), tl.arange(0, PER)
     channel = offs_w[:, None] * PER + offs_i
     real = (offs_s[:, None, None] < S) & (channel < R)
@@ -206,9 +211,9 @@ def _store_labels_triton(
     B, H, S, _ = k.shape
     W = labels.shape[3]
     k = k if k.stride(3) == 1 else k.contiguous()
-    block = min(STORED, triton.next_power_of_2(S))
-    _store_labels_kernel[(B * H, triton.cdiv(S, block))](
+    options = tuned("_store_labels_kernel", BLOCK_S=min(STORED, triton.next_power_of_2(S)), num_warps=1)
+    _store_labels_kernel[(triton.cdiv(S, options["BLOCK_S"]), B * H)](
         k, channels, None if start is None else start.contiguous(), labels, params,
         k.stride(), labels.stride(), params.stride(), H, S,
-        R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), BLOCK_S=block, num_warps=1,
+        R=channels.shape[1], BITS=bits, BLOCK_W=triton.next_power_of_2(W), **options,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from kernels.gather_attention import gather_rows
 from kernels.op import operation, slots
 from kernels.quantize import GROUP, WORDS, dequantize, quantize
 from kernels.tiles import dot, encode_groups, scale_zero
+from kernels.tuned import tuned
 
 
 class LatentTokens(NamedTuple):
@@ -197,7 +198,7 @@ def _project_launch(
     _project_kernel[(triton.cdiv(S, block_t) * tiles, B)](
         x, basis, lengths.contiguous(), lead, rest, x.stride(), lead.stride(), rest.stride(), S, tiles,
         WIDTH=width, **ranks, BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=min(block_k, block_r),
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **tuned("_project_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
 
 
@@ -285,5 +286,5 @@ def _append_launch(
         latents.contiguous(), values, pos.contiguous(), ring_k, ring_v, ring_params, lead, rest, v, params,
         values.stride(0), ring_k.shape[1], lead.shape[1], recent,
         RING_RANK=rank, LEAD=lead.shape[2], REST=rest.shape[2], WIDTH=width, BITS=bits, PART=part,
-        num_warps=APPEND_WARPS,
+        **tuned("_append", num_warps=APPEND_WARPS),
     )  # fmt: skip

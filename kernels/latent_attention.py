@@ -37,6 +37,7 @@ from kernels.quantize import WORDS
 from kernels.rope import apply_rope
 from kernels.splits import blocks_of, combine, multiprocessors, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, halves, rotated_logits, scale_zero, unpack_tile, unpack_units
+from kernels.tuned import tuned
 
 MAX_BLOCK = 128  # tokens of a tile
 # coordinates of a tile of latents (N x 32) or of the basis (32 x D): 16 KB both, four stages; 64 spill below cc 9
@@ -259,7 +260,7 @@ def _latent_attention_kernel(
 
 def _config(G: int, D: int, lead: int, block: int, itemsize: int, bits: int) -> tuple[dict[str, int], dict[str, int]]:
     """Constants and launch options for tiles of `block` tokens."""
-    tile, block_r = blocks_of(G, 1, D), BLOCK_R * 2 // itemsize
+    tile, block_r = blocks_of(G, 1, D, 32), BLOCK_R * 2 // itemsize
     # a product of one step would not be pipelined
     constants = tile | dict(BLOCK_N=block, BLOCK_R=block_r if lead > block_r else max(16, block_r // 2))
     many = block * tile["BLOCK_D"] * (2 if _large(itemsize, bits) else 1) > 8192
@@ -298,8 +299,9 @@ def _launch(
     ranks = dict(RING_RANK=ring_k.shape[2], LEAD=lead.shape[2], REST=rest.shape[2])
     n = K + recent * triton.cdiv(ranks["RING_RANK"], ranks["LEAD"] + ranks["REST"])
     block = block or block_size(B * H, n, D, q.element_size(), bits, q.device)
-    splits = splits or split_count(B * H, n, block, q.device)
     constants, options = _config(Hq // H, D, ranks["LEAD"], block, q.element_size(), bits)
+    options = tuned("_latent_attention_kernel", **{n: constants.pop(n) for n in ("BLOCK_N", "BLOCK_R")}, **options)
+    splits = splits or split_count(B * H, n, options["BLOCK_N"], q.device)
     if ring_params is not None:
         ring_v, ring_params = ring_v.view(WORDS[ring_bits]), ring_params.view(torch.int32)
     if params is not None:

@@ -14,8 +14,9 @@ from kernels.backend import tl, triton
 from kernels.native import DTYPES, VECTOR
 from kernels.op import operation
 from kernels.ring import ring_positions
-from kernels.splits import empty_scores
+from kernels.splits import empty_scores, score_grid
 from kernels.tiles import dot, filled
+from kernels.tuned import tuned
 
 # One query: a tile of 8192 elements is 16 KB of bf16 in flight per program, four times what covers the latency of an
 # H100's memory if every multiprocessor holds four programs. More queries: two tiles are fetched ahead.
@@ -60,22 +61,23 @@ def _score_one(
     q, x, pos, out, q_strides, x_strides, out_strides, H, T,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, block of tokens): one query."""
-    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
-    if first >= seq_len:
-        return
-    offs_t, offs_r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    """Program (one of a head's, row and head): one query, over every so many blocks of tokens."""
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h, seq_len = pid_bh // H, pid_bh % H, filled(pos, pid_bh // H, T)
+    offs_r = tl.arange(0, BLOCK_R)
     q += pid_b * q_strides[0] + pid_h * q_strides[1]
-    x += pid_b * x_strides[0] + pid_h * x_strides[1] + offs_t.to(tl.int64)[:, None] * x_strides[2]
-    score = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)  # summed over the lanes once, at the end
-    for lo in range(0, R, BLOCK_R):
-        inside = (offs_t[:, None] < seq_len) & (lo + offs_r < R)
-        b_x = tl.load(x + lo + offs_r, mask=inside, other=0.0).to(tl.float32)
-        score += b_x * tl.load(q + lo + offs_r, mask=lo + offs_r < R, other=0.0).to(tl.float32)
-    # rows end at a multiple of 16, so that a thread stores 16 bytes at once
-    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_t
-    tl.store(to, tl.sum(score, 1), mask=offs_t < tl.cdiv(T, 16) * 16)
+    x += pid_b * x_strides[0] + pid_h * x_strides[1]
+    out += pid_b * out_strides[0] + pid_h * out_strides[1]
+    for first in range(tl.program_id(0) * BLOCK_T, seq_len, tl.num_programs(0) * BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        at = x + offs_t.to(tl.int64)[:, None] * x_strides[2]
+        score = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)  # summed over the lanes once, at the end
+        for lo in range(0, R, BLOCK_R):
+            inside = (offs_t[:, None] < seq_len) & (lo + offs_r < R)
+            b_x = tl.load(at + lo + offs_r, mask=inside, other=0.0).to(tl.float32)
+            score += b_x * tl.load(q + lo + offs_r, mask=lo + offs_r < R, other=0.0).to(tl.float32)
+        # rows end at a multiple of 16, so that a thread stores 16 bytes at once
+        tl.store(out + offs_t, tl.sum(score, 1), mask=offs_t < tl.cdiv(T, 16) * 16)
 
 
 @triton.jit
@@ -83,21 +85,22 @@ def _score_many(
     q, x, pos, out, q_strides, x_strides, out_strides, H, T,
     C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, block of tokens): all C queries, as one tile."""
-    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, seq_len = tl.program_id(1) * BLOCK_T, filled(pos, pid_b, T)
-    if first >= seq_len:
-        return
-    offs_t, offs_c, offs_r = first + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    """Program (one of a head's, row and head): all C queries as one tile, over every so many blocks of tokens."""
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h, seq_len = pid_bh // H, pid_bh % H, filled(pos, pid_bh // H, T)
+    offs_c, offs_r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     q += pid_b * q_strides[0] + pid_h * q_strides[1] + offs_c[:, None] * q_strides[2]
-    x += pid_b * x_strides[0] + pid_h * x_strides[1] + offs_t.to(tl.int64)[:, None] * x_strides[2]
-    score = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
-    for lo in range(0, R, BLOCK_R):
-        b_q = tl.load(q + lo + offs_r, mask=(offs_c[:, None] < C) & (lo + offs_r < R), other=0.0)
-        b_x = tl.load(x + lo + offs_r, mask=(offs_t[:, None] < seq_len) & (lo + offs_r < R), other=0.0)
-        score = dot(b_q, tl.trans(b_x), score)
-    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_c[:, None] * out_strides[2] + offs_t
-    tl.store(to, score, mask=(offs_c[:, None] < C) & (offs_t < tl.cdiv(T, 16) * 16))
+    x += pid_b * x_strides[0] + pid_h * x_strides[1]
+    out += pid_b * out_strides[0] + pid_h * out_strides[1] + offs_c[:, None] * out_strides[2]
+    for first in range(tl.program_id(0) * BLOCK_T, seq_len, tl.num_programs(0) * BLOCK_T):
+        offs_t = first + tl.arange(0, BLOCK_T)
+        at = x + offs_t.to(tl.int64)[:, None] * x_strides[2]
+        score = tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
+        for lo in range(0, R, BLOCK_R):
+            b_q = tl.load(q + lo + offs_r, mask=(offs_c[:, None] < C) & (lo + offs_r < R), other=0.0)
+            b_x = tl.load(at + lo + offs_r, mask=(offs_t[:, None] < seq_len) & (lo + offs_r < R), other=0.0)
+            score = dot(b_q, tl.trans(b_x), score)
+        tl.store(out + offs_t, score, mask=(offs_c[:, None] < C) & (offs_t < tl.cdiv(T, 16) * 16))
 
 
 @head_scores.triton
@@ -110,18 +113,18 @@ def _latent_score_triton(q: Tensor, latents: Tensor, pos: Tensor | None, block: 
     out = empty_scores(B, H, C, T, device=q.device)
     if C == 1:
         block_r = min(MAX_R, triton.next_power_of_2(R))
-        block = block or TILE // block_r
-        _score_one[(B * H, triton.cdiv(T, block))](
+        options = tuned("_score_one", BLOCK_T=block or TILE // block_r, num_warps=NUM_WARPS)
+        _score_one[score_grid(B * H, T, options["BLOCK_T"], q.device)](
             q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
-            R=R, BLOCK_R=block_r, BLOCK_T=block, num_warps=NUM_WARPS,
+            R=R, BLOCK_R=block_r, **options,
         )  # fmt: skip
         return out
     assert q.dtype == latents.dtype, "several queries must have the dtype of what they score"
-    block = block or DOT_T
-    _score_many[(B * H, triton.cdiv(T, block))](
+    options = tuned("_score_many", BLOCK_T=block or DOT_T, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+    _score_many[score_grid(B * H, T, options["BLOCK_T"], q.device)](
         q, latents, pos, out, q.stride(), latents.stride(), out.stride(), H, T,
         C=C, R=R, BLOCK_C=max(16, triton.next_power_of_2(C)), 
         BLOCK_R=max(16, min(DOT_BYTES // latents.element_size(), triton.next_power_of_2(R))),
-        BLOCK_T=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **options,
     )  # fmt: skip
     return out

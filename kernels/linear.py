@@ -26,6 +26,7 @@ from kernels.native import VECTOR, ask
 from kernels.op import operation, whole_vectors
 from kernels.splits import multiprocessors, share_of
 from kernels.tiles import dot
+from kernels.tuned import tuned
 
 ROWS = 16  # rows of W side by side
 MANY = 32  # rows of x from which a matrix product of unpacked rows is faster than unpacking in registers
@@ -386,6 +387,7 @@ def _in_triton(
     shares = share_count(grid[0] * grid[1], triton.cdiv(n * bits // 32, tile["C"]), x.device)
     y = x.new_empty(shares, M, blocks * ROWS, dtype=x.dtype if shares == 1 else torch.float32)
     given = (x, *w, bias, None, y, 2**bits - 1, M, blocks, n)
+    tile |= tuned("_packed_linear_kernel", num_warps=tile["num_warps"])
     _packed_linear_kernel[(*grid, shares)](*given, **_shapes(w, n, bits), **tile)
     return (y[0] if shares == 1 else y.sum(0).to(x.dtype)).unflatten(0, lead)
 
@@ -400,7 +402,7 @@ def _unpacked_product(x: Tensor, w: Weight, bias: Tensor | None, bits: int) -> T
         part = w.blocks(slice(first, first + some))
         count = len(part.packed)
         _unpack_rows[(count, triton.cdiv(n, 128))](
-            *part, rows, 2**bits - 1, n, **_shapes(w, n, bits), C=4 * bits, num_warps=4
+            *part, rows, 2**bits - 1, n, **_shapes(w, n, bits), C=4 * bits, **tuned("_unpack_rows", num_warps=4)
         )
         torch.mm(x, rows[: count * ROWS].T, out=y[:, first * ROWS : (first + count) * ROWS])
     return y if bias is None else y.add_(bias)

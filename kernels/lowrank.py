@@ -25,6 +25,7 @@ from kernels.dense_attention import masked_attention
 from kernels.op import operation, whole_vectors
 from kernels.splits import blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step
+from kernels.tuned import tuned
 
 SLOTS = 16  # Triton reads 16 bytes at once where a stride is a multiple of 16
 
@@ -192,11 +193,13 @@ def _attend(
             b_k = tl.load(p_k + first * lat_slot, mask=offs_k[:, None] < R_K, other=0.0)
             b_v = tl.load(p_v + first * lat_slot, mask=offs_v[:, None] < R_V, other=0.0)
             m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, offs_n >= 0, tl.trans(b_v), m_i, l_i, acc)
-        # the rest, less than a block; other slots may be NaN. Its addresses are not to take registers of the loop above
+        # The rest, less than a block: other slots of the buffer are read with it, which keeps the loads wide, but count
+        # for nothing, NaN or not. Its addresses are not to take registers of the loop above.
         for first in tl.range(whole, hi, BLOCK_N, num_stages=1, disable_licm=True):
-            inside = first + offs_n < hi
-            b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & inside, other=0.0)
-            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & inside, other=0.0)
+            inside, there = first + offs_n < hi, first + offs_n < C
+            b_k = tl.load(p_k + first * lat_slot, mask=(offs_k[:, None] < R_K) & there, other=0.0)
+            b_v = tl.load(p_v + first * lat_slot, mask=(offs_v[:, None] < R_V) & there, other=0.0)
+            b_v = tl.where(inside, b_v, 0.0)
             m_i, l_i, acc = softmax_step(dot(b_q, b_k) * SCALE, inside, tl.trans(b_v), m_i, l_i, acc)
         _store(part_lat, lse, m_i, l_i, acc, head, split, S_LAT, 0, S, offs_g, offs_v, G, R_V)
     else:
@@ -290,7 +293,9 @@ def launch(
     F = k_full.shape[2]
     assert q.stride(2) == 1 and k_lat.stride()[2:] == v_lat.stride()[2:], "latents of K and V lie alike in a head"
     assert all(x.is_contiguous() for x in (k_basis, v_basis, k_full, v_full)), "bases and full-rank tokens: rows of D"
-    block = block or block_size(D, max(r_k, r_v), k_lat.element_size())
+    options = tuned("_attend", BLOCK_N=block or block_size(D, max(r_k, r_v), k_lat.element_size()),
+                    num_warps=NUM_WARPS, num_stages=NUM_STAGES)  # fmt: skip
+    block = options["BLOCK_N"]
     s_lat, s_full = splits or split_counts(B * H, C, (r_k + r_v) / 2, F, D, block, q.device)
     S, (R_K, R_V) = s_lat + s_full, (rank_block(r) for r in (r_k, r_v))
     k_basis_row, v_basis_row = (0 if x.shape[0] == 1 else H * D * x.shape[3] for x in (k_basis, v_basis))
@@ -301,16 +306,17 @@ def launch(
     lse = torch.empty(B, Hq, S, dtype=torch.float32, device=q.device)
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
     _fold[(B * H, triton.cdiv(r_k, FOLD_R))](
-        q, k_basis, q_lat, q.stride(), k_basis_row, H, **sizes, R=r_k, BLOCK_C=FOLD_R, num_warps=4, num_stages=1
-    )
+        q, k_basis, q_lat, q.stride(), k_basis_row, H,
+        **sizes, R=r_k, BLOCK_C=FOLD_R, **tuned("_fold", num_warps=4, num_stages=1),
+    )  # fmt: skip
     _attend[(B * H, S)](
         q, q_lat, k_lat, v_lat, stored.contiguous(), k_full, v_full, filled.contiguous(), part_lat, part_full, lse,
         q.stride(), k_lat.stride(), v_lat.stride(), H, C, F, S, s_lat,
-        **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **sizes, R_K=r_k, R_V=r_v, BLOCK_K=R_K, BLOCK_V=R_V, **options,
     )  # fmt: skip
     _expand[(B * Hq, triton.cdiv(D, EXPAND_D))](
         part_lat, part_full, lse, v_basis, out, v_basis_row, Hq, H, S, s_lat, D=D, R=r_v,
         BLOCK_S=triton.next_power_of_2(s_lat), BLOCK_F=triton.next_power_of_2(s_full), BLOCK_R=R_V, BLOCK_D=EXPAND_D,
-        num_warps=expand_warps(s_lat), num_stages=1,
+        **tuned("_expand", num_warps=expand_warps(s_lat), num_stages=1),
     )  # fmt: skip
     return out

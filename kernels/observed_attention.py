@@ -16,6 +16,7 @@ from kernels.dense_attention import prefill_attention
 from kernels.op import operation, whole_vectors
 from kernels.splits import COMBINE_D, block_size, blocks_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, write_part
+from kernels.tuned import tuned
 
 # ---- prompts ----
 
@@ -156,8 +157,8 @@ def _join(
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, block): weights of the slots' block, and the output of the channels' block."""
-    pid_bh, pid_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Program (block, row and KV head): weights of the slots' block, and the output of the channels' block."""
+    pid_bh, pid_n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     offs_g, offs_s, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     filled = tl.load(stop + pid_bh // H)
     sums = tl.load(
@@ -208,7 +209,8 @@ def launch(
     assert q.stride(2) == k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
     tile = blocks_of(Hq, H, D)
     block = block or block_size(B * H, N, tile["BLOCK_D"] * k.element_size(), q.device)
-    splits = splits or split_count(B * H, N, block, q.device)
+    options = tuned("_observed_attention_parts", BLOCK_N=block, **parts_options(tile, k.element_size()))
+    splits = splits or split_count(B * H, N, options["BLOCK_N"], q.device)
     width = -(-N // 16) * 16  # whole vectors are stored and loaded
     logits, part, lse = (
         torch.empty(B, Hq, *size, dtype=torch.float32, device=q.device) for size in ((width,), (splits, D), (splits,))
@@ -218,11 +220,11 @@ def launch(
     stop = stop.contiguous()
     _observed_attention_parts[(B * H, splits)](
         q, k, v, stop, logits, part, lse, q.stride(), k.stride(), v.stride(), H, splits, width,
-        **tile, BLOCK_N=block, **parts_options(tile, k.element_size()),
+        **tile, **options,
     )  # fmt: skip
     join = join_config(Hq // H, D, splits)
-    grid = (B * H, max(triton.cdiv(N, join["BLOCK_N"]), Hq // H * triton.cdiv(D, COMBINE_D)))
-    _join[grid](logits, part, lse, stop, y, weights, H, splits, N, width, **join, **JOIN_OPTIONS)
+    grid = (max(triton.cdiv(N, join["BLOCK_N"]), Hq // H * triton.cdiv(D, COMBINE_D)), B * H)
+    _join[grid](logits, part, lse, stop, y, weights, H, splits, N, width, **join, **tuned("_join", **JOIN_OPTIONS))
     return y, weights
 
 

@@ -29,6 +29,7 @@ from kernels.native import in_huge_pages
 from kernels.op import operation, picked, whole_vectors
 from kernels.packed_gather_attention import FullPrecisionTokens, PackedTokens, packed_gather_attention
 from kernels.ring import ring_positions
+from kernels.tuned import tuned
 
 PROGRAMS = 32  # programs of a fetch, whatever its size
 TILE_BYTES, MAX_ROWS = 8192, 64  # bytes and rows of K or V that a program has in flight
@@ -126,7 +127,7 @@ def launch(
     rows = rows or rows_of(D, host_k.element_size())
     _fetch[(min(programs, triton.cdiv(idx.numel(), rows)),)](
         host_k, host_v, idx, out_k, out_v, idx.numel(), idx.shape[2], T,
-        D=D, BLOCK_D=triton.next_power_of_2(D), ROWS=rows, num_warps=4, num_stages=1,
+        D=D, BLOCK_D=triton.next_power_of_2(D), ROWS=rows, **tuned("_fetch", num_warps=4, num_stages=1),
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class Operation(Generic[P, R]):
             return run(*args, **kwargs)
         flat: list[Any] = []
         for of, given in zip(self.types, args, strict=False):
-            flat += given if of else (given,)  # type: ignore[arg-type]
+            flat += [*given] if of else [given]  # type: ignore[misc]  # torch 2.11 adds no NamedTuple to a list
         return run(*flat, **kwargs)
 
     def filled(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

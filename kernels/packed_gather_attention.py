@@ -20,6 +20,7 @@ from kernels.ring import ring_positions
 from kernels.sign_codes import SUB
 from kernels.splits import block_size, blocks_of, combine, parts_of, share_of, split_count
 from kernels.tiles import LOG2_E, dot, softmax_step, unpack_tile, write_part
+from kernels.tuned import tuned
 
 UNIT = 8  # channels that are one word of `bits` bytes, beside one byte of sign codes
 
@@ -236,7 +237,8 @@ def launch(
     if block is None:
         block = block_size(B * H, K + sinks + ring, triton.next_power_of_2(D) * q.element_size(), q.device)
         block = block if bits == 16 else min(block, UNPACKED)
-    splits = splits or split_count(B * H, K + sinks + ring, block, q.device)
+    options = tuned("_packed_gather_attention_kernel", BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+    splits = splits or split_count(B * H, K + sinks + ring, options["BLOCK_N"], q.device)
     part, lse = parts_of(q, splits)
     if bits < 16:  # as words of 8 channels, and pairs of scale and zero
         k, v = k.view(WORDS[bits]), v.view(WORDS[bits])
@@ -245,6 +247,6 @@ def launch(
         q, idx, count, k, v, k_params, v_params, alpha, codes, sink_k, sink_v, tail_k, tail_v,
         pos.contiguous(), prompt_len, flushed, part, lse, q.stride(), idx.stride(), count.stride(), H, T, K,
         sinks, ring, splits,
-        **blocks_of(Hq, H, D), BITS=bits, BLOCK_N=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        **blocks_of(Hq, H, D), BITS=bits, **options,
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -12,8 +12,9 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.latent_score import head_scores
 from kernels.op import operation
-from kernels.splits import empty_scores
+from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
+from kernels.tuned import tuned
 
 TILE = 4096  # elements of a tile of bounds: 16 KB of both in bf16, as many programs as fit hide the latency
 NUM_WARPS = 4
@@ -66,24 +67,24 @@ def _page_score(
     q, low, high, last, out, q_strides, low_strides, out_strides, H, P,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, block of pages)."""
-    pid_b, pid_h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    first, n_pages = tl.program_id(1) * BLOCK_P, filled(last, pid_b, P)
-    if first >= n_pages:
-        return
-    offs_p, offs_d = first + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    at = pid_b * low_strides[0] + pid_h * low_strides[1] + offs_p.to(tl.int64)[:, None] * D + offs_d
-    inside = (offs_p[:, None] < n_pages) & (offs_d < D)
-    lo = tl.load(low + at, mask=inside, other=0.0).to(tl.float32)
-    hi = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
-    score = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # summed over the lanes once, at the end
-    for g in tl.static_range(G):
-        b_q = tl.load(
-            q + pid_b * q_strides[0] + (pid_h * G + g) * q_strides[1] + offs_d, mask=offs_d < D, other=0.0
-        ).to(tl.float32)
-        score += tl.maximum(b_q * lo, b_q * hi)
-    to = out + pid_b * out_strides[0] + pid_h * out_strides[1] + offs_p
-    tl.store(to, tl.sum(score, 1), mask=offs_p < tl.cdiv(P, 16) * 16)
+    """Program (one of a head's, row and KV head): every so many blocks of pages."""
+    pid_bh = tl.program_id(1).to(tl.int64)
+    pid_b, pid_h, n_pages = pid_bh // H, pid_bh % H, filled(last, pid_bh // H, P)
+    offs_d = tl.arange(0, BLOCK_D)
+    q += pid_b * q_strides[0] + pid_h * G * q_strides[1] + offs_d
+    low += pid_b * low_strides[0] + pid_h * low_strides[1] + offs_d
+    high += pid_b * low_strides[0] + pid_h * low_strides[1] + offs_d
+    out += pid_b * out_strides[0] + pid_h * out_strides[1]
+    for first in range(tl.program_id(0) * BLOCK_P, n_pages, tl.num_programs(0) * BLOCK_P):
+        offs_p = first + tl.arange(0, BLOCK_P)
+        at, inside = offs_p.to(tl.int64)[:, None] * D, (offs_p[:, None] < n_pages) & (offs_d < D)
+        lo = tl.load(low + at, mask=inside, other=0.0).to(tl.float32)
+        hi = tl.load(high + at, mask=inside, other=0.0).to(tl.float32)
+        score = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)  # summed over the lanes once, at the end
+        for g in tl.static_range(G):
+            b_q = tl.load(q + g * q_strides[1], mask=offs_d < D, other=0.0).to(tl.float32)
+            score += tl.maximum(b_q * lo, b_q * hi)
+        tl.store(out + offs_p, tl.sum(score, 1), mask=offs_p < tl.cdiv(P, 16) * 16)
 
 
 @page_score.triton
@@ -92,10 +93,10 @@ def _page_score_triton(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None
     (B, Hq, D), (H, P) = q.shape, low.shape[1:3]
     assert q.stride(2) == 1 and low.stride() == high.stride() and low.stride()[2:] == (D, 1), "pages are rows of D"
     out, width = empty_scores(B, H, P, device=q.device), triton.next_power_of_2(D)
-    block = block or TILE // width
-    _page_score[(B * H, triton.cdiv(P, block))](
+    options = tuned("_page_score", BLOCK_P=block or TILE // width, num_warps=NUM_WARPS)
+    _page_score[score_grid(B * H, P, options["BLOCK_P"], q.device)](
         q, low, high, None if last is None else last.contiguous(), out,
         q.stride(), low.stride(), out.stride(), H, P,
-        G=Hq // H, D=D, BLOCK_D=width, BLOCK_P=block, num_warps=NUM_WARPS,
+        G=Hq // H, D=D, BLOCK_D=width, **options,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.op import operation
 from kernels.tiles import encode_groups
+from kernels.tuned import tuned
 
 GROUP = 32  # channels that share a scale and a zero, or tokens that do
 BITS = (2, 3, 4, 8, 16)
@@ -197,8 +198,9 @@ def launch(
     x = x if x.dim() == 4 else x.reshape(1, 1, -1, D)  # keys and values [B, H, S, D] come as views of a projection
     x = x if x.stride(3) == 1 else x.contiguous()
     mean, alpha = (None if y is None else y.contiguous() for y in (mean, alpha))
-    _quantize[(triton.cdiv(n, BLOCK),)](
+    options = tuned("_quantize", BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _quantize[(triton.cdiv(n, options["BLOCK"]),)](
         x, mean, alpha, packed.view(torch.int32), params.view(torch.int32), n, *x.shape[1:3], x.stride(),
-        D=D, BITS=bits, MAGNITUDE=magnitude, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        D=D, BITS=bits, MAGNITUDE=magnitude, **options,
     )  # fmt: skip
     return packed, params

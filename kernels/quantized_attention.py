@@ -30,6 +30,7 @@ from kernels.quantize import (
 from kernels.ring import ring_positions
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
+from kernels.tuned import tuned
 
 
 class QuantizedTokens(NamedTuple):
@@ -321,6 +322,6 @@ def launch(
         pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, part, lse,
         q.stride(), H, k.data.shape[2], v.data.shape[2], k.sinks, k.ring, sum(splits), splits[0],
         **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=k.channels,
-        BLOCK_N=BLOCK_N, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        BLOCK_N=BLOCK_N, **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.backend import version_for
 from kernels.op import operation
 
 PROMPT_CHUNK = 4096  # tokens rotated at a time
@@ -158,6 +159,8 @@ class Rope(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    cos_16: Tensor | None
+    sin_16: Tensor | None
 
     def __init__(
         self, args: RopeArgs, head_dim: int, context: int, max_batch: int, max_seq_len: int, device: Any = None,
@@ -178,6 +181,20 @@ class Rope(nn.Module):
         tables = torch.stack((angle.cos() * scale, angle.sin() * scale)).to(device or torch.get_default_device())
         for name, table in zip(("cos", "sin"), tables, strict=True):
             self.register_buffer(name, table.expand(R, -1, -1).clone(), persistent=False)
+            self.register_buffer(f"{name}_16", None, persistent=False)
+
+    def shorten(self, dtype: torch.dtype) -> None:
+        """Prepare `tables` for a cache of `dtype`: in fp16 on a GPU if that has 16 bits, which rounds angles less than
+        bf16 rounds keys. In fp32, a token's angles are as many bytes as its key and value in 16 bits."""
+        if self.cos_16 is None and dtype.itemsize == 2 and version_for(self.cos.device, dtype) == "triton":
+            self.cos_16, self.sin_16 = self.cos.half(), self.sin.half()
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin for kernels that read the angles of many tokens."""
+        if self.cos_16 is None or self.sin_16 is None:
+            return self.cos, self.sin
+        return self.cos_16, self.sin_16
 
     def set_prompt(self, lengths: Tensor) -> None:
         """Fit the tables to a batch of prompts; a no-op for types that do not vary. lengths [B]."""
@@ -192,6 +209,8 @@ class Rope(nn.Module):
             inv_freq, scale = rope_inv_freq(*self.of, n)
             angle = torch.outer(torch.arange(min(n, T), dtype=torch.float32), inv_freq)
             self.cos[row, :n], self.sin[row, :n] = ((t * scale).to(self.cos) for t in (angle.cos(), angle.sin()))
+        for table, source in zip(self.tables, (self.cos, self.sin), strict=True):
+            table.copy_(source)
 
     def prompt(self, S: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """cos, sin [R, 1, S, D/2] of S positions from `start` on, ready for [B, H, S, D]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.op import operation
 from kernels.rope import angle_bytes, angles, apply_rope
+from kernels.tuned import tuned
 
 
 def _new(x: Tensor) -> Tensor:
@@ -119,7 +120,8 @@ def _launch(
     v_strides, v_out_strides = (None if x is None else x.stride() for x in (v, v_out))
     _rotate_append_kernel[(B * H,)](
         q, k, v, cos, sin, pos.contiguous(), q_out, k_out, v_out, q.stride(), k.stride(), v_strides,
-        0 if len(cos) == 1 else cos.stride(0), k_out.stride(), v_out_strides, H, **constants, **options,
+        0 if len(cos) == 1 else cos.stride(0), k_out.stride(), v_out_strides, H, **constants,
+        **tuned("_rotate_append_kernel", **options),
     )  # fmt: skip
     return q_out
 

@@ -33,6 +33,7 @@ from kernels.bisection import (
     write_slots,
 )
 from kernels.op import operation
+from kernels.tuned import tuned
 
 ROW = 4096  # keys of a row that one program holds whole, 16 per thread
 KEYS = 16  # keys per thread of such a program
@@ -40,8 +41,8 @@ ALONE = 16384  # slots of a row that one program reads, by tiles
 CHUNK = 8192  # approximate number of slots of a longer row's chunks
 TILE, WARPS = 1024, 8  # keys at a time: four per thread, 16 bytes
 # registers per thread of such a program by the candidates that it holds: on cc 89 the assembler would choose 64 and
-# spill, to make room for more programs than there are
-ALONE_REGISTERS = {4096: 88, 8192: 255}
+# spill, to make room for more programs than there are. 128 are two programs a multiprocessor, and so are 88.
+ALONE_REGISTERS = {4096: 128, 8192: 255}
 WORDS = 256  # words of 32 flags written at a time: one per thread
 SAMPLE, LONG = 1024, 65536  # keys of a sample; rows from LONG on, whose list would be long, take four times as many
 SLACK = 16  # keys of the sample by which the floor may be too low
@@ -357,7 +358,8 @@ def select(
     if row >= T:
         block = max(32, triton.next_power_of_2(T))
         words = torch.empty(B * H, block // 32, dtype=torch.int32, device=scores.device)
-        _select_row[(B * H,)](scores, mask, pos, wanted, words, idx, count, rows, ROW=block, num_warps=_warps(block))
+        options = tuned("_select_row", num_warps=_warps(block))
+        _select_row[(B * H,)](scores, mask, pos, wanted, words, idx, count, rows, ROW=block, **options)
         return idx, count
     S, size = _chunks(T, alone, chunk, tile)
     words = torch.empty(B * H, S, size // 32, dtype=torch.int32, device=scores.device)
@@ -367,18 +369,18 @@ def select(
     if S == 1:
         _select_alone[(B * H,)](
             scores, mask, pos, wanted, words, slots, idx, count, rows, size,
-            **reading | taking, num_warps=WARPS, **limit(taking["LISTED"]),
+            **reading | taking, **tuned("_select_alone", num_warps=WARPS, **limit(taking["LISTED"])),
         )  # fmt: skip
         return idx, count
     found = torch.empty(B * H, S, dtype=torch.int32, device=scores.device)
     floors = torch.empty(B * H, dtype=torch.int32, device=scores.device)
     _list_chunk[(B * H, S)](
         scores, mask, pos, wanted, words, slots, found, floors, rows, size, S,
-        **reading, num_warps=WARPS,
+        **reading, **tuned("_list_chunk", num_warps=WARPS),
     )  # fmt: skip
     _take_chunk[(B * H, S)](
         scores, mask, pos, wanted, slots, found, floors, idx, count, rows, size, S,
-        BLOCK_S=triton.next_power_of_2(S), **taking, num_warps=WARPS,
+        BLOCK_S=triton.next_power_of_2(S), **taking, **tuned("_take_chunk", num_warps=WARPS),
     )  # fmt: skip
     return idx, count
 

@@ -11,6 +11,7 @@ from kernels.op import operation
 from kernels.quantize import pack
 from kernels.splits import empty_scores, multiprocessors
 from kernels.tiles import filled
+from kernels.tuned import tuned
 
 SUB = 4  # channels of a subvector (as in the paper: a codebook of 16 fits in shared memory)
 TOKENS = 4096  # tokens per pass over the prompt: bounds the int64 cell indices
@@ -98,7 +99,8 @@ def _lut_score(
     read 16 neighbouring words and never collide. (Along rows of 16, Triton makes it 15 selects. A table of pairs takes
     half the loads, but of 256 words, with collisions.) In all 5 instructions a code.
     """
-    pid_bh, pid_b, pid_h = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    pid_bh = tl.program_id(0).to(tl.int64)
+    pid_b, pid_h = pid_bh // H, pid_bh % H
     seq_len = filled(pos, pid_b, T)
     lo = tl.program_id(1) * part
     if lo >= seq_len:
@@ -141,6 +143,8 @@ def _lut_score_triton(
     B, H, T, W = packed.shape
     assert packed.stride(3) == 1 and packed.stride(2) == W, "a token's codes and a head's tokens must be contiguous"
     out = empty_scores(B, H, T, device=q.device)
+    options = tuned("_lut_score", BLOCK_T=block, num_warps=4)
+    block = options["BLOCK_T"]
     tokens = triton.cdiv(B * H * T, LUT_PROGRAMS * multiprocessors(q.device))
     part = part or triton.cdiv(min(tokens, LUT_MOST), block) * block
     skip = None if skip is None or skip.shape[2] == 0 else skip.contiguous()
@@ -148,7 +152,7 @@ def _lut_score_triton(
     _lut_score[(B * H, triton.cdiv(T, part))](
         q.contiguous(), book.contiguous(), packed, None if pos is None else pos.contiguous(), skip, out,
         packed.stride(), out.stride(), H, T, part, n,
-        GROUP=q.shape[1] // H, W=W, BLOCK_W=triton.next_power_of_2(W), BLOCK_T=block,
-        BLOCK_S=triton.next_power_of_2(max(n, 1)), num_warps=4,
+        GROUP=q.shape[1] // H, W=W, BLOCK_W=triton.next_power_of_2(W),
+        BLOCK_S=triton.next_power_of_2(max(n, 1)), **options,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from kernels.backend import tl, triton
 from kernels.op import operation
 from kernels.sign_codes import SUB, codebook, pack_codes, sign_codes, sign_patterns
 from kernels.splits import split_count
+from kernels.tuned import tuned
 
 
 def key_range(k: Tensor, lengths: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -162,7 +163,7 @@ def _key_range_triton(k: Tensor, lengths: Tensor, parts: int | None = None) -> T
     part = torch.empty(B, H, parts, 3, D, dtype=torch.float32, device=k.device)
     _key_range_kernel[(B * H, parts)](
         k, lengths.contiguous(), part, k.stride(), H, S, parts,
-        D=D, BLOCK_T=RANGE_T, BLOCK_D=triton.next_power_of_2(D), num_warps=NUM_WARPS,
+        D=D, BLOCK_D=triton.next_power_of_2(D), **tuned("_key_range_kernel", BLOCK_T=RANGE_T, num_warps=NUM_WARPS),
     )  # fmt: skip
     total, low, high = part.unbind(3)
     return torch.stack((total.sum(2) / lengths.view(B, 1, 1), low.amin(2), high.amax(2)))
@@ -180,7 +181,8 @@ def launch(k: Tensor, mean: Tensor, lengths: Tensor, parts: int | None = None) -
     part = torch.empty(B, H, parts, 5, G, 16, dtype=torch.float32, device=k.device)
     _encode_keys[(B * H, parts, chunks)](
         k, mean.contiguous(), lengths.contiguous(), packed, part, k.stride(), H, S, G, parts,
-        BLOCK_T=BLOCK_T, BLOCK_G=block, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        BLOCK_G=block,
+        **tuned("_encode_keys", BLOCK_T=BLOCK_T, num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
     # [B, H, G, 16, 4 and 1]; contiguous, as what follows takes on this layout, and a traced graph counts on it
     sums, counts = part.sum(2).permute(0, 1, 3, 4, 2).contiguous().split((SUB, 1), -1)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
+from kernels.tuned import tuned
 
 ASSUMED_SMS = 132  # an H100's multiprocessors, if there is no GPU to ask
 MAX_SPLITS = 64
+SCORE_PROGRAMS = 4  # a multiprocessor, of those that score tokens: every card holds them all at once
 COMBINE_D = 32  # channels of a program that joins parts: a full line of 128 bytes, and enough programs at batch 1
 TILE_BYTES = 16384  # bytes of K or V in a block of tokens: 72 KB of shared memory a program, three on an H100
 
@@ -36,10 +38,19 @@ def split_count(programs: int, n: int, block: int, device: torch.device) -> int:
     return next(s for s, share in enumerate(full, 1) if share >= 0.95 * max(full))
 
 
-def blocks_of(n_head: int, n_kv_head: int, head_dim: int) -> dict[str, int]:
-    """G, D and their tiles: a group's query heads are padded to the 16 rows of a tensor-core instruction."""
+def score_grid(groups: int, n: int, block: int, device: torch.device) -> tuple[int, int]:
+    """A grid of programs of a head x heads. A head's programs take turns at its blocks of tokens, so that there are no
+    more than the card holds, however many of the n slots are still empty. The limit of y is 65,535: heads are there.
+    """
+    return min(triton.cdiv(n, block), max(1, SCORE_PROGRAMS * multiprocessors(device) // groups)), groups
+
+
+def blocks_of(n_head: int, n_kv_head: int, head_dim: int, least: int = 16) -> dict[str, int]:
+    """G, D and their tiles, padded to the 16 rows of a tensor-core instruction, a head's channels to `least`: 32 where
+    its halves are multiplied."""
     G = n_head // n_kv_head
-    return dict(G=G, D=head_dim, BLOCK_G=max(16, triton.next_power_of_2(G)), BLOCK_D=triton.next_power_of_2(head_dim))
+    BLOCK_G, BLOCK_D = max(16, triton.next_power_of_2(G)), max(least, triton.next_power_of_2(head_dim))
+    return dict(G=G, D=head_dim, BLOCK_G=BLOCK_G, BLOCK_D=BLOCK_D)
 
 
 def block_size(programs: int, n: int, row_bytes: int, device: torch.device) -> int:
@@ -90,7 +101,9 @@ def combine(part: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     *lead, S, D = part.shape
     out = torch.empty(*lead, D, dtype=dtype, device=part.device)
     grid = (lse.numel() // S, triton.cdiv(D, COMBINE_D))
-    _combine[grid](part, lse, out, S, D=D, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=COMBINE_D, num_warps=2)
+    _combine[grid](
+        part, lse, out, S, D=D, BLOCK_S=triton.next_power_of_2(S), BLOCK_D=COMBINE_D, **tuned("_combine", num_warps=2)
+    )
     return out
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.op import operation
+from kernels.tuned import tuned
 
 BLOCK, WARPS = 4096, 8  # weights summed at a time: 16 a thread
 
@@ -89,6 +90,7 @@ def launch(weights: Tensor, pos: Tensor, p: float, sinks: int, recent: int, bloc
         return (pos + 1).clamp(max=T)[:, None].expand(B, H).contiguous()
     count = torch.empty(B, H, dtype=torch.int64, device=weights.device)
     _top_p[(B * H,)](
-        weights, pos.contiguous(), count, weights.stride(), H, T, sinks, recent, p, BLOCK=block, num_warps=WARPS
-    )
+        weights, pos.contiguous(), count, weights.stride(), H, T, sinks, recent, p,
+        **tuned("_top_p", BLOCK=block, num_warps=WARPS),
+    )  # fmt: skip
     return count

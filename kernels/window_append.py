@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 from kernels.op import operation
 from kernels.packed_attention import replace_token
+from kernels.tuned import tuned
 
 
 @operation(cpp=True, mutates=("k_cache", "v_cache", "slot_of", "mean_k", "mean_v"))
@@ -85,5 +86,6 @@ def launch(
     assert all(x is None or x.is_contiguous() for x in buffers) and k.stride(2) == v.stride(2) == 1
     _window_append_kernel[(B * H,)](
         k_cache, v_cache, slot_of, mean_k, mean_v, k, v, place, fresh, dropped, k.stride(), v.stride(),
-        H, k_cache.shape[2], slot_of.shape[1], D=D, BLOCK_D=triton.next_power_of_2(D), num_warps=1,
+        H, k_cache.shape[2], slot_of.shape[1], D=D, BLOCK_D=triton.next_power_of_2(D),
+        **tuned("_window_append_kernel", num_warps=1),
     )  # fmt: skip

@@ -110,13 +110,13 @@ class LowRank(Storage):
         # with slices between advanced indices, the dimensions of the indices come first: [B, n, Hkv, r]
         self.latents[row, :, :, slots] = project(x, self.basis(len(x))).transpose(1, 2)
 
-    def turn(self, x: Tensor, eta: float, rule: str, carry: bool = False) -> None:
-        """A step of Oja's rule towards tokens x [B, Hkv, n, D]. carry: stored latents are converted to the new basis;
-        otherwise they stay coordinates of the old one."""
+    def turn(self, x: Tensor, eta: float, rule: str, carry: Tensor | None = None) -> None:
+        """A step of Oja's rule towards tokens x [B, Hkv, n, D]. carry: of each row so many latents [B] are converted to
+        the new basis; None: they stay coordinates of the old one."""
         basis = self.basis(len(x))
         new = orthonormalize(oja_step(basis, x.float(), eta, rule))
-        if carry:
-            change_basis(self.stored(len(x)), basis, new)
+        if carry is not None:
+            change_basis(self.stored(len(x)), basis, new, carry)
         basis.copy_(new)
 
     def reset(self) -> None:
@@ -298,7 +298,7 @@ class OjaKV(KVMethod):
         slots = self.stored[:B, None] + torch.arange(n, device=self.stored.device)
         for store, tokens in zip((self.keys, self.values), self.exempt.take()[:2], strict=True):
             if a.adapt:  # carry is ours: the paper leaves latents as coordinates of the old basis
-                store.turn(tokens[:B], a.eta_decode, a.rule, carry=a.stale == "rotate")
+                store.turn(tokens[:B], a.eta_decode, a.rule, self.stored[:B] if a.stale == "rotate" else None)
             store.put(tokens[:B], slots)
         self.stored[:B] += n
 
@@ -311,8 +311,11 @@ class OjaKV(KVMethod):
     # ---- accounting ----
 
     def traffic(self, pos):
-        """All tokens up to pos counted as prompt: decoded ones in the buffer add 2 D elements each."""
+        """All tokens up to pos counted as prompt: decoded ones in the buffer add 2 D elements each. Latents are read
+        once more where the bases turn, in one of `update_every` steps."""
         B, H, _, D = self.shape.kv
         latents = self.middle.of(pos + 1) * (self.keys.rank + self.values.rank)
+        if self.args.adapt and self.args.stale == "rotate":
+            latents += latents // self.args.update_every
         read = B * H * (latents + min(pos + 1, self.exempt.lead) * 2 * D) * self.shape.dtype.itemsize
         return read + self.keys.basis_bytes() + self.values.basis_bytes()

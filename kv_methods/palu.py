@@ -118,6 +118,7 @@ class Palu(KVMethod):
         if H % s:
             here = f" of each of {shape.ranks.size} processes" if shape.ranks.size > 1 else ""
             raise InputError(f"palu: groups of {s} heads do not divide the {H} KV heads{here}: use group=1")
+        rope.shorten(shape.dtype)
         width = s * shape.head_dim
         # all layers, keys and values alike: "uniform" of the published code
         self.rank = min(width, max(1, round(args.rank * width / MULTIPLE)) * MULTIPLE)
@@ -168,7 +169,7 @@ class Palu(KVMethod):
         k, v = self.keys, self.values
         return group_attention(
             self.rope.rotate(q, pos), k.packed.parts(), v.packed.parts(), k.packed.bits, k.basis, v.basis, k.bias,
-            v.bias, pos, self.rope.cos, self.rope.sin)  # fmt: skip
+            v.bias, pos, *self.rope.tables)  # fmt: skip
 
     def attended(self, q, idx, count, pos):
         B, T = len(pos), self.shape.max_seq_len

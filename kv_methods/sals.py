@@ -184,6 +184,7 @@ class Sals(KVMethod):
         U = None if U is None else U.unflatten(0, (-1, shape.head_dim))[own.start : own.stop].flatten(0, 1).T
         self.basis = self.constant("basis", (ring_rank, len(own) * shape.head_dim), U)
         self.copies = shape.ranks.copies(shape.layer_heads)
+        rope.shorten(shape.dtype)
 
     # ---- the prompt ----
 
@@ -250,8 +251,8 @@ class Sals(KVMethod):
         if idx is not None:
             idx, count = idx[:, 0], count[:, 0]
         stored = dict(basis=self.basis, ring=self.ring.tokens, store=self.store.tokens)
-        angles = dict(cos=self.rope.cos, sin=self.rope.sin)
-        return dict(**stored, pos=pos, idx=idx, count=count, **angles, recent=self.recent)
+        cos, sin = self.rope.tables
+        return dict(**stored, pos=pos, idx=idx, count=count, cos=cos, sin=sin, recent=self.recent)
 
     # ---- accounting ----
 

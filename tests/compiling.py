@@ -16,6 +16,7 @@ COVER = (
     "h2o", "kivi-2", "sparq",
 )  # fmt: skip
 FEW = ("--models", "llama-3.1-8b", "--sizes", "8x32768", "8x12288", "--methods", *COVER, "--weights", "int4")
+EXPERTS = ("--models", "qwen3-30b-a3b", "--methods", "full", "--weights", "--sizes", "1x1000", "--files", "experts")
 
 
 def report(*args: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:

@@ -15,6 +15,7 @@ from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels.backend
 import kernels.rope
 from kernels import dense_attention
 from kernels.dense_attention import decode_attention, masked_attention, prefill_attention
@@ -178,6 +179,20 @@ def test_a_long_prompt_is_rotated_in_place_of_its_copies(monkeypatch):
         got = rope.rotate_prompt(x)
     assert torch.equal(got, want) and got.is_contiguous()
     assert largest.nbytes == got.nbytes, "no more at a time than the result"
+
+
+def test_angles_of_many_tokens_have_16_bits_on_a_gpu(monkeypatch):
+    """They follow the prompts, too; caches of fp32, and a CPU, read fp32."""
+    args, lengths = RopeArgs(type="dynamic", factor=4.0), torch.tensor([30, 60])
+    for backend, dtype in (("triton", torch.bfloat16), ("triton", torch.float32), ("torch", torch.bfloat16)):
+        monkeypatch.setattr(kernels.backend, "BACKEND", backend)
+        rope = Rope(args, 32, 32, 2, 64)
+        rope.shorten(dtype)
+        rope.set_prompt(lengths)
+        short = torch.float16 if (backend, dtype) == ("triton", torch.bfloat16) else torch.float32
+        for table, of in zip(rope.tables, (rope.cos, rope.sin), strict=True):
+            assert table.dtype == short and torch.equal(table, of.to(short))
+        assert not torch.equal(rope.cos[0], rope.cos[1])
 
 
 CARDS = {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0)}

@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 
-import engine.llm
 from engine import LLM, Sampling, compiled, stored
 from kernels import native
 from runtime.machine import TINY
@@ -21,7 +20,7 @@ def steps(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("stored")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.llm, "ENABLED", True)
+        patch.setenv("KV_FAST_STEPS", "1")
         patch.setattr(stored, "cache_path", lambda name: folder / name)
         given = [c.tokens for c in LLM(TINY, method="self_index", compile=True).generate(PROMPTS, 12)]
     assert given == [c.tokens for c in LLM(TINY, method="self_index").generate(PROMPTS, 12)]
@@ -32,7 +31,7 @@ def steps(tmp_path_factory):
 def llm(steps, monkeypatch, tmp_path):
     """Makes LLMs that find a copy of the folder and cannot compile."""
     os.system(f"cp -r {steps[0]}/steps {tmp_path}/steps")
-    monkeypatch.setattr(engine.llm, "ENABLED", True)
+    monkeypatch.setenv("KV_FAST_STEPS", "1")
     monkeypatch.setattr(stored, "cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(compiled, "torch_compile", lambda function, device: None)
     return lambda **more: LLM(TINY, **dict(method="self_index") | more)
@@ -61,7 +60,12 @@ def test_another_step_is_not(llm, more, prompts, sampling):
     assert len(x.generate(prompts, 4, sampling)) == len(prompts) and not used(x)
 
 
-def test_other_code_has_other_steps(llm, monkeypatch):
+def test_other_code_has_other_steps(llm, monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_FAST_METHODS", str(tmp_path))  # which may hold anything
+    x = llm()
+    x.generate(PROMPTS, 4)
+    assert not used(x) and x._stored((2, 512, 256), Sampling()) is None
+    monkeypatch.delenv("KV_FAST_METHODS")
     monkeypatch.setattr(stored, "code", lambda: "edited")
     x = llm()
     x.generate(PROMPTS, 4)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface, MockTensor
 
+from tests.audit import kernel_report
 from tests.audit.kernel_report import Card, kernels, launched, load_widths, longest_loop, occupancy, problem
-from tests.compiling import FEW, report
+from tests.compiling import EXPERTS, FEW, report
 
 ROOT = Path(__file__).resolve().parent.parent
 SOUND = dict(file="f", kernel="k", model="m", cc=90, registers=64, spills=0, shared=1024, programs=8, limit="threads")
@@ -30,9 +32,12 @@ def sound(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """A launch of every kernel at the shapes of Llama-3.1-8B, for an H100."""
-    found, done = report("--one", "--cc", "90", *FEW)
-    assert done.returncode == any(map(problem, found)), done.stderr
+    """A launch of every kernel for an H100: at the shapes of Llama-3.1-8B, that of dense experts at Qwen3-30B-A3B's."""
+    found = []
+    for args in (FEW, EXPERTS):
+        each, done = report("--one", "--cc", "90", *args)
+        assert done.returncode == any(map(problem, each)), done.stderr
+        found += each
     return {(r["file"], r["kernel"]): r for r in found}
 
 
@@ -56,6 +61,15 @@ def test_every_kernel_compiles_for_an_h100(rows, file, kernel):
 def test_the_memory_is_read_in_whole_vectors(rows, file, kernel, programs, wide):
     r = rows[file, kernel]
     assert r["programs"] >= programs and r["loads"].get("16", 0) >= wide, r
+
+
+@pytest.mark.slow
+def test_packed_experts_compile_for_an_h100():
+    """The products with packed weights, by the experts that rows chose."""
+    packed = ("--models", "qwen3-30b-a3b", "--methods", "--weights", "int4", "--sizes", "1x1000", "--files", "linear")
+    found, done = report("--cc", "90", *packed)
+    sound(found)
+    assert done.returncode == 0 and any("expert int64" in r["args"] for r in found), done.stderr
 
 
 # ---- which kernels there are ----
@@ -115,6 +129,24 @@ def test_every_kernel_can_be_launched(path, launcher):
                 launcher(kernel, *(2 if p.is_constexpr else MockTensor(torch.float32) for p in params))
             except TypeError as e:
                 pytest.fail(f"{path.name}: {name} cannot be launched: {e}")
+
+
+# ---- two versions of Triton ----
+
+
+def test_a_report_is_shown_beside_an_earlier_one(cli, monkeypatch, tmp_path):
+    entry = dict(file="rope", kernel="k", by=[("m", "full", 1, 8)], args=dict(x=1), options={}, launches=1)
+    needs = dict(spills=0, shared=0, warps=4, programs=8, limit="threads", loads={})
+    monkeypatch.setattr(kernel_report, "recorded", lambda *_: SimpleNamespace(seen={0: entry}))
+    for version, registers in (("3.9.0", 32), ("3.6.0", 255)):
+        monkeypatch.setattr(triton, "__version__", version)
+        monkeypatch.setattr(kernel_report, "launch", lambda *_, n=registers: dict(registers=n) | needs)
+        beside = ("--beside", tmp_path / "3.9.0.json") if version == "3.6.0" else ()
+        status, out, _ = cli(kernel_report, "--cc", 90, "--out", tmp_path / f"{version}.json", *beside)
+        assert status == 0
+    assert [line.split()[4:7] for line in out.splitlines()[1:]] == [["90", "3.6.0", "255"], ["90", "3.9.0", "32"]]
+    status, _, err = cli(kernel_report, "--beside", tmp_path / "none.json")
+    assert status == 2 and "none.json is no file that --out wrote" in err
 
 
 # ---- what the report calls a problem ----

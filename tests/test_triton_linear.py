@@ -100,6 +100,18 @@ def test_experts(bits, form, monkeypatch):
     assert (got.double().cpu() - want).abs().max() < 3e-6 * want.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dense_experts(dtype):
+    """Outputs and inputs that a program's tile does not divide."""
+    gen, (rows, experts, out, n) = torch.Generator().manual_seed(0), (5, 3, 41, 301)
+    w, x = (torch.randn(size, generator=gen).to(dtype) for size in ((experts * out, n), (rows, n)))
+    expert = torch.tensor([2, 0, 2, 1, 0])
+    got = X._dense_in_triton(x.to(DEVICE), expert.to(DEVICE), w.to(DEVICE), experts)
+    want = torch.einsum("ni,noi->no", x.double(), w.double().view(experts, out, n)[expert])
+    assert got.dtype == dtype
+    assert (got.double().cpu() - want).abs().max() < (3e-6 if dtype == torch.float32 else 4e-3) * want.abs().max()
+
+
 @pytest.mark.slow  # tests/test_triton_compile.py compiles one launch of every kernel in every run
 def test_a_row_converts_no_codes():
     """One row: a pipeline's two barriers, and no code is converted; products load vectors of 16 bytes."""

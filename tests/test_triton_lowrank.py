@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels import backend
 from kernels.lowrank import split_counts
 from kernels.oja import change_basis, cholesky_qr, oja_step, orthonormalize
 
@@ -28,14 +29,26 @@ def test_split_counts():
 
 
 @pytest.mark.parametrize("side_by_side", (True, False))
-def test_change_basis(side_by_side):
-    """In either layout, in place, and slots that hold nothing cost nothing."""
-    old, new = (torch.linalg.qr(rand(i, 2, 3, 32, 20)).Q for i in (1, 2))
-    lat = rand(3, 2, 3, 20, 11).mT if side_by_side else rand(3, 2, 3, 11, 20)
-    lat[1, :, 7:] = NAN
-    expected = (lat.double() @ old.double().mT) @ new.double()
-    change_basis(lat, old, new)
-    assert torch.allclose(lat.double(), expected, atol=1e-5, equal_nan=True)
+@pytest.mark.parametrize("dtype, D, r, n", [
+    (torch.float32, 32, 20, 11), (torch.bfloat16, 96, 77, 140), (torch.float16, 16, 9, 16),
+    (torch.bfloat16, 200, 150, 64),
+])  # fmt: skip
+def test_change_basis(monkeypatch, side_by_side, dtype, D, r, n):
+    """In either layout and place, without what 16 bits of a turn would round; slots that hold nothing may be NaN."""
+    old, new = (torch.linalg.qr(rand(i, 2, 3, D, r)).Q for i in (1, 2))
+    memory = rand(3, 2, 3, r, n, dtype=dtype)
+    lat = memory.mT if side_by_side else memory.mT.contiguous()
+    stored = torch.tensor([n, n * 2 // 3], device=DEVICE)
+    want = (lat.double() @ old.double().mT) @ new.double()
+    for version in ("torch", "triton"):
+        monkeypatch.setattr(backend, "BACKEND", version)
+        got = lat.clone()  # of the same strides
+        got[1, :, stored[1] :] = NAN
+        change_basis(got, old, new, stored)
+        for b, m in enumerate(stored):
+            error = (got[b, :, :m].double() - want[b, :, :m]).abs().max()
+            # as exact as a result of 16 bits can be: half of a unit in the last place of the largest one
+            assert error < want.abs().max() * torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 0.6), version
 
 
 def test_orthonormal_without_the_host():

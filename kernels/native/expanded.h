@@ -15,7 +15,8 @@ int64_t filled_up(int64_t R) { return (R + COORDINATES - 1) / COORDINATES * COOR
 
 // One of the units declared in products.h
 struct ByFloats {
-    typedef float Row;  // a panel is [R, PANEL]
+    typedef float Row;                  // a panel is [R, PANEL]
+    static constexpr int64_t MORE = 0;  // rows beside the R of a panel, or of columns
     template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, float* to) {
         for (int64_t r = 0; r < rank; r++) store(to + r * PANEL, load(from + r * step));
     }
@@ -54,6 +55,86 @@ struct ByFloats {
     }
 };
 
+// By integers of 16 bits: two products and their sum in one instruction, where a float's is one. Each channel of a
+// basis has a scale, and each token: both keep 11 to 12 bits, so that 32 bits hold the sums; bf16 has 8.
+struct ByIntegers {
+    typedef bf16 Row;                   // a panel is [PANEL] scales, then [R / 2, PANEL, 2]; columns are alike
+    static constexpr int64_t MORE = 2;  // a scale has the size of two numbers
+
+    template <class T> static void pack_coordinates(const T* from, int64_t step, int64_t rank, bf16* to) {
+        Room<float> x(rank * PANEL);
+        ByFloats::pack_coordinates(from, step, rank, x.at);
+        pack(x.at, rank, to);
+    }
+    template <class T> static void pack_channels(const T* from, int64_t step, int64_t rank, bf16* to) {
+        Room<float> x(rank * PANEL);
+        ByFloats::pack_channels(from, step, rank, x.at);
+        pack(x.at, rank, to);
+    }
+    // rows of tokens -> scales [BLOCK] and columns [R / 2, BLOCK, 2]
+    static void turn(const void* const* rows, int64_t R, bf16* columns) {
+        float *scale = (float*)columns, *at = scale + BLOCK;
+        for (int64_t r = 0; r < R; r += 2 * L)
+            for (int i = 0; i < BLOCK; i += L) transpose(rows + i, r * 2, at + r / 2 * BLOCK + i, BLOCK * 4);
+        for (int i = 0; i < BLOCK; i += L) {
+            vf most = vf{} + 1e-30f;
+            for (int64_t r = 0; r < R / 2; r++) {
+                const vu pair = load_as<vu>(at + r * BLOCK + i);
+                most = larger(most, larger(size((vf)(pair << 16)), size((vf)(pair & 0xffff0000u))));
+            }
+            const vf times = limit(R) / most;
+            store(scale + i, most / limit(R));
+            for (int64_t r = 0; r < R / 2; r++) {
+                const vu pair = load_as<vu>(at + r * BLOCK + i);
+                put((vf)(pair << 16) * times, (vf)(pair & 0xffff0000u) * times, at + r * BLOCK + i);
+            }
+        }
+    }
+    __attribute__((noinline)) void multiply(const bf16* one, const bf16* two, const bf16* columns, int64_t R,
+                                            float* out) {
+        constexpr int M = L / 2, V = 2;  // channels and vectors of tokens at a time, as registers allow
+        const float* token = (const float*)columns;
+        for (int c = 0; c < 2 * PANEL; c += M)
+            for (int i = 0; i < BLOCK; i += V * L) {
+                const float* scale = (const float*)(c < PANEL ? one : two) + c % PANEL;
+                const int32_t *panel = (const int32_t*)scale + PANEL, *at = (const int32_t*)token + BLOCK + i;
+                vi acc[M][V] = {};
+                for (int64_t r = 0; r < R / 2; r++, panel += PANEL, at += BLOCK) {
+                    Halves x[V];
+                    for (int v = 0; v < V; v++) x[v] = load_as<Halves>(at + v * L), keep(x[v]);
+                    for (int j = 0; j < M; j++) {
+                        const Halves y = (Halves)(vi{} + panel[j]);
+                        for (int v = 0; v < V; v++) acc[j][v] = add_dots(acc[j][v], x[v], y);
+                    }
+                }
+                for (int j = 0; j < M; j++)
+                    for (int v = 0; v < V; v++)
+                        store(out + (c + j) * BLOCK + i + v * L,
+                              __builtin_convertvector(acc[j][v], vf) * load(token + i + v * L) * scale[j]);
+            }
+    }
+
+private:
+    static float limit(int64_t R) { return std::floor(std::sqrt(0x1p31f / (float)R)) - 1; }
+    static vf size(vf x) { return (vf)((vu)x & 0x7fffffff); }
+    static vf larger(vf a, vf b) { return a > b ? a : b; }
+    static void put(vf a, vf b, float* to) {
+        store(to, (vf)(((vu)rounded_numbers(a) & 0xffff) | (vu)rounded_numbers(b) << 16));
+    }
+    static void pack(const float* x, int64_t rank, bf16* to) {
+        const int64_t R = filled_up(rank);
+        float *scale = (float*)to, *at = scale + PANEL;
+        vf most = vf{} + 1e-30f;
+        for (int64_t r = 0; r < rank; r++) most = larger(most, size(load(x + r * PANEL)));
+        const vf times = limit(R) / most;
+        store(scale, most / limit(R));
+        for (int64_t r = 0; r < R; r += 2) {
+            const vf a = r < rank ? load(x + r * PANEL) : vf{}, b = r + 1 < rank ? load(x + (r + 1) * PANEL) : vf{};
+            put(a * times, b * times, at + r / 2 * PANEL);
+        }
+    }
+};
+
 // A basis in the layout of the products: panels of PANEL channels, each of R coordinates, padded with zeros.
 template <class Unit> struct Basis {
     typedef typename Unit::Row Row;
@@ -61,13 +142,13 @@ template <class Unit> struct Basis {
     Room<Row> panels;
     template <class T>
     Basis(const T* from, int64_t step, bool by_channels, int64_t channels, int64_t rank, int64_t threads)
-        : R(filled_up(rank)), panels(channels * R) {
+        : R(filled_up(rank)), panels(channels * (R + Unit::MORE)) {
 #pragma omp parallel for num_threads(threads)
         for (int64_t first = 0; first < channels; first += PANEL)
-            if (by_channels) Unit::pack_channels(from + first * step, step, rank, &panels[first * R]);
-            else Unit::pack_coordinates(from + first, step, rank, &panels[first * R]);
+            if (by_channels) Unit::pack_channels(from + first * step, step, rank, panel(first));
+            else Unit::pack_coordinates(from + first, step, rank, panel(first));
     }
-    const Row* panel(int64_t channel) const { return panels.at + channel * R; }  // a multiple of PANEL
+    Row* panel(int64_t channel) const { return panels.at + channel * (R + Unit::MORE); }  // a multiple of PANEL
 };
 
 // Adds to logits [M, BLOCK] of M queries what PANEL channels of each half give: keys [2 * PANEL, BLOCK], not rotated,
@@ -126,7 +207,7 @@ template <class Unit> struct Expanded {
           half(D / 2),
           R(R),
           rows(BLOCK * R),
-          columns(BLOCK * R),
+          columns(BLOCK * (R + Unit::MORE)),
           cos(half * BLOCK),
           sin(half * BLOCK),
           keys(2 * 2 * PANEL * BLOCK) {}
@@ -181,7 +262,7 @@ template <class T, class F> void with_unit(F f) {
     else {
         if constexpr (TILES)
             if (has_tiles()) return f(Named<ByTiles>{});
-        f(Named<std::conditional_t<PAIRS, ByPairs, ByFloats>>{});
+        f(Named<std::conditional_t<PAIRS, ByPairs, std::conditional_t<AVX2 || AVX512, ByIntegers, ByFloats>>>{});
     }
 }
 

@@ -1,140 +1,136 @@
-// Attention over every token, quantized but for the first and the newest, unpacked block by block.
+// Attention over every token, quantized but for the first and the newest. A block of tokens is unpacked into L1: for a
+// cache of fp32 to fp32, and for one of bf16 to integers of 16 bits, which are multiplied with queries and weights
+// rounded to 16 bits, too. Their products are added up exactly.
 #include "encode.h"
 #include "softmax.h"
 
 namespace {
 
-// Channels are unpacked in an order of their own, L neighbouring bytes at once: the first channel of each byte, then
-// the second, and so on. Queries are put into this order once per 2048 tokens, and outputs back.
-template <int BITS> constexpr int STORED = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
-template <int BITS> constexpr int STEP = L * 8 / STORED<BITS>;    // channels in L bytes
+constexpr int STEP = GROUP;  // channels that are unpacked at a time, in the order of `place`: even ones, then odd ones
+int place(int d) { return d / STEP * STEP + d % 2 * 16 + d % STEP / 2; }
 
-// What codes stand for.
-struct IntegerCodes {
-    template <int BITS> vf numbers(vu code) const {
-        if constexpr (BITS == 3) return __builtin_convertvector((vi)code, vf);
-        else return low_bits<BITS>(code);
-    }
-    vf of(vf code) const { return code; }
-};
-struct BookCodes {  // an entry for each code, repeated up to 16: bits above a code do not matter
-    vf entries[ENTRIES / L];
-    BookCodes(const float* book, int bits) {
-        float all[ENTRIES];
-        for (int i = 0; i < ENTRIES; i++) all[i] = book[i & ((1 << bits) - 1)];
-        std::memcpy(entries, all, sizeof all);
-    }
-    template <int BITS> vf numbers(vu code) const { return looked_up(code, entries); }
-    vf of(vf code) const { return looked_up((vu) __builtin_convertvector(code, vi), entries); }
-};
-struct E4M3Codes {  // as in half_to_float
-    template <int BITS> vf numbers(vu code) const {
-        vf x = (vf)((code & 0x7f) << 20) * 0x1p120f;
-        return (vf)((vu)x | (code & 0x80) << 24);
-    }
-};
-
-// Codes in L bytes of a row of D channels, from channel d on, as numbers.
-template <int BITS, class Of> void codes_in_order(const Of& of, const uint8_t* row, int D, int d, vf* out) {
-    constexpr int B = STORED<BITS>;
-    vu w = bytes_at(row + d * B / 8), third = {};
-    if constexpr (BITS == 3) {  // channel 4 j + r has its third bit at 4 j + r of the second plane
-        const uint8_t* at = row + D / 4 + d / 8;
-        third = two_words(load_as<uint32_t>(at), L == 16 ? load_as<uint32_t>(at + 4) : 0) >> (vu)(LANE % 8 * 4);
-    }
-    for (int r = 0; r < STEP<BITS> / L; r++) {
-        vu code = w >> (B * r);
-        if constexpr (BITS == 3) code = (code & 3) | (third >> r & 1) << 2;
-        out[r] = of.template numbers<BITS>(code);
+template <int BITS> void codes_of_step(const uint8_t* row, int D, int s, Sixteen* two) {
+    constexpr int B = BITS == 3 ? 2 : BITS;  // bits in the first plane of a row
+    constexpr int16_t MASK = (1 << B) - 1;
+    const Sixteen w = two_codes_at<B>(row + s * STEP * B / 8);
+    two[0] = w & MASK, two[1] = B == 4 ? w >> B : w >> B & MASK;  // 4 bits: nothing follows
+    if constexpr (BITS == 3) {
+        const Sixteen third = two_codes_at<1>(row + D / 4 + s * STEP / 8);
+        two[0] |= (third & 1) << 2, two[1] |= (third & 2) << 1;
     }
 }
 
-// Consecutive packed rows of D channels. They are read in that order; or, if L bytes do not divide a row, in the order
-// of channels.
-template <int BITS, bool IN_ORDER, class Codes = IntegerCodes> struct Rows {
-    static constexpr int C = IN_ORDER && STEP<BITS> > 32 ? STEP<BITS> : 32;  // channels at a time, a divisor of D
-    static constexpr int V = C / L;
-    const uint8_t* at;
-    const float* pairs;  // scale and zero of each group, or null
-    int D, group, bytes, groups;
-    Codes codes;
-
-    Rows(const uint8_t* at, const float* pairs, int D, int group, Codes codes = {})
-        : at(at), pairs(pairs), D(D), group(group), bytes(D * BITS / 8), groups(D / group), codes(codes) {}
-
-    void prefetch(int i) const {  // the row of the next block
-        for (int b = 0; b < bytes; b += 64) __builtin_prefetch(at + (N + i) * bytes + b, 0, 2);
+// What codes of a step stand for, in fp32: codes themselves, or those of e4m3, or a book's
+struct InFloats {
+    typedef float Row;
+    static constexpr float unit = 1;  // of what is unpacked
+    static constexpr int64_t most = 1;
+    vf entries[ENTRIES / L];
+    InFloats(const float* book, int64_t bits) {
+        float all[ENTRIES] = {};
+        for (int i = 0; book && bits < 8 && i < 1 << bits; i++) all[i] = book[i];
+        std::memcpy(entries, all, sizeof all);
     }
-
-    struct Groups {
-        int one, two;
-    };  // of the first and the last of the C channels from d on
-    Groups groups_of(int d) const {  // a division takes longer than 16 channels do
-        if (group == D || !pairs) return {0, 0};
-        if (group == 32) return {d / 32 * 2, (d + C - 1) / 32 * 2};
-        return {d / group * 2, (d + C - 1) / group * 2};
-    }
-
-    void read(int i, int d, Groups g, vf* out) const {
-        const uint8_t* row = at + i * bytes;
-        if constexpr (IN_ORDER)
-            for (int c = 0; c < C; c += STEP<BITS>) codes_in_order<BITS>(codes, row, D, d + c, out + c / L);
-        else
-            for (int c = 0; c < C; c += L) out[c / L] = codes.of(codes_at<BITS>(row, D, d + c));
-        if (!pairs) return;
-        const float* pair = pairs + i * groups * 2;
-        vf scale = all(pair[g.one]), zero = all(pair[g.one + 1]);
-        if (C > 32 && g.one != g.two) {
-            const vi upper = LANE >= L / 2;  // channels of the last bytes
-            scale = upper ? all(pair[g.two]) : scale, zero = upper ? all(pair[g.two + 1]) : zero;
-        }
-        for (int v = 0; v < V; v++) out[v] = out[v] * scale + zero;
-    }
-
-    template <int G>
-    __attribute__((noinline)) void dots(const float* q, int n, float* logits) const {  // as the dots of softmax.h
-        for (int i = 0; i < n; i += 2) {
-            int j = std::min(i + 1, n - 1);
-            prefetch(i), prefetch(i + 1);
-            vf acc[2][G] = {}, x[V], y[V];
-            for (int d = 0; d < D; d += C) {
-                Groups at = groups_of(d);
-                read(i, d, at, x), read(j, d, at, y);
-                for (int v = 0; v < V; v++)
-                    for (int g = 0; g < G; g++) {
-                        vf query = load(q + g * D + d + v * L);
-                        acc[0][g] += x[v] * query, acc[1][g] += y[v] * query;
-                    }
+    template <bool BOOK, bool E4M3_CODES> void put(Sixteen* two, float* to) const {
+        for (int f = 0; f < 2; f++)
+            for (int part = 0; part < 16 / L; part++) {
+                vf x;
+                if constexpr (E4M3_CODES)  // fp16 has one bit more for exponents, and another bias
+                    x = halves(two[f] << 8 >> 1 & (int16_t)0xbf80, part) * 256.0f;
+                else x = numbers(two[f], part);
+                if constexpr (BOOK) x = looked_up((vu) __builtin_convertvector(x, vi), entries);
+                store(to + f * 16 + part * L, x);
             }
-            for (int g = 0; g < G; g++)
-                for (int m = 0; m < 2; m++) logits[g * N + i + m] = sum(acc[m][g]);
-        }
-    }
-
-    template <int G> __attribute__((noinline)) void weigh(const float* p, int n, float* y) const {
-        for (int i = 0; i < n; i++) prefetch(i);
-        for (int d = 0; d < D; d += C) {
-            Groups at = groups_of(d);
-            vf acc[V][G], x[V];
-            for (int v = 0; v < V; v++)
-                for (int g = 0; g < G; g++) acc[v][g] = load(y + g * D + d + v * L);
-            for (int i = 0; i < n; i++) {
-                read(i, d, at, x);
-                for (int g = 0; g < G; g++) {
-                    vf weight = all(p[g * N + i]);
-                    for (int v = 0; v < V; v++) acc[v][g] += x[v] * weight;
-                }
-            }
-            for (int v = 0; v < V; v++)
-                for (int g = 0; g < G; g++) store(y + g * D + d + v * L, acc[v][g]);
-        }
     }
 };
 
-void floats_of(const uint16_t* halves, int n, float* out) {
-    int i = 0;
-    for (; i + L <= n; i += L) store(out + i, half_to_float(halves_at(halves + i)));
-    for (; i < n; i++) out[i] = half_to_float(halves[i]);
+// The same in integers of 16 bits. Those of e4m3, 32 times as large, are a product of what the upper half of a code
+// stands for, the sign and all but the lowest bit of the exponent, and the lower half, that bit and the mantissa;
+// the smallest numbers are rounded to zero.
+struct InIntegers {
+    typedef int16_t Row;
+    float unit;
+    int64_t most;  // the largest number
+    Table one, two;
+    InIntegers(const float* book, int64_t bits)
+        : unit(1), most((1 << bits) - 1), one(entries(book, bits, true)), two(entries(book, bits, false)) {
+        if (!book) return;
+        unit = bits == 8 ? 1 / 32.0f : largest_of(book, bits) / BOOK_MOST;
+        most = bits == 8 ? 448 * 32 : BOOK_MOST;
+    }
+    template <bool BOOK, bool E4M3_CODES> void put(Sixteen* codes, int16_t* to) const {
+        if constexpr (BOOK) one.look_up(codes);
+        if constexpr (E4M3_CODES) {
+            Sixteen upper[2] = {codes[0] >> 4, codes[1] >> 4}, lower[2] = {codes[0] & 15, codes[1] & 15};
+            one.look_up(upper), two.look_up(lower);
+            for (int f = 0; f < 2; f++) codes[f] = rounded_product(upper[f], lower[f]);
+        }
+        for (int f = 0; f < 2; f++) std::memcpy(to + f * 16, &codes[f], sizeof *codes);
+    }
+
+private:
+    static constexpr int64_t BOOK_MOST = 4095;
+    static float largest_of(const float* book, int64_t bits) {
+        float most = 1e-30f;
+        for (int i = 0; i < 1 << bits; i++) most = std::max(most, std::fabs(book[i]));
+        return most;
+    }
+    static Table entries(const float* book, int64_t bits, bool first) {
+        int16_t all[ENTRIES] = {};
+        for (int i = 0; book && i < ENTRIES; i++)
+            if (bits == 8)
+                all[i] = (int16_t)(first ? (i & 8 ? -1 : 1) * (1 << (i & 7) * 2) : ((i & 7) + 8) << (i >> 3) << 10);
+            else if (i < 1 << bits) all[i] = (int16_t)std::rint(book[i] / largest_of(book, bits) * BOOK_MOST);
+        return Table(all);
+    }
+};
+
+// Products of integers: queries q [G, D] . n rows, `apart` from each other, -> [G, N]
+template <int G>
+__attribute__((noinline)) void dots(const int16_t* q, const int16_t* rows, int apart, int n, int D, float* logits) {
+    constexpr int M = L / G, TOGETHER = M < 4 ? M : 4;
+    for (int i = 0; i < n; i += M) {
+        vf sum[L];
+        for (int first = 0; first < M; first += TOGETHER) {
+            const int16_t* row = rows + (i + first) * apart;
+            vi acc[G][TOGETHER] = {};
+            for (int d = 0; d < D; d += 2 * L) {
+                Halves x[TOGETHER];
+                for (int m = 0; m < TOGETHER; m++) x[m] = load_as<Halves>(row + m * apart + d), keep(x[m]);
+                for (int g = 0; g < G; g++) {
+                    Halves query = load_as<Halves>(q + g * D + d);
+                    keep(query);
+                    for (int m = 0; m < TOGETHER; m++) acc[g][m] = add_dots(acc[g][m], x[m], query);
+                }
+            }
+            for (int g = 0; g < G; g++)
+                for (int m = 0; m < TOGETHER; m++) sum[g * M + first + m] = __builtin_convertvector(acc[g][m], vf);
+        }
+        const vf y = sums(sum);
+        for (int g = 0; g < G; g++) std::memcpy(logits + g * N + i, (const char*)&y + g * M * 4, M * 4);
+    }
+}
+
+// y [G, D] += pairs of weights [G, N / 2] . n rows, two at a time, times the weights' units. Each pair has 8 bytes
+template <int G> __attribute__((noinline)) void weigh(const int32_t* weights, const float* unit, const int16_t* rows,
+                                                      int apart, int n, int D, float* y) {
+    const vi one = LANE / 4 % 2 * L + LANE / 8 * 4 + LANE % 4, two = one + L / 2;  // channels in their order
+    for (int d = 0; d < D; d += 2 * L) {
+        vi acc[G][2] = {};  // by fours of channels in turns
+        for (int i = 0; i < n; i += 2) {
+            Halves x[2];
+            interleave(load_as<Halves>(rows + i * apart + d), load_as<Halves>(rows + (i + 1) * apart + d), x);
+            for (int g = 0; g < G; g++) {
+                const Halves weight = (Halves)(vi{} + weights[g * N + i]);
+                for (int j = 0; j < 2; j++) acc[g][j] = add_dots(acc[g][j], x[j], weight);
+            }
+        }
+        for (int g = 0; g < G; g++) {
+            float* to = y + g * D + d;
+            store(to, load(to) + __builtin_convertvector(two_of(acc[g][0], acc[g][1], one), vf) * unit[g]);
+            store(to + L, load(to + L) + __builtin_convertvector(two_of(acc[g][0], acc[g][1], two), vf) * unit[g]);
+        }
+    }
 }
 
 // Keys or values of all heads: packed ones in `slots` = positions, and `held` whole ones, first sinks, then a ring
@@ -150,69 +146,66 @@ template <class T> struct QuantizedCache {
 };
 
 // Keys or values of one head
-template <class T> struct Quantized {
-    const uint8_t* packed;
-    const uint16_t* params;
-    const T* full_precision;
-    int64_t bits, group, sinks, ring;
-    const float* book;
-    int64_t share;
-    int D, per;  // channels in a byte of the first plane, if they are unpacked in that order; otherwise 1
+template <class T> struct Quantized : QuantizedCache<T> {
+    typedef std::conditional_t<std::is_same_v<T, float>, InFloats, InIntegers> Codes;
+    typedef typename Codes::Row Row;
+    int D, groups, each;  // groups of `each` channels of a token that have a scale
+    Codes codes;
 
     Quantized(const QuantizedCache<T>& of, int64_t head, int D)
-        : packed((const uint8_t*)of.packed +
-                 head * of.slots * D * (of.bits == 16 ? (int64_t)sizeof(T) * 8 : of.bits) / 8),
-          params(!of.params ? nullptr
-                 : of.book  ? of.params + head * (of.slots / of.share)
-                            : of.params + head * of.slots * D / (of.by_channel ? N : of.group) * 2),
-          full_precision(of.full_precision + head * of.held * D),
-          bits(of.bits),
-          group(of.group),
-          sinks(of.sinks),
-          ring(of.held - of.sinks),
-          book(of.book),
-          share(of.share),
-          D(D) {
-        per = bits == 16 ? 1 : 8 / (bits == 3 ? 2 : (int)bits);
-        if (D % (L * per)) per = 1;
+        : QuantizedCache<T>(of),
+          D(D),
+          groups(of.bits == 16 || of.by_channel ? 1 : D / (int)of.group),
+          each(D / groups),
+          codes(of.book, of.bits) {
+        this->packed = (const char*)of.packed + head * of.slots * row_bytes();
+        if (of.book) this->params += head * (of.slots / of.share);
+        else if (of.params) this->params += head * of.slots * D / (of.by_channel ? N : of.group) * 2;
+        this->full_precision += head * of.held * D;
+    }
+    int64_t row_bytes() const { return D * (this->bits == 16 ? (int64_t)sizeof(T) * 8 : this->bits) / 8; }
+    int64_t slot(int64_t t) const {
+        return t < this->sinks ? t : this->sinks + (t - this->sinks) % (this->held - this->sinks);
+    }
+    const T* whole(int64_t t) const { return this->full_precision + slot(t) * D; }
+    const T* unpacked(int64_t t) const { return (const T*)this->packed + t * D; }  // in 16 bits
+
+    // Of n tokens from t on, scales and zeros of each group: [groups, N] each
+    void scales_of(int64_t t, int n, float* scale, float* zero) const {
+        if (this->book) {
+            for (int i = 0; i < n; i++) scale[i] = half_to_float(this->params[(t + i) / this->share]) * codes.unit;
+            return;
+        }
+        alignas(64) uint32_t pairs[N] = {};
+        for (int e = 0; e < groups; e++, scale += N, zero += N) {
+            for (int i = 0; i < n; i++) pairs[i] = load_as<uint32_t>(this->params + ((t + i) * groups + e) * 2);
+            for (int i = 0; i < N; i += L) {
+                const vu both = load_as<vu>(pairs + i);
+                store(scale + i, half_to_float(both & 0xffff)), store(zero + i, half_to_float(both >> 16));
+            }
+        }
     }
 
-    int64_t slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring; }
-    int at(int c) const { return c / (L * per) * (L * per) + c % per * L + c % (L * per) / per; }  // place of channel c
-
-    void pairs_of(int64_t t, int n, float* out) const {  // of n tokens that are quantized by themselves
-        if (!book) return floats_of(params + t * (D / group) * 2, n * (int)(D / group) * 2, out);
-        for (int i = 0; i < n; i++) out[2 * i] = half_to_float(params[(t + i) / share]), out[2 * i + 1] = 0;
+    void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on
+        const bool book = this->book;
+        if (this->bits == 2) book ? unpack_bits<2, true>(t, n, to) : unpack_bits<2>(t, n, to);
+        else if (this->bits == 3) book ? unpack_bits<3, true>(t, n, to) : unpack_bits<3>(t, n, to);
+        else if (this->bits == 4) book ? unpack_bits<4, true>(t, n, to) : unpack_bits<4>(t, n, to);
+        else book ? unpack_bits<8, false, true>(t, n, to) : unpack_bits<8>(t, n, to);
     }
 
-    // f(packed rows from t on); pairs as in Rows
-    template <class F> void packed_rows(int64_t t, const float* pairs, F f) const {
-        const uint8_t* at = packed + t * D * bits / 8;
-        const auto rows = [&](auto width, auto codes) {
-            constexpr int BITS = decltype(width)::value;
-            if (per > 1) f(Rows<BITS, true, decltype(codes)>(at, pairs, D, (int)group, codes));
-            else f(Rows<BITS, false, decltype(codes)>(at, pairs, D, (int)group, codes));
-        };
-        const auto few_bits = [&](auto codes) {
-            if (bits == 2) rows(std::integral_constant<int, 2>(), codes);
-            else if (bits == 3) rows(std::integral_constant<int, 3>(), codes);
-            else rows(std::integral_constant<int, 4>(), codes);
-        };
-        if (bits == 8 && book) f(Rows<8, true, E4M3Codes>(at, pairs, D, (int)group));
-        else if (bits == 8) f(Rows<8, true>(at, pairs, D, (int)group));
-        else if (book) few_bits(BookCodes(book, (int)bits));
-        else few_bits(IntegerCodes());
-    }
-
-    void take(int64_t t, float* out) const {  // a token of 16 bits
-        for (int d = 0; d < D; d += L) store(out + d, load((const T*)packed + t * D + d));
-    }
-
-    void take_whole(int64_t t, float* out) const {
-        vf x;
-        for (int d = 0; d < D; d += L) {
-            x = load(full_precision + slot(t) * D + d);
-            for (int j = 0; j < L; j++) out[at(d + j)] = x[j];
+private:
+    template <int BITS, bool BOOK = false, bool E4M3_CODES = false> void unpack_bits(int64_t t, int n, Row* to) const {
+        const int bytes = D * BITS / 8, steps = D / STEP;
+        const uint8_t* row = (const uint8_t*)this->packed + t * bytes;
+        const Codes own = codes;
+        for (int i = 0; i < n; i++, row += bytes) {
+            for (int b = 0; b < bytes; b += 64) __builtin_prefetch(row + N * bytes + b, 0, 2);  // of the next block
+            for (int s = 0; s < steps; s++, to += STEP) {
+                Sixteen two[2];
+                codes_of_step<BITS>(row, D, s, two);
+                own.template put<BOOK, E4M3_CODES>(two, to);
+            }
         }
     }
 };
@@ -270,13 +263,195 @@ struct Ends {
     const int64_t *pos, *k, *v;
 };
 
+constexpr bool is_exact(float) { return true; }
+constexpr bool is_exact(int16_t) { return false; }
+
+// The largest of 16 bits that D products with numbers up to `most` do not exceed 32 bits with, on any lane
+float most_of(int64_t most, int64_t products) {
+    return (float)std::min<int64_t>(32767, ((int64_t)1 << 31) / (most * products) - 1);
+}
+
+// Logits of packed keys of one head, for queries q [G, D]
+template <class T> struct PackedKeys {
+    typedef typename Quantized<T>::Row Row;
+    const Quantized<T>& keys;
+    const int G, D;
+    Room<float> turned, scaled, sums, scale, zero, part, unit;  // queries: [groups, G, channels of a group]
+    Room<Row> numbers;
+    Room<uint32_t> own;  // scales and zeros of channels
+
+    PackedKeys(const Quantized<T>& keys, const float* q, int G)
+        : keys(keys),
+          G(G),
+          D(keys.D),
+          turned(G * D),
+          scaled(G * D),
+          sums(keys.groups * G),
+          scale(keys.groups * N),
+          zero(keys.groups * N),
+          part(G * N),
+          unit(keys.groups * G),
+          numbers(G * D),
+          own(D) {
+        for (int e = 0; e < keys.groups; e++)
+            for (int g = 0; g < G; g++)
+                for (int d = e * keys.each; d < (e + 1) * keys.each; d++) {
+                    turned[(e * (G - 1) + g) * keys.each + place(d)] = q[g * D + d], sums[e * G + g] += q[g * D + d];
+                }
+        set_queries(turned.at);
+    }
+
+    // q . (scale * code + zero) = scale * (q . code) + zero * (the sum of q), for the channels of a group
+    void logits(int64_t t, int n, Row* page, float* p) {
+        if (keys.by_channel) scale_queries(keys.params + t / N * D * 2);
+        else keys.scales_of(t, n, scale.at, zero.at);
+        keys.unpack(t, n, page);
+        const float* rows[N];
+        for (int e = 0; e < keys.groups; e++) {
+            float* to = e ? part.at : p;
+            const int first = e * keys.each;
+            if constexpr (is_exact(Row()))
+                for (int i = 0; i < n; i++) rows[i] = page + i * D + first;
+            by_heads(G, [&](auto m, int g) {
+                const Row* own = &numbers[(e * G + g) * keys.each];
+                if constexpr (is_exact(Row())) dots<m>(own, rows, n, keys.each, to + g * N, Next<float>{});
+                else dots<m>(own, page + first, D, n, keys.each, to + g * N);
+            });
+            for (int g = 0; g < G; g++)
+                for (int i = 0; i < N; i += L) {
+                    float* at = p + g * N + i;
+                    const float sum = sums[e * G + g];
+                    vf x = load(to + g * N + i) * (is_exact(Row()) ? 1.0f : unit[e * G + g]);
+                    if (keys.by_channel) x += sum;
+                    else x = x * load(&scale[e * N + i]) + load(&zero[e * N + i]) * sum;
+                    store(at, e ? load(at) + x : x);
+                }
+        }
+    }
+
+private:
+    void set_queries(const float* x) {
+        if constexpr (is_exact(Row())) std::copy_n(x, G * D, numbers.at);
+        else
+            for (int i = 0; i < keys.groups * G; i++, x += keys.each) {
+                vf most = {};
+                for (int d = 0; d < keys.each; d += L) {
+                    const vf size = (vf)(load_as<vu>(x + d) & 0x7fffffff);
+                    most = size > most ? size : most;
+                }
+                const float large = std::max(largest(most), 1e-30f), times = most_of(keys.codes.most, D / 8) / large;
+                unit[i] = 1 / times;
+                for (int d = 0; d < keys.each; d += 2 * L) {
+                    const vi one = rounded_numbers(load(x + d) * times), two = rounded_numbers(load(x + d + L) * times);
+                    const Halves both = narrowed_in_order(one, two);
+                    std::memcpy(&numbers[i * keys.each + d], &both, sizeof both);
+                }
+            }
+    }
+    // The same if a channel has a scale for N tokens: it is multiplied with the query
+    void scale_queries(const uint16_t* pairs) {
+        std::vector<vf> total(G);
+        for (int d = 0; d < D; d += 2 * L) transpose2((const uint8_t*)(pairs + d * 2), &own[place(d)], 16);
+        for (int d = 0; d < D; d += L) {
+            const vu both = load_as<vu>(&own[d]);
+            const vf scale = half_to_float(both & 0xffff), zero = half_to_float(both >> 16);
+            for (int g = 0; g < G; g++) {
+                const vf x = load(&turned[g * D + d]);
+                store(&scaled[g * D + d], x * scale), total[g] += x * zero;
+            }
+        }
+        for (int g = 0; g < G; g++) sums[g] = sum(total[g]);
+        set_queries(scaled.at);
+    }
+};
+
+// Weighted sums of packed values of one head
+template <class T> struct PackedValues {
+    typedef typename Quantized<T>::Row Row;
+    const Quantized<T>& values;
+    const int G, D;
+    Room<float> y, zeros, scale, zero, weight, unit,
+        most;  // y: [groups, G, channels of a group]; zeros: [groups, G, L]
+
+    PackedValues(const Quantized<T>& values, int G)
+        : values(values),
+          G(G),
+          D(values.D),
+          y(G * D),
+          zeros(values.groups * G * L),
+          scale(values.groups * N),
+          zero(values.groups * N),
+          weight(G * N),
+          unit(G),
+          most(G) {}
+
+    void shrink(int g, float by) {
+        const int each = values.each;
+        for (int e = 0; e < values.groups; e++) {
+            float *at = &zeros[(e * G + g) * L], *own = &y[(e * G + g) * each];
+            store(at, load(at) * by);
+            for (int d = 0; d < each; d += L) store(own + d, load(own + d) * by);
+        }
+    }
+    void add(const float* p, int64_t t, int n, Row* page) {
+        values.scales_of(t, n, scale.at, zero.at);
+        values.unpack(t, n, page);
+        const int each = values.each;
+        const float* rows[N];
+        if constexpr (!is_exact(Row()))
+            for (int g = 0; g < G; g++) most[g] = largest_of(p + g * N);
+        for (int e = 0; e < values.groups; e++) {
+            const float *own = &scale[e * N], *zero_of = &zero[e * N];
+            const float limit = most_of(values.codes.most, N), top = is_exact(Row()) ? 1 : largest_of(own);
+            for (int g = 0; g < G; g++) {
+                vf more = load(&zeros[(e * G + g) * L]);
+                const float times = is_exact(Row()) ? 1 : limit / std::max(most[g] * top, 1e-30f);
+                unit[g] = 1 / times;
+                for (int i = 0; i < N; i += L) {
+                    const vf x = load(p + g * N + i), w = x * load(own + i);
+                    more += x * load(zero_of + i);
+                    if constexpr (is_exact(Row())) store(&weight[g * N + i], w);
+                    else store(&weight[g * N + i], (vf)in_pairs(rounded_numbers(w * times)));
+                }
+                store(&zeros[(e * G + g) * L], more);
+            }
+            if constexpr (is_exact(Row()))
+                for (int i = 0; i < n; i++) rows[i] = page + i * D + e * each;
+            by_heads(G, [&](auto m, int g) {
+                float* to = &y[(e * G + g) * each];
+                if constexpr (is_exact(Row())) weigh<m>(&weight[g * N], rows, n, each, to, Next<float>{});
+                else weigh<m>((const int32_t*)&weight[g * N], &unit[g], page + e * each, D, n, each, to);
+            });
+        }
+    }
+    void finish(float* to) {  // adds everything to [G, D]
+        const int each = values.each;
+        for (int e = 0; e < values.groups; e++)
+            for (int g = 0; g < G; g++) {
+                const float more = sum(load(&zeros[(e * G + g) * L]));
+                for (int d = 0; d < each; d++) to[g * D + e * each + d] += y[(e * G + g) * each + place(d)] + more;
+            }
+    }
+
+private:
+    static float largest_of(const float* x) {
+        vf most = load(x);
+        for (int i = L; i < N; i += L) most = load(x + i) > most ? load(x + i) : most;
+        return largest(most);
+    }
+    static vi in_pairs(vi x) {  // a lane, and above it the next: of every second lane
+        typedef uint64_t Long __attribute__((vector_size(L * 4)));
+        return (vi)((Long)x | (Long)x >> 16);
+    }
+};
+
 template <class T>
 void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v, const Ends& ends) {
-    const int64_t H = heads.H, G = heads.G, D = heads.D;
+    const int G = (int)heads.G, D = (int)heads.D;
     int64_t packed = parts_of(*std::max_element(ends.k, ends.k + heads.B));
     attention(heads, packed + 1, [&](int64_t head, int64_t part, const float* query, Seen& seen) {
-        int64_t b = head / H;
-        Quantized<T> keys(k, head, D), values(v, head, D);
+        int64_t b = head / heads.H;
+        const Quantized<T> keys(k, head, D), values(v, head, D);
         if (part == packed) {  // the whole tokens
             std::vector<int64_t> slots;
             for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) slots.push_back(t);
@@ -284,69 +459,36 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
             return seen.add_slots(query, Slots<T>{keys.full_precision, values.full_precision, D, D, slots.data()}, 0,
                                   (int64_t)slots.size());
         }
-        std::vector<float> rows(2 * N * D), turned(G * D), scaled(G * D), sums(G), scale(D), zero(D), y(D);
-        std::vector<float> k_pairs(N * D / k.group * 2), v_pairs(N * D / v.group * 2), pairs(D * 2);
-        std::vector<int> order(D);
-        for (int d = 0; d < D; d++) order[d] = keys.at(d);
-        const float *ks[N], *vs[N];
-        for (int i = 0; i < N; i++) ks[i] = &rows[i * D], vs[i] = &rows[(N + i) * D];
-        for (int g = 0; g < G; g++)
-            for (int d = 0; d < D; d++) turned[g * D + order[d]] = query[g * D + d], sums[g] += query[g * D + d];
-        // q . (scale * code + zero): if all of a key, or of a channel, has one scale, only codes are multiplied
-        bool by_channel = k.by_channel && k.bits < 16, by_token = k.bits < 16 && !k.by_channel && k.group == D;
-        const Next<float> nothing{};
+        PackedKeys<T> packed_keys(keys, query, G);
+        PackedValues<T> packed_values(values, G);
+        Room<typename Quantized<T>::Row> page(N * D);
+        const Next<T> nothing{};
+        const T* rows[N];
         int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK);
         for (int64_t first = std::max(k.sinks, part * CHUNK), next; first < hi; first = next) {
             next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
             if (first < ends.v[b]) next = std::min(next, ends.v[b]);
             int n = (int)(next - first);
-            const float* x = turned.data();
-            if (by_channel) {
-                floats_of(keys.params + first / N * D * 2, (int)D * 2, pairs.data());
-                for (int d = 0; d < D; d++) scale[order[d]] = pairs[2 * d], zero[order[d]] = pairs[2 * d + 1];
-                for (int g = 0; g < G; g++) {
-                    vf total = {};
-                    for (int d = 0; d < D; d += L) {
-                        vf from = load(&turned[g * D + d]);
-                        store(&scaled[g * D + d], from * load(&scale[d])), total += from * load(&zero[d]);
-                    }
-                    sums[g] = sum(total);
-                }
-                x = scaled.data();
-            } else if (k.bits < 16) keys.pairs_of(first, n, k_pairs.data());
-            if (k.bits == 16) {
-                for (int i = 0; i < n; i++) keys.take(first + i, (float*)ks[i]);
-                by_heads(G, [&](auto m, int g) { dots<m>(x + g * D, ks, n, D, &seen.p[g * N], nothing); });
-            } else
-                keys.packed_rows(first, by_channel || by_token ? nullptr : k_pairs.data(), [&](const auto& of) {
-                    by_heads(G, [&](auto m, int g) { of.template dots<m>(x + g * D, n, &seen.p[g * N]); });
-                });
+            if (k.bits < 16) packed_keys.logits(first, n, page.at, seen.p.data());
+            else {
+                for (int i = 0; i < n; i++) rows[i] = keys.unpacked(first + i);
+                by_heads(G, [&](auto m, int g) { dots<m>(query + g * D, rows, n, D, &seen.p[g * N], nothing); });
+            }
             for (int g = 0; g < G; g++) {
-                float *p = &seen.p[g * N], more = sums[g];
-                if (by_channel)
-                    for (int i = 0; i < n; i++) p[i] += more;
-                if (by_token)
-                    for (int i = 0; i < n; i++) p[i] = p[i] * k_pairs[2 * i] + more * k_pairs[2 * i + 1];
-                float shrink = seen.soften(g, p, n, N);
-                if (shrink != 1)
-                    for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                float shrink = seen.soften(g, &seen.p[g * N], n, N);
+                if (shrink == 1) continue;
+                for (int d = 0; d < D; d += L) store(&seen.y[g * D + d], load(&seen.y[g * D + d]) * shrink);
+                packed_values.shrink(g, shrink);
             }
             if (v.bits < 16 && first < ends.v[b]) {
-                values.pairs_of(first, n, v_pairs.data());
-                values.packed_rows(first, v_pairs.data(), [&](const auto& of) {
-                    by_heads(G, [&](auto m, int g) { of.template weigh<m>(&seen.p[g * N], n, &seen.y[g * D]); });
-                });
+                packed_values.add(seen.p.data(), first, n, page.at);
                 continue;
             }
             for (int i = 0; i < n; i++)
-                if (first < ends.v[b]) values.take(first + i, (float*)vs[i]);
-                else values.take_whole(first + i, (float*)vs[i]);
-            by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], vs, n, D, &seen.y[g * D], nothing); });
+                rows[i] = first < ends.v[b] ? values.unpacked(first + i) : values.whole(first + i);
+            by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], rows, n, D, &seen.y[g * D], nothing); });
         }
-        for (int g = 0; g < G; g++) {
-            std::copy(&seen.y[g * D], &seen.y[g * D] + D, y.data());
-            for (int d = 0; d < D; d++) seen.y[g * D + d] = y[values.at(d)];
-        }
+        packed_values.finish(seen.y.data());
     });
 }
 

@@ -29,6 +29,7 @@ constexpr int ENTRIES = 16;  // entries of a table, one for each value of 4 bits
 typedef float vf __attribute__((vector_size(L * 4)));
 typedef int32_t vi __attribute__((vector_size(L * 4)));
 typedef uint32_t vu __attribute__((vector_size(L * 4)));
+typedef int16_t Sixteen __attribute__((vector_size(32)));
 struct bf16 {
     uint16_t bits;
 };

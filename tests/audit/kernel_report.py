@@ -4,6 +4,11 @@
     python -m tests.audit.kernel_report --cc 90 --models llama-3.1-8b --sizes 8x32768 --methods sals-12.5 kivi-2
     python -m tests.audit.kernel_report --methods mine.py                          # a method's file, anywhere
 
+Another Triton is compared with the one that is installed by its unpacked wheel:
+
+    python -m tests.audit.kernel_report --one --cc 90 --out newest.json
+    PYTHONPATH=FOLDER python -m tests.audit.kernel_report --one --cc 90 --beside newest.json
+
 Records every launch of methods and weights (launches.py) and passes each through Triton's own launcher, up to the
 machine code of each GPU. The exit code is 1 if a kernel cannot be launched, spills registers or needs more shared
 memory than a program may have on the GPU.
@@ -22,6 +27,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,6 +44,7 @@ from triton.runtime.jit import MockTensor
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT
 from scripts.shared.results import check_out, record, write_json
+from scripts.shared.timing import reason
 from tests.audit.launches import METHODS, MODELS, SIZES, WEIGHTS, is_tensor, named, recorded
 
 KERNELS = ROOT / "kernels"
@@ -190,15 +197,33 @@ def aligned(lines: list[tuple[str, ...]], width: list[int] | None = None) -> str
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Aligned columns; loads as width x count. An error may extend over the columns that its row lacks."""
-    head = ("file", "kernel", "model", "method", "cc", "registers", "spills", "shared", "warps", "programs", "limit")
+    head = (
+        "file",
+        "kernel",
+        "model",
+        "method",
+        "cc",
+        "triton",
+        "registers",
+        "spills",
+        "shared",
+        "warps",
+        "programs",
+        "limit",
+    )
     lines: list[tuple[str, ...]] = [(*head, "loads")]
     for r in rows:
         if "error" in r or "loads" not in r:
-            lines.append((*(str(r[c]) for c in head[:5]), r.get("error", ""), *("",) * 6))
+            lines.append((*(str(r[c]) for c in head[:6]), r.get("error", ""), *("",) * 6))
         else:
             loads = " ".join(f"{width}Bx{n}" for width, n in r["loads"].items())
             lines.append((*(str(r[c]) for c in head), loads))
-    return aligned(lines, [max(len(line[i]) for line in lines if i != 5 or line[6]) for i in range(len(lines[0]))])
+    return aligned(lines, [max(len(line[i]) for line in lines if i != 6 or line[7]) for i in range(len(lines[0]))])
+
+
+def in_order(row: dict[str, Any]) -> list[Any]:
+    """The order of a table: the same launch under two versions of Triton is on two lines that follow each other."""
+    return [str(row[c]) for c in ("file", "kernel", "model", "method", "cc", "args", "options", "triton")]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -212,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--bind", action="store_true", help="stop after the launcher: nothing is compiled")
     p.add_argument("--one", action="store_true", help="only one launch of each kernel")
     p.add_argument("--out", help="result file, as JSON")
+    p.add_argument("--beside", metavar="FILE", help="an earlier --out, whose rows the table shows, too")
     p.add_argument("--json", action="store_true", help="print the kernels' rows as JSON, nothing else")
     a = p.parse_args(argv)
     try:
@@ -221,6 +247,10 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(a.files) - {file for file, _ in kernels()}:
         raise InputError(f"no kernels in kernels/{unknown.pop()}.py")
     check_out(a.out)
+    try:
+        beside = json.loads(Path(a.beside).read_text())["rows"] if a.beside else []
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise InputError(f"--beside {a.beside} is no file that --out wrote ({reason(e)})") from None
     found = recorded(a.models, named(a.methods), a.weights, a.sizes)
     entries = [e for e in found.seen.values() if not a.files or e["file"] in a.files]
     if a.one:
@@ -237,12 +267,14 @@ def main(argv: list[str] | None = None) -> int:
             methods = sorted({by[1] for by in e["by"]})
             head = dict(file=e["file"], kernel=e["kernel"], model=model, method=method, methods=methods, cc=cc)
             row = launch(e, cc, a.bind)
-            form = dict(args=in_words(e["args"]), options=e["options"], launches=e["launches"])
+            form = dict(
+                triton=triton.__version__, args=in_words(e["args"]), options=e["options"], launches=e["launches"]
+            )
             rows.append(head | form | row | dict(problem=problem(row)))
             if i % 50 == 49:
                 write(False)
     write(True)
-    print(json.dumps(rows) if a.json else table(rows))
+    print(json.dumps(rows) if a.json else table(sorted(rows + beside, key=in_order)))
     problems = [r for r in rows if r["problem"]]
     for r in problems:
         print(

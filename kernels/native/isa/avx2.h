@@ -1,6 +1,8 @@
 // AVX2, which comes with FMA and F16C.
 #include <immintrin.h>
 
+#include "sixteen.h"
+
 namespace {
 
 using plain::coded, plain::low_bits, plain::multiplies_one_row, plain::two_words;
@@ -33,6 +35,13 @@ __attribute__((always_inline)) inline vf sums(vf* x) {
 }
 
 vf halves(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+vf halves(Sixteen x, int part) {
+    return (vf)_mm256_cvtph_ps(part ? _mm256_extracti128_si256((__m256i)x, 1) : _mm256_castsi256_si128((__m256i)x));
+}
+vf numbers(Sixteen x, int part) {
+    const __m128i half = part ? _mm256_extracti128_si256((__m256i)x, 1) : _mm256_castsi256_si128((__m256i)x);
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(half));
+}
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
 
@@ -142,10 +151,24 @@ typedef int16_t Halves __attribute__((vector_size(L * 4)));
 typedef int8_t Bytes __attribute__((vector_size(L * 4)));
 
 __m256i everywhere(int32_t x) { return _mm256_set1_epi32(x); }
+void keep(Halves& x) { asm("" : "+v"(x)); }
+vi add_dots(vi sum, Halves a, Halves b) {
+#if VNNI
+    return (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+#else
+    return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+void interleave(Halves a, Halves b, Halves* to) {
+    to[0] = (Halves)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b);
+    to[1] = (Halves)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b);
+}
 vi dot(Halves w, int32_t two) { return (vi)_mm256_madd_epi16((__m256i)w, everywhere(two)); }
 // unsigned bytes times signed ones, two sums of two products a lane
 Halves dot_bytes(vu w, int32_t four) { return (Halves)_mm256_maddubs_epi16((__m256i)w, everywhere(four)); }
 Halves narrowed(vi a, vi b) { return (Halves)_mm256_packs_epi32((__m256i)a, (__m256i)b); }  // in turns of 4 of either
+Halves narrowed_in_order(vi a, vi b) { return (Halves)_mm256_permute4x64_epi64((__m256i)narrowed(a, b), 0xd8); }
+vi rounded_numbers(vf x) { return (vi)_mm256_cvtps_epi32((__m256)x); }
 Bytes narrowed(Halves a, Halves b) { return (Bytes)_mm256_packs_epi16((__m256i)a, (__m256i)b); }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // AVX-512, with words and double words (BW, DQ).
 #include <immintrin.h>
 
+#include "sixteen.h"
+
 namespace {
 
 using plain::transpose2, plain::transpose4, plain::store;
@@ -19,6 +21,8 @@ bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) 
 __attribute__((always_inline)) inline vf sums(vf* x) { return joined<1>(x); }
 
 vf halves(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+vf halves(Sixteen x, int) { return (vf)_mm512_cvtph_ps((__m256i)x); }
+vf numbers(Sixteen x, int) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32((__m256i)x)); }
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
 
@@ -75,10 +79,27 @@ typedef int16_t Halves __attribute__((vector_size(L * 4)));
 typedef int8_t Bytes __attribute__((vector_size(L * 4)));
 
 __m512i everywhere(int32_t x) { return _mm512_set1_epi32(x); }
+void keep(Halves& x) { asm("" : "+v"(x)); }
+vi add_dots(vi sum, Halves a, Halves b) {
+#if VNNI
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+void interleave(Halves a, Halves b, Halves* to) {
+    to[0] = (Halves)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+    to[1] = (Halves)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+}
 vi dot(Halves w, int32_t two) { return (vi)_mm512_madd_epi16((__m512i)w, everywhere(two)); }
 // unsigned bytes times signed ones, two sums of two products a lane
 Halves dot_bytes(vu w, int32_t four) { return (Halves)_mm512_maddubs_epi16((__m512i)w, everywhere(four)); }
 Halves narrowed(vi a, vi b) { return (Halves)_mm512_packs_epi32((__m512i)a, (__m512i)b); }  // in turns of 4 of either
+Halves narrowed_in_order(vi a, vi b) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return (Halves)_mm512_permutexvar_epi64(order, (__m512i)narrowed(a, b));
+}
+vi rounded_numbers(vf x) { return (vi)_mm512_cvtps_epi32((__m512)x); }
 Bytes narrowed(Halves a, Halves b) { return (Bytes)_mm512_packs_epi16((__m512i)a, (__m512i)b); }
 
 // torch's library (MKL) is optimized for Intel processors with AVX-512

@@ -29,6 +29,11 @@ vf sums(vf* x) {
 // ---- fp16 ----
 
 vf halves(const uint16_t* p) { return half_to_float(halves_at(p)); }  // L numbers
+vf halves(Sixteen x, int part) {                                      // L of them
+    uint16_t h[16];
+    std::memcpy(h, &x, sizeof h);
+    return halves(h + part * L);
+}
 float half_to_float(uint16_t h) { return ::half_to_float(vu{h})[0]; }
 uint16_t to_half(float x) {  // to nearest, ties to even
     uint32_t bits;
@@ -64,6 +69,58 @@ vf looked_up(vu x, const vf* table) {  // the table entry of the lowest four bit
 vi zeros_at(const uint8_t* p, int v) {  // codes of 4 bits, a byte those of two rows 8 apart: of vector v of 16 rows
     const vu two = bytes_at(p);
     return (vi)(v ? two >> 4 : two & 15);
+}
+
+// ---- numbers of 16 bits ----
+
+template <int BITS> Sixteen two_codes_at(const uint8_t* p) {  // 32 codes, two a lane: the second one above the first
+    Sixteen x;
+    for (int j = 0; j < 16; j++) {
+        if constexpr (BITS == 8) x[j] = load_as<int16_t>(p + 2 * j);
+        else x[j] = p[j * BITS / 4] >> (j * BITS * 2 % 8);
+    }
+    return x;
+}
+vf numbers(Sixteen x, int part) {  // L of them
+    vf y;
+    for (int j = 0; j < L; j++) y[j] = (float)x[part * L + j];
+    return y;
+}
+struct Table {  // entries for codes of four bits
+    int16_t entries[ENTRIES];
+    Table(const int16_t* from) { std::copy_n(from, ENTRIES, entries); }
+    void look_up(Sixteen* two) const {
+        for (int i = 0; i < 2; i++)
+            for (int j = 0; j < 16; j++) two[i][j] = entries[two[i][j]];
+    }
+};
+Sixteen rounded_product(Sixteen a, Sixteen b) {  // / 2^15
+    for (int j = 0; j < 16; j++) a[j] = (int16_t)((a[j] * b[j] + (1 << 14)) >> 15);
+    return a;
+}
+
+typedef int16_t Halves __attribute__((vector_size(L * 4)));
+
+void keep(Halves&) {}
+vi add_dots(vi sum, Halves a, Halves b) {  // products of two neighbours a lane
+    const vi x = (vi)a, y = (vi)b;
+    return sum + (x >> 16) * (y >> 16) + (x << 16 >> 16) * (y << 16 >> 16);
+}
+Halves narrowed_in_order(vi a, vi b) {
+    Halves y;
+    for (int j = 0; j < L; j++) y[j] = (int16_t)a[j], y[L + j] = (int16_t)b[j];
+    return y;
+}
+vi rounded_numbers(vf x) {
+    vi y;
+    for (int j = 0; j < L; j++) y[j] = (int32_t)std::nearbyint(x[j]);
+    return y;
+}
+void interleave(Halves a, Halves b, Halves* to) {  // pairs of a number of either: by fours of pairs in turns
+    for (int j = 0; j < 2 * L; j++) {
+        Halves& half = to[j % 8 / 4];
+        half[j / 8 * 8 + j % 4 * 2] = a[j], half[j / 8 * 8 + j % 4 * 2 + 1] = b[j];
+    }
 }
 
 // ---- scores by look-up ----
