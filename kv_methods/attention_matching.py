@@ -53,6 +53,7 @@ class AttentionMatching(Evicting):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         self.buffer("bias", self.place.shape, torch.float32)
+        self.most = self.max_kept(shape.max_seq_len)  # keys of a prompt
         self.exact_prefill = args.queries == "prompt"  # nothing can be stored before the prompt is read again
 
     def decode_slots(self):
@@ -72,53 +73,73 @@ class AttentionMatching(Evicting):
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
         (queries, n), self.asked = self.asked or (q_rot, lengths), None
-        self.filled[: len(k)] = self.num_kept(lengths)
-        for b, (T, N) in enumerate(zip(lengths.tolist(), self.filled[: len(k)].tolist(), strict=True)):
-            at = torch.linspace(0, int(n[b]) - 1, min(int(n[b]), self.args.samples), device=k.device).round().long()
-            one = queries[b, :, at].unflatten(0, (k.shape[1], -1)).flatten(1, 2)  # [Hkv, g * samples, D]
-            self.k[b, :, :N], self.v[b, :, :N], self.bias[b, :, :N], self.place[b, :, :N] = self.compact(
-                one.double(), k_rot[b, :, :T].double(), v[b, :, :T].double(), N
-            )
+        kept = self.num_kept(lengths)
+        self.filled[: len(k)] = kept
+        for b in range(len(k)):  # a row at a time: weights of all reference queries are held
+            row = slice(b, b + 1)
+            some, there = self.references(queries[row], n[row], k.shape[1])
+            fitted = self.compact(some, there, k_rot[row].double(), v[row].double(), lengths[row], kept[row])
+            for buffer, x in zip((self.k, self.v, self.bias, self.place), fitted, strict=True):
+                buffer[row, :, : x.shape[2]] = x.to(buffer.dtype)
 
-    def compact(self, q: Tensor, k: Tensor, v: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q [H, n, D], k and v [H, T, D] -> N keys and values [H, N, D], biases and positions [H, N]."""
-        if k.shape[1] == N:
-            return k, v, torch.zeros_like(k[..., 0]), torch.arange(N, device=k.device).expand(len(k), N)
-        logits = q @ k.mT * q.shape[2] ** -0.5  # [H, n, T]
-        e = (logits - logits.amax(2, keepdim=True)).exp()
-        total = e.sum(2, keepdim=True)
-        newest = torch.arange(k.shape[1], device=k.device) >= k.shape[1] - self.args.recent
+    def references(self, q: Tensor, n: Tensor, n_kv_head: int) -> tuple[Tensor, Tensor]:
+        """`samples` evenly spaced of n [B] queries q [B, Hq, S, D] -> [B, Hkv, g * samples, D], and which are there."""
+        i, taken = torch.arange(self.args.samples, device=q.device), n.clamp(max=self.args.samples)[:, None]
+        at = (i * ((n[:, None] - 1) / (taken - 1).clamp(min=1).double())).round().long().clamp(max=q.shape[2] - 1)
+        some = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])).double()
+        there = (i < taken)[:, None].expand(-1, q.shape[1] // n_kv_head, -1).flatten(1)
+        return some.unflatten(1, (n_kv_head, -1)).flatten(2, 3), there[:, None, :, None]
+
+    def compact(
+        self, q: Tensor, there: Tensor, k: Tensor, v: Tensor, lengths: Tensor, kept: Tensor
+    ) -> tuple[Tensor, ...]:
+        """q [B, H, n, D], of which those count that are there [B, 1, n, 1], k and v [B, H, S, D] -> keys and values
+        [B, H, N, D], biases and positions [B, H, N], of which the first kept [B] count."""
+        t, n = torch.arange(k.shape[2], device=k.device), lengths.view(-1, 1, 1, 1)
+        k, v = (x.masked_fill(t[:, None] >= n, 0) for x in (k, v))
+        logits = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(t >= n, float("-inf"))  # [B, H, n, S]
+        e = (logits - logits.amax(3, keepdim=True)).exp() * there
+        total = e.sum(3, keepdim=True)
+        p = e / total.masked_fill(~there, 1)
+        newest = t >= (lengths - self.recent(lengths))[:, None, None]
+        N = min(self.most, k.shape[2])
         if self.args.keys == "attention":
-            score = (e / total).square().mean(1).masked_fill(newest, float("inf"))
-            place = best_tokens(score, N)
+            place = best_tokens(p.square().sum(2).masked_fill(newest, float("inf")).masked_fill(t >= n[..., 0], -1), N)
         else:
             place = self.pursuit(e, total, newest, N)
-        place = place.sort(-1).values
-        weight = self.weights(e.gather(2, place[:, None].expand(-1, e.shape[1], -1)), total)
-        bias = weight[..., 0].log()
-        p = (logits.gather(2, place[:, None].expand(-1, e.shape[1], -1)) + bias[:, None]).softmax(-1)
-        values = least_squares(p, e / total @ v)
-        return k.gather(1, place[..., None].expand(-1, -1, k.shape[2])), values, bias, place
+        held = (torch.arange(N, device=k.device) < kept[:, None])[:, None]  # [B, 1, N]
+        place = torch.where(held, place, k.shape[2]).sort(-1).values.clamp(max=k.shape[2] - 1)
+        each, row = place[:, :, None].expand(-1, -1, e.shape[2], -1), place[..., None].expand(-1, -1, -1, k.shape[3])
+        bias = self.weights(e.gather(3, each) * held[:, :, None], total, kept)[..., 0].log()
+        matched = (logits.gather(3, each) + bias[:, :, None]).masked_fill(~held[:, :, None], float("-inf")).softmax(-1)
+        values = least_squares(matched * there, p @ v, kept)
+        whole = (kept == lengths).view(-1, 1, 1)  # nothing is left out
+        values, bias = torch.where(whole[..., None], v.gather(2, row), values), bias.masked_fill(whole, 0)
+        return k.gather(2, row), values, bias, place
 
-    def weights(self, e: Tensor, total: Tensor) -> Tensor:
-        """w [H, N, 1] within the bounds, with which e [H, n, N] sums up to total [H, n, 1]."""
+    def weights(self, e: Tensor, total: Tensor, n: Tensor) -> Tensor:
+        """w [B, H, N, 1] within the bounds, with which e [B, H, n, N] sums up to total; n [B] columns are keys."""
         low, high = BOUNDS[self.args.keys]
-        w = least_squares(e, total).clamp(low, high)
-        step = torch.linalg.matrix_norm(e, 2)[..., None, None].square().clamp(min=1e-30)
+        w = least_squares(e, total, n).clamp(low, high)
+        if STEPS[self.args.keys]:
+            step = torch.linalg.matrix_norm(e, 2)[..., None, None].square().clamp(min=1e-30)
         for _ in range(STEPS[self.args.keys]):
             w = (w - e.mT @ (e @ w - total) / step).clamp(low, high)
         return w
 
     def pursuit(self, e: Tensor, total: Tensor, newest: Tensor, N: int) -> Tensor:
-        """N of the keys, one after another: those whose e [H, n, T] is most like what is missing of total [H, n, 1]."""
-        chosen = newest.nonzero().T[:, -N:].expand(len(e), -1)
-        missing = total
-        while (n := chosen.shape[1]) < N:
+        """N of the keys, one after another: the newest, then those whose e [B, H, n, S] is most like what is missing of
+        total [B, H, n, 1]."""
+        chosen, missing = newest.new_empty(*e.shape[:2], 0, dtype=torch.int64), total
+        while (n := chosen.shape[2]) < N:
             if n and (n // AT_ONCE) % EVERY == 0:
-                part = e.gather(2, chosen[:, None].expand(-1, e.shape[1], -1))
-                missing = total - part @ self.weights(part, total)
-            like = (e.mT @ missing)[..., 0].scatter(1, chosen, float("-inf"))
-            chosen = torch.cat((chosen, best_tokens(like, min(AT_ONCE, N - n))), 1)
+                part = e.gather(3, chosen[:, :, None].expand(-1, -1, e.shape[2], -1))
+                missing = total - part @ self.weights(
+                    part, total, torch.full_like(newest[:, 0, 0], n, dtype=torch.int64)
+                )
+            like = (e.mT @ missing)[..., 0].masked_fill(newest, float("inf"))
+            like = like.masked_fill(e.sum(2) == 0, float("-inf")).scatter(2, chosen, float("-inf"))
+            chosen = torch.cat((chosen, best_tokens(like, min(AT_ONCE, N - n))), 2)
         return chosen
 
     # ---- one token per row ----
@@ -141,8 +162,8 @@ class AttentionMatching(Evicting):
         return super().traffic(pos) + 4 * self.shape.max_batch * self.shape.n_kv_head * tokens
 
 
-def least_squares(a: Tensor, y: Tensor) -> Tensor:
-    """x [H, N, c] of the least |a x - y|: a [H, n, N], y [H, n, c]."""
+def least_squares(a: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    """x [B, H, N, c] of the least |a x - y|: a [B, H, m, N], of which n [B] columns are not zero, y [B, H, m, c]."""
     moments = a.mT @ a
-    ridge = RIDGE * moments.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None].clamp(min=1e-30)
-    return torch.linalg.solve(moments + ridge * torch.eye(moments.shape[1], device=a.device, dtype=a.dtype), a.mT @ y)
+    ridge = RIDGE * (moments.diagonal(dim1=2, dim2=3).sum(-1) / n[:, None]).clamp(min=1e-30)[..., None, None]
+    return torch.linalg.solve(moments + ridge * torch.eye(moments.shape[2], device=a.device, dtype=a.dtype), a.mT @ y)

@@ -646,11 +646,11 @@ class MatchingRow(Row):
             best = sorted((t for t in range(n) if t not in newest), key=lambda t: -score[t])
             kept = newest + best[: size - len(newest)]
         else:
-            kept, missing = list(newest), total
+            kept, missing = [], total
             while len(kept) < size:
                 if kept and len(kept) // 4 % 2 == 0:
                     missing = total - e[:, kept] @ self.weights(e[:, kept], total)
-                like = {t: float(e[:, t] @ missing) for t in range(n) if t not in kept}
+                like = {t: math.inf if t in newest else float(e[:, t] @ missing) for t in range(n) if t not in kept}
                 kept += sorted(like, key=lambda t: -like[t])[: min(4, size - len(kept))]
         kept = sorted(kept)
         w = self.weights(e[:, kept], total)
