@@ -34,6 +34,7 @@ class AttentionMatching(Evicting):
     stress = dict(budget=12)
     lookback = 0
     evicts = False
+    deviates = frozenset({"copies"})  # attention with a bias per slot has no kernel yet
     asked: tuple[Tensor, Tensor] | None = None  # queries [B, Hq, n, D] of the repetition, and how many [B]
     bias: Tensor  # fp32 [B, Hkv, N]: what is added to a slot's logits
 
