@@ -20,7 +20,7 @@ template <int BITS> void codes_of_step(const uint8_t* row, int D, int s, Sixteen
     }
 }
 
-// What codes of a step stand for, in fp32: codes themselves, or those of e4m3, or a book's
+// What codes of a step stand for, in fp32; without a book, codes stay integers of 16 bits until they are multiplied
 struct InFloats {
     typedef float Row;
     static constexpr float unit = 1;  // of what is unpacked
@@ -37,10 +37,12 @@ struct InFloats {
                 vf x;
                 if constexpr (E4M3_CODES)  // fp16 has one bit more for exponents, and another bias
                     x = halves(two[f] << 8 >> 1 & (int16_t)0xbf80, part) * 256.0f;
-                else x = numbers(two[f], part);
-                if constexpr (BOOK) x = looked_up((vu) __builtin_convertvector(x, vi), entries);
+                else x = looked_up(halves_at((const int16_t*)&two[f] + part * L), entries);
                 store(to + f * 16 + part * L, x);
             }
+    }
+    template <bool BOOK, bool E4M3_CODES> void put(Sixteen* two, int16_t* to) const {  // codes themselves
+        for (int f = 0; f < 2; f++) std::memcpy(to + f * 16, &two[f], sizeof *two);
     }
 };
 
@@ -191,16 +193,27 @@ template <class T> struct Quantized : QuantizedCache<T> {
         for (int i = 0; i < groups * N; i += L) split_pairs(load_as<vu>(pairs + i), scale + i, zero + i);
     }
 
-    void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on
+    void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on; without a book integers of 16 bits
+        int16_t* codes = (int16_t*)to;
         const bool book = this->book;
-        if (this->bits == 2) book ? unpack_bits<2, true>(t, n, to) : unpack_bits<2>(t, n, to);
-        else if (this->bits == 3) book ? unpack_bits<3, true>(t, n, to) : unpack_bits<3>(t, n, to);
-        else if (this->bits == 4) book ? unpack_bits<4, true>(t, n, to) : unpack_bits<4>(t, n, to);
-        else book ? unpack_bits<8, false, true>(t, n, to) : unpack_bits<8>(t, n, to);
+        if (this->bits == 2) book ? unpack_bits<2, true>(t, n, to) : unpack_bits<2>(t, n, codes);
+        else if (this->bits == 3) book ? unpack_bits<3, true>(t, n, to) : unpack_bits<3>(t, n, codes);
+        else if (this->bits == 4) book ? unpack_bits<4, true>(t, n, to) : unpack_bits<4>(t, n, codes);
+        else book ? unpack_bits<8, false, true>(t, n, to) : unpack_bits<8>(t, n, codes);
+    }
+    // f(rows of what was unpacked, from a channel on), to be multiplied in fp32
+    template <class F> void in_floats(const Row* page, int first, int n, F f) const {
+        const auto rows = [&](const auto* at) {
+            std::decay_t<decltype(at)> each[N];
+            for (int i = 0; i < n; i++) each[i] = at + i * D + first;
+            f(each);
+        };
+        this->book ? rows((const float*)page) : rows((const int16_t*)page);
     }
 
 private:
-    template <int BITS, bool BOOK = false, bool E4M3_CODES = false> void unpack_bits(int64_t t, int n, Row* to) const {
+    template <int BITS, bool BOOK = false, bool E4M3_CODES = false, class To>
+    void unpack_bits(int64_t t, int n, To* to) const {
         const int bytes = D * BITS / 8, steps = D / STEP;
         const uint8_t* row = (const uint8_t*)this->packed + t * bytes;
         const Codes own = codes;
@@ -314,17 +327,18 @@ template <class T> struct PackedKeys {
         if (keys.by_channel) scale_queries(keys.params + t / N * D * 2);
         else keys.scales_of(t, n, scale.at, zero.at);
         keys.unpack(t, n, page);
-        const float* rows[N];
         for (int e = 0; e < keys.groups; e++) {
             float* to = e ? part.at : p;
             const int first = e * keys.each;
+            const Row* own = &numbers[e * G * keys.each];
             if constexpr (is_exact(Row()))
-                for (int i = 0; i < n; i++) rows[i] = page + i * D + first;
-            by_heads(G, [&](auto m, int g) {
-                const Row* own = &numbers[(e * G + g) * keys.each];
-                if constexpr (is_exact(Row())) dots<m>(own, rows, n, keys.each, to + g * N, Next<float>{});
-                else dots<m>(own, page + first, D, n, keys.each, to + g * N);
-            });
+                keys.in_floats(page, first, n, [&](const auto* rows) {
+                    by_heads(G,
+                             [&](auto m, int g) { dots<m>(own + g * keys.each, rows, n, keys.each, to + g * N, {}); });
+                });
+            else
+                by_heads(
+                    G, [&](auto m, int g) { dots<m>(own + g * keys.each, page + first, D, n, keys.each, to + g * N); });
             for (int g = 0; g < G; g++)
                 for (int i = 0; i < N; i += L) {
                     float* at = p + g * N + i;
@@ -401,7 +415,6 @@ template <class T> struct PackedValues {
         values.scales_of(t, n, scale.at, zero.at);
         values.unpack(t, n, page);
         const int each = values.each;
-        const float* rows[N];
         for (int g = 0; g < G && !is_exact(Row()); g++) most[g] = std::max(largest_of(p + g * N), 1e-20f);
         for (int e = 0; e < values.groups; e++) {
             const float *own = &scale[e * N], *zero_of = &zero[e * N];
@@ -418,13 +431,15 @@ template <class T> struct PackedValues {
                 }
                 store(&zeros[(e * G + g) * L], more);
             }
+            float* to = &y[e * G * each];
             if constexpr (is_exact(Row()))
-                for (int i = 0; i < n; i++) rows[i] = page + i * D + e * each;
-            by_heads(G, [&](auto m, int g) {
-                float* to = &y[(e * G + g) * each];
-                if constexpr (is_exact(Row())) weigh<m>(&weight[g * N], rows, n, each, to, Next<float>{});
-                else weigh<m>((const int32_t*)&weight[g * N], &unit[g], page + e * each, D, n, each, to);
-            });
+                values.in_floats(page, e * each, n, [&](const auto* rows) {
+                    by_heads(G, [&](auto m, int g) { weigh<m>(&weight[g * N], rows, n, each, to + g * each, {}); });
+                });
+            else
+                by_heads(G, [&](auto m, int g) {
+                    weigh<m>((const int32_t*)&weight[g * N], &unit[g], page + e * each, D, n, each, to + g * each);
+                });
         }
     }
     void finish(float* to) {  // adds everything to [G, D]

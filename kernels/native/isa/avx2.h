@@ -38,10 +38,7 @@ vf halves(const uint16_t* p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const
 vf halves(Sixteen x, int part) {
     return (vf)_mm256_cvtph_ps(part ? _mm256_extracti128_si256((__m256i)x, 1) : _mm256_castsi256_si128((__m256i)x));
 }
-vf numbers(Sixteen x, int part) {
-    const __m128i half = part ? _mm256_extracti128_si256((__m256i)x, 1) : _mm256_castsi256_si128((__m256i)x);
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(half));
-}
+vf load(const int16_t* p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p))); }
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
 

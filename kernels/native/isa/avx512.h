@@ -22,7 +22,9 @@ __attribute__((always_inline)) inline vf sums(vf* x) { return joined<1>(x); }
 
 vf halves(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 vf halves(Sixteen x, int) { return (vf)_mm512_cvtph_ps((__m256i)x); }
-vf numbers(Sixteen x, int) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32((__m256i)x)); }
+vf load(const int16_t* p) {
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p)));
+}
 float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
 

@@ -81,11 +81,7 @@ template <int BITS> Sixteen two_codes_at(const uint8_t* p) {  // 32 codes, two a
     }
     return x;
 }
-vf numbers(Sixteen x, int part) {  // L of them
-    vf y;
-    for (int j = 0; j < L; j++) y[j] = (float)x[part * L + j];
-    return y;
-}
+vf load(const int16_t* p) { return __builtin_convertvector((vi)(halves_at(p) << 16) >> 16, vf); }
 struct Table {  // entries for codes of four bits
     int16_t entries[ENTRIES];
     Table(const int16_t* from) { std::copy_n(from, ENTRIES, entries); }
