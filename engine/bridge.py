@@ -44,11 +44,14 @@ class Layer(transformers.cache_utils.CacheLayerMixin):
         if self.cache.waiting is not None:
             raise InputError("the model's attention function did not get the cache's keys: load the model with "
                              'attn_implementation="kv_fast"; if it was, its class is not supported')  # fmt: skip
-        s, B = self.method.shape, len(key_states)
-        self.seen += key_states.shape[2]
+        s, (B, _, S, _) = self.method.shape, key_states.shape
+        self.seen += S
         if s.max_batch < B or s.max_seq_len < self.seen:
             raise InputError(f"{B} rows of {self.seen} tokens do not fit in a cache of {s.max_batch} rows of "
                              f"{s.max_seq_len}: make it with a larger max_batch or max_seq_len")  # fmt: skip
+        if s.max_prompt < S if self.seen == S else self.decoded + S > s.max_decoded:
+            raise InputError(f"{self.seen} tokens do not fit in a cache of {s.max_prompt} for a prompt and "
+                             f"{s.max_decoded} after it: make it with another max_new_tokens")  # fmt: skip
         self.cache.waiting = self
         key_states.kv_fast = self.attend  # type: ignore[attr-defined]
         return key_states, value_states
@@ -100,12 +103,14 @@ class Layer(transformers.cache_utils.CacheLayerMixin):
 class Cache(transformers.Cache):
     """A cache for `past_key_values`, with `method` (a --method, whose layer numbers count layers with attention).
 
-    max_seq_len counts prompt, padding and new tokens together. calibration: a Calibration, or a file of calibrate.py
+    max_seq_len counts prompt, padding and new tokens together, of which max_new_tokens at most come after the prompt:
+    some methods then allocate less. calibration: a Calibration, or a file of calibrate.py
     for the model's folder, by default the one in it. Raises InputError for what cannot be exact here.
     """
 
     def __init__(self, model: Any, method: str, max_seq_len: int, max_batch: int = 1,
-                 calibration: str | Path | Calibration | None = None, **knobs: Any):  # fmt: skip
+                 calibration: str | Path | Calibration | None = None, max_new_tokens: int | None = None,
+                 **knobs: Any):  # fmt: skip
         check_count("max_seq_len", max_seq_len, 1, 10**9)
         check_count("max_batch", max_batch, 1, 10**9)
         self.model = TransformersModel(model)
@@ -113,7 +118,7 @@ class Cache(transformers.Cache):
             self.model.calibration = calibration
         else:
             self.model.use_calibration(calibration)
-        self.model.setup_cache(method, max_batch, max_seq_len, **knobs)
+        self.model.setup_cache(method, max_batch, max_seq_len, max_new_tokens, **knobs)
         layers: list[Any] = transformers.DynamicCache(config=model.config).layers
         for i, made in zip(self.model.index, self.model.cache, strict=True):
             layers[i] = Layer(made, self)

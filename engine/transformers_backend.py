@@ -6,7 +6,7 @@
 Importing this registers the attention function "kv_fast" with transformers. A call of the model hands it `kv_fast`, a
 function that attends; without one, and without a Cache of bridge.py, "kv_fast" is transformers' "sdpa". Layers are
 those with attention, in their order; one with a sliding window keeps it, as in our decoder. Tested with transformers
-5.24.
+5.16, 5.20, 5.23 and 5.24.
 
 Models rotate keys before they hand them over, so a method's own rotation is the identity. For a method that reads keys
 before rotation they are turned back, by the rope of config.json, if a probe of the model shows that it is the one.
@@ -49,7 +49,7 @@ try:
     if not hasattr(CacheLayerMixin, "get_max_length"):
         raise ImportError("this one is older")
 except ImportError as e:
-    raise InputError(f"models of transformers need transformers 5.24 ({e}): pip install transformers==5.24.0") from None
+    raise InputError(f"this needs transformers 5.16 to 5.24 ({e}): pip install transformers==5.24.0") from None
 
 REFUSED = {  # arguments of attention functions that change the output, by what they are
     "s_aux": "attention sinks in the softmax",

@@ -3,7 +3,8 @@
 Keys and values are quantized in slots, slot = position. Beside them are the first tokens and a ring of the newest ones
 in the cache's dtype (`full_precision`): a token is quantized when it leaves the ring, by itself or, if keys are
 quantized per channel, together with a block of others (KIVI). One pass reads packed tokens and unpacks them in
-registers: at 2 bits and D = 128, 96 bytes per token and KV head (KIVI), where dense bf16 reads 512.
+registers: at 2 bits and D = 128, 96 bytes per token and KV head (KIVI), where dense bf16 reads 512. On a CPU a bf16
+cache's codes are multiplied with queries and weights of 12 to 16 bits, more than bf16 has, and summed exactly.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def fetched_folder(name: str | Path) -> str:
 
         return snapshot_download(str(name), allow_patterns=[*FILES])
     except ImportError as e:
-        raise InputError(f"this needs transformers 5.24 ({e}): pip install transformers==5.24.0") from None
+        raise InputError(f"this needs transformers 5.16 to 5.24 ({e}): pip install transformers==5.24.0") from None
     except Exception as e:  # of the hub, the network or the disk
         raise InputError(f"{short(str(name))} is no folder, and it cannot be downloaded: {e}") from None
 

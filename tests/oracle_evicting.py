@@ -604,3 +604,89 @@ class RocketRow(SnapKVRow):
         wanted = -(-min(len(held), n) // self.page)
         best = sorted(range(len(pages) - 1), key=lambda p: (-score[p], p))[: wanted - 1]
         return sorted(t for p in [*best, len(pages) - 1] for t in pages[p])
+
+
+class MatchingRow(Row):
+    """A prompt compacted for one KV head at a time: which keys, their weights, and fitted values."""
+
+    evicts = False
+
+    def __init__(self, q, k, v, *, budget: Budget, recent: int, keys: str, samples: int, asked=None):
+        self.budget, self.newest, self.keys, self.samples = budget, recent, keys, samples
+        self.asked = q if asked is None else asked
+        self.bias: list[dict[int, float]] = []
+        super().__init__(q, k, v)
+
+    def scores_of_prompt(self, q, n):
+        return [[0.0] * n for _ in self.k]
+
+    def choose(self, scores, n):
+        out = []
+        for head in range(len(self.k)):
+            kept, bias, values = self.compacted(head, n)
+            self.bias.append(bias)
+            for t in kept:
+                self.v[head][t] = values[t]
+            out.append(kept)
+        return out
+
+    def compacted(self, head: int, n: int):
+        size = self.num_kept(n)
+        if size == n:
+            return list(range(n)), dict.fromkeys(range(n), 0.0), dict(enumerate(self.v[head]))
+        steps = self.asked.shape[1]
+        at = [round(float(x)) for x in np.linspace(0, steps - 1, min(steps, self.samples))]
+        queries = [self.asked[head * self.g + i, t] for i in range(self.g) for t in at]
+        logits = np.array([[x @ key for key in self.k[head]] for x in queries]) / math.sqrt(len(queries[0]))
+        e = np.exp(logits - logits.max(1)[:, None])
+        total = e.sum(1)
+        newest = list(range(n - min(n, self.newest), n))
+        if self.keys == "attention":
+            score = np.sqrt(((e / total[:, None]) ** 2).mean(0))
+            best = sorted((t for t in range(n) if t not in newest), key=lambda t: -score[t])
+            kept = newest + best[: size - len(newest)]
+        else:
+            kept, missing = [], total
+            while len(kept) < size:
+                if kept and len(kept) // 4 % 2 == 0:
+                    missing = total - e[:, kept] @ self.weights(e[:, kept], total)
+                like = {t: math.inf if t in newest else float(e[:, t] @ missing) for t in range(n) if t not in kept}
+                kept += sorted(like, key=lambda t: -like[t])[: min(4, size - len(kept))]
+        kept = sorted(kept)
+        w = self.weights(e[:, kept], total)
+        p = np.array([softmax(row[kept] + np.log(w)) for row in logits])
+        fitted = self.fit(p, (e / total[:, None]) @ np.array(self.v[head]))
+        return kept, dict(zip(kept, np.log(w), strict=True)), dict(zip(kept, fitted, strict=True))
+
+    def weights(self, e, total):
+        low, high, steps = (math.exp(-3), math.exp(3), 2) if self.keys == "attention" else (1e-12, math.exp(7), 0)
+        w = np.clip(self.fit(e, total), low, high)
+        for _ in range(steps):
+            w = np.clip(w - e.T @ (e @ w - total) / np.linalg.norm(e, 2) ** 2, low, high)
+        return w
+
+    @staticmethod
+    def fit(a, y):
+        moments = a.T @ a
+        return np.linalg.inv(moments + 1e-6 * np.trace(moments) / len(moments) * np.eye(len(moments))) @ a.T @ y
+
+    def weights_of_step(self, x, head, seen):
+        return softmax(np.array([x @ self.k[head][t] / math.sqrt(len(x)) + self.bias[head].get(t, 0.0) for t in seen]))
+
+    def step(self, q, k, v):
+        out = []
+        for head, score in enumerate(self.score):
+            score[len(self.k[head])] = 0.0
+            self.k[head].append(k[head])
+            self.v[head].append(v[head])
+            seen = sorted(score)
+            for x in q[head * self.g : (head + 1) * self.g]:
+                p = self.weights_of_step(x, head, seen)
+                out.append(sum(w * self.v[head][t] for w, t in zip(p, seen, strict=True)))
+        return np.stack(out)
+
+    def recent(self, length):
+        return min(length, self.newest)
+
+    def num_kept(self, length):
+        return max(tokens(self.budget, length), self.recent(length))

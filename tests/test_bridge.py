@@ -241,6 +241,10 @@ def test_what_a_cache_cannot_do_is_refused_in_a_line(monkeypatch):
 
     refuses("do not fit in a cache of 1 rows", run, rows=1)
     refuses("do not fit in a cache of 2 rows of 33", run, tokens=PROMPT + 1)
+    few = Cache(model, "self_index,budget=8,sinks=2,min_tokens=0", 64, 2, max_new_tokens=3)
+    assert few.kv_bytes() < Cache(model, "self_index,budget=8,sinks=2,min_tokens=0", 64, 2).kv_bytes()
+    new_tokens(model, ids, few, 4)
+    refuses("61 for a prompt and 3 after it", new_tokens, model, ids, Cache(model, "full", 64, 2, max_new_tokens=3), 5)
     refuses("cannot be reordered", run, rows=4, num_beams=2)
     refuses("attention mask is not causal", run, attention_mask=(torch.arange(PROMPT) < 30).long().expand(2, -1))
     refuses('attn_implementation="kv_fast"', run, model=model_of("Llama", "sdpa"))

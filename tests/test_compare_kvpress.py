@@ -31,7 +31,7 @@ def test_set_alike_they_keep_the_same_tokens(monkeypatch, tmp_path, capsys):
     rows = data["rows"]
     assert {r["method"] for r in rows} == {
         "full", "random", "streaming", "snapkv", "tova", "h2o", "pyramidkv", "keydiff", "expected_attention", "kvzip",
-        "adakv", "criticalkv",
+        "adakv", "criticalkv", "knorm",
     }  # fmt: skip
     assert len(data["samples"]) == 2 and max(s["logits_apart"] for s in data["samples"]) < 1e-3
     for r in rows:

@@ -15,6 +15,7 @@ from oracle_evicting import (
     KnormRow,
     KVzipRow,
     LagKVRow,
+    MatchingRow,
     PyramidKVRow,
     QFiltersRow,
     RKVRow,
@@ -44,6 +45,7 @@ ORACLES: dict[str, type[Row]] = dict(
     h2o=H2ORow, tova=TOVARow, snapkv=SnapKVRow, pyramidkv=PyramidKVRow, keydiff=KeyDiffRow,
     expected_attention=ExpectedAttentionRow, rkv=RKVRow, rocket=RocketRow, knorm=KnormRow, qfilters=QFiltersRow,
     lagkv=LagKVRow, compactor=CompactorRow, triattention=TriAttentionRow,
+    attention_matching=MatchingRow,
 )  # fmt: skip
 EXPECTED = dict(budget=12, sinks=2, future=16)
 CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
@@ -129,6 +131,10 @@ CASES = {  # method, knobs, (g, Hkv, D), prompt lengths
     "triattention-number": ("triattention", dict(budget=20, buffer=6), (3, 2, 32), (1, 3, 19, 20, 21, 50)),
     "triattention-share": ("triattention", dict(budget=0.4, recent=5, buffer=8, reach=100), (2, 1, 64), (10, 40)),
     "triattention-prompt": ("triattention", dict(budget=18, buffer=7, queries="prompt"), (2, 2, 32), (1, 30, 40)),
+    "attention_matching-default": ("attention_matching", {}, (2, 2, 32), (31, 60)),
+    "attention_matching-number": ("attention_matching", dict(budget=12, samples=20), (3, 2, 32), (1, 12, 13, 60)),
+    "attention_matching-omp": ("attention_matching", dict(budget=0.3, keys="omp"), (2, 1, 64), (10, 50)),
+    "attention_matching-recent": ("attention_matching", dict(budget=14, keys="omp", recent=6), (1, 2, 32), (5, 40)),
     "snapkv-chunks": ("snapkv", dict(budget=24, recent=4, chunk_length=5), (3, 2, 32), (1, 5, 23, 24, 25, 60)),
     "snapkv-chunks-cut": ("snapkv", dict(budget=0.3, recent=3, chunk_length=4, pool="avg"), (2, 1, 64), (10, 60)),
     "rocket-default": ("rocket", {}, (2, 2, 32), (31, 60)),
@@ -165,7 +171,8 @@ def oracle(name, knobs, at, q, k, v):
     args = vars(method_class(name).Args(**knobs))
     args.pop("min_tokens", None)  # test_budget.py
     if "decode_slots" in args:
-        args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
+        if name != "attention_matching":
+            args |= dict(weights=output_weights(len(q), q.shape[2]).double().numpy())
         args.pop("decode_slots"), args.pop("queries", None)  # of the prompt, if a method asks
     if name == "compactor":
         gen = torch.Generator().manual_seed(args.pop("seed"))
@@ -263,6 +270,9 @@ def test_defaults_are_the_papers():
     assert args["kvzip"] == shared | dict(budget=0.3, chunk=2048, tail=8, safeguard=0.0)
     assert args["compactor"] == shared | dict(
         budget=0.5, recent=4, sinks=8, block=256, sketch=48, blend=0.5, seed=0, safeguard=0.0
+    )
+    assert args["attention_matching"] == dict(
+        budget=0.1, recent=0, keys="attention", queries="prompt", samples=512, decode_slots=512
     )
     assert args["pyramidkv"] == snapkv | dict(budget=2048, recent=8, beta=20.0)
     assert args["rkv"] == dict(budget=1024, recent=8, buffer=128, mix=0.1, kernel=7, alike=0.5, spared=1)
@@ -468,6 +478,29 @@ def test_kvzip_keeps_what_a_repetition_looks_at(g, d, knobs, chunk, ask, monkeyp
             for head in range(2):
                 want = [*sorted(one.score[head]), *range(n, n + 8)]
                 assert kept(method, b, head) == want, (b, head)
+
+
+@torch.inference_mode()
+def test_attention_is_matched_for_the_queries_of_a_repetition(monkeypatch):
+    """Whose keys, biases and values are those of teacher forcing over the prompt, the request and the prompt again."""
+    model, prompts = tiny(2, 32), [prompt(30), prompt(19)]
+    monkeypatch.setattr(model, "encode", lambda text: [5, 6])
+    model.setup_cache("attention_matching", 2, 60, min_tokens=0, budget=8, queries="repeat", samples=12)
+    run(model, prompts, 3)
+    for b, p in enumerate(prompts):
+        told, n = [], len(p)
+        forward(model, torch.cat((p, torch.tensor([5, 6]), p))[None], told.append)
+        for method, t in zip(model.cache, told, strict=True):
+            q, k, v = (x.double().transpose(0, 1).numpy() for x in (t.q_rot, t.k_rot, t.v))
+            one = MatchingRow(q[:, :n], k[:, :n], v[:, :n], budget=8, recent=0, keys="attention", samples=12,
+                              asked=q[:, n:])  # fmt: skip
+            for head in range(2):
+                want = sorted(one.score[head])
+                assert kept(method, b, head) == [*want, *range(n, n + 3)], (b, head)
+                assert method.place[b, head, :8].tolist() == want
+                bias, values = ([of[t] for t in want] for of in (one.bias[head], one.v[head]))
+                assert np.abs(method.bias[b, head, :8].numpy() - bias).max() < 1e-3
+                assert np.abs(method.v[b, head, :8].numpy() - values).max() < 1e-3 * np.abs(values).max()
 
 
 def test_kvzip_asks_in_words(monkeypatch):

@@ -42,6 +42,7 @@ WRONG = dict(
     sparq=[dict(channels=0), dict(channels=1.5), dict(channels=33), dict(copies=3), dict(budget="pp")],
     streaming=[dict(sinks=-1), dict(recent=0), dict(positions="rank"), dict(recent="many")],
     keydiff=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
+    attention_matching=[dict(keys="all"), dict(queries="some"), dict(samples=0), dict(budget=4, recent=5)],
     knorm=[dict(budget=0), dict(recent=-1), dict(budget=4, recent=5)],
     lagkv=[dict(ratio=1.5), dict(sinks=-1), dict(lag=1), dict(ratio=0.01, lag=10)],
     compactor=[dict(sketch=0), dict(block=1), dict(blend=-1.0), dict(chunk_length=8)],

@@ -37,7 +37,8 @@ MAINTAINED = 96  # steps until all that methods maintain is due
 # Lengths are numbers, which `meta` has not: caches count as full, and so these read more than at the end of a prompt
 ROOM = {"self_index": "a ring of decoded tokens", "snapkv": "slots of decoded tokens", "pyramidkv": "the same",
         "expected_attention": "the same", "kvzip": "the same", "rkv": "a buffer of decoded tokens",
-        "rocket": "the same as snapkv", "compactor": "the same", "lagkv": "a window of decoded tokens",
+        "rocket": "the same as snapkv", "compactor": "the same",
+        "attention_matching": "the same", "lagkv": "a window of decoded tokens",
         "triattention": "a buffer of decoded tokens"}  # fmt: skip
 MORE = {"hshare": (2.3, "`meta` scores in every step, layer and head: `traffic` is the mean of them")}
 AHEAD = {"double_sparsity_offload": "tokens are fetched by `prefetch`, before the step"}

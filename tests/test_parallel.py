@@ -27,7 +27,7 @@ BINDING = [
     "hshare,budget=24,sinks=4,recent=8,steps=3", "streaming,recent=12", "quest,budget=32",
     "double_sparsity,budget=p0.9,heads=max", "knorm,budget=24", "qfilters,budget=24,recent=4",
     "lagkv,ratio=0.25,sinks=2,lag=8", "compactor,budget=24,adaptive=False", "chunkkv,budget=40",
-    "triattention,budget=24,buffer=4", "duo,sinks=2,window=8",
+    "triattention,budget=24,buffer=4", "duo,sinks=2,window=8", "attention_matching,budget=24",
 ]  # fmt: skip
 PORT = 29500 + os.getpid() % 2000
 # what neither rounds nor chooses by scores: elsewhere a sum in another order may move a code or a place by one

@@ -116,8 +116,6 @@ struct ByIntegers {
 
 private:
     static float limit(int64_t R) { return std::floor(std::sqrt(0x1p31f / (float)R)) - 1; }
-    static vf size(vf x) { return (vf)((vu)x & 0x7fffffff); }
-    static vf larger(vf a, vf b) { return a > b ? a : b; }
     static void put(vf a, vf b, float* to) {
         store(to, (vf)(((vu)rounded_numbers(a) & 0xffff) | (vu)rounded_numbers(b) << 16));
     }

@@ -145,6 +145,10 @@ template <class T> struct QuantizedCache {
     int64_t share;
 };
 
+void split_pairs(vu pairs, float* scale, float* zero) {  // of fp16
+    store(scale, half_to_float(pairs & 0xffff)), store(zero, half_to_float(pairs >> 16));
+}
+
 // Keys or values of one head
 template <class T> struct Quantized : QuantizedCache<T> {
     typedef std::conditional_t<std::is_same_v<T, float>, InFloats, InIntegers> Codes;
@@ -176,14 +180,15 @@ template <class T> struct Quantized : QuantizedCache<T> {
             for (int i = 0; i < n; i++) scale[i] = half_to_float(this->params[(t + i) / this->share]) * codes.unit;
             return;
         }
-        alignas(64) uint32_t pairs[N] = {};
-        for (int e = 0; e < groups; e++, scale += N, zero += N) {
-            for (int i = 0; i < n; i++) pairs[i] = load_as<uint32_t>(this->params + ((t + i) * groups + e) * 2);
-            for (int i = 0; i < N; i += L) {
-                const vu both = load_as<vu>(pairs + i);
-                store(scale + i, half_to_float(both & 0xffff)), store(zero + i, half_to_float(both >> 16));
-            }
-        }
+        const uint16_t* from = this->params + t * groups * 2;
+        uint32_t* pairs = (uint32_t*)scale;  // for a while
+        if (groups == 4 && n == N)
+            for (int i = 0; i < N; i += L) transpose4((const uint8_t*)(from + i * 8), pairs + i, N);
+        else
+            for (int e = 0; e < groups; e++)
+                for (int i = 0; i < N; i++)
+                    pairs[e * N + i] = i < n ? load_as<uint32_t>(from + (i * groups + e) * 2) : 0;
+        for (int i = 0; i < groups * N; i += L) split_pairs(load_as<vu>(pairs + i), scale + i, zero + i);
     }
 
     void unpack(int64_t t, int n, Row* to) const {  // n tokens from t on
@@ -278,27 +283,30 @@ template <class T> struct PackedKeys {
     const int G, D;
     Room<float> turned, scaled, sums, scale, zero, part, unit;  // queries: [groups, G, channels of a group]
     Room<Row> numbers;
-    Room<uint32_t> own;  // scales and zeros of channels
+    const float limit;  // of queries as integers
 
     PackedKeys(const Quantized<T>& keys, const float* q, int G)
         : keys(keys),
           G(G),
           D(keys.D),
           turned(G * D),
-          scaled(G * D),
+          scaled(D),
           sums(keys.groups * G),
-          scale(keys.groups * N),
-          zero(keys.groups * N),
+          scale(std::max(D, keys.groups * N)),
+          zero(std::max(D, keys.groups * N)),
           part(G * N),
           unit(keys.groups * G),
           numbers(G * D),
-          own(D) {
+          limit(most_of(keys.codes.most, D / 8)) {
         for (int e = 0; e < keys.groups; e++)
-            for (int g = 0; g < G; g++)
-                for (int d = e * keys.each; d < (e + 1) * keys.each; d++) {
-                    turned[(e * (G - 1) + g) * keys.each + place(d)] = q[g * D + d], sums[e * G + g] += q[g * D + d];
+            for (int g = 0; g < G; g++) {
+                float *to = &turned[(e * G + g) * keys.each], most = 0;
+                for (int d = 0; d < keys.each; d++) {
+                    const float x = q[g * D + e * keys.each + d];
+                    to[place(d)] = x, sums[e * G + g] += x, most = std::max(most, std::fabs(x));
                 }
-        set_queries(turned.at);
+                set_queries(e * G + g, to, most);
+            }
     }
 
     // q . (scale * code + zero) = scale * (q . code) + zero * (the sum of q), for the channels of a group
@@ -330,38 +338,32 @@ template <class T> struct PackedKeys {
     }
 
 private:
-    void set_queries(const float* x) {
-        if constexpr (is_exact(Row())) std::copy_n(x, G * D, numbers.at);
-        else
-            for (int i = 0; i < keys.groups * G; i++, x += keys.each) {
-                vf most = {};
-                for (int d = 0; d < keys.each; d += L) {
-                    const vf size = (vf)(load_as<vu>(x + d) & 0x7fffffff);
-                    most = size > most ? size : most;
-                }
-                const float large = std::max(largest(most), 1e-30f), times = most_of(keys.codes.most, D / 8) / large;
-                unit[i] = 1 / times;
-                for (int d = 0; d < keys.each; d += 2 * L) {
-                    const vi one = rounded_numbers(load(x + d) * times), two = rounded_numbers(load(x + d + L) * times);
-                    const Halves both = narrowed_in_order(one, two);
-                    std::memcpy(&numbers[i * keys.each + d], &both, sizeof both);
-                }
+    void set_queries(int i, const float* x, float largest) {  // of head i % G, for group i / G
+        Row* to = &numbers[i * keys.each];
+        if constexpr (is_exact(Row())) std::copy_n(x, keys.each, to);
+        else {
+            largest = std::max(largest, 1e-30f), unit[i] = largest / limit;
+            for (int d = 0; d < keys.each; d += 2 * L) {
+                const vf times = all(limit / largest), one = load(x + d) * times, two = load(x + d + L) * times;
+                const Halves both = narrowed_in_order(rounded_numbers(one), rounded_numbers(two));
+                std::memcpy(to + d, &both, sizeof both);
             }
+        }
     }
     // The same if a channel has a scale for N tokens: it is multiplied with the query
     void scale_queries(const uint16_t* pairs) {
-        std::vector<vf> total(G);
-        for (int d = 0; d < D; d += 2 * L) transpose2((const uint8_t*)(pairs + d * 2), &own[place(d)], 16);
-        for (int d = 0; d < D; d += L) {
-            const vu both = load_as<vu>(&own[d]);
-            const vf scale = half_to_float(both & 0xffff), zero = half_to_float(both >> 16);
-            for (int g = 0; g < G; g++) {
-                const vf x = load(&turned[g * D + d]);
-                store(&scaled[g * D + d], x * scale), total[g] += x * zero;
+        uint32_t* in_order = (uint32_t*)scale.at;  // for a while
+        for (int d = 0; d < D; d += 2 * L) transpose2((const uint8_t*)(pairs + d * 2), in_order + place(d), 16);
+        for (int d = 0; d < D; d += L) split_pairs(load_as<vu>(in_order + d), &scale[d], &zero[d]);
+        for (int g = 0; g < G; g++) {
+            vf total = {}, most = {};
+            for (int d = 0; d < D; d += L) {
+                const vf x = load(&turned[g * D + d]), y = x * load(&scale[d]);
+                store(&scaled[d], y), total += x * load(&zero[d]), most = larger(most, size(y));
             }
+            sums[g] = sum(total);
+            set_queries(g, scaled.at, largest(most));
         }
-        for (int g = 0; g < G; g++) sums[g] = sum(total[g]);
-        set_queries(scaled.at);
     }
 };
 
@@ -370,8 +372,9 @@ template <class T> struct PackedValues {
     typedef typename Quantized<T>::Row Row;
     const Quantized<T>& values;
     const int G, D;
-    Room<float> y, zeros, scale, zero, weight, unit,
-        most;  // y: [groups, G, channels of a group]; zeros: [groups, G, L]
+    Room<float> y, zeros;  // [groups, G, channels of a group] and [groups, G, L]
+    Room<float> scale, zero, weight, unit, most;
+    const float limit;  // of weights as integers
 
     PackedValues(const Quantized<T>& values, int G)
         : values(values),
@@ -383,7 +386,8 @@ template <class T> struct PackedValues {
           zero(values.groups * N),
           weight(G * N),
           unit(G),
-          most(G) {}
+          most(G),
+          limit(most_of(values.codes.most, N)) {}
 
     void shrink(int g, float by) {
         const int each = values.each;
@@ -398,15 +402,14 @@ template <class T> struct PackedValues {
         values.unpack(t, n, page);
         const int each = values.each;
         const float* rows[N];
-        if constexpr (!is_exact(Row()))
-            for (int g = 0; g < G; g++) most[g] = largest_of(p + g * N);
+        for (int g = 0; g < G && !is_exact(Row()); g++) most[g] = std::max(largest_of(p + g * N), 1e-20f);
         for (int e = 0; e < values.groups; e++) {
             const float *own = &scale[e * N], *zero_of = &zero[e * N];
-            const float limit = most_of(values.codes.most, N), top = is_exact(Row()) ? 1 : largest_of(own);
+            const float top = is_exact(Row()) ? 1 : std::max(largest_of(own), 1e-10f);
             for (int g = 0; g < G; g++) {
                 vf more = load(&zeros[(e * G + g) * L]);
-                const float times = is_exact(Row()) ? 1 : limit / std::max(most[g] * top, 1e-30f);
-                unit[g] = 1 / times;
+                const float times = is_exact(Row()) ? 1 : limit / (most[g] * top);
+                unit[g] = most[g] * top / limit;
                 for (int i = 0; i < N; i += L) {
                     const vf x = load(p + g * N + i), w = x * load(own + i);
                     more += x * load(zero_of + i);

@@ -83,6 +83,9 @@ template <class V> auto largest(V x) {
     return fold(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+vf size(vf x) { return (vf)((vu)x & 0x7fffffff); }
+vf larger(vf a, vf b) { return a > b ? a : b; }
+
 template <class V> V two_of(V a, V b, vi i) {  // number i[j] of a's L and b's behind them
 #if defined(__clang__)
     V y;

@@ -104,7 +104,7 @@ class Transformers(Run):
                 self.hf = AutoModelForCausalLM.from_config(hf_config(w.model.args), **how)
         self.hf = self.hf.to(w.device).eval()
         self.hf.generation_config.eos_token_id = None
-        self.kv: Any = Cache(self.hf, self.cache, w.length + w.new, w.batch) if self.bridge else None
+        self.kv: Any = Cache(self.hf, self.cache, w.length + w.new, w.batch, None, w.new) if self.bridge else None
         self.forward: Any = self.hf.forward
         if w.synthetic:
             if gpu and self.cache == "static":  # as in its generate()

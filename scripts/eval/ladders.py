@@ -80,6 +80,7 @@ HELD: dict[str, Ladder] = {
     "qfilters": tokens("qfilters,budget={},recent=32", 32),
     "lagkv": shares("lagkv,lag=128,ratio={}", 100),
     "compactor": tokens("compactor,budget={}", 8),
+    "attention_matching": tokens("attention_matching,budget={}"),
     "triattention": tokens("triattention,buffer=32,budget={}"),
     "razor": shares("razor,window=64,share={}", 100),
     "ojakv": shares("ojakv,rank={}", 32),

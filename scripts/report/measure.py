@@ -44,7 +44,9 @@ from scripts.shared.results import commit, git, machine, write_json
 # kvzip, which reads every prompt twice for each of its settings, is a question of its own
 WITH_LADDERS = " ".join(m for m in HELD if m != "kvzip")
 NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
-OTHERS = f"h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare {NEWER} kvzip rocket"
+NEWEST = "knorm qfilters lagkv,lag=128 compactor triattention attention_matching chunkkv duo"
+OTHERS = ("h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare "
+          f"{NEWER} kvzip rocket {NEWEST}")  # fmt: skip
 METHODS = f"full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 {OTHERS}"
 ACCURACY = ("full oracle random streaming self_index double_sparsity double_sparsity,channels=0.5 sals-25 sals-12.5 "
             f"ojakv ojakv-0.8 razor,window=128 {OTHERS} self_index,store_bits=4,budget=512")  # fmt: skip

@@ -130,6 +130,8 @@ def pairs() -> list[Pair]:
              "their window as ours; they count it in the sequence of sizes, a larger beta of ours makes up for it"),
         Pair("keydiff", "alike", "KeyDiffPress", k.KeyDiffPress, "keydiff,budget={n}",
              "at their defaults they score alike; ours evicts at every step"),
+        Pair("knorm", "alike", "KnormPress", k.KnormPress, "knorm,budget={n},skip_layers=none",
+             "theirs compresses all layers; ours evicts at every step"),
         Pair("expected_attention", "default", "ExpectedAttentionPress", k.ExpectedAttentionPress, expected,
              "theirs: heads hold equally many, no epsilon"),
         Pair("expected_attention", "alike", "ExpectedAttentionPress", k.ExpectedAttentionPress,
