@@ -9,6 +9,8 @@ and each is captured in a CUDA graph. A line each; the exit code is 2 if one fai
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import platform
 import shutil
@@ -17,6 +19,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -136,23 +139,26 @@ def steps(names: list[str]) -> Iterator[Check]:
 def main() -> int:
     p = Parser(__doc__)
     p.add_argument("--methods", nargs="+", help="methods whose steps are checked, or all")
+    p.add_argument("--json", action="store_true", help="print one JSON list instead of lines")
     opt = p.parse_args()
     every = sorted(method_files())
     names = opt.methods or (every if DEVICE.type == "cuda" else FEW)
     names = every if names == ["all"] else list(names)
     for name in names:
         resolve(name)  # raises InputError
-    failed = 0
-    for part in (environment(), operations(), steps(names)):
-        for what, check in part:
-            try:
-                print(f"ok    {what:26} {check()}", flush=True)
-            except Exception as e:  # whatever a kernel, a compiler or a driver raises
-                failed += 1
-                line = next(iter(str(e).splitlines()), "")
-                print(
-                    f"FAIL  {what:26} {'' if isinstance(e, InputError) else type(e).__name__ + ': '}{line}", flush=True
-                )
+    rows = list[dict[str, Any]]()
+    for what, check in itertools.chain(environment(), operations(), steps(names)):
+        try:
+            ok, said = True, check()
+        except Exception as e:  # whatever a kernel, a compiler or a driver raises
+            ok, said = False, "" if isinstance(e, InputError) else f"{type(e).__name__}: "
+            said += next(iter(str(e).splitlines()), "")
+        rows.append(dict(what=what, ok=ok, said=said))
+        if not opt.json:
+            print(f"{'ok' if ok else 'FAIL':5} {what:26} {said}", flush=True)
+    if opt.json:
+        print(json.dumps(rows))
+    failed = sum(not row["ok"] for row in rows)
     if failed:
         print(f"{failed} checks failed: with KV_FAST_BACKEND=torch no kernel of ours runs", file=sys.stderr)
     return 2 if failed else 0

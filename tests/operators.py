@@ -446,6 +446,7 @@ def latent_attention(d: Draw) -> Problem:
     bits = d.pick(2, 4, 8, 16)
     s = d.sizes((16, 32, 64, 96), (31, 33, 65, 100))
     s.g, recent = min(s.g, 8), d.pick(1, 3, 20)
+    bits = bits if s.H * s.D >= 32 else 16  # codes have a scale for 32 numbers
     W, T, R, n = s.H * s.D, s.T + recent, recent + d.pick(0, 4), s.B + s.spare
     rank = d.some(2, W // 2)
     many, lead = d.some(rank, W), d.some(1, rank - 1)

@@ -135,6 +135,8 @@ def moments(g, h, d):
     for i in range(model.args.n_layer):
         zero = {name: np.zeros((h, d, d)) for name in ("k_rot", "q_rot", "v")}
         zero |= {name: np.zeros((h, d)) for name in ("mean", "qk", "q", "k")}
+        zero |= dict(centre=np.zeros((h, g, d)), size=np.zeros((h, g, d // 2)))  # of queries before rotation
+        zero |= dict(each_q=np.zeros((h, g, d)), each_qq=np.zeros((h, g, d, d)))  # and after it
         m = zero | dict(joint=np.zeros((h * d, h * d)), x=np.zeros((24, 24)))
         for x, q, k, v in (r[i] for r in runs):
             for t in range(len(x)):
@@ -146,7 +148,12 @@ def moments(g, h, d):
                     m["v"][j] += np.outer(v[t, j], v[t, j]) / n
                     m["mean"][j] += key / n
                     m["k"][j] += np.abs(key) / n
-                    for query in (rotate(q[t, j * g + e], t) for e in range(g)):
+                    for e in range(g):
+                        before, query = q[t, j * g + e], rotate(q[t, j * g + e], t)
+                        m["centre"][j, e] += before / n
+                        m["size"][j, e] += np.abs(before[: d // 2] + 1j * before[d // 2 :]) / n
+                        m["each_q"][j, e] += query / n
+                        m["each_qq"][j, e] += np.outer(query, query) / n
                         m["q_rot"][j] += np.outer(query, query) / n
                         m["q"][j] += np.abs(query) / n / g
                         m["qk"][j] += np.abs(query * key) / n / g
@@ -189,6 +196,13 @@ def test_every_tensor_is_the_float64_loop(shape):
                 scores = [m[kind][j][c] for c in ranking]
                 assert sorted(ranking) == list(range(shape[2]))
                 assert all(a >= b - 1e-5 for a, b in zip(scores, scores[1:], strict=False)), f"{kind}: not by size"
+            along = []
+            for e in range(shape[0]):
+                first = np.linalg.eigh(m["each_qq"][j, e])[1][:, -1]
+                along.append(first * np.sign(first @ m["each_q"][j, e]))
+            assert np.abs(get(i, "qfilters.direction")[j].numpy() - np.mean(along, 0)).max() < 1e-4
+            for name, want in (("mean", m["centre"]), ("size", m["size"])):
+                assert np.abs(get(i, f"triattention.{name}")[j].numpy() - want[j]).max() < 1e-5
         assert np.abs(get(i, "whiten.moments").numpy() - m["x"]).max() < 1e-4 * np.abs(m["x"]).max()
     heads = {"razor.induction", "razor.echo", "razor.after"}
     elsewhere = {name for name in parts(model.args) if name.startswith("palu.")}  # test_palu.py
@@ -600,7 +614,16 @@ def test_what_a_spec_needs():
     assert names("sals-12.5") == ["sals"] and names("ojakv-0.6", "double_sparsity-q") == ["channels", "oja"]
     assert names("razor") == ["razor"] and names("razor,retrieval_method=sals") == ["razor", "sals"]
     assert names("0-1:full,2-:double_sparsity") == ["channels"]
-    assert sorted(s.name for s in all_statistics()) == ["channels", "oja", "palu", "pca", "razor", "sals"]
+    assert sorted(s.name for s in all_statistics()) == [
+        "channels",
+        "oja",
+        "palu",
+        "pca",
+        "qfilters",
+        "razor",
+        "sals",
+        "triattention",
+    ]
 
 
 # ---- the command ----
@@ -659,7 +682,7 @@ def test_the_command_writes_what_calibrate_computes(checkpoint, text, capsys, mo
     code, out, _ = here(capsys, monkeypatch, [*flags(checkpoint, text), "--json"])
     meta = json.loads(out)
     how = meta["statistics"]
-    assert code == 0 and list(how) == ["channels", "oja", "palu", "pca", "razor", "sals"]
+    assert code == 0 and list(how) == ["channels", "oja", "palu", "pca", "qfilters", "razor", "sals", "triattention"]
     assert all(how[name]["tokens"] == 128 and how[name]["samples"] == 2 for name in ("channels", "oja", "sals"))
     assert meta["model"] == of_model(load_checkpoint(checkpoint).args)
     assert how["razor"] == dict(random_tokens=16, dtype="fp32")

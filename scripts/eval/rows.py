@@ -287,7 +287,7 @@ def several(task: str, tk: Tokenizer, T: int, samples: int, seed: int, reserve: 
         return len(tk.encode(p[0] + p[1], bos=False)) + (QUESTIONS - 1) * reserve + new
 
     rng = random.Random(f"{seed} {task} {T}")
-    fit = ruler.Fit(size, T - reserve, QUESTIONS, task)
+    fit = ruler.Fit(size, T - reserve, QUESTIONS, task, QUESTIONS)
     found = functools.partial(make, rng)
     n = fit.largest(lambda n: parts(found(n)), T // 4)
     for i in range(samples):
