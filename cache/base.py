@@ -95,10 +95,10 @@ class OncePerStep:
     each time."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[Any, Tensor, Tensor]] | None = None
+        self.made: dict[Any, tuple[Tensor, Tensor]] | None = None
 
     def __enter__(self) -> OncePerStep:
-        self.made = []
+        self.made = {}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -109,11 +109,10 @@ class OncePerStep:
         itself, as a check of drafts appends at several positions within a step."""
         if self.made is None:
             return make()
-        for known, at, result in self.made:
-            if known == key and at is pos:
-                return result
-        self.made.append((key, pos, result := make()))
-        return result
+        known = self.made.get(key)
+        if known is None or known[0] is not pos:
+            known = self.made[key] = pos, make()
+        return known[1]
 
 
 @dataclass

@@ -23,6 +23,7 @@ from engine.stored import StoredStep
 from kernels import native, op
 from model import Transformer, layer_step
 from runtime.errors import InputError
+from runtime.machine import side_stream
 
 # A graph takes the C++ compiler 4 s on a core, mostly for headers. If there are more kinds of layers than this, as when
 # each has its own budget, GROUP of the further layers share a graph.
@@ -212,7 +213,8 @@ class CapturedStep:
         key = tuple(x.shape for x in args)
         if key not in self.captured:
             self.captured[key] = None
-            return self.run_aside(*args)
+            with side_stream():
+                return self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *args)
         graph, inputs, out = self.captured[key] = self.captured[key] or self.capture(args)
         for x, given in zip(inputs, args, strict=True):
             x.copy_(given)
@@ -226,15 +228,6 @@ class CapturedStep:
             for part in parts:
                 x = self.group([part], x, pos, once)
             return self.head(x, pos, *given)
-
-    def run_aside(self, *args: Tensor) -> Tensor:
-        """`run` on another stream, as libraries set up for a capture only there."""
-        now, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(now)
-        with torch.cuda.stream(side):
-            out = self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *args)
-        now.wait_stream(side)
-        return out
 
     def capture(self, args: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
         inputs, graph = [x.clone() for x in args], torch.cuda.CUDAGraph()

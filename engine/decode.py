@@ -102,13 +102,8 @@ class Completion:
         return self.batch.kv_bytes_full
 
 
-def make_step(
-    model: Transformer,
-    sampling: Sampling,
-    compile: bool,
-    like: Step | None = None,
-    stored: StoredStep | None = None,
-) -> Step:
+def make_step(model: Transformer, sampling: Sampling, compile: bool, like: Step | None = None,
+              stored: StoredStep | None = None) -> Step:  # fmt: skip
     """A decode step that draws the next token. like, stored: as for `compile_step`."""
     return compile_step(model, sampling.draw, like, stored) if compile else eager_step(model, sampling.draw)
 

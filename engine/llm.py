@@ -22,7 +22,7 @@ from engine.decode import Batch, Completion, Session, make_step
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
-from engine.stored import StoredStep, allowed, key_of
+from engine.stored import StoredStep, allowed, key_of, made_of
 from kernels import backend
 from loading import load_checkpoint, load_tokenizer
 from loading.checkpoint import random_transformer
@@ -151,6 +151,7 @@ class LLM:
             # for the current cache: sampling without its seed -> step and speculator
             self._steps: dict[Any, tuple[Any, Speculator | None]] = {}
             self._ready: tuple[Any, Any] = (None, None)  # the current cache and its size
+            self._made_of: str | None = None  # of a stored step's key: the part that all sizes share
             self.model.cache = None  # its owner loses it
         return self
 
@@ -170,9 +171,8 @@ class LLM:
             self._steps = {}
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
-        stored = self._stored(size, sampling)
+        key, stored = sampling.graph_key, self._stored(size, sampling)
         compile = self.compile or (stored is not None and stored.there)
-        key = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         timed = Batch([], [])
         with timed.timed("compile_s", model.device):  # includes the import of the compiler
@@ -195,8 +195,9 @@ class LLM:
         """Where the compiled step of a cache of this size lies, or may be stored; None if it may not."""
         if not self.stores:
             return None
-        drawn = dataclasses.astuple(dataclasses.replace(sampling, seed=0))
-        return StoredStep(key_of(self.model, self._identity(), size, drawn))
+        if self._made_of is None:
+            self._made_of = made_of(self.model, self._identity())
+        return StoredStep(key_of(self._made_of, size, sampling.graph_key))
 
     def _speculator(self, sampling: Sampling) -> Speculator | None:
         if not self.speculate:

@@ -24,7 +24,6 @@ from kernels.rope import Rope, apply_rope
 from runtime.errors import InputError, check_range
 
 SINKS, RECENT = 4, 128  # tokens that stay exact (KVTC, Sec. 3)
-STEP = 0.5  # of the standard deviation of a layer's keys or values (ours)
 
 
 def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step: float, calib: Calibration,
@@ -32,11 +31,11 @@ def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step:
     """The filled parts of a cache's buffers, by name, for rows of these lengths -> their bytes, uint8 [n], by name, and
     what `unpack` needs. step: in standard deviations. Raises InputError if a basis is missing."""
     check_range("--pack", step, 1e-4, 10)
-    out, how = dict[str, Tensor](), dict[str, Any]()
+    out, how, modules = dict[str, Tensor](), dict[str, Any](), dict(cache.named_modules())
     for name, x in tensors.items():
         x = x.detach().cpu().contiguous()
         how[name] = dict(shape=[*x.shape], dtype=str(x.dtype).removeprefix("torch."))
-        dense, part = dense_of(cache, name)
+        dense, part = dense_of(modules, name)
         if dense is None:
             out[name] = compressed(x)
             continue
@@ -58,18 +57,17 @@ def pack(tensors: dict[str, Tensor], cache: nn.Module, lengths: list[int], step:
 def unpack(tensors: dict[str, Tensor], how: dict[str, Any], cache: nn.Module, calib: Calibration,
            ) -> dict[str, Tensor]:  # fmt: skip
     """The buffers that `pack` was given, up to half a step; slots that its rows do not fill are 0."""
-    out = dict[str, Tensor]()
+    out, modules = dict[str, Tensor](), dict(cache.named_modules())
     for name, of in how.items():
         dtype, data = getattr(torch, of["dtype"]), tensors[name]
         if "unit" not in of:
             out[name] = expanded(data, dtype).view(of["shape"])
             continue
-        dense, part = dense_of(cache, name)
+        dense, part = dense_of(modules, name)
         assert dense is not None
         low, high, mean, exact = data.split(of["sizes"])
-        codes = (
-            torch.stack((expanded(low, torch.uint8), expanded(high, torch.uint8)), 1).flatten().view(torch.int16).int()
-        )
+        planes = torch.stack([expanded(plane, torch.uint8) for plane in (low, high)], 1)
+        codes = planes.flatten().view(torch.int16).int()
         codes = codes >> 1 ^ -(codes & 1)
         basis, x, rest = basis_of(dense, part, calib), torch.zeros(of["shape"], dtype=dtype), expanded(exact, dtype)
         H, _, D = x.shape[1:]
@@ -85,12 +83,13 @@ def unpack(tensors: dict[str, Tensor], how: dict[str, Any], cache: nn.Module, ca
     return out
 
 
-def dense_of(cache: nn.Module, name: str) -> tuple[Dense | None, str]:
+def dense_of(modules: dict[str, nn.Module], name: str) -> tuple[Dense | None, str]:
     """The module of a buffer of dense keys or values whose slot is their position, and "k" or "v"."""
     module, _, part = name.rpartition(".")
-    m = dict(cache.named_modules()).get(module)
-    plain = isinstance(m, Dense) and part in ("k", "v") and not m.layout(m.shape.max_seq_len)
-    return (m if plain and m.stored_query.__func__ is Dense.stored_query else None), part  # type: ignore[union-attr]
+    m = modules.get(module)
+    if not isinstance(m, Dense) or part not in ("k", "v") or type(m).stored_query is not Dense.stored_query:
+        return None, part
+    return (None if m.layout(m.shape.max_seq_len) else m), part
 
 
 def basis_of(m: Dense, part: str, calib: Calibration) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Sampling:
             check_range("--min-p", self.min_p, 0, 1, "leave it out to keep every token")
         check_range("--repetition-penalty", self.repetition_penalty, 1e-4, 1e4, "1 is none, 1.1 to 1.3 are usual")
         check_count("--seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def graph_key(self) -> tuple[Any, ...]:
+        """What a step's graph holds: all but the seed."""
+        return astuple(replace(self, seed=0))
 
     def given(self, keys: Tensor, texts: Sequence[Sequence[int]], vocab: int) -> list[Tensor]:
         """The last arguments of `draw`: keys [B], and the tokens of the texts [B, vocab] if there is a penalty."""

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from engine.inductor import CompiledCall
 from kernels import backend, native
-from kernels.native.build import cache_path, library, ours
+from kernels.native.build import cache_path, library, ours, workshop
 from runtime.machine import ROOT
 
 CODE = ("model.py", "cache", "engine", "kernels", "kv_methods", "runtime", "weights")
@@ -42,12 +41,16 @@ def allowed() -> bool:
     return os.environ.get("KV_FAST_STEPS") != "0" and not os.environ.get("KV_FAST_METHODS") and native.available()
 
 
-def key_of(model: nn.Module, *of: Any) -> str:
-    """The key of a step. of: JSON that describes weights, methods, size and sampling."""
+def made_of(model: nn.Module, identity: Any) -> str:
+    """A hash of what a model's steps have in common, whatever a cache's size. identity: of weights and methods."""
     weights = [(name, *described(x)) for name, x in [*model.named_parameters(), *model.named_buffers()]
                if not name.startswith("cache.")]  # fmt: skip
-    text = json.dumps([code(), backend.BACKEND, weights, *of], default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return key_of(code(), backend.BACKEND, weights, identity)
+
+
+def key_of(*of: Any) -> str:
+    """A hash of JSON, as the key of a step: `made_of`, size and sampling."""
+    return hashlib.sha256(json.dumps(of, default=str).encode()).hexdigest()[:32]
 
 
 class StoredStep:
@@ -97,8 +100,8 @@ class StoredStep:
         steps = self.folder.parent
         try:
             steps.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=steps, prefix="tmp") as tmp:
-                made = Path(tmp) / "step"
+            with workshop(steps.parent) as own:
+                made = Path(own) / "step"
                 made.mkdir(mode=0o700)
                 for i, file in enumerate(files):
                     shutil.copyfile(file, made / f"{i}.so")
@@ -106,9 +109,9 @@ class StoredStep:
                 (made / "step.json").write_text(json.dumps(meta))
                 shutil.rmtree(self.folder, ignore_errors=True)
                 made.rename(self.folder)
-            for old in sorted(steps.glob("[!t]*"), key=lambda f: f.stat().st_mtime)[:-MOST]:
-                shutil.rmtree(old, ignore_errors=True)
-        except OSError:  # a full disk, or another process was faster: the next run compiles again
+                for old in sorted(steps.iterdir(), key=lambda f: f.stat().st_mtime)[:-MOST]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except OSError:  # such as a full disk: the next run compiles again
             pass
 
 

@@ -130,6 +130,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@contextlib.contextmanager
+def side_stream() -> Iterator[None]:
+    """Within it, a GPU's work goes to a stream of its own, where libraries set up what a capture needs of them."""
+    now, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(now)
+    with torch.cuda.stream(side):
+        yield
+    now.wait_stream(side)
+
+
 def decode_text(data: bytes) -> str:
     """Decode UTF-8, without a byte order mark and with all line ends as \n."""
     return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")

@@ -109,25 +109,24 @@ def steps(names: list[str]) -> Iterator[Check]:
         prompts, n = [prompt(n).to(DEVICE) for n in lengths], 6 if DEVICE.type == "cuda" else 2
         loose = 0.1 if dtype == torch.bfloat16 else 2e-2 if DEVICE.type == "cuda" else 1e-3
 
-        def logits(version: str, fed: torch.Tensor | None = None, captured: bool = False) -> tuple[torch.Tensor, ...]:
+        def set_up(version: str) -> None:
             backend.BACKEND = version
             model.setup_cache(name, len(prompts), max(lengths) + 16, **settings(name)[-1])
-            tolerance = max(loose, 2e-2 if rounds(model) else 0)
-            if not captured:
-                return *run(model, prompts, n, fed), torch.tensor(tolerance)
-            head: Callable[..., torch.Tensor] = lambda x, pos: model.logits(x)  # noqa: E731
-            step = CapturedStep(model, head, None, compiled=False)
-            for _ in range(2):
-                step(*(torch.zeros(len(prompts), dtype=torch.int64, device=DEVICE) for _ in range(2)))
-            model.reset_cache()
-            return *run(model, prompts, n, fed, step), torch.tensor(tolerance)
 
         start = time.perf_counter()
-        want, fed, _ = logits("torch")
-        got, _, tolerance = logits("triton", fed)
-        same(got, want, "kernels against torch", float(tolerance))
+        set_up("torch")
+        want, fed = run(model, prompts, n)
+        tolerance = max(loose, 2e-2 if rounds(model) else 0)
+        set_up("triton")
+        got, _ = run(model, prompts, n, fed)
+        same(got, want, "kernels against torch", tolerance)
         if DEVICE.type == "cuda":
-            same(logits("triton", fed, captured=True)[0], got, "captured against eager", float(tolerance))
+            head: Callable[..., torch.Tensor] = lambda x, pos: model.logits(x)  # noqa: E731
+            step = CapturedStep(model, head, None, compiled=False)
+            for _ in range(2):  # runs, captures
+                step(*(torch.zeros(len(prompts), dtype=torch.int64, device=DEVICE) for _ in range(2)))
+            model.reset_cache()
+            same(run(model, prompts, n, fed, step)[0], got, "captured against eager", tolerance)
         return f"{time.perf_counter() - start:.1f} s"
 
     for name in names:

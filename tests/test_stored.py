@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def steps(tmp_path_factory):
 @pytest.fixture
 def llm(steps, monkeypatch, tmp_path):
     """Makes LLMs that find a copy of the folder and cannot compile."""
-    os.system(f"cp -r {steps[0]}/steps {tmp_path}/steps")
+    shutil.copytree(steps[0] / "steps", tmp_path / "steps")
     monkeypatch.setenv("KV_FAST_STEPS", "1")
     monkeypatch.setattr(stored, "cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(compiled, "torch_compile", lambda function, device: None)

@@ -16,6 +16,7 @@ import torch
 from kernels.backend import version_for
 from kernels.linear import dense_linear
 from runtime.errors import InputError
+from runtime.machine import side_stream
 
 WARM_UP = 3
 PROBE_BYTES = dict(cpu=1 << 28, cuda=1 << 30)  # read by the bandwidth measurement
@@ -41,12 +42,9 @@ class Clock:
             for _ in range(WARM_UP):
                 call()
             return call
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with side_stream():
             for _ in range(WARM_UP):
                 call()
-        torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
