@@ -216,10 +216,10 @@ class KVMethod(Storage):
     paper: ClassVar[str] = ""  # authors, title, year
     lossless: ClassVar[dict[str, Any]] = {}  # Args at which the method equals dense attention to rounding
     stress: ClassVar[dict[str, Any] | None] = None  # Args at which its limits bind within 40 tokens
-    deviates: frozenset[str] = frozenset()  # of "rereads": a step also reads keys to score them, so `traffic`
-    # may exceed the allocated bytes; "unequal steps": steps or layers read unequal amounts, and `traffic` is their
-    # mean; "weighs queries": bases weigh queries against keys, so another scale of both is another cache; "copies":
-    # a step copies the keys and values that it reads
+    deviates: frozenset[str] = frozenset()  # of "rereads": a step also reads keys to score them, or `maintain` reads
+    # what is stored, so `traffic` may exceed the allocated bytes; "unequal steps": steps or layers read unequal
+    # amounts, and `traffic` is their mean; "weighs queries": bases weigh queries against keys, so another scale of
+    # both is another cache; "copies": a step copies the keys and values that it reads
 
     # Which layers it gets, and what for
     supports_window: ClassVar[bool] = False  # whether it honours a model's sliding window

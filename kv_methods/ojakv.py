@@ -165,7 +165,7 @@ class OjaKV(KVMethod):
     statistics = (HeadMoments(),)
     exact_prefill = False  # Sec. 3.3
     joins_heads = True
-    deviates = frozenset({"weighs queries"})
+    deviates = frozenset({"rereads", "weighs queries"})  # latents are read again where bases turn
     takes_chunks = False  # the bases turn towards the whole prompt before it is attended to
     layout = KVMethod.first_slots
 
