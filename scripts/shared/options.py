@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cache.spec import layer_methods, method_files, presets
+from cache.grammar import method_files
+from cache.spec import layer_methods, presets
 from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, read_args
 from loading.named import named_args
 from model import ModelArgs, Transformer
