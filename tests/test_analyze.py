@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from cache.calibration import Calibration
 from kernels.rope import apply_rope
-from loading.checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
+from loading.checkpoint import random_transformer, save_checkpoint_tensors
+from loading.config import args_from_hf
 from model import Block, ModelArgs
 from runtime.corpus import Document
 from runtime.errors import run_cli

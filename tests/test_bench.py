@@ -18,7 +18,8 @@ from helps import helps
 from cache.calibration import Calibration
 from cache.spec import layer_methods, make_args, method_files, method_name
 from kv_methods.razor import Razor
-from loading.checkpoint import args_from_hf, random_transformer
+from loading.checkpoint import random_transformer
+from loading.config import args_from_hf
 from models.tiny.training import train_tiny
 from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, layer, our_runs

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.rope import RopeArgs
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.config import args_from_hf
 from loading.named import NAMED, named_args
 from model import Transformer
 from runtime.errors import InputError

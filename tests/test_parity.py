@@ -17,7 +17,8 @@ import torch
 import kernels.dense_attention
 import model as model_module
 from kernels.rope import rope_inv_freq
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.config import args_from_hf
 from loading.named import named_args
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from helps import helps
 
 from cache.spec import layer_methods, method_files
-from loading.checkpoint import FAMILIES, ROPE_KEYS
+from loading.config import FAMILIES, ROPE_KEYS
 from runtime.machine import ROOT
 from scripts.eval.ruler import TASKS
 from scripts.report.papers import ACCURACY

@@ -26,7 +26,8 @@ from kernels import linear as K
 from kernels import native
 from kernels.native import build
 from loading.allocate import empty_transformer
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.config import args_from_hf
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.machine import TINY

@@ -31,7 +31,8 @@ from cache.calibration import of_model
 from cache.spec import layer_methods, method_class, method_files
 from calibrate import calibrate
 from engine.snapshot import CacheFile, State, identity, save
-from loading.checkpoint import FAMILIES, args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, save_checkpoint_tensors, tensors_of
+from loading.config import FAMILIES, args_from_hf
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.parallel import Ranks

@@ -50,7 +50,7 @@ import torch
 
 from cache.spec import layer_methods
 from engine import LLM
-from loading.checkpoint import read_args
+from loading.config import read_args
 from model import Transformer
 from runtime.errors import InputError, run_cli
 from runtime.machine import TINY, peak_memory, pick_device, set_threads

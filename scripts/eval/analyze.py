@@ -36,7 +36,8 @@ from cache.calibration import Calibration, beside
 from cache.spec import all_statistics
 from calibrate import calibrate, draw
 from kernels.rope import apply_rope
-from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.checkpoint import load_checkpoint
+from loading.config import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from runtime.corpus import collect
