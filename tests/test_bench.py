@@ -75,7 +75,7 @@ def test_attention_rows(cli, config, tmp_path):
     data = attention(cli, config, "--method", *methods, "--batch", 2, "--length", 48, "--out", out)
     assert data == json.loads(out.read_text())
     assert data["bandwidth"] == max(data["read_bytes_per_s"], data["copy_bytes_per_s"]) and data["matmul_flops"] > 0
-    assert {"command", "device", "versions", "commit", "date", "cache", "floor_ms"} <= set(data)
+    assert {"command", "device", "versions", "commit", "date", "floor_ms"} <= set(data)
     stages = {
         "full": {"append", "attend"},
         "double_sparsity": {"append", "score", "select", "attend"},
