@@ -56,7 +56,8 @@ from cache.calibration import (
 from cache.channels import read_channels, shared
 from cache.spec import all_statistics
 from cache.statistic import REPEATS, RepeatedTokens, Statistic, Tokens
-from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.checkpoint import load_checkpoint
+from loading.config import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs, Transformer
 from runtime.corpus import shuffled

@@ -57,7 +57,7 @@ class Conversation:
         # if another call has the cache, or the template rewrote an earlier turn, read the whole text again
         if self.stale or not session.owns_cache or ids[: len(cached)] != cached:
             cached = []
-        new = llm.check_ids(ids[len(cached) :])
+        new = llm.prompts.check_ids(ids[len(cached) :])
         if len(ids) + 1 > self.size:
             raise InputError(f"the conversation has {len(ids)} tokens, the context {self.size}: /reset to start over")
         if not cached:

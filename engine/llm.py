@@ -19,6 +19,7 @@ import torch
 from cache.spec import layer_methods
 from engine.conversation import Conversation
 from engine.decode import Batch, Completion, Session, make_step
+from engine.prompts import Prompts
 from engine.sampling import Sampling, noise_keys
 from engine.snapshot import CacheFile, Snapshot, check_layouts, identity, resume, save, state_of
 from engine.speculation import Speculating, Speculator
@@ -29,7 +30,7 @@ from loading.checkpoint import random_transformer
 from loading.named import named_args
 from loading.tokenizer.base import stop_strings
 from loading.tokenizer.random import RandomVocabulary
-from loading.tokenizer.turns import Chat, ChatParts
+from loading.tokenizer.turns import Chat
 from runtime.errors import InputError, check_count
 from runtime.hub import fetched_folder
 from runtime.machine import TINY, SpareCores, check_out, pick_device, pick_dtype
@@ -140,6 +141,7 @@ class LLM:
             check_count("--max-seq-len", max_seq_len, 2, self.model.args.context, "the most is the model's context")
         self.max_seq_len = max_seq_len
         self.model.prefill_chunk = prefill_chunk
+        self.prompts = Prompts(self.tokenizer, self.model.args)
         self.model.encode = functools.partial(self.tokenizer.encode, bos=False)
         self.use(method, **knobs)
 
@@ -172,11 +174,14 @@ class LLM:
             model.setup_cache(self.layers, *size, drafts=self.speculate)
             self._ready = (model.cache, size)
         key, stored = sampling.graph_key, self._stored(size, sampling)
-        compile = self.compile or (stored is not None and stored.there)
+        there = stored is not None and stored.there
+        compile = self.compile or there
         made, (like, _) = self._steps.pop(key, None), next(iter(self._steps.values()), (None, None))
         timed = Batch([], [])
         with timed.timed("compile_s", model.device):  # includes the import of the compiler
-            step, speculator = made or (make_step(model, sampling, compile, like, stored), self._speculator(sampling))
+            step, speculator = made or (make_step(model, sampling, compile, like, stored), None)
+            if self.speculate and speculator is None:
+                speculator = Speculator(model, sampling.draw, self.speculate, self.compile, self.adaptive)
             args = model, step, sampling, self.cores
             session = Speculating(speculator, *args) if speculator else Session(*args)
             self._steps[key] = step, speculator  # the most recently used is last
@@ -184,7 +189,6 @@ class LLM:
                 del self._steps[next(iter(self._steps))]
             if made is None and compile:
                 what = f"{self.method}, {batch} rows of {max_seq_len} tokens"
-                there = stored is not None and stored.there
                 doing = "loading the decode step that an earlier run compiled" if there else "compiling the decode step"
                 print(f"{doing}: {what}", file=sys.stderr)
                 session.warm_up(batch)
@@ -199,17 +203,16 @@ class LLM:
             self._made_of = made_of(self.model, self._identity())
         return StoredStep(key_of(self._made_of, size, sampling.graph_key))
 
-    def _speculator(self, sampling: Sampling) -> Speculator | None:
-        if not self.speculate:
-            return None
-        return Speculator(self.model, sampling.draw, self.speculate, self.compile, self.adaptive)
-
     def capacity(
-        self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1, sampling: Sampling | None = None
-    ) -> tuple[int, int | None]:
-        """max_seq_len and max_new_tokens of a cache for these tokens. Raises InputError if they exceed the context."""
+        self, prompt: int, max_new_tokens: int, question: int = 0, batch: int = 1, sampling: Sampling | None = None,
+        least: int = 0,
+    ) -> tuple[int, int | None]:  # fmt: skip
+        """max_seq_len and max_new_tokens of a cache for these tokens. least: slots for prompts, if the context allows.
+        Raises InputError if the tokens exceed the context."""
         check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
-        longest, most = prompt + question, self.max_seq_len or self.model.args.context
+        most = self.max_seq_len or self.model.args.context
+        prompt = max(prompt, min(least, most - question - max_new_tokens))
+        longest = prompt + question
         limit = ("--max-seq-len" if self.max_seq_len else "the model's context") + f" of {most}"
         if longest >= most:
             raise InputError(f"the prompt of {longest} tokens exceeds {limit}: shorten the prompt")
@@ -224,54 +227,12 @@ class LLM:
         stored = self._stored((batch, *compiled), sampling or Sampling())
         return compiled if stored and stored.there else exact
 
-    def _roomy(
-        self, prompts: list[list[int]], max_new_tokens: int, further: int, sampling: Sampling | None
-    ) -> tuple[int, int | None]:
-        """`capacity` with at least LEAST slots for prompts, if the context allows."""
-        check_count("--max-new-tokens", max_new_tokens, 1, 2**31 - 1)
-        room = (self.max_seq_len or self.model.args.context) - further - max_new_tokens
-        longest = max(*map(len, prompts), min(LEAST, room))
-        return self.capacity(longest, max_new_tokens, further, len(prompts), sampling)
-
-    # ---- text to ids ----
-
     def encode(self, prompt: str | list[int], chat: Chat | None = None) -> list[int]:
         """Token ids of a prompt, given as text or as ids. Raises InputError if it has none.
 
         chat: apply the chat template to the prompt as a user's message, in which special tokens are plain text.
         """
-        if isinstance(prompt, str):
-            tk, chat = self.tokenizer, Chat.check(chat)
-            prompt = chat.encode(tk, prompt) if chat else tk.encode(prompt, bos=True)
-        if not (ids := self.check_ids(prompt)):
-            raise InputError("a prompt has no tokens: give some text")
-        return ids
-
-    def check_ids(self, ids: Any) -> list[int]:
-        """The ids as a list. Raises InputError unless they are ids of this model's tokens."""
-        if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
-            what = f"{type(ids).__name__} of {type(ids[0]).__name__}" if isinstance(ids, list) else type(ids).__name__
-            raise InputError(f"a prompt is a {what}: give text or a list of token ids, of a tensor its tolist()")
-        self.model.args.check_ids(ids)
-        return list(ids)
-
-    def _rows(self, prompts: Any, chat: Chat | None, turn: ChatParts | None = None) -> list[list[int]]:
-        """Token ids of prompts, each text encoded once. turn: the chat's turn that they begin, and that stays open.
-        Raises InputError unless they are a text, or a list of texts or of lists of ids."""
-        given = [prompts] if isinstance(prompts, str) else prompts
-        if not isinstance(given, list | tuple) or given and all(type(p) is int for p in given):
-            raise InputError(f"the prompts are a {type(given).__name__}: give a list, of texts or of lists of token "
-                             "ids, as [[1, 2, 3]]")  # fmt: skip
-        if not given:
-            raise InputError("no prompt was given: give a text, or a list of them")
-        opened = {p: turn.opening(self.tokenizer, p) if turn else p for p in given if isinstance(p, str)}
-        ids = {p: self.encode(x, chat) for p, x in opened.items()}
-        return [ids[p] if isinstance(p, str) else self.encode(p) for p in given]
-
-    def _question(self, question: str | list[int], turn: ChatParts | None) -> list[int]:
-        if not isinstance(question, str):
-            return self.check_ids(question)
-        return self.check_ids((turn or ChatParts()).closing(self.tokenizer, question)) if turn or question else []
+        return self.prompts.encode(prompt, chat)
 
     # ---- answers ----
 
@@ -313,7 +274,7 @@ class LLM:
         once = len(texts) > 1 or save is not None or saved is not None or bool(texts and chat)
         # with a question, or to save, the prompt's turn of a chat stays open
         turn = chat.parts(self.tokenizer) if chat and once else None
-        asked = [self._question(text, turn) for text in texts or [""]]
+        asked = [self.prompts.question(text, turn) for text in texts or [""]]
         further = max(map(len, asked))
         run = functools.partial(self._run, out, max_new_tokens=max_new_tokens, stop=stop_strings(stop), on_text=on_text)
         if batch_size is not None:
@@ -322,7 +283,7 @@ class LLM:
                 raise InputError("prompts that are read once, for several questions, a chat's question or a file, are "
                                  "one batch: drop --batch-size")  # fmt: skip
         if not once:
-            rows = self._rows(prompts, chat)
+            rows = self.prompts.rows(prompts, chat)
             keys, step = noise_keys(sampling.seed, rows), batch_size or len(rows)
             size = self.capacity(max(map(len, rows)), max_new_tokens, further, min(step, len(rows)), sampling)
             with self.lock:
@@ -336,7 +297,7 @@ class LLM:
         with self.lock:
             with read.timed("prefill_s", self.model.device):
                 if saved is None:
-                    rows = self._rows(prompts, chat, turn)
+                    rows = self.prompts.rows(prompts, chat, turn)
                     session = self.read(rows, max_new_tokens, sampling, further, save is not None)
                 else:
                     session = self.restore(saved, max_new_tokens, sampling, further)
@@ -436,20 +397,17 @@ class LLM:
         return identity(self.model, spec, self.layers, self.source, self.weight_format)
 
     def read(
-        self,
-        prompts: str | Sequence[str | list[int]],
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
-        further: int = 0,
-        saves: bool = False,
-    ) -> Session:
+        self, prompts: str | Sequence[str | list[int]], max_new_tokens: int = 128, sampling: Sampling | None = None,
+        further: int = 0, saves: bool = False,
+    ) -> Session:  # fmt: skip
         """Prefill prompts together and return their session, for `feed` and `rows`, until another call takes the cache.
         further: the number of tokens that may be fed beside the new ones. saves: before the prompts are read, refuse a
         method that `save` would refuse. Raises InputError as `generate`."""
-        rows = self._rows(prompts, None)
+        rows = self.prompts.rows(prompts)
         with self.lock:
             sampling = sampling or Sampling()
-            session = self.session(len(rows), *self._roomy(rows, max_new_tokens, further, sampling), sampling)
+            size = self.capacity(max(map(len, rows)), max_new_tokens, further, len(rows), sampling, LEAST)
+            session = self.session(len(rows), *size, sampling)
             if saves:
                 check_layouts(self.model.cache)
             session.prefill(rows)
@@ -468,12 +426,9 @@ class LLM:
             save(Path(file), self.model.cache, state_of(session), self._identity(), packed, **more)
 
     def restore(
-        self,
-        file: str | Path | CacheFile,
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
+        self, file: str | Path | CacheFile, max_new_tokens: int = 128, sampling: Sampling | None = None,
         further: int = 0,
-    ) -> Session:
+    ) -> Session:  # fmt: skip
         """Continue from a file of `save`, as if the prompt had been read here; other arguments are those of `read`.
         Raises InputError if the file is damaged, does not fit, or has another model, method, knob, dtype or
         calibration."""
@@ -481,9 +436,10 @@ class LLM:
         saved.check(self._identity())
         state = saved.state
         sampling = sampling or Sampling()
-        size = self._roomy(state.prompts, max_new_tokens, further + state.decoded, sampling)
+        longest, rows, further = max(map(len, state.prompts)), len(state.prompts), further + state.decoded
+        size = self.capacity(longest, max_new_tokens, further, rows, sampling, LEAST)
         with self.lock:
-            session = self.session(len(state.prompts), *size, sampling)
+            session = self.session(rows, *size, sampling)
             self.model.cache.owner = None
             if saved.meta["packed"]:
                 saved.unpack(self.model.cache, self.model.find_calibration())

@@ -34,7 +34,7 @@ from cache.spec import Methods, method_name
 from cache.statistic import REPEATS, Rotated, Statistic, Tokens
 from kernels.dense_attention import prefill_attention
 from kernels.rope import Rope, RopeArgs, apply_rope, half_split
-from loading.checkpoint import read_args, rope_args
+from loading.config import read_args, rope_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError, note_once
 from weights import WeightFormat

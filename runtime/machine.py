@@ -46,14 +46,9 @@ def pick_device(name: str | None) -> torch.device:
         raise InputError(f"--device {name} is not supported: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: {torch.cuda.device_count()} CUDA devices are visible; use --device cpu")
-    use_device(device)
-    return device
-
-
-def use_device(device: torch.device) -> None:
-    """Make this the current device, for kernels, events and pinned memory, which name none."""
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # the current one, for kernels, events and pinned memory, which name none
+    return device
 
 
 def has_bf16(device: torch.device) -> bool:

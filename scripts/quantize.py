@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from cache.calibration import write_tensors
 from kernels.linear import pack_bits
-from loading.checkpoint import args_from_hf, split
+from loading.checkpoint import split
+from loading.config import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import ModelArgs
 from runtime.errors import InputError, run_cli

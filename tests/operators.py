@@ -859,7 +859,7 @@ def matrix(d: Draw, n: int, out: int) -> tuple[tuple[Any, ...], Callable[[Tensor
         layer = PackedLinear(n, out, bias is not None, Layout(bits, 32))
         layer.put(0, weight)
         if bias is not None:
-            layer.put_bias(0, bias)
+            layer.bias[:out] = bias
         operands, wide = (*layer.matrix,), layer.dense(0, out).double()
     return operands, lambda x: x @ wide.T + (0 if bias is None else bias.double())
 

@@ -18,7 +18,8 @@ from helps import helps
 from cache.calibration import Calibration
 from cache.spec import layer_methods, make_args, method_files, method_name
 from kv_methods.razor import Razor
-from loading.checkpoint import args_from_hf, random_transformer
+from loading.checkpoint import random_transformer
+from loading.config import args_from_hf
 from models.tiny.training import train_tiny
 from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
@@ -74,7 +75,7 @@ def test_attention_rows(cli, config, tmp_path):
     data = attention(cli, config, "--method", *methods, "--batch", 2, "--length", 48, "--out", out)
     assert data == json.loads(out.read_text())
     assert data["bandwidth"] == max(data["read_bytes_per_s"], data["copy_bytes_per_s"]) and data["matmul_flops"] > 0
-    assert {"command", "device", "versions", "commit", "date", "cache", "floor_ms"} <= set(data)
+    assert {"command", "device", "versions", "commit", "date", "floor_ms"} <= set(data)
     stages = {
         "full": {"append", "attend"},
         "double_sparsity": {"append", "score", "select", "attend"},

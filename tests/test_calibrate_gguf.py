@@ -101,7 +101,7 @@ def test_a_gguf_in_a_folder_that_cannot_be_written(files, cli, monkeypatch):
 SCRIPTS = {
     "compare": (compare, "--method sals --lengths 128 --tasks needle --samples 1 --json"),
     "perplexity": (perplexity, "--method sals --length 64 --decoded 4 --windows 1 --json"),
-    "bench_generate": (bench_generate, "--method sals --batch 1 --length 64 --new 4 --rounds 1 --eager-only --json"),
+    "bench_generate": (bench_generate, "--method sals --batch 1 --length 64 --new 4 --rounds 1 --mode eager --json"),
     "analyze": (analyze, "--only heads --samples 1 --seq-len 64 --json"),
 }
 

@@ -19,7 +19,6 @@ from scripts.eval import compare, perplexity
 from scripts.eval.evaluation import Evaluation
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import SEVERAL, Context, contexts, read_rows, rows_of
-from scripts.eval.ruler import write_rows
 from scripts.shared import options
 
 SIZE, NEW = 544, 64  # where `palu`, whose bases weigh on short contexts, rises, too
@@ -85,6 +84,10 @@ def test_sizes_are_those_of_real_caches(sizes, spec):
 
 
 # ---- contexts and prompts ----
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
 def test_rows_of_one_context_stand_together(tmp_path):

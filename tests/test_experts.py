@@ -16,7 +16,8 @@ from test_weights import BACKENDS, FORMS, by_hand, codes, quantized
 
 import kernels.backend
 import kernels.experts
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.config import args_from_hf
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.parallel import Ranks

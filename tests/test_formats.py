@@ -21,7 +21,8 @@ from formats_files import (
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 
-from loading.checkpoint import args_from_hf, load_checkpoint, tensors_of
+from loading.checkpoint import load_checkpoint, tensors_of
+from loading.config import args_from_hf
 from runtime import errors
 from runtime.errors import InputError
 from runtime.machine import TINY

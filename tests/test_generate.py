@@ -60,17 +60,6 @@ def test_greedy_is_teacher_forced_argmax(tiny):
     assert result.tokens[0] == expected and result.steps == 23
 
 
-# the contract has all methods, on a smaller model
-@pytest.mark.parametrize("method", ("ojakv", "self_index"))
-def test_a_ragged_batch_gives_the_tokens_of_its_rows_alone(tiny, method):
-    model, tk = tiny
-    texts = ["import", "class Reader:\n    def __init__(self", "The code for blue-sky is 4821.\n" * 8, "a b c " * 60]
-    prompts = [tk.encode(t, bos=True) for t in texts]
-    together = session(model, method, prompts, 16).run(prompts, 16).tokens
-    alone = [session(model, method, [p], 16).run([p], 16).tokens[0] for p in prompts]
-    assert together == alone
-
-
 def test_stop_ids_end_a_row_and_are_not_part_of_it(tiny):
     model, tk = tiny
     prompts = [tk.encode(t, bos=True) for t in ("import os\n", "def f(x):\n    return")]
@@ -248,19 +237,8 @@ def test_text_streams_to_stdout_and_the_summary_to_stderr(capsys):
 
 
 def test_json_object(capsys):
-    argv = [
-        "--prompt",
-        "import os",
-        "def f",
-        "--max-new-tokens",
-        "5",
-        "--json",
-        "--method",
-        "self_index",
-        "--sinks",
-        "4",
-    ]
-    code, out, err = run(capsys, *argv)
+    argv = "--max-new-tokens 5 --json --method self_index --sinks 4"
+    code, out, err = run(capsys, "--prompt", "import os", "def f", *argv.split())
     data = json.loads(out)
     assert code == 0 and not err
     assert set(data) >= {

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loading.checkpoint import args_from_hf, random_transformer, save_checkpoint_tensors
+from loading.checkpoint import random_transformer, save_checkpoint_tensors
+from loading.config import args_from_hf
 
 ROOT = Path(__file__).parents[1]
 TOKENS, HEADS, HEAD_DIM = 2048, 8, 64

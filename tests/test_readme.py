@@ -13,7 +13,7 @@ from helps import helps
 
 from cache.grammar import method_files
 from cache.spec import layer_methods
-from loading.checkpoint import FAMILIES, ROPE_KEYS
+from loading.config import FAMILIES, ROPE_KEYS
 from runtime.machine import ROOT
 from scripts.eval.ruler import TASKS
 from scripts.report.papers import ACCURACY

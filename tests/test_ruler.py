@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 
 import pytest
 
@@ -148,35 +147,19 @@ def test_scores(task, said, answer, wanted):
         R.check_metric("vcsum")
 
 
-def test_command_line(cli, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    argv = ("--checkpoint", TINY, "--tasks", "niah_single_1,vt", "--length", 1024, "--samples", 2, "--out", out)
-    status, printed, err = cli(ruler, *argv, "--json")
-    rows = R.read_rows(out)
-    assert (
-        status == 0 and json.loads(printed) == rows and Counter(r["task"] for r in rows) == dict(niah_single_1=2, vt=2)
-    )
-    assert {"context", "question", "answer_prefix", "answer", "max_new_tokens", "task"} <= rows[0].keys()
-    again = list(generate("vt", TK, 1024, 2, 42, reserve=1))
-    assert again == rows[2:] and list(generate("vt", TK, 1024, 2, 43, reserve=1)) != again
-    assert "niah_single_1: 2 samples of at most" in cli(ruler, *argv)[1]
-
-
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("task", "sources", "says"),
     [
-        (["--tasks", "nothing"], "unknown task"), (["--tasks", "qa_1"], "needs --squad"), (["--length", 8], "--length"),
-        (["--length", 256, "--tasks", "cwe"], "cwe: the smallest sample"), (["--samples", 0], "--samples"),
-        (["--out", "/no/such/folder/x.jsonl"], "cannot write"),
-        (["--tasks", "niah_single_2", "--essays", "/no/such/folder"], "has no text"),
-        (["--tasks", "qa_2", "--hotpotqa", str(TINY / "config.json")], "is not hotpotqa as published"),
+        ("nothing", {}, "unknown task"), ("qa_1", {}, "needs --squad"), ("cwe", {}, "cwe: the smallest sample"),
+        ("niah_single_2", dict(essays="/no/such/folder"), "has no text"),
+        ("qa_2", dict(hotpotqa=str(TINY / "config.json")), "is not hotpotqa as published"),
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_use(cli, argv, says):
-    status, out, err = cli(ruler, "--checkpoint", TINY, *argv)
-    said = err.rsplit("\r")[-1]  # after a progress bar
-    assert status == 2 and not out and said.startswith("error: ") and says in said and err.count("error") == 1
+def test_what_cannot_be_made(task, sources, says):
+    with pytest.raises(R.InputError, match=says):
+        ruler.check_tasks([task], Sources(**sources))
+        next(generate(task, TK, 256, 1, sources=Sources(**sources)))
 
 
 def test_words_that_are_not_installed(monkeypatch):

@@ -27,7 +27,8 @@ from kernels import linear as K
 from kernels import native
 from kernels.native import build
 from loading.allocate import empty_transformer
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, random_transformer, save_checkpoint_tensors, tensors_of
+from loading.config import args_from_hf
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.machine import TINY
@@ -89,8 +90,7 @@ def product_of(seed, rows, out, n, bits, group, form, bias, dtype, device="cpu")
     w = w.bfloat16().double().numpy() if c is None else by_hand(c)
     b = torch.randn(out, generator=gen)
     if bias:
-        layer.bias.zero_()
-        layer.put_bias(0, b)
+        layer.bias.zero_()[:out] = b
     x = torch.randn(rows, n, generator=gen).to(dtype)
     want = x.double().numpy() @ w.T + (b.double().numpy() if bias else 0)
     return layer.to(device), x.to(device), w, want

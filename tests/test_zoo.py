@@ -31,7 +31,8 @@ from cache.calibration import of_model
 from cache.spec import layer_methods, method_class, method_files
 from calibrate import calibrate
 from engine.snapshot import CacheFile, State, identity, save
-from loading.checkpoint import FAMILIES, args_from_hf, load_checkpoint, save_checkpoint_tensors, tensors_of
+from loading.checkpoint import load_checkpoint, save_checkpoint_tensors, tensors_of
+from loading.config import FAMILIES, args_from_hf
 from model import ModelArgs
 from runtime.errors import InputError
 from runtime.parallel import Ranks
@@ -104,18 +105,19 @@ CASES = {  # transformers' config class, and what differs from SIZES
                                            tie_word_embeddings=False)),
 }  # fmt: skip
 CASES["phi4-mini"][1]["rope_parameters"]["partial_rotary_factor"] = 0.75
+OF_ONE_MODEL = ("Ministral", "Mistral", "Qwen2", "Qwen3")  # number of KV heads by default, whatever that of heads
 OF_IMAGES = [name for name in CASES if "images" in name]
-# logits that are compared in fp32 with a standard deviation above 1
-TOL = 1e-3  # of logits of 20
+TOL = 1e-3  # of logits of 20, in fp32
 
 
-def build_hf(name):
-    kind, changes = CASES[name]
-    sizes = {} if name in OF_IMAGES else SIZES
+def build_hf(kind, changes, seed, sizes=SIZES):
+    """A transformers model with random weights, biases and norms included."""
+    images = "text_config" in changes
+    sizes = {} if images else sizes
     config = getattr(transformers, f"{kind}Config")(**sizes | json.loads(json.dumps(changes)))
     config._attn_implementation = "eager"
-    auto = transformers.AutoModelForImageTextToText if name in OF_IMAGES else transformers.AutoModelForCausalLM
-    hf, gen = auto.from_config(config).eval(), torch.Generator().manual_seed(list(CASES).index(name))
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    hf, gen = auto.from_config(config).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, p in hf.named_parameters():
             if path.endswith("bias"):
@@ -127,12 +129,14 @@ def build_hf(name):
     return hf
 
 
-def older(config):
-    """A config.json of transformers 5 in the keys of version 4."""
+def older(config, key="rope_type"):
+    """A config.json of transformers 5 in the keys of version 4; key: of the rope's type."""
     if "text_config" in config:
-        return config | dict(text_config=older(config["text_config"]))
+        return config | dict(text_config=older(config["text_config"], key))
     config, rope = dict(config), dict(config["rope_parameters"])
     del config["rope_parameters"]
+    if "dtype" in config:
+        config["torch_dtype"] = config.pop("dtype")
     if "full_attention" in rope:
         if config["model_type"] == "gemma3_text":
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -140,20 +144,25 @@ def older(config):
     config["rope_theta"] = rope.pop("rope_theta")
     if (part := rope.pop("partial_rotary_factor", 1.0)) != 1.0:
         config["partial_rotary_factor"] = part
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     return config
+
+
+def make_case(folder, cases, name, sizes=SIZES, tol=TOL):
+    """The same model in transformers and in kv-fast, and prompts of LENGTHS."""
+    kind, changes = cases[name]
+    hf = build_hf(kind, changes, list(cases).index(name), sizes)
+    hf.save_pretrained(folder)
+    gen = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(VOCAB, (n,), generator=gen).tolist() for n in LENGTHS]
+    return SimpleNamespace(name=name, kind=kind, hf=hf, folder=folder, prompts=prompts, model=load_checkpoint(folder),
+                           config=json.loads((folder / "config.json").read_text()), tol=tol)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    """The same model in transformers and in kv-fast, and prompts of LENGTHS."""
-    folder, hf = tmp_path_factory.mktemp("zoo") / request.param, build_hf(request.param)
-    hf.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    gen = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(VOCAB, (n,), generator=gen).tolist() for n in LENGTHS]
-    return SimpleNamespace(name=request.param, hf=hf, folder=folder, config=config, prompts=prompts,
-                           model=load_checkpoint(folder))  # fmt: skip
+    return make_case(tmp_path_factory.mktemp("zoo") / request.param, CASES, request.param)
 
 
 def language(hf):
@@ -206,7 +215,7 @@ def rollout(model, prompts, n_new=NEW, feed=None):
 def test_teacher_forcing(case):
     expected = hf_forward(case.hf, case.prompts[0])
     assert expected.std() > 1
-    assert (forward(case.model, case.prompts[0]) - expected).abs().max() < TOL
+    assert (forward(case.model, case.prompts[0]) - expected).abs().max() < case.tol
 
 
 def test_greedy_in_a_ragged_batch_and_alone(case):
@@ -215,7 +224,7 @@ def test_greedy_in_a_ragged_batch_and_alone(case):
     fed, logits = rollout(case.model, case.prompts)
     for prompt, row, got in zip(case.prompts, fed, logits, strict=True):
         expected = hf_steps(case.hf, prompt, row)
-        assert (got - expected).abs().max() < TOL
+        assert (got - expected).abs().max() < case.tol
         assert row == expected[:-1].argmax(-1).tolist()
         case.model.setup_cache("full", 1, n)
         assert rollout(case.model, [prompt])[0][0] == fed[case.prompts.index(prompt)]
@@ -252,7 +261,7 @@ def test_prompt_in_chunks(case):
 def test_both_layouts_of_the_config(case, tmp_path):
     """transformers reads the older keys, too: its logits from them are ours."""
     config = older(case.config)
-    assert args_from_hf(config) == case.model.args
+    assert args_from_hf(config) == args_from_hf(older(case.config, "type")) == case.model.args
     (tmp_path / "config.json").write_text(json.dumps(config))
     kind = type(case.hf).config_class.from_pretrained(tmp_path)
     kind._attn_implementation = "eager"
@@ -266,10 +275,10 @@ def test_both_layouts_of_the_config(case, tmp_path):
 
 def test_absent_keys_are_transformers_defaults(case):
     """A config.json with the sizes alone."""
-    kind, given = CASES[case.name][0], case.config.get("text_config", case.config)
+    kind, given = case.kind, case.config.get("text_config", case.config)
     if case.name in OF_IMAGES:
         return
-    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads" or kind == "Ministral"}
+    sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads" or kind in OF_ONE_MODEL}
     if (heads := FAMILIES[given["model_type"]].absent.get("num_key_value_heads")) is not None:
         sizes["num_attention_heads"] = 2 * heads
     sizes["hidden_size"] = 16 * sizes["num_attention_heads"]

@@ -199,10 +199,6 @@ class PackedLinear(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    def put_bias(self, first: int, value: Tensor) -> None:
-        assert self.bias is not None
-        self.bias[first : first + len(value)] = value
-
     def rows(self, first: int, n: int) -> Codes | Tensor:
         """n rows from `first` on, as stored by `put`: codes, or bf16."""
         blocks, take = slice(first // ROWS, -(-(first + n) // ROWS)), slice(first % ROWS, first % ROWS + n)

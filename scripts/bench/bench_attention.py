@@ -25,7 +25,7 @@ timed in groups, each with the baseline in its rounds. Ctrl-C times the methods 
 
 Before each timed call a buffer several times the size of the last-level cache is read, because a real step reads all
 other layers and weights between two uses of a layer's cache. (It is not written, since lines waiting to be written back
-would slow the call.) `--cache warm` skips this. `floor_ms` is the measured time of an empty call; it is not subtracted.
+would slow the call.) `floor_ms` is the measured time of an empty call; it is not subtracted.
 """
 
 from __future__ import annotations
@@ -265,10 +265,8 @@ def parser() -> Parser:
     a("--size", nargs="+", metavar="BxT", help="batch x tokens, in this order, instead of --batch and --length")
     a("--layers", type=int, help="layers in one graph; default: 4 on a CPU, 1 on a GPU")
     a("--rounds", type=int, default=15, help="rounds; default: 15")
-    a("--cache", choices=["cold", "warm"], default="cold", help="warm: do not flush the last-level cache between calls")
     a("--stages", action=argparse.BooleanOptionalAction, default=True, help="time the stages, too (default: yes)")
     a("--once", action="store_true", help="run every method's compress and decode, time nothing")
-    a("--ceilings", action="store_true", help="measure only bandwidth and matmul")
     a("--time-limit", type=float, metavar="S", help="start nothing new after S seconds")
     a("--dtype", choices=sorted(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     a("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile methods (default: yes)")
@@ -297,14 +295,14 @@ def main() -> None:
     opt, begin = parse_args(), time.monotonic()
     device = opt.device
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000  # one a size
-    known = dict(dtype=str(opt.dtype).removeprefix("torch."), cache=opt.cache, layers=opt.layers)
+    known = dict(dtype=str(opt.dtype).removeprefix("torch."), layers=opt.layers)
     old: dict[str, list[Any]] = {}
     if opt.resume:
         old = earlier(opt.out, record(device, **known), ("device", "commit", *known), ("rows", "dense"))
         old["rows"] = [r for r in old.get("rows", []) if settled(r)]
     done = {(r["model"], r["batch"], r["length"], r["method"]) for r in old.get("rows", [])}
     grid = [(m, b, n, [t for t in opt.method if (m, b, n, t) not in done])
-            for m in opt.model for b, n in opt.size if not opt.ceilings]  # fmt: skip
+            for m in opt.model for b, n in opt.size]  # fmt: skip
     grid = [g for g in grid if g[3]]
     steps = 1 + sum(1 + len(todo) + (0 if opt.once else opt.rounds) for *_, todo in grid)
 
@@ -317,7 +315,7 @@ def main() -> None:
     with Steps(total=steps) as progress:
         progress.now("bandwidth and matrix products of this machine")
         limits = {} if opt.once else ceilings(device, opt.dtype)
-        clock = Clock(device, opt.cache == "cold" and not opt.once)
+        clock = Clock(device, not opt.once)
         data = record(device, **known, flush_bytes=flush_bytes(device), **limits, rows=[], dense=[]) | old
 
         def enter(rows: list[Row]) -> None:
@@ -357,9 +355,6 @@ def main() -> None:
                     raise KeyboardInterrupt
     if opt.json:
         print(json.dumps(data))
-    elif opt.ceilings:
-        print(f"read {data['read_bytes_per_s'] / 1e9:.1f} GB/s, copy {data['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
-              f"matmul {data['matmul_flops'] / 1e12:.2f} TFLOP/s in {data['matmul_dtype']}")  # fmt: skip
     if opt.once and any("error" in r or not r["finite"] for r in data["rows"]):
         raise SystemExit(1)
     end(data["rows"])

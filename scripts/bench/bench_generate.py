@@ -50,7 +50,7 @@ import torch
 
 from cache.spec import layer_methods
 from engine import LLM
-from loading.checkpoint import read_args
+from loading.config import read_args
 from model import Transformer
 from runtime.errors import InputError, run_cli
 from runtime.machine import TINY, peak_memory, pick_device, set_threads
@@ -217,7 +217,6 @@ def parser() -> Parser:
     a("--restore", action="store_true", help="measure only the cache as a file: its size, writing and restoring it")
     a("--texts", action="store_true", help="measure the share of right drafts on five texts; needs --speculate N")
     a("--mode", nargs="+", choices=MODES, default=["eager", "compiled"], help="default: eager compiled")
-    a("--eager-only", action="store_true", help="the same as --mode eager")
     a("--rounds", type=int, default=5, help="rounds that count; default: 5")
     a("--warm-up", type=int, default=1, metavar="N", help="rounds before them; default: 1")
     a("--interleave", action=argparse.BooleanOptionalAction, help="all runs of a size take turns (default: on a CPU)")
@@ -240,8 +239,6 @@ def parser() -> Parser:
 
 def parse_args() -> argparse.Namespace:
     opt = parser().parse_args()
-    if opt.eager_only:
-        opt.mode = ["eager"]
     check_run(opt)
     if opt.warm_up < 0:
         raise InputError(f"--warm-up {opt.warm_up} is below 0")

@@ -1,21 +1,15 @@
 """Repeats the analyses of the methods' papers on any checkpoint.
 
     python -m scripts.eval.analyze --out analysis.json --plots .
-    python -m scripts.eval.analyze --checkpoint CKPT --only spectra,heads --samples 16 --seq-len 4096 --plots /tmp
+    python -m scripts.eval.analyze --checkpoint CKPT --only bases,heads --samples 16 --seq-len 4096 --plots /tmp
 
-spectra   eigenvalues and Rank(90) of keys before and after rotation (SALS, Fig. 4)
-overlap   attention mass that tokens chosen by latent scores cover (SALS, Sec. 3.2, Fig. 2)
-recall    how many of the oracle's tokens latent scores find, by the coordinates scored with (SALS, Sec. 4.3)
 bases     how much low-rank keys change the attention, by the data of the basis (OjaKV, SALS: what causes a loss)
-channels  outlier channels of the calibration compared to those of the current text (Double Sparsity, Fig. 9)
-adjacent  inputs of adjacent layers, and tokens chosen by a predicted query (Double Sparsity, Sec. 5.2)
 shift     a basis from prose on code, before and after Oja's update (OjaKV, Table 1)
 heads     induction and echo scores, and the KV heads they protect (RazorAttention, Sec. 3.3)
-signs     entropy of key signs, and tokens found by sign codes (Self-Indexing KVCache, eq. 5-8)
 
-The text is the held-out split of runtime/corpus.py, half code and half prose. Bases, channels and head scores come from
-the checkpoint's calibration, or from --calibration. Without one they are measured in memory on a little text of the
-training split. The spectra need more tokens (--samples x --seq-len) than the keys have channels (KV heads x head_dim).
+The text is the held-out split of runtime/corpus.py, half code and half prose. Bases and head scores come from the
+checkpoint's calibration, or from --calibration. Without one they are measured in memory on a little text of the
+training split.
 """
 
 from __future__ import annotations
@@ -36,7 +30,8 @@ from cache.calibration import Calibration, beside
 from cache.spec import all_statistics
 from calibrate import calibrate, draw
 from kernels.rope import apply_rope
-from loading.checkpoint import args_from_hf, load_checkpoint
+from loading.checkpoint import load_checkpoint
+from loading.config import args_from_hf
 from loading.tokenizer import load_tokenizer
 from model import Transformer
 from runtime.corpus import collect
@@ -62,20 +57,18 @@ def go_through(model: Transformer, text: dict[str, Tensor], calib: Calibration |
     some = next(iter(text.values()))
     device = model.norm.weight.device
     inputs = {kind: model.embed(tokens.to(device)) for kind, tokens in text.items()}  # [N, S, dim]
-    before: dict[str, Tensor] = {}
     out: Series = {name: [] for name in names}
     for i, block in enumerate(tqdm(model.layers, desc="layers")):
         cos, sin = model.rope_tables(some.shape[1], i)
         captures: dict[str, list[Capture]] = {kind: [] for kind in text}
         for kind, xs in inputs.items():
-            for row, x in enumerate(xs):
+            for x in xs:
                 q, k, v = (t.float() for t in block.attention.qkv(block.attention_norm(x)))
                 rotated = apply_rope(q, cos[0], sin[0]), apply_rope(k, cos[0], sin[0])
-                captures[kind].append(Capture(before[kind][row] if before else None, x, q, k, v, *rotated))
-        layer = Layer(i, block, calib, (cos[0], sin[0]), captures)
+                captures[kind].append(Capture(q, k, v, *rotated))
+        layer = Layer(i, block, calib, captures)
         for name in tqdm(names, desc=f"layer {i}", leave=False):
             out[name].append(ANALYSES[name].measure(layer))
-        before = inputs
         attend = block.attention.uncached(cos, sin)
         inputs = {kind: torch.cat([block(x[None], attend) for x in xs]) for kind, xs in inputs.items()}
     return out

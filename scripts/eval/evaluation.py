@@ -209,11 +209,6 @@ def names_of(opt: argparse.Namespace) -> dict[str, str]:
     return dict(checkpoint=name, fingerprint=fingerprint(open_checkpoint(opt.checkpoint).path)[:16])
 
 
-def add_parallel(p: argparse.ArgumentParser) -> None:
-    """Adds --parallel, which `join` reads."""
-    p.add_argument("--parallel", choices=["data"], help="under torchrun: each process evaluates its share")
-
-
 def join(opt: argparse.Namespace) -> None:
     """Sets opt.ranks from --parallel, and opt.device to this rank's. Raises InputError under torchrun without it."""
     if started_by_torchrun() and not opt.parallel:
@@ -231,7 +226,7 @@ def add_flags(p: argparse.ArgumentParser, questions: bool = True) -> None:
         a("--query-in-prompt", action="store_true", help="the question is known when the context is compressed")
     add_precision(p)
     add_calibration(p)
-    add_parallel(p)
+    a("--parallel", choices=["data"], help="under torchrun: each process evaluates its share")
     add_run(p)
 
 

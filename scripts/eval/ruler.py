@@ -1,10 +1,9 @@
 """RULER's tasks (Hsieh et al. 2024) by the rules of NVIDIA/RULER: the same seed and tokenizer give the same samples.
 
-    python -m scripts.eval.ruler --checkpoint models/tiny --tasks niah_single_1,vt --length 1024 --samples 5
-    python -m scripts.eval.ruler --checkpoint CKPT --tasks all --length 4096 --samples 50 --seed 42 --out rows.jsonl
+    python -m scripts.eval.compare --tasks niah_single_1,vt --lengths 1024
 
 Rows have kvpress's format: context, question, answer_prefix, answer, max_new_tokens, task. A length counts the prompt,
-with the checkpoint's chat template if it has one (--no-chat: without), and the tokens of an answer.
+with a chat template if one is reserved for, and the tokens of an answer.
 
 niah_single_1, niah_multikey_2, niah_multikey_3, vt, cwe and fwe need no data. The other needles are hidden in essays,
 those of RULER with --essays (its PaulGrahamEssays.json, or a folder of .txt files); otherwise in held-out prose of
@@ -30,19 +29,17 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from loading.tokenizer import Tokenizer, load_tokenizer
-from loading.tokenizer.turns import chat_parts
+from loading.tokenizer import Tokenizer
 from runtime.corpus import collect
-from runtime.errors import InputError, check_range, did_you_mean, run_cli
-from runtime.machine import check_out, read_text, written
+from runtime.errors import InputError, did_you_mean
+from runtime.machine import read_text
 from runtime.options import Parser
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -116,12 +113,6 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except ValueError as e:
         raise InputError(f"{path} is no JSON: {e}") from None
-
-
-def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Writes one line per row, all of them or none."""
-    with written(path) as tmp:
-        tmp.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
 
 
 def name_of(task: str, sources: Any) -> str:
@@ -432,7 +423,7 @@ class Fit:
                 n += more
             elif n <= self.least:
                 raise InputError(f"{self.task}: the smallest sample has {size} tokens with its answer, of which "
-                                 f"{self.limit} fit: leave it out, or give a larger --length")  # fmt: skip
+                                 f"{self.limit} fit: leave it out, or give a larger --lengths")  # fmt: skip
             else:
                 n = max(self.least, n + more if self.fills or n <= self.step else n - self.step)
 
@@ -489,50 +480,8 @@ def generate(task: str, tk: Tokenizer, length: int, samples: int, seed: int = 42
         yield row
 
 
-def main() -> None:
-    p = Parser(__doc__)
-    a = p.add_argument
-    a("--checkpoint", required=True, help="Hugging Face folder or GGUF file, whose tokenizer measures lengths")
-    a("--tasks", default=",".join(NO_DATA), help=f"some of {', '.join(TASKS)}; `all`: those whose data is given")
-    a("--length", type=int, default=4096, help="tokens of prompt and answer together; default: 4096")
-    a("--samples", type=int, default=50, help="samples per task; default: 50")
-    a("--seed", type=int, default=42, help="seed of the samples; default: 42")
-    add_sources(p)
-    a("--no-chat", action="store_true", help="reserve no tokens for the chat template")
-    a("--out", help="file for the rows, one per line, e.g. rows.jsonl")
-    a("--json", action="store_true", help="print the rows")
-    opt = p.parse_args()
-    tasks = all_tasks(opt) if opt.tasks == "all" else opt.tasks.split(",")
-    check_tasks(tasks, opt)
-    check_range("--length", opt.length, 128, 2**31 - 1)
-    check_range("--samples", opt.samples, 1, 10**6)
-    check_out(opt.out)
-    tk = load_tokenizer(opt.checkpoint)
-    reserve = chat_parts(tk, not opt.no_chat).tokens(tk)
-    rows = [row for task in tasks for row in tqdm(
-        generate(task, tk, opt.length, opt.samples, opt.seed, opt, reserve), desc=task, total=opt.samples, leave=False
-    )]  # fmt: skip
-    if opt.out:
-        write_rows(opt.out, rows)
-    if opt.json:
-        print(json.dumps(rows))
-    else:
-        for task in dict.fromkeys(r["task"] for r in rows):
-            some = [r for r in rows if r["task"] == task]
-            longest = max(len(tk.encode(r["context"] + r["question"] + r["answer_prefix"])) for r in some)
-            print(f"{task}: {len(some)} samples of at most {longest + reserve} + {some[0]['max_new_tokens']} tokens")
-
-
 def add_sources(p: Parser) -> None:
     """--essays, --squad, --hotpotqa."""
     p.add_argument("--essays", help="RULER's PaulGrahamEssays.json, or a folder of .txt files")
     p.add_argument("--squad", metavar="FILE", help="dev-v2.0.json, for qa_1")
     p.add_argument("--hotpotqa", metavar="FILE", help="hotpot_dev_distractor_v1.json, for qa_2")
-
-
-def all_tasks(sources: Any) -> list[str]:
-    return [t for t in TASKS if t not in QA_FILES or getattr(sources, QA_FILES[t])]
-
-
-if __name__ == "__main__":
-    run_cli(main)

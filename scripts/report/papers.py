@@ -29,8 +29,6 @@ SELF_INDEX_3 = [
     (49152, None, 11.12),
     (65536, None, 17.70),
 ]
-# Self-Indexing KVCache, Table 4, ms at 16K tokens, batch 10: our stage -> full, Ours
-SELF_INDEX_4 = {"score": (0.166, 0.039), "attend": (0.776, 0.116)}
 # OjaKV, Figure 2 and Section 6, ms to the first token of 32K: Full KV, OjaKV at rank 0.6
 OJAKV_2 = (2102, 2801)
 # Accuracy: a setting of ours, the paper's table, its model and task, its score and full's, and the command to measure
@@ -60,8 +58,6 @@ ACCURACY = [
 # figures from plots and text instead of tables
 DOUBLE_SPARSITY_5 = "4x to 10x on an A100 (Double Sparsity, Fig. 5)"
 DOUBLE_SPARSITY_6 = "1.3x to 1.9x (Double Sparsity, Fig. 6ab)"
-DOUBLE_SPARSITY_6C = "4x to 8x, 16x from 64K on (Double Sparsity, Fig. 6cd)"
-SELF_INDEX_5 = "up to 2x full, nearly 5x smaller (Self-Indexing KVCache, Fig. 5)"
 
 
 def reported() -> dict[tuple[str, str, int, int, str], str]:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from cache.grammar import method_files
 from cache.spec import layer_methods, presets
-from loading.checkpoint import args_from_hf, load_checkpoint, random_transformer, read_args
+from loading.checkpoint import load_checkpoint, random_transformer
+from loading.config import args_from_hf, read_args
 from loading.named import named_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError

@@ -394,6 +394,7 @@ def parser() -> Parser:
     a("--no-chat", action="store_true", help="do not use the checkpoint's chat template")
     add_sources(p)
     add_flags(p)
+    p.set_defaults(transformers="")  # whose models have no weights of ours
     return p
 
 
@@ -412,7 +413,7 @@ def main() -> None:
         raise InputError(f"no pair has {min(unknown)!r}: use {known}")
     ev, each = open_evaluation(opt, 1), [p for p in pairs() if not opt.method or p.name in opt.method]
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model) | dict(method=[p.name for p in each])
-    data = record(ev.device, **names_of(opt.checkpoint), kvpress=version, settings=settings) | dict(rows=[], samples=[])
+    data = record(ev.device, **names_of(opt), kvpress=version, settings=settings) | dict(rows=[], samples=[])
     if opt.resume:
         data |= earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("rows", "samples"))
     theirs, chat = Theirs(ev), chat_parts(ev.tk, not opt.no_chat)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from cache.budget import budget_tokens
 from cache.statistic import principal
-from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, mean
-from scripts.eval.analyses.latent_scores import SALS_BUDGET, overlap_table
+from scripts.eval.analyses.capture import Analysis, Capture, Layer, Series, Table, mean
 from scripts.eval.analyses.measures import attention_mass, covariance, covered, moved, top
 
 OJA_RANK, SALS_RANK = 0.6, 0.125  # a share of D, ojakv's default; a share of n * D, the scoring rank of sals-25
+SALS_BUDGET = 0.125  # of the tokens
 
 
 def bases(layer: Layer) -> Series:
@@ -61,5 +61,9 @@ def sals(c: Capture, calibrated: Tensor) -> Series:
     return found | {"all coordinates": covered(c.mass, top(c.latent_scores(calibrated, width), count)[:, None, None])}
 
 
+def bases_table(rows: list[Series]) -> Table:
+    return ["layer", *rows[0]], [*([i, *r.values()] for i, r in enumerate(rows)), ["mean", *mean(rows).values()]]
+
+
 ANALYSIS = Analysis("attention moved by low-rank keys (OjaKV), mass found by latent scores (SALS), by basis",
-                    bases, overlap_table, ("ojakv", "sals"))  # fmt: skip
+                    bases, bases_table, ("ojakv", "sals"))  # fmt: skip

@@ -23,10 +23,8 @@ Table = tuple[list[str], list[list[Any]]]
 
 @dataclass
 class Capture:
-    """One sequence of S tokens in one layer; in fp32 except for the inputs."""
+    """One sequence of S tokens in one layer, in fp32."""
 
-    before: Tensor | None  # [S, dim], input of the previous layer
-    x: Tensor  # [S, dim], input of this layer, before its norm
     q: Tensor  # [S, Hq, D]
     k: Tensor  # [S, n, D]
     v: Tensor  # [S, n, D]
@@ -61,7 +59,6 @@ class Layer:
     index: int
     block: Block
     calib: Calibration | None
-    rope: tuple[Tensor, Tensor]  # cos, sin [S, 1, D/2]
     text: dict[str, list[Capture]]
 
     @property

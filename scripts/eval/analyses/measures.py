@@ -1,18 +1,9 @@
-"""The measures of the analyses: ranks, covered attention, recall, residual energy, entropy of signs."""
+"""The measures of the analyses: covered and moved attention, residual energy, overlap of subspaces."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def rank_at(eigenvalues: Tensor, percent: float) -> Tensor:
-    """Rank(v): how many of the largest eigenvalues [..., m] hold v % of their sum -> [...] (SALS, App. A)."""
-    values = eigenvalues.sort(-1, descending=True).values
-    held = values.cumsum(-1) / values.sum(-1, keepdim=True)
-    return (held < percent / 100 - 1e-12).sum(-1) + 1
 
 
 def covariance(x: Tensor, centred: bool = True) -> Tensor:
@@ -37,11 +28,6 @@ def top(scores: Tensor, count: Tensor) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, idx, kept)
 
 
-def recall(chosen: Tensor, truth: Tensor) -> float:
-    """Share of the tokens of truth [..., S] that are among the chosen ones, mean."""
-    return ((chosen & truth).sum(-1) / truth.sum(-1)).mean().item()
-
-
 def covered(mass: Tensor, chosen: Tensor) -> float:
     """Overlap score: share of the attention mass [..., S] on the chosen tokens, mean (SALS, Sec. 3.2)."""
     return ((mass * chosen).sum(-1) / mass.sum(-1)).mean().item()
@@ -61,9 +47,3 @@ def residual_energy(x: Tensor, u: Tensor) -> float:
 def subspace_overlap(u: Tensor, w: Tensor) -> float:
     """SO = Tr(U^T W W^T U) / r of bases [n, d, r], mean over the n heads (OjaKV, Sec. 4)."""
     return ((u.mT @ w).square().sum((1, 2)) / u.shape[-1]).mean().item()
-
-
-def sign_entropy(x: Tensor) -> Tensor:
-    """Entropy in bits of the signs of x [S, ...] over S tokens -> [...]; zero counts as positive, as in the codes."""
-    p = (x >= 0).double().mean(0)
-    return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)) / math.log(2)
