@@ -1,11 +1,11 @@
 # make demo       set up, and answer a question about a long text with a published model
 # make demo-tiny  the same with the model shipped here
-# make test       set up, and run one in SHARE (6) of each matrix's quick tests; make test-all runs all tests
+# make test       set up, and run one in SHARE (6) of each matrix's quick tests; make test ALL=1 runs all tests
 # make lint       set up, and check style, types and the order of imports
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-tiny test test-all test-real lint clean
+.PHONY: demo demo-tiny test test-real lint clean
 
 # A stamp file per set of requirements: an interrupted install leaves none, and is repeated.
 .venv/runtime: requirements.txt
@@ -37,10 +37,7 @@ SHARE ?= 6
 PYTEST = SEED=$(SEED) OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 	--random-order-bucket=module --random-order-seed=$(ORDER)
 test: .venv/dev .venv/smollm2
-	$(PYTEST) -m "not slow" --share $(SHARE)
-
-test-all: .venv/dev .venv/smollm2
-	$(PYTEST)
+	$(PYTEST) $(if $(ALL),,-m "not slow" --share $(SHARE))
 
 # Tests on published files that other packages ship; tests/test_real_files.py says how to get them.
 test-real: .venv/dev

@@ -27,7 +27,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # Files that take minutes, the longest first: no process is left alone with one at the end (--no-loadscope-reorder)
 LONG = [
-    f"test_{name}.py" for name in ("contract", "compiled", "parallel", "triton_contract", "triton_compile", "launches")
+    f"test_{name}.py"
+    for name in ("parallel", "contract", "compiled", "bench", "triton_contract", "native", "triton_compile", "launches")
 ]
 
 
