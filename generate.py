@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cache.grammar import check_names, listing, parse_knobs
 from runtime.errors import InputError, check_count, run_cli
 from runtime.options import Parser, add_calibration, add_precision, answer_early
 
@@ -95,11 +96,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
+def early() -> None:
+    """What needs no torch: wrong options, names of methods, and a list of methods that was printed before."""
+    opt = parse_args()
+    if opt.list_methods:
+        with contextlib.suppress(OSError, RuntimeError):
+            print(listing().read_text(), end="")
+            sys.exit()
+    check_names(opt.method or "full")
+
+
 if __name__ == "__main__":
-    answer_early(parse_args)
+    answer_early(early)
 import torch
 
-from cache.spec import describe, parse_knobs
+from cache.spec import describe
 from engine import LLM, Chat, Completion, Ended, Sampling
 from engine.decode import Batch, Tally
 from engine.snapshot import CacheFile
@@ -276,7 +287,9 @@ def run_interactive(opt: argparse.Namespace, llm: LLM, sampling: Sampling, repor
 def main(argv: list[str] | None = None) -> int:
     opt = parse_args(argv)
     if opt.list_methods:
-        print(describe())
+        print(text := describe())
+        with contextlib.suppress(OSError, RuntimeError), written(listing()) as f:
+            f.write_text(text + "\n")  # the next time it is printed without torch
         return 0
     ranks, device = parallel.start(opt.device)
     check_count("--max-new-tokens", opt.max_new_tokens, 1, 2**31 - 1)

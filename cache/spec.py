@@ -1,25 +1,14 @@
-"""The grammar of --method: names, knobs and layers in a line of text -> the cache of a model.
-
-    self_index                              a method
-    sals-12.5                               a preset: a method with knobs that reproduce a row of its paper
-    self_index,budget=160                   a method with a knob
-    0-1:full,2-:sals-12.5,budget=0.1        by layers; knobs belong to the part they follow, and later parts win
-    razor,retrieval_method=quest:budget=64  a method inside another, with its own knobs
-
-A method is a file of kv_methods/, or of a folder named in KV_FAST_METHODS, and has the file's name.
-"""
+"""A line of text (cache/grammar.py) -> methods by layer -> the cache of a model."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import inspect
-import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +16,18 @@ import torch
 import torch.nn as nn
 
 from cache.base import CacheShape, KVMethod, connected
+from cache.grammar import HERE, Part, method_files, own_folders, parse_spec, unknown_method
 from cache.kept import kept
 from cache.statistic import Statistic, unique
 from kernels.rope import Rope
 from runtime.errors import InputError, did_you_mean, note_once, short, warn_once
-from runtime.machine import ROOT, own_folders, require_memory
+from runtime.machine import require_memory
 
-HERE = ROOT / "kv_methods"
 LIMITS = (-(10**9), 10**9)  # of a knob that states none; the sum of two still fits an int32
 
 # ---- methods, by file ----
 
 REPLACED: dict[str, types.ModuleType] = {}  # modules of ours in whose place a user's file of that name is loaded
-
-
-def method_files() -> dict[str, Path]:
-    """Every method file by name. A file of KV_FAST_METHODS wins over one of this repository."""
-    files = [f for folder in (*own_folders(), HERE) for f in sorted(folder.glob("*.py"))]
-    return {f.stem: f for f in reversed(files) if not f.stem.startswith("_")}
 
 
 def _module(name: str) -> types.ModuleType:
@@ -114,8 +97,7 @@ def resolve(name: str) -> tuple[type[KVMethod], dict[str, Any]]:
         if (HERE / f"{method}.py").exists() and files[method].parent != HERE:
             warn_once(f"{files[method]} takes the place of kv-fast's own method {method}")
         return method_class(method), dict(knobs)
-    raise InputError(f"unknown method {short(name)}: {did_you_mean(name, [*files, *known])}"
-                     "generate.py --list-methods prints all")  # fmt: skip
+    raise unknown_method(name, [*files, *known])
 
 
 # ---- knobs ----
@@ -217,54 +199,6 @@ def inner_method(text: str) -> tuple[type[KVMethod], Any]:
 # ---- the grammar ----
 
 Methods = Sequence[tuple[type[KVMethod], Any]]  # the class and Args of every layer
-
-
-def parse_knobs(items: Iterable[str]) -> dict[str, str]:
-    """The values of all --method-arg K=V."""
-    out = {}
-    for item in items:
-        key, eq, value = item.partition("=")
-        if not eq or not key:
-            raise InputError(f"--method-arg {item!r} is not of the form K=V")
-        out[key] = value
-    return out
-
-
-@dataclass
-class Part:
-    """Layers from first to last (None: to the end), a method's or preset's name, and the knobs that follow it."""
-
-    name: str
-    first: int = 0
-    last: int | None = None
-    knobs: dict[str, str] = field(default_factory=dict)
-
-
-def parse_spec(spec: str) -> list[Part]:
-    """The text of --method -> its parts. Raises InputError for what it cannot read; `layer_parts` checks layers."""
-    parts: list[Part] = []
-    last_knob = ""
-    for item in (x.strip() for x in spec.split(",")):
-        key, eq, value = item.partition("=")
-        if eq and key.isidentifier() and parts:
-            parts[-1].knobs[key] = value
-            last_knob = key
-        elif last_knob and re.fullmatch(r"-?\d+", item):  # skip_layers=0,1,-1
-            parts[-1].knobs[last_knob] += f",{item}"
-        elif m := re.fullmatch(r"(\d{1,9})(-(\d{0,9}))?:([^:=]+)", item):
-            first = int(m[1])
-            last = first if m[2] is None else int(m[3]) if m[3] else None
-            parts.append(Part(m[4].strip(), first, last))
-            last_knob = ""
-        elif item and not parts and ":" not in item and not eq:
-            parts.append(Part(item))
-            last_knob = ""
-        else:
-            raise InputError(
-                f"cannot read {item!r} in --method {spec!r}: write it like self_index,budget=160 or "
-                "0-1:full,2-:sals-12.5,budget=0.1"
-            )
-    return parts
 
 
 def layer_parts(spec: str, n_layer: int) -> list[Part]:

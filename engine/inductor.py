@@ -179,23 +179,18 @@ def compiling() -> Iterator[Callable[[], None]]:
         for entry in entries:
             entry.load()
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool, ThreadPoolExecutor() as linkers:
-        sets = pool.submit(instruction_sets, cpu_vec_isa.valid_vec_isa_list)
-        with contextlib.ExitStack() as stack:
-            # create=True: names that another release of torch lacks are created and never called
-            replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
-            replace(cpu_vec_isa, "valid_vec_isa_list", sets.result)
-            replace(wrappers, "load_pybinding", load)
-            replace(symbolic_convert, "get_funcname", lambda *line: None)  # for a log: it reads all sources, 0.2 s
-            if not torch.cuda.is_available():
-                replace(codecache, "triton_key", lambda: None)  # a hash of 0.3 s for absent kernels
-            yield finish
-
-
-def instruction_sets(ask: Callable[[], list[Any]]) -> list[Any]:
-    """The instruction sets that inductor may use. It skips trials, which take 7 s and change flags that others read, if
-    our library is available, since that was compiled with them."""
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": native.available() or None}):
-        return ask()
+    with (
+        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+        ThreadPoolExecutor() as linkers,
+        contextlib.ExitStack() as stack,
+    ):
+        # create=True: names that another release of torch lacks are created and never called
+        replace = lambda *what: stack.enter_context(mock.patch.object(*what, create=True))  # noqa: E731
+        if native.available():  # its compiler knows this processor: a trial, of 3 s and more, tells nothing new
+            replace(cpu_vec_isa.VecISA, "check_build", lambda *trial: True)
+        replace(cpu_vec_isa, "valid_vec_isa_list", pool.submit(cpu_vec_isa.valid_vec_isa_list).result)
+        replace(wrappers, "load_pybinding", load)
+        replace(symbolic_convert, "get_funcname", lambda *line: None)  # for a log: it reads all sources, 0.2 s
+        if not torch.cuda.is_available():
+            replace(codecache, "triton_key", lambda: None)  # a hash of 0.3 s for absent kernels
+        yield finish

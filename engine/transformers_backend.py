@@ -283,7 +283,11 @@ class TransformersModel(Transformer):
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:
         """As the decoder's, but for chunks: a prompt comes in one piece."""
         assert self.cache is not None, "call setup_cache first"
-        S = tokens.shape[1]
+        config, S = self.hf.config, tokens.shape[1]
+        if others := len(DynamicCache(config=config).layers) - self.args.n_layer:
+            raise InputError(f"{config.model_type} has layers with a state of their own, such as linear attention "
+                             f"({others} of {self.args.n_layer + others}), which is not kept here: call its generate "
+                             "with engine.bridge.Cache")  # fmt: skip
         if (chunk or self.prefill_chunk or S) < S:
             raise InputError("transformers' models read a prompt in one piece: leave out --prefill-chunk")
         self._check_prompt(tokens, S)

@@ -4,6 +4,6 @@ Folders named in KV_FAST_METHODS (separated like PATH) belong to this package to
 each other and these by `from kv_methods.name import ...`. A file's PRESETS, {name: knobs}, are names of methods, too.
 """
 
-from runtime.machine import own_folders
+from cache.grammar import own_folders
 
 __path__ += [str(folder) for folder in own_folders() if str(folder) not in __path__]

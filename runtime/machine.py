@@ -162,15 +162,6 @@ def check_fetched(path: Path) -> None:
                          "folder, or download the file itself")  # fmt: skip
 
 
-def own_folders() -> list[Path]:
-    """The folders of KV_FAST_METHODS. Raises InputError if one does not exist."""
-    folders = [Path(f) for f in os.environ.get("KV_FAST_METHODS", "").split(os.pathsep) if f]
-    for folder in folders:
-        if not folder.is_dir():
-            raise InputError(f"KV_FAST_METHODS: {folder} is not a folder: create it, or correct the variable")
-    return [folder.resolve() for folder in folders]
-
-
 def temporary(path: Path) -> Path:
     """A name beside a file to write to and then rename, so that the file is complete or absent."""
     return path.with_name(path.name + ".tmp")

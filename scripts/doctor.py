@@ -26,7 +26,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are imported
 
-from cache.spec import method_files, resolve
+from cache.grammar import method_files
+from cache.spec import resolve
 from engine.compiled import CapturedStep
 from kernels import backend, native
 from kernels.op import OPERATIONS

@@ -343,6 +343,13 @@ def test_keys_are_turned_back_where_the_models_rotation_is_known(family):
         assert new_tokens(model_of(family), prompts(), cache) == expected(family)
 
 
+def test_a_layer_that_carries_a_state_is_refused_where_only_keys_are_kept():
+    model = TransformersModel(model_of("Qwen3Next"))
+    model.setup_cache("full", 1, PROMPT + NEW)
+    with pytest.raises(InputError, match=r"linear attention \(1 of 2\), which is not kept here: call its generate"):
+        model.prefill(prompts(1), torch.tensor([PROMPT]))
+
+
 def test_statistics_before_an_unknown_rotation_are_left_out(capsys):
     model = TransformersModel(model_of.__wrapped__("Llama", rope_parameters=DYNAMIC))
     kept = model.measurable(all_statistics())

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from cache.spec import method_files
+from cache.grammar import method_files
 from kernels.op import OPERATIONS
 from runtime.errors import InputError
 from runtime.machine import ROOT

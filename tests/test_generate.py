@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 import engine.llm as E
 import generate as G
 import model as M
-from cache.spec import method_files
+from cache.grammar import method_files
 from engine import Chat
 from engine.decode import LAG, Batch, Session, make_step
 from loading import named as N
@@ -329,10 +330,21 @@ def test_profile_writes_a_trace(capsys, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_list_methods_names_every_file_knob_and_paper(capsys):
+def test_list_methods_names_every_file_knob_and_paper(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, _ = run(capsys, "--list-methods")
     assert code == 0 and all(f"{name}: " in out for name in method_files())
     assert "budget=160" in out and "Xiao et al. 2024" in out
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    command = [sys.executable, ROOT / "generate.py"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    again = subprocess.run([*command, "--list-methods"], env=env, capture_output=True, text=True)
+    assert again.stdout == out, again.stderr
+    wrong = subprocess.run([*command, "--method", "0-1:full,2-:slas-12.5"], env=env, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "unknown method 'slas-12.5': did you mean sals" in wrong.stderr
+    (tmp_path / "mine.py").write_text("def")  # another list: torch is needed, and here it breaks
+    env["KV_FAST_METHODS"] = str(tmp_path)
+    assert "imported" in subprocess.run([*command, "--list-methods"], env=env, capture_output=True, text=True).stderr
 
 
 class Terminal(io.StringIO):

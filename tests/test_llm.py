@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cache.spec import method_files
+from cache.grammar import method_files
 from cache.trace import observe
 from engine import LLM, Sampling
 from runtime.errors import InputError

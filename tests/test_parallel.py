@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from cache.spec import method_files
+from cache.grammar import method_files
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, TINY, smollm2
 from runtime.parallel import ONE, Ranks
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cache.spec import method_files
+from cache.grammar import method_files
 from engine import LLM, Chat
 from runtime.machine import SMOLLM2_CALIBRATION, smollm2
 

@@ -11,7 +11,8 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from helps import helps
 
-from cache.spec import layer_methods, method_files
+from cache.grammar import method_files
+from cache.spec import layer_methods
 from loading.config import FAMILIES, ROPE_KEYS
 from runtime.machine import ROOT
 from scripts.eval.ruler import TASKS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.spec import method_files
+from cache.grammar import method_files
 from engine.compiled import CapturedStep
 from scripts.contract.checks import same, settings
 from scripts.contract.harness import poison, prompt, rounds, run, tiny

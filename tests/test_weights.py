@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from cache.spec import method_class, method_files
+from cache.grammar import method_files
+from cache.spec import method_class
 from engine import LLM
 from kernels import linear as K
 from kernels import native

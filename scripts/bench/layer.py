@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cache.base import KVMethod, connected
 from cache.calibration import RandomCalibration
-from cache.spec import make_args, parse_spec, resolve
+from cache.grammar import parse_spec
+from cache.spec import make_args, resolve
 from kernels.native import in_huge_pages
 from kv_methods.razor import Razor
 from model import ModelArgs, Transformer

@@ -32,9 +32,8 @@ if __name__ == "__main__" and "--kernels" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import torch
 
-from cache.spec import method_files
+from cache.grammar import method_files, own_folders
 from kernels.op import OPERATIONS, Operation
-from runtime.machine import own_folders
 from runtime.options import Parser
 from scripts.contract import checks as c
 from scripts.contract import step_checks as s

@@ -33,7 +33,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cache.spec import parse_spec, resolve
+from cache.grammar import parse_spec
+from cache.spec import resolve
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from runtime.options import Parser

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cache.spec import layer_methods, method_files, presets
+from cache.grammar import method_files
+from cache.spec import layer_methods, presets
 from loading.checkpoint import load_checkpoint, random_transformer
 from loading.config import args_from_hf, read_args
 from loading.named import named_args
