@@ -31,7 +31,6 @@ from kernels.tuned import tuned
 ROWS = 16  # rows of W side by side
 MANY = 32  # rows of x from which a matrix product of unpacked rows is faster than unpacking in registers
 MANY_BF16 = 8  # rows from which torch is faster with weights as they are in bf16, where the processor multiplies tiles
-TILE = 1 << 21  # numbers that are unpacked for one matrix product: 8 MB in fp32, which the caches hold
 WORD = 4  # bytes that a lane holds
 
 

@@ -216,19 +216,3 @@ def host_buffer(size: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return in_huge_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
     pinned = _Mapped(math.prod(size) * dtype.itemsize, device)
     return torch.as_tensor(pinned, device=device).view(dtype).view(size)
-
-
-# ---- how good a prediction was ----
-
-
-def hit_rate(predicted: Tensor, true: Tensor, count: Tensor) -> Tensor:
-    """Share of the truly best tokens that were predicted, hence fetched in time; 1 where none was wanted.
-
-    predicted and true [B, H, K] slots, the first count [B, H] of each of them valid -> fp32 [B, H].
-    """
-    B, H, K = true.shape
-    meant = torch.arange(K, device=true.device) < count[..., None]
-    width = int(torch.maximum(predicted.max(), true.max())) + 1
-    head = torch.arange(B * H, device=true.device).view(B, H, 1) * width  # keeps the heads' slots apart
-    found = torch.isin((true + head), (predicted + head)[meant]) & meant
-    return torch.where(count > 0, found.sum(-1) / count.clamp(min=1), 1.0)

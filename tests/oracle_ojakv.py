@@ -64,10 +64,6 @@ def residual_energy(u: np.ndarray, xs: list[np.ndarray]) -> float:
     return sum(((x - u @ (u.T @ x)) ** 2).sum() for x in xs) / sum(x @ x for x in xs)
 
 
-def subspace_overlap(a: np.ndarray, b: np.ndarray) -> float:
-    return float(((a.T @ b) ** 2).sum()) / a.shape[1]
-
-
 class OjaRow:
     """q [Hq, s, D], k and v [n, s, D]: the prompt alone, rotated; bases [n, D, D], columns by falling eigenvalue."""
 

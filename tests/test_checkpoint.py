@@ -19,7 +19,6 @@ from model import Transformer
 from runtime.errors import InputError
 from weights import WeightFormat
 
-ROOT = Path(__file__).parents[1]
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",

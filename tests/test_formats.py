@@ -38,7 +38,6 @@ CONFIG = dict(
 )  # fmt: skip
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)  # fmt: skip
-TEXTS = ["", "Hello, world!  12345", " the cat\n\tsat  on\n\n the mat's edge", "Ünïcödé 漢字 🙂", "<s>a</s> b"]
 
 
 def dense(t):

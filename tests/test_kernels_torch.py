@@ -79,9 +79,6 @@ def test_signs_survive_packing(seed, d):
     assert packed.shape[-1] == d // 8 and torch.equal(sign_patterns()[unpack(packed, 4).long()].flatten(-2), want)
 
 
-# ---- selection ----
-
-
 # ---- dense attention ----
 
 

@@ -32,7 +32,6 @@ from kernels.quantized_attention import QuantizedTokens, quantized_append
 from kernels.select import budget_select, topk_select
 from tests.test_weights import check_product
 
-ROOT = Path(__file__).resolve().parent.parent
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -21,7 +21,6 @@ from scripts.bench.texts import gap
 from scripts.contract.harness import TOL, prompt, tiny
 from scripts.report.plots import gain
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)
 KEPT = sorted(f"{name},keep=full" for name in method_files() if method_class(name).rewinds and name not in DRAFTING)
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=3)

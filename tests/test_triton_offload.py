@@ -192,6 +192,3 @@ def test_attention(seed, pos, K, R, counts, g, D, dtype):
             m.setattr("kernels.backend.BACKEND", backend)
             got = fetched_attention(*args)
         assert got.dtype == dtype and (got.double().cpu() - expected).abs().max() <= TOLERANCE[dtype], backend
-
-
-# ---- the method, with every operation in Triton ----

@@ -52,14 +52,14 @@ class Reader:
         return self.gguf or self.path
 
 
-def open_checkpoint(path: str | Path, config: dict[str, Any] | None = None) -> Reader:
-    """Open a GGUF file, a folder with one and no config.json, or a Hugging Face folder; `config` replaces its
-    config.json. Settings are checked here, tensors when they are read. An InputError says what is not supported."""
+def open_checkpoint(path: str | Path) -> Reader:
+    """Open a GGUF file, a folder with one and no config.json, or a Hugging Face folder. Settings are checked here,
+    tensors when they are read. An InputError says what is not supported."""
     path = Path(path)
-    if path.is_dir() and config is None and not (path / "config.json").exists():
+    if path.is_dir() and not (path / "config.json").exists():
         path = find_gguf(path) or path
     if path.is_dir():
-        return _open_folder(path, read_object(path / "config.json") if config is None else config)
+        return _open_folder(path, read_object(path / "config.json"))
     if not path.exists():
         raise InputError(f"checkpoint {path} not found: give a Hugging Face model folder or a GGUF file on this "
                          "machine, nothing is downloaded")  # fmt: skip

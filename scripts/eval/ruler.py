@@ -89,7 +89,6 @@ NEEDLES = {
     "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
     "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
 }
-NO_DATA = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]
 FULL = 0.95  # of its length that a sample fills; less is marked
 QA_FILES = dict(qa_1="squad", qa_2="hotpotqa")
 TASKS = [*NEEDLES, "vt", "cwe", "fwe", *QA_FILES]
