@@ -20,6 +20,7 @@ import generate
 from cache.calibration import write_tensors
 from cache.spec import layer_methods, method_class
 from engine import LLM, Chat, Sampling, snapshot
+from engine.llm import LEAST
 from engine.snapshot import CacheFile, State, buffers_of, identity
 from runtime.errors import InputError
 from runtime.machine import ROOT, TINY
@@ -187,6 +188,7 @@ def test_sampling_and_penalty_go_on(llm, tmp_path):
     draw = Sampling(temperature=0.9, seed=5, repetition_penalty=1.3)
     llm.use("full")
     session = llm.read([tokens_of(60)], 40, draw)
+    assert llm.model.cache[0].shape.max_seq_len == LEAST + 40  # in a smaller one, sinks might lie elsewhere
     whole = [row[0] for row in session.tokens(30)]
     session = llm.read([tokens_of(60)], 40, draw)
     begun = [row[0] for row in session.tokens(12)]  # the last is drawn, not fed
