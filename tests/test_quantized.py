@@ -120,8 +120,7 @@ def test_it_is_the_oracle(case, backend, monkeypatch):
     "case", ["kivi-4", "kivi-before", "hadamard-4", "hadamard-96", "hadamard-of-40", "fp8", "turboquant-2-sinks"]
 )
 def test_centered_keys_are_the_oracles(case, backend, monkeypatch):
-    """The bias is up to 60 in a fast pair of channels, a slow one and one alone. Coded with it, hadamard-4 is off by
-    more than 1."""
+    """The bias is up to 60 in a fast pair of channels, a slow one and one alone."""
     monkeypatch.setattr("kernels.backend.BACKEND", backend)
     g, h, d = CASES[case][2]
     bias = torch.zeros(h, d)
