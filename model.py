@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from cache.base import CacheShape, KVMethod, OncePerStep
 from cache.calibration import Calibration, RandomCalibration
-from cache.key_bias import warn_of_key_bias
+from cache.key_bias import center_keys
 from cache.prompt import Angles
 from cache.spec import Methods, build_cache, layer_methods, method_name
 from kernels.backend import version_for
@@ -389,7 +389,7 @@ class Transformer(nn.Module):
                 if isinstance(part, KVMethod):
                     part.output_weights = functools.partial(block.attention.output_weights, w)
                     part.once = self.once
-        warn_of_key_bias(self.layers, self.cache)
+        center_keys(self.layers, self.cache)
 
     def make_ropes(self, layers: Methods, device: torch.device, max_batch: int, max_seq_len: int,
                    new_tokens: int | None) -> list[Rope]:  # fmt: skip

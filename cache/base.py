@@ -226,7 +226,6 @@ class KVMethod(Storage):
     skip_layers: ClassVar[tuple[int, ...]] = ()  # layers the paper leaves dense, in models of 16 layers or more
     skip_knobs: ClassVar[dict[str, Any] | None] = None  # knobs of this method in those layers; None: `full` is used
     statistics: ClassVar[tuple[Any, ...]] = ()  # what its calibration must hold (calibration.py)
-    shares_key_scale: bool = False  # rounds rotated keys with one scale for all channels of a head: see key_bias.py
 
     # The prompt
     pre_rope: bool = False  # True: compress, append, select and attend get q and k before rotation

@@ -1,4 +1,4 @@
-"""Warns of models whose key bias costs low-bit codes much."""
+"""Gives quantizing methods the key bias of their layer, where they are to store keys without it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,54 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cache.base import KVMethod
+from cache.quantized import KEY_BIAS, Quantized
 from cache.spec import method_name
-from runtime.errors import warn_once
+from runtime.errors import InputError, warn_once
 
-# A key bias warned of, in lengths of a key without it (ours). Codes that share one scale for all channels of a head
-# lose in proportion to the key's length, bias included. Random model of 4 layers, 100 + 60 tokens, bias in 4 slow
-# channels of the first and last layer: mean KL to full at 0, 1.6, 3.2, 6.4 and 16 lengths:
-# hadamard-4 .0019, .0024, .0032, .0091, .050;  turboquant .0024, .0031, .0047, .0098, .051;
-# fp8 .00010, .00020, .00039, .0011, .0092;  kivi, whose scales are of channels: .0019, .0019, .0020, .0021, .0021
-KEY_BIAS = 4.0
+
+def key_bias(attention: Any) -> Tensor | None:
+    """A layer's key bias [Hkv, D]; None: it has none, or a norm follows it."""
+    a = attention
+    if a.wqkv.bias is None or hasattr(a.k_norm, "weight"):
+        return None
+    heads = slice(a.n_head * a.head_dim, (a.n_head + a.n_kv_head) * a.head_dim)
+    return a.wqkv.bias[heads].detach().view(-1, a.head_dim)
 
 
 @torch.no_grad()
-def key_bias(block: Any) -> float:
+def relative_length(block: Any, bias: Tensor) -> float:
     """The length of a layer's key bias over that of keys without it, of the KV head in which it is largest. The keys
     are of random inputs."""
-    a = block.attention
-    if a.wqkv.bias is None or hasattr(a.k_norm, "weight"):
-        return 0.0
     norm = block.attention_norm
     x = torch.randn(8, norm.weight.numel(), generator=torch.Generator().manual_seed(0))
-    keys = a.qkv(norm(x.to(norm.weight)))[1].float()  # [8, Hkv, D]
-    heads = slice(a.n_head * a.head_dim, (a.n_head + a.n_kv_head) * a.head_dim)
-    bias = a.wqkv.bias[heads].float().view(-1, a.head_dim)
-    return float((bias.norm(dim=-1) / (keys - bias).square().sum(-1).mean(0).sqrt()).max())
+    keys = block.attention.qkv(norm(x.to(norm.weight)))[1].float() - bias.float()  # [8, Hkv, D]
+    return float((bias.float().norm(dim=-1) / keys.square().sum(-1).mean(0).sqrt()).max())
 
 
-def warn_of_key_bias(blocks: Iterable[Any], cache: Iterable[Any]) -> None:
-    """Name the layers whose key bias costs their method's codes more than KEY_BIAS allows."""
-    found: dict[str, dict[int, float]] = {}
+def center_keys(blocks: Iterable[Any], cache: Iterable[Any]) -> None:
+    """Set `key_bias` of the methods that ask for it (`center`). Names the layers whose bias costs codes more than
+    KEY_BIAS allows where a method is told not to. Raises InputError if it is told to and no layer has a bias."""
+    asked, found, lost = dict[str, bool](), False, dict[str, dict[int, float]]()
     for i, (block, layer) in enumerate(zip(blocks, cache, strict=True)):
-        for part in layer.modules():
-            if not isinstance(part, KVMethod) or not part.shares_key_scale or part.shape.device.type == "meta":
+        for part in layer.modules():  # a method may contain others
+            if not isinstance(part, Quantized) or part.shape.device.type == "meta":
                 continue
-            if (ratio := key_bias(block)) > KEY_BIAS:
-                found.setdefault(method_name(type(part)), {})[i] = ratio
-    for method, layers in found.items():
-        warn_once(f"{method} rounds keys with one scale for all channels, and the key bias of layers "
+            bias, center, name = key_bias(block.attention), part.args.center, method_name(type(part))
+            asked[name] = asked.get(name, False) or bool(center)
+            if bias is None:
+                continue
+            found = True
+            ratio = relative_length(block, bias) if part.keys.bits < 16 and not center else 0.0
+            if center or (center is None and ratio > KEY_BIAS):
+                part.key_bias = bias if part.heads is None else bias[part.heads]
+            elif ratio > KEY_BIAS:
+                lost.setdefault(name, {})[i] = ratio
+    if not found and (names := [name for name, center in asked.items() if center]):
+        raise InputError(f"{names[0]}: center=True subtracts the bias of keys before rotation, and this model's keys "
+                         "have none that can be subtracted: leave it out")  # fmt: skip
+    for name, layers in lost.items():
+        warn_once(f"{name} with center=False rounds keys and their bias together, which in layers "
                   f"{', '.join(map(str, layers))} is up to {max(layers.values()):.0f} times as long as a key without "
-                  "it: more is lost than of other models. Use kivi, self_index, sals or palu")  # fmt: skip
+                  "it: much is lost. Leave it out")  # fmt: skip

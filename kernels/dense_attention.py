@@ -119,14 +119,18 @@ def fused_attention(
         return torch.stack(parts, 2).flatten(1, 2)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """One query per row over T slots, some of which are masked and may hold anything, NaN included. Logits in fp32.
 
     q [B, Hq, D], k and v [B, Hkv, T, D] (rotated), mask [B, 1 or Hkv, T] bool, True = attend -> [B, Hq, D].
+    bias: what is added to the products q . k before they are scaled, fp32 [B, Hq, T].
     """
     B, Hq, D = q.shape
     Hkv = k.shape[1]
-    scores = q.view(B, Hkv, Hq // Hkv, D).float() @ k.float().mT * D**-0.5  # [B, Hkv, g, T]
+    scores = q.view(B, Hkv, Hq // Hkv, D).float() @ k.float().mT  # [B, Hkv, g, T]
+    if bias is not None:
+        scores = scores + bias.view(scores.shape)
+    scores = scores * D**-0.5
     scores = torch.where(mask[:, :, None], scores, float("-inf"))
     # 0 * NaN is NaN: values of masked slots must not reach the product
     y = scores.softmax(-1).to(v.dtype) @ v.masked_fill(~mask[..., None], 0)

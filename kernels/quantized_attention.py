@@ -176,24 +176,27 @@ def read_tokens(tokens: QuantizedTokens, pos: Tensor, n: int, packed_until: Tens
 
 
 def quantized_attention(
-    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, stops: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, stops: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention of q [B, Hq, D] over positions 0..pos [B] -> [B, Hq, D]. Scale 1/sqrt(D).
 
     Sinks and rings of keys and of values are of one size, and no value is packed that has a whole key. Other slots may
-    hold anything. stops: `packed_until` of both, if it is known.
+    hold anything. stops: `packed_until` of both, if it is known. bias: what is added to the products q . k before they
+    are scaled, fp32 [B, Hq, > pos].
     """
     # a whole key has a whole value: the ring of keys holds no token that the ring of values lacks
-    return _quantized_attention(q, k, v, pos, *(stops or (k.packed_until(pos), v.packed_until(pos))))
+    return _quantized_attention(q, k, v, pos, *(stops or (k.packed_until(pos), v.packed_until(pos))), bias)
 
 
 @operation(cpp=_whole_groups)
 def _quantized_attention(
-    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor
-) -> Tensor:
-    n = v.data.shape[2]
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    n = v.data.shape[2] if bias is None else bias.shape[2]
     there = torch.arange(n, device=pos.device) <= pos[:, None]
-    return masked_attention(q, read_tokens(k, pos, n, k_stop), read_tokens(v, pos, n, v_stop), there[:, None])
+    return masked_attention(q, read_tokens(k, pos, n, k_stop), read_tokens(v, pos, n, v_stop), there[:, None], bias)
 
 
 # ---- Triton ----
@@ -221,8 +224,8 @@ def _unpacked(
 
 @triton.jit
 def _quantized_attention_kernel(
-    q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, k_book, v_book, part, lse,
-    q_strides, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
+    q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, k_book, v_book, bias, part,
+    lse, q_strides, bias_row, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
     G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -234,6 +237,8 @@ def _quantized_attention_kernel(
     SCALE: tl.constexpr = D**-0.5 * LOG2_E
     p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
     b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0)
+    if bias is not None:
+        p_bias = bias + (pid_bh * G + offs_g[:, None]) * bias_row
     m_i = tl.full([BLOCK_G], -1e30, tl.float32)  # finite: a block may hold sinks alone, and -inf less -inf is NaN
     l_i = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -259,6 +264,8 @@ def _quantized_attention_kernel(
         else:
             b_k = _unpacked(k, k_third, k_params, k_book, slot, inside, offs_u, D, K_BITS, K_GROUP, b_q.dtype)
             logits = dot(b_q, tl.trans(b_k))
+        if bias is not None:
+            logits += tl.load(p_bias + offs_t, mask=inside[None, :] & (offs_g[:, None] < G), other=0.0)
         slot, inner = pid_bh * V_SLOTS + offs_t, inside & (offs_t < packed_values)
         if V_BITS == 16:
             b_v = tl.load(v + slot[:, None] * D + offs_d, mask=inner[:, None] & (offs_d < D), other=0.0)
@@ -286,7 +293,10 @@ def _quantized_attention_kernel(
         real = inside[:, None] & (offs_d < D)
         b_k = tl.load(k_whole + at[:, None] + offs_d, mask=real, other=0.0)
         b_v = tl.load(v_whole + at[:, None] + offs_d, mask=real, other=0.0)
-        m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, inside, b_v, m_i, l_i, acc)
+        logits = dot(b_q, tl.trans(b_k))
+        if bias is not None:
+            logits += tl.load(p_bias + offs_t, mask=inside[None, :] & (offs_g[:, None] < G), other=0.0)
+        m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
     write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
@@ -304,12 +314,12 @@ def _side(tokens: QuantizedTokens, D: int) -> tuple[Tensor, Tensor | None, Tenso
 @_quantized_attention.triton
 def launch(
     q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
-    splits: tuple[int, int] | None = None,
+    bias: Tensor | None = None, splits: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The Triton version of `quantized_attention`; tests give splits (of the packed tokens, of the whole ones)."""
     B, Hq, D = q.shape
     H, n_whole = k.full_precision.shape[1:3]
-    buffers = (*k[:3], *v[:3])
+    buffers = (*k[:3], *v[:3], bias)
     assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
     if splits is None:
         T = v.data.shape[2]
@@ -320,9 +330,10 @@ def launch(
     k_side, v_side = _side(k, D), _side(v, D)
     _quantized_attention_kernel[(B * H, sum(splits))](
         q, *k_side[:3], k.full_precision, *v_side[:3], v.full_precision,
-        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, part, lse,
-        q.stride(), H, k.data.shape[2], v.data.shape[2], k.sinks, k.ring, sum(splits), splits[0],
-        **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3], V_GROUP=v_side[3], CHANNELS=k.channels,
-        BLOCK_N=BLOCK_N, **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
+        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, bias, part, lse,
+        q.stride(), None if bias is None else bias.shape[2], H, k.data.shape[2], v.data.shape[2], k.sinks, k.ring,
+        sum(splits), splits[0], **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3],
+        V_GROUP=v_side[3], CHANNELS=k.channels, BLOCK_N=BLOCK_N,
+        **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

@@ -148,6 +148,15 @@ def rotate_query(q: Tensor, cos: Tensor, sin: Tensor, pos: Tensor) -> Tensor:
     return apply_rope(q, angles(cos, pos)[:, None], angles(sin, pos)[:, None])
 
 
+def rotated_products(q: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q [B, Hq, D] . (x rotated at every position): one x [B, Hkv, D] per KV head, tables [1 or >= B, T, D/2] -> fp32
+    [B, Hq, T]. A pair of channels gives (q1 x1 + q2 x2) cos + (q2 x1 - q1 x2) sin: a product with the tables."""
+    q1, q2 = q.float().unflatten(1, (x.shape[1], -1)).chunk(2, -1)
+    x1, x2 = x.float()[:, :, None].chunk(2, -1)
+    cos, sin = (t[0] if len(t) == 1 else t[: len(q)] for t in (cos, sin))
+    return (q1 * x1 + q2 * x2).flatten(1, 2) @ cos.mT + (q2 * x1 - q1 * x2).flatten(1, 2) @ sin.mT
+
+
 class Rope(nn.Module):
     """cos and sin of every position a cache can hold, [R, T, D/2] fp32, with which a method rotates.
 

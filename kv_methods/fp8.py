@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore
+from cache.quantized import Quantized, QuantizedStore, center
 from kernels.quantize import GROUP
 from runtime.errors import InputError
 
@@ -20,13 +20,13 @@ class FP8(Quantized):
     paper = "Micikevicius, Stosic et al. 2022, FP8 Formats for Deep Learning"
     lossless = dict(residual=32 * 10**6)
     stress = dict(residual=32)
-    shares_key_scale = True
 
     @dataclass
     class Args:
         residual: int = knob(
             32, "newest tokens, at most, in the cache's dtype: blocks are coded when so many are full (ours)", GROUP
         )
+        center: bool | None = center()
 
         def __post_init__(self):
             if self.residual % GROUP:

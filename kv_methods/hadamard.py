@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import QuantizedStore, Turned, check_bits
+from cache.quantized import QuantizedStore, Turned, center, check_bits
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import GROUP
 from runtime.errors import InputError
@@ -43,6 +43,7 @@ class Hadamard(Turned):
         clip: float = knob(0.95, "share of the range that has codes (QuaRot: 0.95)", 0.01, 1)
         recent: int = knob(128, "newest tokens in the cache's dtype (ours, as KIVI's; QuaRot: 1)", 1)
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
+        center: bool | None = center()
 
         def __post_init__(self):
             check_bits("hadamard", self.k_bits, self.v_bits)
@@ -61,4 +62,3 @@ class Hadamard(Turned):
             QuantizedStore(shape, bits or args.bits, sinks, ring, group, args.clip)
             for bits in (args.k_bits, args.v_bits)
         )
-        self.shares_key_scale = self.keys.bits < 16

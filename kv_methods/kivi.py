@@ -13,7 +13,7 @@ from typing import Literal
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore, check_bits
+from cache.quantized import Quantized, QuantizedStore, center, check_bits
 from kernels.quantize import GROUP
 from runtime.errors import InputError
 
@@ -37,6 +37,7 @@ class Kivi(Quantized):
         packed: Literal["after", "before"] = knob(
             "after", "tokens are packed after the step that fills the residual, or before it attends (Algorithm 1)"
         )
+        center: bool | None = center()
 
         def __post_init__(self):
             check_bits("kivi", self.k_bits, self.v_bits)

@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import QuantizedStore, Turned
+from cache.quantized import QuantizedStore, Turned, center
 from runtime.errors import InputError
 
 PRESETS = {  # the bytes of TurboQuant's runs, which instead give 32 of 128 channels one bit more
@@ -37,6 +37,7 @@ class TurboQuant(Turned):
         recent: int = knob(1, "newest tokens in the cache's dtype: 1 is the current one (ours)", 1)
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
         seed: int = knob(0, "of the rotation, which every layer has of its own (ours)", 0)
+        center: bool | None = center()
 
         def __post_init__(self):
             for bits in (self.k_bits, self.v_bits):
@@ -52,7 +53,6 @@ class TurboQuant(Turned):
         self.keys, self.values = (
             QuantizedStore(shape, bits or args.bits, sinks, ring, codebook=True) for bits in (args.k_bits, args.v_bits)
         )
-        self.shares_key_scale = self.keys.bits < 16
 
 
 def random_rotation(n: int, seed: int):

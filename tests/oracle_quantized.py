@@ -45,13 +45,15 @@ def hadamard(n: int) -> np.ndarray:
     return np.array([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]) / np.sqrt(n)
 
 
-def kivi(q, k, v, *, k_bits: int, v_bits: int, residual: int, packed: str) -> np.ndarray:
+def kivi(q, k, v, *, k_bits: int, v_bits: int, residual: int, packed: str, shift=0.0) -> np.ndarray:
     """The newest query q [g, D] of one KV head over all of its tokens k, v [n, D], rotated -> [g, D].
 
     Read as two lists of whole tokens that are walked through from the first token on: a token joins both; when there
     are `residual` keys, all are quantized, 32 tokens of a channel together; when there are more values than that, the
     oldest is, 32 channels together. Published code attends, then does so ("after"); Algorithm 1 does so, then attends.
+    shift [n, D] is subtracted from keys before, and added to them again when they are read.
     """
+    k = k - shift
     n, D = k.shape
     keys, values, whole_keys, whole_values = k.copy(), v.copy(), [], []
     for t in range(n):
@@ -68,18 +70,20 @@ def kivi(q, k, v, *, k_bits: int, v_bits: int, residual: int, packed: str) -> np
             old = whole_values.pop(0)
             for c in range(0, D, 32):
                 values[old, c : c + 32] = through_bits(v[old, c : c + 32], v_bits)
-    return np.array([attention(x, list(keys), list(values)) for x in q])
+    return np.array([attention(x, list(keys + shift), list(values)) for x in q])
 
 
-def quarot(q, k, v, *, k_bits: int, v_bits: int, group: int, clip: float, recent: int, sinks: int) -> np.ndarray:
+def quarot(
+    q, k, v, *, k_bits: int, v_bits: int, group: int, clip: float, recent: int, sinks: int, shift=0.0
+) -> np.ndarray:
     """As `kivi`: keys and values in the turned basis, `group` channels of a token together."""
     h, n = hadamard(k.shape[1]), len(k)
-    keys, values = k @ h, v @ h
+    keys, values = (k - shift) @ h, v @ h
     for t in range(sinks, n - recent):
         for c in range(0, k.shape[1], group):
             keys[t, c : c + group] = through_bits(keys[t, c : c + group], k_bits, clip)
             values[t, c : c + group] = through_bits(values[t, c : c + group], v_bits, clip)
-    return np.array([attention(x @ h, list(keys), list(values)) @ h.T for x in q])
+    return np.array([attention(x, list(keys @ h.T + shift), list(values)) @ h.T for x in q])
 
 
 def e4m3_numbers() -> list[float]:
@@ -101,13 +105,14 @@ def through_e4m3(block: np.ndarray) -> np.ndarray:
     return out
 
 
-def fp8(q, k, v, *, residual: int) -> np.ndarray:
+def fp8(q, k, v, *, residual: int, shift=0.0) -> np.ndarray:
     """As `kivi`: whenever `residual` tokens are whole, all are coded, blocks of 32, before the newest attends."""
+    k = k - shift
     keys, values = k.copy(), v.copy()
     for first in range(0, len(k) // residual * residual, 32):
         at = slice(first, first + 32)
         keys[at], values[at] = through_e4m3(k[at]), through_e4m3(v[at])
-    return np.array([attention(x, list(keys), list(values)) for x in q])
+    return np.array([attention(x, list(keys + shift), list(values)) for x in q])
 
 
 @functools.cache
@@ -136,9 +141,12 @@ def through_codebook(x: np.ndarray, bits: int) -> np.ndarray:
     return np.array([min((abs(c / length - y), y) for y in book)[1] * length for c in x.astype(np.float64)])
 
 
-def turboquant(q, k, v, *, k_bits: int, v_bits: int, recent: int, sinks: int, rotation: np.ndarray) -> np.ndarray:
+def turboquant(
+    q, k, v, *, k_bits: int, v_bits: int, recent: int, sinks: int, rotation: np.ndarray, shift=0.0
+) -> np.ndarray:
     """As `kivi`, in the turned basis; rotation [D, D] is drawn, so that it is given."""
-    keys, values = k @ rotation, v @ rotation
+    keys, values = (k - shift) @ rotation, v @ rotation
     for t in range(sinks, len(k) - recent):
         keys[t], values[t] = through_codebook(keys[t], k_bits), through_codebook(values[t], v_bits)
-    return np.array([attention(x @ rotation, list(keys), list(values)) @ rotation.T for x in q])
+    keys = keys @ rotation.T + shift
+    return np.array([attention(x, list(keys), list(values)) @ rotation.T for x in q])

@@ -286,7 +286,8 @@ OPERATOR(void, quantized_append, Small<T> x, Small<int64_t> pos, InBits<T> packe
 OPERATOR(Tensor, quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params, Stored<T> k_kept,
          int64_t k_bits, int64_t sinks, int64_t k_block, double, Optional<Stored<float>> k_book, InBits<T> v,
          Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
-         Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop) {
+         Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop,
+         Optional<Stored<float>> bias) {
     const int64_t D = q.size(2);
     Tensor out = like(q);
     const auto cache = [&](const InBits<T>& x, const Stored<T>& kept, const Optional<Stored<uint16_t>>& params,
@@ -306,7 +307,8 @@ OPERATOR(Tensor, quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<
     const auto keys = cache(k, k_kept, k_params, k_book, k_bits, k_block && !k_book),
                values = cache(v, v_kept, v_params, v_book, v_bits, false);
     const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
-    if (q.size(0)) attend_quantized(heads_of(q, k_kept.size(1), out), keys, values, ends);
+    const Biases biases{.at = data(bias), .row = bias ? bias->size(2) : 0};
+    if (q.size(0)) attend_quantized(heads_of(q, k_kept.size(1), out), keys, values, ends, biases);
     return out;
 }
 

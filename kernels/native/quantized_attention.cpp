@@ -281,6 +281,18 @@ struct Ends {
     const int64_t *pos, *k, *v;
 };
 
+// What is added to the products of a query head [B, Hq] with the key at each position; or null
+struct Biases {
+    const float* at;
+    int64_t row;
+
+    // to products p [G, N] of a KV head's queries with n keys, whose positions are where(0) to where(n - 1)
+    template <class F> void add(int64_t head, int G, int n, float* p, F where) const {
+        for (int g = 0; at && g < G; g++)
+            for (int i = 0; i < n; i++) p[g * N + i] += at[(head * G + g) * row + where(i)];
+    }
+};
+
 constexpr bool is_exact(float) { return true; }
 constexpr bool is_exact(int16_t) { return false; }
 
@@ -463,19 +475,22 @@ private:
     }
 };
 
-template <class T>
-void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v, const Ends& ends) {
+template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v,
+                                         const Ends& ends, const Biases& biases) {
     const int G = (int)heads.G, D = (int)heads.D;
     int64_t packed = parts_of(*std::max_element(ends.k, ends.k + heads.B));
     attention(heads, packed + 1, [&](int64_t head, int64_t part, const float* query, Seen& seen) {
         int64_t b = head / heads.H;
         const Quantized<T> keys(k, head, D), values(v, head, D);
         if (part == packed) {  // the whole tokens
-            std::vector<int64_t> slots;
-            for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) slots.push_back(t);
-            for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) slots.push_back(keys.slot(t));
+            std::vector<int64_t> at, slots;
+            for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) at.push_back(t);
+            for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) at.push_back(t);
+            for (int64_t t : at) slots.push_back(keys.slot(t));
             return seen.add_slots(query, Slots<T>{keys.full_precision, values.full_precision, D, D, slots.data()}, 0,
-                                  (int64_t)slots.size());
+                                  (int64_t)slots.size(), [&](int64_t first, int n) {
+                                      biases.add(head, G, n, seen.p.data(), [&](int i) { return at[first + i]; });
+                                  });
         }
         PackedKeys<T> packed_keys(keys, query, G);
         PackedValues<T> packed_values(values, G);
@@ -492,6 +507,7 @@ void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const Q
                 for (int i = 0; i < n; i++) rows[i] = keys.unpacked(first + i);
                 by_heads(G, [&](auto m, int g) { dots<m>(query + g * D, rows, n, D, &seen.p[g * N], nothing); });
             }
+            biases.add(head, G, n, seen.p.data(), [&](int i) { return first + i; });
             for (int g = 0; g < G; g++) {
                 float shrink = seen.soften(g, &seen.p[g * N], n, N);
                 if (shrink == 1) continue;
