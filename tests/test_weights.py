@@ -104,7 +104,7 @@ def check_product(seed, rows, out, n, bits, group, form, bias, dtype, backend):
     if dtype == torch.float32:  # x in 16 bits of the largest of its group, or x and W in two bf16 parts
         size = np.abs(x.double().numpy()) @ np.abs(w).T + 1e-9
         assert error.max() < 2e-6 * np.abs(want).max() + (2e-5 * size.max() if backend == "" else 0)
-        assert (error / size).mean() < 5e-6 + 1.5e-5 / error.size**0.5  # a single product may have all of 16 bits' error
+        assert (error / size).mean() < 5e-6 + 1.5e-5 / error.size**0.5  # one product may have all of 16 bits' error
     else:
         assert error.max() < (8e-3 if backend == "" and rows < K.MANY else 2e-2) * np.abs(want).max()
 
