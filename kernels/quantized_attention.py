@@ -30,7 +30,7 @@ from kernels.quantize import (
 )
 from kernels.ring import ring_positions
 from kernels.splits import blocks_of, combine, parts_of, split_count
-from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_units, write_part
+from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_codes, unpack_units, write_part
 from kernels.tuned import tuned
 
 
@@ -259,7 +259,10 @@ def _quantized_attention_kernel(
             words = load_words(k, k_third, slot, inside, offs_u, D, K_BITS)
             at = (pid_bh * (K_SLOTS // 32) + first // 32) * D + offs_d
             scale, zero = scale_zero(tl.load(k_params + at, mask=offs_d < D, other=0))
-            code = unpack_units(words, 1.0, 0.0, None, K_BITS, b_q.dtype)
+            if (K_BITS == 2 or K_BITS == 4) and b_q.dtype != tl.float32:
+                code = unpack_codes(words, K_BITS, b_q.dtype)
+            else:
+                code = unpack_units(words, 1.0, 0.0, None, K_BITS, b_q.dtype)
             logits = dot((b_q * scale[None, :]).to(b_q.dtype), tl.trans(code)) + tl.sum(b_q * zero[None, :], 1)[:, None]
         else:
             b_k = _unpacked(k, k_third, k_params, k_book, slot, inside, offs_u, D, K_BITS, K_GROUP, b_q.dtype)

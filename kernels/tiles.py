@@ -158,6 +158,32 @@ def unpack_units(word, s, z, c, BITS: tl.constexpr, DTYPE: tl.constexpr, book=No
 
 
 @triton.jit
+def _two(word, channel: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Codes `channel` and `channel` + 4 of words that have them 16 bits apart, as bf16 or fp16: the lowest bits of the
+    mantissa of 128 or 1024. Two codes take a shift, a logic instruction and a subtraction, and no conversion."""
+    ONES: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
+    BASE: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
+    two = ((word >> (BITS * channel)) & ((2**BITS - 1) * 0x10001)) | ONES
+    low, high = two.to(tl.int16).to(DTYPE, bitcast=True), (two >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    if _INTERPRETED:  # the interpreter would subtract the bit patterns of bf16
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    return tl.join((low - BASE).to(DTYPE), (high - BASE).to(DTYPE))
+
+
+@triton.jit
+def unpack_codes(word, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words [N, U] of 8 codes of 2 or 4 bits -> the codes in DTYPE, bf16 or fp16, [N, 8 * U], in order."""
+    N: tl.constexpr = word.shape[0]
+    U: tl.constexpr = word.shape[1]
+    word = word.to(tl.int32)
+    if BITS == 2:
+        word = (word & 0xFFFF) | (word << 8)  # without the sign
+    x04, x15 = _two(word, 0, BITS, DTYPE), _two(word, 1, BITS, DTYPE)
+    x26, x37 = _two(word, 2, BITS, DTYPE), _two(word, 3, BITS, DTYPE)
+    return tl.reshape(tl.join(tl.join(x04, x26), tl.join(x15, x37)), [N, 8 * U])
+
+
+@triton.jit
 def encode_groups(x, BITS: tl.constexpr):
     """Groups of 32 channels [N, 32] fp32 -> int32 [N, BITS] of codes, int32 [N] of scale and zero.
 

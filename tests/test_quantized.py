@@ -14,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from cache.key_bias import KEY_BIAS
 from cache.spec import make_args, method_class
 from kernels import native
+from kernels.backend import tl, triton
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
 from kernels.hadamard import hadamard_matrix
 from kernels.quantize import groups_of
 from kernels.quantized_attention import QuantizedTokens, launch, quantized_append, quantized_attention, store_prompt
+from kernels.tiles import unpack_codes
 from loading.checkpoint import random_transformer
 from model import ModelArgs
 from runtime import errors
@@ -374,3 +376,21 @@ def test_a_centered_cache_loses_about_what_it_does_without_a_bias(method):
     plain, centered = (kl(model, method) for model in models)
     with_bias = kl(models[1], f"{method},center=False")
     assert centered < 5 * plain and with_bias > 8 * centered, (plain, centered, with_bias)
+
+
+@triton.jit
+def _unpacked_codes(words, out, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    offs_n = tl.arange(0, 16)[:, None]
+    codes = unpack_codes(tl.load(words + offs_n * 4 + tl.arange(0, 4)), BITS, DTYPE)
+    tl.store(out + offs_n * 32 + tl.arange(0, 32), codes.to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [tl.bfloat16, tl.float16], ids=str)
+@pytest.mark.parametrize("bits, words", [(4, torch.int32), (2, torch.int16)])
+def test_codes_unpacked_without_conversion(bits, words, dtype, kernel_device):
+    range_ = torch.iinfo(words)
+    packed = torch.randint(range_.min, range_.max, (16, 4), dtype=words, device=kernel_device)
+    out = torch.empty(16, 32, device=kernel_device)
+    _unpacked_codes[(1,)](packed, out, bits, dtype)
+    codes = (packed.long()[..., None] >> (bits * torch.arange(8, device=kernel_device))) & (2**bits - 1)
+    assert torch.equal(out, codes.flatten(1).float())
