@@ -71,9 +71,9 @@ class Evicting(KVMethod):
         """
         return mass
 
-    def token_score(self, k: Tensor) -> Tensor | float:
+    def token_score(self, k: Tensor) -> Tensor:
         """The score with which a new token is stored: k [B, Hkv, D] rotated -> [B, Hkv]."""
-        return 0.0
+        return k.new_zeros(k.shape[:2], dtype=torch.float32)  # on its device: a CUDA graph captures no number's copy
 
     # optional method (self, weights): weights fp32 [B, Hkv, N] of a step, summed over the group; updates self.score
     observe: ClassVar[Any] = None

@@ -205,19 +205,23 @@ class CapturedStep:
         make = functools.partial(torch_compile, device=model.device) if compiled else lambda function: function
         self.embed: Step = like.embed if like else make(embed)
         self.group: Step = like.group if like else make(layer_group)
-        # by shapes: the graph, the tensors it reads and the one it writes; None after the first call
-        self.captured: dict[Any, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None] = {}
+        # by shapes: what a step reads, and from the second call on the graph and what it writes
+        self.inputs: dict[Any, list[Tensor]] = {}
+        self.captured: dict[Any, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @torch.inference_mode()
     def __call__(self, *args: Tensor) -> Tensor:
         key = tuple(x.shape for x in args)
-        if key not in self.captured:
-            self.captured[key] = None
+        if key not in self.inputs:
+            # made in inference mode, which given ones may not be: torch.compile would compile again in the capture
+            inputs = self.inputs[key] = [x.clone() for x in args]
             with side_stream():
-                return self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *args)
-        graph, inputs, out = self.captured[key] = self.captured[key] or self.capture(args)
-        for x, given in zip(inputs, args, strict=True):
+                return self.run(tqdm(self.parts, "compiling", unit="layer", disable=None, leave=False), *inputs)
+        for x, given in zip(self.inputs[key], args, strict=True):
             x.copy_(given)
+        if key not in self.captured:
+            self.captured[key] = self.capture(self.inputs[key])
+        graph, out = self.captured[key]
         graph.replay()
         return out
 
@@ -229,12 +233,12 @@ class CapturedStep:
                 x = self.group([part], x, pos, once)
             return self.head(x, pos, *given)
 
-    def capture(self, args: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
-        inputs, graph = [x.clone() for x in args], torch.cuda.CUDAGraph()
+    def capture(self, inputs: Sequence[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
                 out = self.run(self.parts, *inputs)
         except RuntimeError as e:  # such as a copy to the host
             raise InputError(f"the decode step cannot be captured in a CUDA graph ({str(e).splitlines()[0]}): run with "
                              "--no-compile") from e  # fmt: skip
-        return graph, inputs, out
+        return graph, out

@@ -56,7 +56,7 @@ def weighted_gather_attention(
     if log_weights is not None:  # in fp32, whatever the dtype: 16 bits would round the weights
         mask = torch.where(mask, log_weights[:, :, None], float("-inf"))
         grouped, keys, values = grouped.float(), keys.float(), values.float()
-    return F.scaled_dot_product_attention(grouped, keys, values, mask).view(B, Hq, D).to(q.dtype)
+    return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(B, Hq, D).to(q.dtype)
 
 
 # ---- Triton ----

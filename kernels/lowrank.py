@@ -204,8 +204,8 @@ def _attend(
         _store(part_lat, lse, m_i, l_i, acc, head, split, S_LAT, 0, S, offs_g, offs_v, G, R_V)
     else:
         p_q = q + pid_b * q_strides[0] + (pid_h * G + offs_g[:, None]) * q_strides[1] + offs_d
-        b_q = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0).to(k_full.dtype.element_ty)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        b_q_full = tl.load(p_q, mask=(offs_g[:, None] < G) & (offs_d < D), other=0.0).to(k_full.dtype.element_ty)
+        acc_full = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         step = tl.cdiv(tl.cdiv(F, S - S_LAT), BLOCK_N) * BLOCK_N
         lo = (split - S_LAT) * step
         hi = tl.minimum(F, lo + step)
@@ -216,8 +216,8 @@ def _attend(
             held = tl.load(filled + pid_b * F + slot, mask=slot < hi, other=0) != 0
             at, real = slot[:, None] * D + offs_d, held[:, None] & (offs_d < D)
             b_k, b_v = tl.load(k_full + at, mask=real, other=0.0), tl.load(v_full + at, mask=real, other=0.0)
-            m_i, l_i, acc = softmax_step(dot(b_q, tl.trans(b_k)) * SCALE, held, b_v, m_i, l_i, acc)
-        _store(part_full, lse, m_i, l_i, acc, head, split - S_LAT, S - S_LAT, S_LAT, S, offs_g, offs_d, G, D)
+            m_i, l_i, acc_full = softmax_step(dot(b_q_full, tl.trans(b_k)) * SCALE, held, b_v, m_i, l_i, acc_full)
+        _store(part_full, lse, m_i, l_i, acc_full, head, split - S_LAT, S - S_LAT, S_LAT, S, offs_g, offs_d, G, D)
 
 
 @triton.jit

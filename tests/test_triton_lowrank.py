@@ -56,7 +56,8 @@ def test_orthonormal_without_the_host():
     D, r = 96, 58
     turn = torch.linalg.qr(rand(5, 3, r, r).double()).Q
     for digits in (0, 1, 4, 7):
-        basis = (torch.linalg.qr(rand(6, 3, D, r).double()).Q * torch.logspace(0, -digits, r).double()) @ turn
+        sizes = torch.logspace(0, -digits, r, dtype=torch.float64, device=DEVICE)
+        basis = torch.linalg.qr(rand(6, 3, D, r).double()).Q * sizes @ turn
         basis = (1e3 * basis).float()
         want = orthonormalize(basis.double().cpu())
         got = cholesky_qr(basis)
