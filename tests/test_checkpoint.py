@@ -188,6 +188,11 @@ def remove_shard(folder):
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
+def truncate_shard(folder):
+    shard(folder)
+    truncate(folder, "model-00002-of-00002.safetensors", 0.5)
+
+
 def shard_outside(name, where="x.safetensors"):
     """Move a shard out of the folder, to `where` beside it, and have the index name it so."""
 
@@ -199,6 +204,14 @@ def shard_outside(name, where="x.safetensors"):
         write_index(folder, dict(weight_map=names))
 
     return apply
+
+
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+
+
+def huge_header(folder):
+    (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
 
 
 def only_pickle(folder):
@@ -239,11 +252,15 @@ BROKEN = {  # what is done to the folder -> what the message must name
         "config.json sets quantization, which is MLX's",
     ),
     "truncated": (lambda f: truncate(f, "model.safetensors", 0.7), r"cannot read .*model\.safetensors.*truncated"),
+    "empty file": (write("model.safetensors", b""), r"cannot read .*model\.safetensors"),
+    "garbage": (garbage, r"cannot read .*model\.safetensors"),
     "tensor missing": (weights(lambda w: w.pop(K_PROJ)), K_PROJ + " is missing"),
+    "layer missing": (lambda f: change_config(f, num_hidden_layers=3), r"model\.layers\.2\..* is missing"),
     "unexpected tensor": (
         weights(lambda w: w.update({"a.b": torch.ones(2)})),
         r"unexpected tensor a\.b in .*: the model of config\.json has none such",
     ),
+    "bias missing": (lambda f: change_config(f, attention_bias=True), r"_proj\.bias is missing"),
     "head missing": (
         weights(lambda w: w.pop("lm_head.weight")),
         r"lm_head\.weight is missing.*base model without its output head.*AutoModelForCausalLM",
@@ -258,12 +275,17 @@ BROKEN = {  # what is done to the folder -> what the message must name
         weights(lambda w: w.update({K_PROJ: torch.ones(16, 31)})),
         rf"{K_PROJ} .* shape \[16, 31\], expected \[16, 32\]",
     ),
+    "integer weights": (
+        weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.int8)})),
+        K_PROJ + " .* is int8: quantized weights",
+    ),
     "shard missing": (remove_shard, r"index\.json names 'model-00002-of-00002\.safetensors"),
     "no weight_map": (sharded(lambda i: i.pop("weight_map")), r"index\.json has no weight_map"),
     "weight_map to a number": (sharded(lambda i: i["weight_map"].update({EMBED: 3})), r"index\.json"),
     "shard in the parent": (shard_outside("../x.safetensors"), r"x\.safetensors', which is not in the folder"),
     "config with a number of 5000 digits": (write("config.json", '{"a":' + "1" * 5000 + "}"), r"config\.json as JSON"),
     "a billion layers": (lambda f: change_config(f, num_hidden_layers=10**9), r"num_hidden_layers is 1000000000"),
+    "a number of no int64": (lambda f: change_config(f, hidden_size=2**70), r"hidden_size is 1180591620717411303424"),
     "float8 weights": (
         weights(lambda w: w.update({K_PROJ: w[K_PROJ].to(torch.float8_e4m3fn)})),
         K_PROJ + r" .* is float8_e4m3fn: quantized weights, .* no quantization_config .* bf16 or fp16",
@@ -317,7 +339,10 @@ def test_missing_folder(tmp_path):
 YARN = dict(rope_type="yarn", original_max_position_embeddings=64)
 UNSUPPORTED = {  # changes of the config -> what the message must name
     "attention to both sides": (dict(is_causal=False), "is_causal"),
+    "layers that differ": (dict(per_layer_config={"0": {"num_key_value_heads": 1}}), "per_layer_config"),
+    "no architecture": (dict(model_type=None), "None"),
     "architecture": (dict(model_type="gemma2"), "gemma2.*llama, mistral, .*qwen3, .*; engine/bridge.py"),
+    "deepseek_v3": (dict(model_type="deepseek_v3"), "deepseek_v3"),
     "rope type": (dict(rope_scaling=dict(type="mrope", factor=2.0)), "'mrope'"),
     "longrope": (dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4)), "'longrope' needs a short_factor"),
     "su": (dict(rope_scaling=dict(type="su", short_factor=[1.0], long_factor=[1.0])), "a short_factor of 4 numbers"),
@@ -329,6 +354,7 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
         dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=4.0)),
         "low_freq_factor 4 is not below its high_freq_factor 4",
     ),
+    "factor text": (dict(rope_scaling=dict(type="linear", factor="8")), "factor"),
     "factor negative": (dict(rope_scaling=dict(YARN, factor=-2.0)), "factor"),
     "original length 0, no factor": (
         dict(rope_scaling=dict(type="yarn", original_max_position_embeddings=0)),
@@ -337,8 +363,12 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
     "theta text": (dict(rope_theta="many"), "rope_theta"),
     "theta 0": (dict(rope_parameters=dict(rope_type="default", rope_theta=-1.0)), "rope_theta"),
     "hidden_act": (dict(hidden_act="relu"), "hidden_act = 'relu'"),
+    "bidirectional": (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     "partial rotary": (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
     "soft capping": (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    "logit scale": (dict(logit_scale=0.25), "logit_scale"),
+    "embedding multiplier": (dict(embedding_multiplier=12.0), "embedding_multiplier"),
+    "experts": (dict(num_local_experts=8), "num_local_experts"),
     "mistral layer types": (
         dict(model_type="mistral", sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         "layer_types",
@@ -351,6 +381,7 @@ UNSUPPORTED = {  # changes of the config -> what the message must name
     "heads not divisible": (dict(num_attention_heads=8, num_key_value_heads=3), "num_attention_heads 8 .* 3"),
     "more kv heads than heads": (dict(num_key_value_heads=8), "num_attention_heads 4 .* 8"),
     "odd head_dim": (dict(head_dim=7), "head_dim"),
+    "eps text": (dict(rms_norm_eps="tiny"), "rms_norm_eps"),
     "eos text": (dict(eos_token_id="</s>"), "eos_token_id"),
     "architecture not text": (dict(model_type=["llama"]), "llama"),
     "rope type not text": (dict(rope_scaling=dict(type=["yarn"])), "yarn"),

@@ -110,6 +110,18 @@ def generate(model, prompts, n_new):
     return rollout(model, prompts, n_new)
 
 
+def test_many_tokens_and_a_second_turn(case):
+    """48 greedy tokens cross windows and the lengths at which dynamic angles change; a turn is fed through decode."""
+    n, turn = 48, [5, 17, 17, 101, 3, 198, 0, 44, 9]
+    feed = [row + turn for row in generate(case.model, case.prompts, n)[0]]
+    case.model.setup_cache("full", len(feed), max(map(len, case.prompts)) + n + len(turn))
+    logits = rollout(case.model, case.prompts, n + len(turn), feed)[1]
+    for prompt, row, got in zip(case.prompts, feed, logits, strict=True):
+        expected = hf_steps(case.hf, prompt, row)
+        assert (got - expected).abs().max() < TOL
+        assert row[:n] == expected[:n].argmax(-1).tolist()
+
+
 def test_reset_then_another_prompt(case):
     """After reset_cache a prompt gives what a fresh cache gives: nothing remains of the longer one before it."""
     model, (long, short, _) = case.model, case.prompts
@@ -146,6 +158,24 @@ def test_rope_tables_of_forward_survive_inference_mode_and_to():
 
 
 # ---- the configuration ----
+
+
+def test_args_are_the_config(case):
+    c, a = case.hf.config, case.model.args
+    assert (a.dim, a.n_layer, a.n_head, a.n_kv_head) == (
+        c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+    )  # fmt: skip
+    assert a.head_dim == case.hf.model.layers[0].self_attn.head_dim
+    assert (a.ffn_dim, a.vocab_size, a.max_seq_len) == (c.intermediate_size, c.vocab_size, c.max_position_embeddings)
+    assert (a.norm_eps, a.tie_embeddings, a.dtype) == (c.rms_norm_eps, c.tie_word_embeddings, "float32")
+    inv_freq, scale = rope_inv_freq(a.rope, a.head_dim, a.max_seq_len)
+    rotary = type(case.hf.model.rotary_emb)(c)
+    torch.testing.assert_close(inv_freq, rotary.inv_freq, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in case.hf.model.layers]
+    if case.name.startswith("mistral"):
+        windows = [c.sliding_window] * c.num_hidden_layers
+    assert [a.window(i) for i in range(a.n_layer)] == windows
 
 
 @pytest.mark.parametrize("name", ["qwen2-max-window-layers", "qwen3-window"])
@@ -189,6 +219,16 @@ def test_yarn_and_llama3_take_the_original_length_from_the_config():
 
 
 # ---- the files ----
+
+
+@pytest.mark.parametrize("name", ["llama-all-biases-tied", "llama-gqa3-d32", "qwen2", "qwen3-attention-bias"])
+def test_sharded(name, tmp_path):
+    hf = build_hf(*CASES[name], 0, TWO_LAYERS)
+    hf.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert not (tmp_path / "model.safetensors").exists()
+    tokens = list(range(40))
+    assert (forward(load_checkpoint(tmp_path), tokens) - hf_forward(hf, tokens)).abs().max() < TOL
 
 
 @pytest.mark.parametrize("name", ["llama-mha", "mistral-nemo", "qwen2", "qwen3-default-d128-tied"])

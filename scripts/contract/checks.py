@@ -97,8 +97,8 @@ def at_knobs(knobs: Knobs) -> str:
     return f"at {', '.join(knob_text(knobs))}" if knobs else "at its defaults"
 
 
-def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "") -> None:
-    """Check that logits [B, steps + 1, V] agree to `tol`. Greedy tokens then differ only where rounding explains it."""
+def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "", tokens: bool = True) -> None:
+    """Check that logits [B, steps + 1, V] agree to `tol`, and greedy tokens exactly unless `tokens` is False."""
 
     def first(wrong: Tensor) -> str:
         row, step = wrong.nonzero()[0].tolist()
@@ -109,6 +109,9 @@ def same(got: Tensor, want: Tensor, what: str, tol: float = TOL, todo: str = "")
     gap = (got - want).abs().amax(-1)
     if gap.max() > tol:
         raise Broken(f"{what}: logits differ by {gap.max():.2e}, first in {first(gap > tol)}", todo)
+    other = got.argmax(-1) != want.argmax(-1)
+    if tokens and other.any():
+        raise Broken(f"{what}: a different token in {first(other)}", todo)
 
 
 def equal(got: Tensor, want: Tensor, what: str, todo: str) -> None:
