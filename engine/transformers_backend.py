@@ -89,8 +89,8 @@ def read_sizes(folder: str | Path) -> ModelArgs:
     return model_args(config)[0]
 
 
-def model_args(config: Any) -> tuple[ModelArgs, list[int]]:
-    """The sizes of a decoder by its config, and which of its layers have attention.
+def model_args(config: Any) -> tuple[ModelArgs, list[int], int]:
+    """The sizes of a decoder by its config, which of its layers have attention, and how many have another state.
 
     Of a folder that model.py loads, they are model.py's own, so that both share its calibration. Raises InputError for
     layers that no method can take."""
@@ -115,14 +115,18 @@ def model_args(config: Any) -> tuple[ModelArgs, list[int]]:
         own = read_args(config.name_or_path)
         if own.n_layer == args.n_layer and not own.rope.rotated:  # else model.py orders channels in another way
             args = own
-    return replace(args, windows=tuple(getattr(cached[i], "sliding_window", None) for i in layers)), layers
+    return (
+        replace(args, windows=tuple(getattr(cached[i], "sliding_window", None) for i in layers)),
+        layers,
+        len(cached) - len(layers),
+    )
 
 
 class TransformersModel(Transformer):
     """A decoder of transformers, loaded with attn_implementation="kv_fast"."""
 
     def __init__(self, hf: Any):
-        args, layers = model_args(hf.config)
+        args, layers, self.others = model_args(hf.config)
         with torch.device("meta"):
             super().__init__(replace(args, n_layer=0))
         self.args, self.hf = args, hf
@@ -283,11 +287,13 @@ class TransformersModel(Transformer):
     def prefill(self, tokens: Tensor, lengths: Tensor, chunk: int | None = None) -> Tensor:
         """As the decoder's, but for chunks: a prompt comes in one piece."""
         assert self.cache is not None, "call setup_cache first"
-        config, S = self.hf.config, tokens.shape[1]
-        if others := len(DynamicCache(config=config).layers) - self.args.n_layer:
-            raise InputError(f"{config.model_type} has layers with a state of their own, such as linear attention "
-                             f"({others} of {self.args.n_layer + others}), which is not kept here: call its generate "
-                             "with engine.bridge.Cache")  # fmt: skip
+        S = tokens.shape[1]
+        if self.others:
+            kind, all_layers = self.hf.config.model_type, self.args.n_layer + self.others
+            raise InputError(
+                f"{kind} has layers with a state of their own, such as linear attention ({self.others} of "
+                f"{all_layers}), which is not kept here: call its generate with engine.bridge.Cache"
+            )
         if (chunk or self.prefill_chunk or S) < S:
             raise InputError("transformers' models read a prompt in one piece: leave out --prefill-chunk")
         self._check_prompt(tokens, S)
