@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime.errors import InputError, did_you_mean, short
+from runtime.folders import ROOT, cache_folder
 
-HERE = Path(__file__).resolve().parents[1] / "kv_methods"
+HERE = ROOT / "kv_methods"
 
 
 def own_folders() -> list[Path]:
@@ -68,10 +69,7 @@ def listing() -> Path:
     """Where the text of --list-methods is kept once it was printed, by what it was made from."""
     sources = [*method_files().values(), *sorted(Path(__file__).parent.glob("*.py"))]
     key = hashlib.sha256(b"\0".join(file.read_bytes() for file in sources)).hexdigest()[:32]
-    home = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(home) if home else Path.home() / ".cache") / "kv_fast"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / f"methods-{key}.txt"
+    return cache_folder() / f"methods-{key}.txt"
 
 
 @dataclass

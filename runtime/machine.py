@@ -18,9 +18,9 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 from runtime.errors import InputError, check_range
+from runtime.folders import ROOT
 from runtime.options import PRECISIONS
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models" / "tiny"  # the shipped checkpoint
 SMOLLM2_CALIBRATION = ROOT / "models" / "smollm2" / "calibration.safetensors"
 POINTER = b"version https://git-lfs"  # first bytes of the text file that git stores in place of a large file

@@ -16,7 +16,8 @@ import torch
 from helps import helps
 
 from cache.calibration import Calibration
-from cache.spec import layer_methods, make_args, method_files, method_name
+from cache.grammar import method_files
+from cache.spec import layer_methods, make_args, method_name
 from kv_methods.razor import Razor
 from loading.checkpoint import random_transformer
 from loading.config import args_from_hf

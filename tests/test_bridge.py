@@ -15,7 +15,8 @@ import torch
 
 import calibrate as calibrate_script
 from cache.base import KVMethod
-from cache.spec import all_statistics, method_files, resolve
+from cache.grammar import method_files
+from cache.spec import all_statistics, resolve
 from calibrate import calibrate
 from loading import load_checkpoint, load_tokenizer
 from runtime.errors import InputError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.spec import layer_methods, method_files, resolve
+from cache.grammar import method_files
+from cache.spec import layer_methods, resolve
 from engine import LLM
 from runtime.errors import InputError
 from scripts.contract import checks as c

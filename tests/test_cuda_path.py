@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from cache.calibration import RandomCalibration
 from cache.evicting import Evicting
-from cache.spec import knob_names, method_files, parse_spec, presets, resolve
+from cache.grammar import method_files, parse_spec
+from cache.spec import knob_names, presets, resolve
 from engine import Sampling
 from engine.compiled import layer_group
 from kernels import backend, offload, splits

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cache.spec import knob_names, make_args, method_class, method_files
+from cache.grammar import method_files
+from cache.spec import knob_names, make_args, method_class
 from model import ModelArgs
 from runtime.errors import InputError
 from scripts.contract.harness import prompt, run, tiny

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cache.base import connected
-from cache.spec import make_args, method_files, resolve
+from cache.grammar import method_files
+from cache.spec import make_args, resolve
 from kernels import native
 from kernels.gather_attention import gather_attention
 from kernels.op import OPERATIONS, bytes_read

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.spec import HERE, Part, describe, layer_methods, method_class, parse_spec, resolve
+from cache.grammar import HERE, Part, parse_spec
+from cache.spec import describe, layer_methods, method_class, resolve
 from kv_methods.full import Full
 from kv_methods.sals import Sals
 from kv_methods.self_index import SelfIndex

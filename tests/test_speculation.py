@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import generate
-from cache.spec import method_class, method_files
+from cache.grammar import method_files
+from cache.spec import method_class
 from engine import LLM
 from engine.compiled import eager_step
 from engine.sampling import Sampling, noise_keys

@@ -28,7 +28,8 @@ from test_parallel import compare
 import loading.checkpoint as checkpoint
 import scripts.quantize
 from cache.calibration import of_model
-from cache.spec import layer_methods, method_class, method_files
+from cache.grammar import method_files
+from cache.spec import layer_methods, method_class
 from calibrate import calibrate
 from engine.snapshot import CacheFile, State, identity, save
 from loading.checkpoint import load_checkpoint, save_checkpoint_tensors, tensors_of

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.folders import cache_folder
+
 FOLDER = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 MAIN = "native.cpp"  # includes all others: one by one, with the headers five times, they took 13 s instead of 8
@@ -60,9 +62,7 @@ def openmp() -> str:
 def cache_path(name: str) -> Path:
     """Where a library is cached; if that is not possible, in a folder that is removed with this process."""
     try:
-        home = os.environ.get("XDG_CACHE_HOME")
-        folder = (Path(home) if home else Path.home() / ".cache") / "kv_fast"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = cache_folder()
         if not ours(folder):
             if folder.stat().st_uid == os.geteuid():
                 folder.chmod(0o700)  # made under a umask of 002: what others have left in it is not theirs to sign

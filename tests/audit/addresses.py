@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from cache.spec import method_class, method_files
+from cache.grammar import method_files
+from cache.spec import method_class
 from kernels import select
 from runtime.errors import run_cli
 from scripts.contract.harness import prompt, run, tiny
