@@ -162,8 +162,6 @@ class Run:
                 rows = [r for r in opt.rows if r["task"] == task][: opt.samples]
             else:
                 rows = list(rows_of(ev, task, length, opt.samples, opt, reserve))
-            for row in rows if opt.max_new_tokens else ():
-                row["max_new_tokens"] = min(row["max_new_tokens"], opt.max_new_tokens)
             self.groups[task] = contexts(rows, ev.tk, chat, opt.query_in_prompt, opt.multi_turn)
         every = [c for groups in self.groups.values() for c in groups]
         after = [(c, len(a) + r["max_new_tokens"]) for c in every for a, r in zip(c.asked, c.rows, strict=True)]
@@ -172,8 +170,10 @@ class Run:
         if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
             raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
-        self.new = max(n for _, n in after)
-        self.size = max(length, self.new + max(len(c.prompt) for c in every))  # a row that is done steps on with others
+        for r in (r for c in every for r in c.rows if opt.max_new_tokens):  # a sample's length counts its own answer
+            r["max_new_tokens"] = min(r["max_new_tokens"], opt.max_new_tokens)
+        self.new = max(len(a) + r["max_new_tokens"] for c in every for a, r in zip(c.asked, c.rows, strict=True))
+        self.size = self.new + max(len(c.prompt) for c in every)  # a row that is done steps on with others
         self.groups = {t: g[opt.slice] for t, g in self.groups.items()}  # sizes are those of all parts
         if not all(self.groups.values()):
             raise InputError(f"--part {opt.part} has no context of some task: give fewer parts")
@@ -246,6 +246,7 @@ class Run:
                 each = [r["score"] for r in found]
                 task = found[0]["task"]
                 row |= {task: round(mean(each), 4), f"{task}_each": each}
+                row[f"{task}_tokens"] = [f([r["tokens"] for r in found]) for f in (min, max)]
                 row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))]
             out.append(row)
         return out

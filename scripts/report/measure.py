@@ -276,7 +276,9 @@ def part(name: str, command: str, limit: float, committed: Sequence[Row] = (), l
             print(f"{name}: {known['seconds'] / 60:.1f} minutes", file=sys.stderr)
     found = json.loads(path.read_text()) if path.exists() else None
     whole = known["done"] or module not in ACCURACY  # all cells of a table have the same samples
-    return found | dict(seconds=round(known["seconds"])) if found and whole else None
+    if not found or not whole:
+        return None
+    return {k: v for k, v in found.items() if k != "parts"} | dict(seconds=round(known["seconds"]))
 
 
 def run(command: list[str], limit: float, log: Path | bool = False) -> int | None:
