@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import shlex
 import statistics
 from pathlib import Path
@@ -25,7 +24,7 @@ from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze
-from scripts.report import measure, plots, tables, update_readme
+from scripts.report import measure
 from scripts.shared import timing
 from scripts.shared.markdown import share, wilson
 from tests.audit import launches
@@ -445,14 +444,7 @@ def test_modes(cli, config, mode):
     assert all("tokens_per_s" in r for r in data["rows"]), data["rows"]
 
 
-# ---- plots, wrong use ----
-
-
-def test_committed_results_can_be_drawn(cli, tmp_path):
-    status, out, err = cli(plots, "--out", tmp_path, "--json")
-    assert status == 0, err
-    assert {Path(f).stem for f in json.loads(out)} == {"ruler", "speculation"}
-    assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
+# ---- commands, wrong use ----
 
 
 @pytest.mark.parametrize("specs, aside", [
@@ -464,15 +456,6 @@ def test_all_methods_are_in_the_lists_of_all(specs, aside):
     found = {method_name(cls) for spec in specs for cls, _ in layer_methods(spec, 1)}
     assert method_files().keys() - found == aside
     assert {"snapkv,adaptive=True", "snapkv,value_aware=True"} <= {*specs}
-
-
-@pytest.mark.parametrize("name", [t for t in tables.TABLES if t not in ("gpu", "claims", "methods")])
-def test_a_table_is_of_one_file_and_can_print_its_rows(cli, name):
-    status, out, err = cli(tables, name, "--json")
-    assert status == 0 and json.loads(out), err
-    assert all(r["file"] and re.fullmatch("[0-9a-f]{7,}", r["commit"]) for r in json.loads(out))
-    text = cli(tables, name)[1]
-    assert text.count("| ---") and text.count("\nFile: [") == len(re.findall(r"\n\|( ---\s?\|)+", "\n" + text))
 
 
 def test_the_commands_parse(cli):
@@ -497,27 +480,6 @@ def test_a_stale_result_is_told(monkeypatch):
     assert measure.stale(run) == "" and measure.stale(run | dict(command=run["command"] + " --time-limit 9")) == ""
     assert measure.stale(run | dict(commit="old")) == "a.py, b.py, c.py and 1 more changed since"
     assert "another command" in measure.stale(run | dict(command=run["command"].replace("2", "1")))
-
-
-def test_the_check_names_stale_files_and_the_pages_mark_them(cli, monkeypatch):
-    monkeypatch.setattr(measure, "stale", lambda run: "x" if run["command"].count("bench_attention") else "")
-    status, out, err = cli(measure, "--check")
-    assert status == 2 and out == "results/xeon/attention.json: x\n" and err.startswith("error: 1 of ")
-    assert "**Stale**: " in tables.section("attention")
-    monkeypatch.setattr(tables, "stale", lambda run: "")
-    assert "**Stale**" not in tables.section("attention")
-    update_readme.update(ROOT, check=True)  # the marks are not compared: they depend on later commits
-    monkeypatch.setattr(measure, "stale", lambda run: "")
-    assert cli(measure, "--check")[0] == 0
-
-
-def test_result_files_are_of_clean_commits():
-    """results/<machine>/<question>.json; no run of changed files."""
-    for file in (ROOT / "results").rglob("*.json"):
-        runs = json.loads(file.read_text())["runs"]
-        assert all(re.fullmatch("[0-9a-f]{7,}", run["commit"]) for run in runs), file
-        assert all(run["command"].startswith("python ") and run["versions"]["torch"] for run in runs), file
-        assert len(file.relative_to(ROOT).parts) == 3, file
 
 
 @pytest.mark.parametrize("how", [["--synthetic"], []])
@@ -564,7 +526,6 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (measure, ["--only", "weights"]),
         (measure, ["--small"]),
         (measure, ["--gpu", "--gpt-fast", "/no/such/folder"]),
-        (tables, ["nothing"]),
         (analyze, ["--checkpoint", "/no/such/folder"]),
         (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
     ],
@@ -583,7 +544,7 @@ def test_every_script_has_an_example_and_json():
         assert f"python -m {module.removesuffix('.__main__')}" in text and "--json" in text, module
 
 
-# ---- the commands of a GPU, and its tables ----
+# ---- the commands of a GPU ----
 
 
 @pytest.mark.slow
@@ -599,30 +560,6 @@ def test_the_commands_of_a_gpu_run_on_a_cpu(cli, monkeypatch, tmp_path):
         assert all(r["rows"] and not any("error" in x for x in r["rows"]) for r in json.loads(file.read_text())["runs"])
     monkeypatch.setattr(measure, "run", None)  # would not be callable
     assert cli(measure, *argv)[0] == 0
-
-
-def test_tables_of_a_gpu_have_the_papers_figures(cli, tmp_path, monkeypatch):
-    """Beside the shapes that they have; the table of a processor is another one."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "measure --gpu" in tables.section("gpu")
-    for name, heads in (("llama-2-7b", 4), ("llama-3.1-8b", 2)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(CONFIG | dict(num_key_value_heads=heads)))
-    (tmp_path / "h100").mkdir()
-    both, mha, gqa = ("full", "sals-12.5"), str(tmp_path / "llama-2-7b.json"), str(tmp_path / "llama-3.1-8b.json")
-    found = dict(
-        attention=attention(cli, mha, "--size", "8x1024", "--method", *both),
-        speed=generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "8x4096", "--method", *both),
-        prompt=generated(cli, gqa, "--prefill", "--size", "1x512", "--method", "sals-12.5"),
-    )
-    for question, run in found.items():
-        run |= dict(gpu=dict(name="H100"))
-        run |= {"model": "llama-3.1-8b"} if "model" in run else {}
-        for row in run["rows"]:
-            row |= {"model": "llama-2-7b"} if "model" in row else {}
-        (tmp_path / "h100" / f"{question}.json").write_text(json.dumps(dict(runs=[run])))
-    text = tables.section("gpu")
-    assert "0.64x (SALS, Table 6)" in text and "1.39x (SALS, Table 7)" in text and "on full" in text
-    assert text.count("h100/") == 3 * 2 and tables.section("speed") == tables.NONE
 
 
 def test_a_run_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):

@@ -216,13 +216,13 @@ def stale(run: Row) -> str:
     return f"{', '.join(files[:3])}{f' and {len(files) - 3} more' if files[3:] else ''} changed since" if files else ""
 
 
-def check(root: Path = ROOT) -> tuple[list[str], int]:
+def check() -> tuple[list[str], int]:
     """A line for every stale result file, and the number of files."""
-    files = sorted((root / "results").glob("*/*.json"))
+    files = sorted((ROOT / "results").glob("*/*.json"))
     found = []
     for file in files:
         why = list(dict.fromkeys(filter(None, map(stale, json.loads(file.read_text())["runs"]))))
-        found += [f"{file.relative_to(root)}: {'; '.join(why)}"] if why else []
+        found += [f"{file.relative_to(ROOT)}: {'; '.join(why)}"] if why else []
     return found, len(files)
 
 
