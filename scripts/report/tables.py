@@ -120,10 +120,10 @@ def by_default(spec: str, rows: dict[tuple[str, int], Row]) -> str:
 
 def tokens_per_s(method: str, mode: str) -> str:
     try:
-        row = data.speed(method, "SmolLM2", "1x4000", mode)
+        speed, times = data.tokens_per_s(method, mode)
     except NotMeasured:
         return "-"
-    return f"{rate(row['tokens_per_s'])}" + (f" ({row['times_full']:.2f}x)" if method != "full" else "")
+    return rate(speed) if method == "full" else f"{rate(speed)} ({times:.2f}x)"
 
 
 def papers(page: str) -> str:
