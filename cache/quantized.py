@@ -181,8 +181,8 @@ class Quantized(KVMethod):
             k = k + apply_rope(self.bias_of(len(q))[:, :, None], cos, sin)
         there = torch.where(t <= pos[:, None], t, -2)
         if self.args.skip:
-            stops = (x.tokens.packed_until(pos) for x in (self.keys, self.values))
-            read = values_read(q, k, pos, self.keys.sinks, *stops, None, self.args.skip, SHORTEST)
+            k_stop, v_stop = (x.tokens.packed_until(pos) for x in (self.keys, self.values))
+            read = values_read(q, k, pos, self.keys.sinks, k_stop, v_stop, None, self.args.skip, SHORTEST)
             there = there[:, None].where(read, -2)
         return Attended.of(q, (there, k, v))
 

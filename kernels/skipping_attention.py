@@ -96,7 +96,7 @@ def _skipping_attention(
             m_i = m_new
             values += tl.minimum(hi - first, BLOCK_N)
     write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
-    tl.store(read + pid_bh * S + split, values.to(tl.int64))
+    tl.store(read + pid_bh * S + split, values)
 
 
 @skipping_attention.triton

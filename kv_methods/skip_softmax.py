@@ -21,7 +21,6 @@ class SkipSoftmax(Full):
     paper = "Yuan, Shinn et al. 2025, BLASST: Dynamic Blocked Attention Sparsity via Softmax Thresholding"
     lossless = dict(scale=0.0)
     stress = dict(scale=39.0, shortest=1)
-    card_nbytes = None
 
     @dataclass
     class Args:
@@ -50,6 +49,9 @@ class SkipSoftmax(Full):
         read = blocks_read(logits, pos + 1, self.args.scale, self.args.shortest)
         every.position = every.position.where(read.repeat_interleave(BLOCK, 2)[..., : logits.shape[3]], -2)
         return every
+
+    def card_nbytes(self):
+        return super().card_nbytes() + self.noted.nbytes
 
     def traffic(self, pos):
         tokens = self.tokens_read(pos)
