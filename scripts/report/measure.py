@@ -373,6 +373,9 @@ def main() -> None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in [*RUNNING]:
                     interrupt(process)
+                opt.within = 0  # what was not reached may be there from before
+                for at in found:
+                    attempt(*at)
                 raise
     finally:
         written = []
