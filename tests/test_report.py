@@ -105,9 +105,13 @@ def test_a_claim_that_does_not_hold_fails_the_check(results, monkeypatch, tmp_pa
     assert claims.holding() == ([], ["All of it."])
     with pytest.raises(InputError, match=r"1 sentences no longer hold: All of it\."):
         update_readme.update(ROOT, check=True)
-    file.write_text("found | no condition\n")
-    with pytest.raises(InputError, match="a line is section"):
-        claims.holding()
+    for line, why in (
+        ("found | no condition", "a line is section"),
+        ("found | x | nothing > 1", "'nothing' is not def"),
+    ):
+        file.write_text(line)
+        with pytest.raises(InputError, match=why):
+            claims.holding()
 
 
 # ---- stale files ----

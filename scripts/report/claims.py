@@ -52,4 +52,6 @@ def holding(section: str = "") -> tuple[list[str], list[str]]:
                 (hold if eval(condition, NAMES) else broken).append(filled(sentence))
             except NotMeasured:
                 continue
+            except Exception as e:  # a wrong name or field: say in which line
+                raise InputError(f"{FILE}: {type(e).__name__}: {e}, in: {sentence[:60]}... | {condition}") from None
     return hold, broken

@@ -114,18 +114,20 @@ def windows(tokens: int) -> dict[str, Row]:
         here = out.setdefault(row["method"], row | dict(windows={k: [] for k in row["windows"]}, recalls=[]))
         here["recalls"] = [*here["recalls"], row["recall"]]
         here["windows"] = {k: [*here["windows"][k], *v] for k, v in row["windows"].items()}
-    if not out:
-        raise NotMeasured(f"distances at {tokens} tokens")
     return out
+
+
+def windows_of(method: str, tokens: int) -> Row:
+    every = windows(tokens)
+    if method not in every:
+        raise NotMeasured(f"distances of {method} at {tokens} tokens")
+    return every[method]
 
 
 def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
     """The mean over predicted tokens of `kl` (nats) or `same` (the share of tokens of which full's is the most likely,
     too), or `worse`: perplexity over full's, less 1."""
-    every = windows(tokens)
-    if method not in every:
-        raise NotMeasured(f"distances of {method} at {tokens} tokens")
-    mine, full = every[method]["windows"], every["full"]["windows"]
+    mine, full = (windows_of(m, tokens)["windows"] for m in (method, "full"))
     if what != "worse":
         return resampled([x / n for x, n in zip(mine[what], mine["tokens"], strict=True)])
     nll = zip(mine["nll"], full["nll"], mine["tokens"], strict=True)
@@ -134,7 +136,8 @@ def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
 
 
 def recall(method: str, tokens: int = 4096) -> float:
-    return mean(windows(tokens)[method]["recalls"])
+    """The share of full's attention mass on the tokens that a method attends to, mean of layers, steps and texts."""
+    return mean(windows_of(method, tokens)["recalls"])
 
 
 # ---- the rest ----
