@@ -49,7 +49,7 @@ def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
 
 
 def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
-    """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and some task counts;
+    """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and a task counts;
     and the cells, whose axis and target are empty for a setting that is not one of a ladder."""
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
