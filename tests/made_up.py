@@ -74,7 +74,7 @@ def write(folder, samples=20):
         speed=[timed(model="SmolLM2-135M-Instruct.Q4_1.gguf", mode=mode) for mode in ("eager", "compiled")]
         + [timed(model="llama-3.2-1b", weights="int4", length=8192)],
         attention=[RUN | dict(rows=[layer | dict(method=m, operator=dict(ms=1.0)) for m in
-                                    ("full", "sals", "double_sparsity", "self_index")])],
+                                    ("full", "sals-25", "double_sparsity", "self_index")])],
         speculate=[RUN | dict(rows=[dict(method="quest", chance=0.9, times_full=0.7)])],
         restore=[RUN | dict(rows=[dict(method="full", restore_s=[0.5], prefill_s=[50.0])])],
     )  # fmt: skip

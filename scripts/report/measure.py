@@ -64,6 +64,7 @@ LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 96"
 PREDICTED = f"eval.perplexity {MODEL} --kv-dtype bf16 --threads 1 --decoded 256 --windows 4 --batch-size 2 --recall 4"
 BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
 DECODE = "bench.bench_generate --threads 2 --synthetic"
+STEP = "bench.bench_attention --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"
 SHAPES = f"{DECODE} --kv-dtype bf16 --random-init llama-3.2-1b"
 
 
@@ -76,6 +77,7 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
     about half an hour of one core."""
     peer = f" --peer transformers{f' llama.cpp:{llama_bench}' if llama_bench else ''}"
     held_4k = HELD_ALL.replace("h2o ", "")  # of all methods it alone takes minutes for each prompt of 4K
+    filled = " ".join(m for m in EVERY.split() if m not in ("compactor", "rkv"))  # as SLOW, minutes for a cache of 8K
     return dict(
         # every method at one length, for the README
         defaults=parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 --at-once 96 --method full "
@@ -93,12 +95,12 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
                    2),
         kvpress=[f"{BESIDE} {FOUND} --lengths 2048 --samples 10 --keep 1/2,1/4,1/8 {more}".rstrip()
                  for more in ("", "--query-in-prompt")],
-        attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 --size "
-                   "1x8192 1x32768 8x8192 8x32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
+        attention=[f"{STEP} --size 1x8192 1x32768 --method {filled} sals-12.5,budget=512 self_index-7.5",
+                   f"{STEP} --size 8x8192 8x32768 --method full {PAPERS} streaming snapkv quest hshare hadamard kivi-4"],
         # at 4K what generate.py does by itself: eager at first, compiled from the second run on
         speed=[*(f"{DECODE} {MODEL} --batch 1 --length 4000 --new 48 --rounds 5 --mode {mode} --method {EVERY} {SLOW}"
                  for mode in ("eager", "compiled")),
-               f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x8192 --new 32 --rounds 3 --method {EVERY} h2o",
+               f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x8192 --new 32 --rounds 3 --method {filled}",
                f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x32768 --new 32 --rounds 3 --method full "
                "self_index double_sparsity sals-12.5 sals-12.5,budget=512 razor snapkv quest",
                f"{SHAPES} --weights int4 --mode compiled --size 8x8192 --new 32 --rounds 3 --method full self_index "
