@@ -77,7 +77,7 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
     about half an hour of one core."""
     peer = f" --peer transformers{f' llama.cpp:{llama_bench}' if llama_bench else ''}"
     held_4k = HELD_ALL.replace("h2o ", "")  # of all methods it alone takes minutes for each prompt of 4K
-    filled = " ".join(m for m in EVERY.split() if m not in ("compactor", "rkv"))  # as SLOW, minutes for a cache of 8K
+    filled = " ".join(m for m in f"{EVERY} h2o kvzip".split() if m not in ("compactor", "rkv"))  # in less than minutes
     return dict(
         # every method at one length, for the README
         defaults=parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 --at-once 96 --method full "
@@ -96,7 +96,7 @@ def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
         kvpress=[f"{BESIDE} {FOUND} --lengths 2048 --samples 10 --keep 1/2,1/4,1/8 {more}".rstrip()
                  for more in ("", "--query-in-prompt")],
         attention=[f"{STEP} --size 1x8192 1x32768 --method {filled} sals-12.5,budget=512 self_index-7.5",
-                   f"{STEP} --size 8x8192 8x32768 --method full {PAPERS} streaming snapkv quest hshare hadamard kivi-4"],
+                   f"{STEP} --size 8x8192 8x32768 --method full {PAPERS} snapkv quest hshare hadamard kivi-4"],
         # at 4K what generate.py does by itself: eager at first, compiled from the second run on
         speed=[*(f"{DECODE} {MODEL} --batch 1 --length 4000 --new 48 --rounds 5 --mode {mode} --method {EVERY} {SLOW}"
                  for mode in ("eager", "compiled")),
