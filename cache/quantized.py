@@ -21,7 +21,9 @@ from kernels.quantized_attention import (
     quantized_append,
     quantized_attention,
     read_tokens,
+    skipping_quantized_attention,
     store_prompt,
+    values_read,
 )
 from kernels.rope import apply_rope, rotated_products
 from kernels.rotate_append import turn_heads
@@ -34,12 +36,19 @@ from runtime.errors import InputError
 # fp8 .00010, .00020, .00039, .0011, .0092;  kivi, whose scales are of channels: .0019, .0019, .0020, .0021, .0021, but
 # it loses, too, where a channel turns within the 32 tokens of a scale
 KEY_BIAS = 4.0
+SHORTEST = 2048  # shorter contexts have the `skip` threshold of this length (ours)
 
 
 def center() -> Any:
     """A common knob of the quantizing methods."""
     return knob(None, "keys are stored less their layer's bias, which each step adds to the logits (ours); None: where "
                 f"it is over {KEY_BIAS:g} times as long as a key")  # fmt: skip
+
+
+def skip() -> Any:
+    """A common knob of the quantizing methods."""
+    return knob(0.0, "threshold, times the length, of a packed block's weight below which its values are not read, as "
+                "in skip_softmax (0: all are read)", 0)  # fmt: skip
 
 
 class ByToken(Storage):
@@ -108,6 +117,11 @@ class Quantized(KVMethod):
     values: QuantizedStore
     key_bias: Tensor | None = None  # [Hkv, D] before rotation, the model's (key_bias.py); None: keys are stored whole
 
+    def __init__(self, args, shape, layer, rope, calib=None):
+        super().__init__(args, shape, layer, rope, calib)
+        if args.skip:
+            self.note_reads()
+
     def turn(self, q: Tensor) -> Tensor:
         """Transform q [B, Hq, D] to the orthonormal basis in which keys and values are stored."""
         return q
@@ -144,14 +158,21 @@ class Quantized(KVMethod):
         for store, x in ((self.keys, k), (self.values, v)):
             quantized_append(x, pos, store.tokens)
 
+    def products_with_bias(self, q: Tensor) -> Tensor | None:
+        """What a bias that keys are stored without adds to q . k, [B, Hq, T]."""
+        if self.key_bias is None:
+            return None
+        return rotated_products(q, self.bias_of(len(q)), self.rope.cos, self.rope.sin)
+
     def attend(self, q, idx, count, pos):
-        k, v = self.keys.tokens, self.values.tokens
+        k, v, bias = self.keys.tokens, self.values.tokens, self.products_with_bias(q)
         stops = (self.once_a_step(pos, "keys", lambda: k.packed_until(pos)),
                  self.once_a_step(pos, "values", lambda: v.packed_until(pos)))  # fmt: skip
-        bias = None
-        if self.key_bias is not None:
-            bias = rotated_products(q, self.bias_of(len(q)), self.rope.cos, self.rope.sin)
-        return self.turn_back(quantized_attention(self.turn(q), k, v, pos, stops, bias))
+        if not self.args.skip:
+            return self.turn_back(quantized_attention(self.turn(q), k, v, pos, stops, bias))
+        y, values = skipping_quantized_attention(self.turn(q), k, v, pos, *stops, bias, self.args.skip, SHORTEST)
+        self.note_read((values + pos[:, None] + 2) // 2, pos)  # a token is read if its key and its value are
+        return self.turn_back(y)
 
     def attended(self, q, idx, count, pos):
         T = self.shape.max_seq_len
@@ -160,14 +181,19 @@ class Quantized(KVMethod):
         if self.key_bias is not None:
             cos, sin = (x[:, None] for x in self.rope.at(t))
             k = k + apply_rope(self.bias_of(len(q))[:, :, None], cos, sin)
-        return Attended.of(q, (torch.where(t <= pos[:, None], t, -2), k, v))
+        there = torch.where(t <= pos[:, None], t, -2)
+        if self.args.skip:
+            k_stop, v_stop = (x.tokens.packed_until(pos) for x in (self.keys, self.values))
+            read = values_read(q, k, pos, self.keys.sinks, k_stop, v_stop, None, self.args.skip, SHORTEST)
+            there = there[:, None].where(read, -2)
+        return Attended.of(q, (there, k, v))
 
     # ---- accounting ----
 
     def card_nbytes(self):
         B, H, T, D = self.shape.kv
         size = self.shape.dtype.itemsize
-        total = self.unit_nbytes
+        total = self.unit_nbytes + (self.noted.nbytes if self.notes_reads else 0)
         for store in (self.keys, self.values):
             slots, n_full = store.packed.get_buffer("data").shape[2], store.full_precision.shape[2]
             total += B * H * (round(slots * store.vector_bytes) + n_full * D * size) + store.fixed_bytes
@@ -175,7 +201,7 @@ class Quantized(KVMethod):
 
     def traffic(self, pos):
         """Bytes of packed and of full-precision tokens. Rings that empty by blocks count as full."""
-        (B, H, _, D), n, size = self.shape.kv, pos + 1, self.shape.dtype.itemsize
+        (B, H, _, D), n, size = self.shape.kv, self.tokens_read(pos) or pos + 1, self.shape.dtype.itemsize
         n_full = min(n, self.keys.full_precision.shape[2])
         packed = math.ceil((n - n_full) * (self.keys.vector_bytes + self.values.vector_bytes))
         return B * H * (2 * n_full * D * size + packed) + self.keys.fixed_bytes + self.values.fixed_bytes

@@ -29,6 +29,7 @@ from kernels.quantize import (
     quantize_channels,
 )
 from kernels.ring import ring_positions
+from kernels.skipping_attention import BLOCK, SPLIT, blocks_read
 from kernels.splits import blocks_of, combine, parts_of, split_count
 from kernels.tiles import LOG2_E, dot, load_words, scale_zero, softmax_step, unpack_codes, unpack_units, write_part
 from kernels.tuned import tuned
@@ -199,6 +200,38 @@ def _quantized_attention(
     return masked_attention(q, read_tokens(k, pos, n, k_stop), read_tokens(v, pos, n, v_stop), there[:, None], bias)
 
 
+@operation(
+    cpp=_whole_groups,
+    fake=lambda q, k, v, pos, *_: (q.new_empty(q.shape), pos.new_empty(len(q), k.full_precision.shape[1])),
+)
+def skipping_quantized_attention(
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
+    bias: Tensor | None, scale: float, shortest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`quantized_attention` without the values of blocks that weigh next to nothing, and the number of tokens whose
+    values were read [B, Hkv] int64. scale, shortest: as in `skipping_attention`. Whole tokens are always read, and
+    blocks in which some values are whole."""
+    n = v.data.shape[2] if bias is None else bias.shape[2]
+    keys = read_tokens(k, pos, n, k_stop)
+    read = values_read(q, keys, pos, k.sinks, k_stop, v_stop, bias, scale, shortest)
+    return masked_attention(q, keys, read_tokens(v, pos, n, v_stop), read, bias), read.sum(2)
+
+
+def values_read(
+    q: Tensor, keys: Tensor, pos: Tensor, sinks: int, k_stop: Tensor, v_stop: Tensor, bias: Tensor | None,
+    scale: float, shortest: int,
+) -> Tensor:  # fmt: skip
+    """Which tokens of keys [B, Hkv, n, D] `skipping_quantized_attention` reads values of -> bool [B, Hkv, n]."""
+    t = torch.arange(keys.shape[2], device=q.device)
+    logits = q.float().unflatten(1, (keys.shape[1], -1)) @ keys.float().mT
+    logits = (logits if bias is None else logits + bias.view(logits.shape)) * q.shape[2] ** -0.5
+    packed = (t >= sinks) & (t < k_stop[:, None])
+    logits = torch.where(packed[:, None, None], logits, float("-inf"))
+    read = blocks_read(logits, pos + 1, scale, shortest).repeat_interleave(BLOCK, 2)[..., : len(t)] & packed[:, None]
+    always = ~packed | ((t // BLOCK + 1) * BLOCK > v_stop[:, None])
+    return (read | always[:, None]) & (t <= pos[:, None])[:, None]
+
+
 # ---- Triton ----
 
 BLOCK_N = GROUP  # keys per channel share their scales
@@ -225,9 +258,10 @@ def _unpacked(
 @triton.jit
 def _quantized_attention_kernel(
     q, k, k_third, k_params, k_whole, v, v_third, v_params, v_whole, pos, k_stop, v_stop, k_book, v_book, bias, part,
-    lse, q_strides, bias_row, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
+    lse, read, skip, shortest, q_strides, bias_row, H, K_SLOTS, V_SLOTS, sinks, ring, S, S_PACKED,
     G: tl.constexpr, D: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): the first S_PACKED splits share the packed keys, the others the whole ones."""
     pid_bh, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -246,6 +280,10 @@ def _quantized_attention_kernel(
     packed_keys, packed_values = tl.load(k_stop + pid_b).to(tl.int32), tl.load(v_stop + pid_b).to(tl.int32)
 
     step = tl.cdiv(tl.cdiv(packed_keys, S_PACKED), BLOCK_N) * BLOCK_N
+    if read is not None:
+        step = SPLIT
+        least = tl.log2(skip / tl.maximum(newest + 1, shortest).to(tl.float32))
+        n_read = 0
     lo = split * step
     hi = tl.minimum(packed_keys, lo + step)
     for first in tl.range(lo, hi, BLOCK_N):
@@ -269,16 +307,23 @@ def _quantized_attention_kernel(
             logits = dot(b_q, tl.trans(b_k))
         if bias is not None:
             logits += tl.load(p_bias + offs_t, mask=inside[None, :] & (offs_g[:, None] < G), other=0.0)
-        slot, inner = pid_bh * V_SLOTS + offs_t, inside & (offs_t < packed_values)
-        if V_BITS == 16:
-            b_v = tl.load(v + slot[:, None] * D + offs_d, mask=inner[:, None] & (offs_d < D), other=0.0)
-        else:
-            b_v = _unpacked(v, v_third, v_params, v_book, slot, inner, offs_u, D, V_BITS, V_GROUP, b_q.dtype)
-        if CHANNELS:  # keys leave the ring before their values do
-            late = inside & (offs_t >= packed_values)
-            at = (pid_bh * (sinks + ring) + sinks + (offs_t - sinks) % ring) * D
-            b_v += tl.load(v_whole + at[:, None] + offs_d, mask=late[:, None] & (offs_d < D), other=0.0)
-        m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
+        weighs = True
+        if read is not None:
+            most = tl.max(tl.where(inside[None, :], logits * SCALE, float("-inf")), 1)
+            weighs = tl.max(((most - m_i >= least) & (offs_g < G)).to(tl.int32), 0) > 0
+            weighs = weighs | (first + BLOCK_N > packed_values)
+            n_read += tl.where(weighs, tl.sum(inside.to(tl.int32), 0), 0)
+        if weighs:
+            slot, inner = pid_bh * V_SLOTS + offs_t, inside & (offs_t < packed_values)
+            if V_BITS == 16:
+                b_v = tl.load(v + slot[:, None] * D + offs_d, mask=inner[:, None] & (offs_d < D), other=0.0)
+            else:
+                b_v = _unpacked(v, v_third, v_params, v_book, slot, inner, offs_u, D, V_BITS, V_GROUP, b_q.dtype)
+            if CHANNELS:  # keys leave the ring before their values do
+                late = inside & (offs_t >= packed_values)
+                at = (pid_bh * (sinks + ring) + sinks + (offs_t - sinks) % ring) * D
+                b_v += tl.load(v_whole + at[:, None] + offs_d, mask=late[:, None] & (offs_d < D), other=0.0)
+            m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
 
     # sinks and then the ring as one list of whole rows; of the splits before, none has a part of it
     begin = tl.maximum(packed_keys, sinks)
@@ -300,6 +345,8 @@ def _quantized_attention_kernel(
         if bias is not None:
             logits += tl.load(p_bias + offs_t, mask=inside[None, :] & (offs_g[:, None] < G), other=0.0)
         m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
+    if read is not None:
+        tl.store(read + pid_bh * S + split, (n_read + tl.maximum(hi - tl.maximum(lo, 0), 0)).to(tl.int64))
     write_part(m_i, l_i, acc, part, lse, pid_bh * G + offs_g, offs_g, split, S, G, D, BLOCK_D)
 
 
@@ -320,23 +367,41 @@ def launch(
     bias: Tensor | None = None, splits: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The Triton version of `quantized_attention`; tests give splits (of the packed tokens, of the whole ones)."""
-    B, Hq, D = q.shape
-    H, n_whole = k.full_precision.shape[1:3]
-    buffers = (*k[:3], *v[:3], bias)
-    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
     if splits is None:
-        T = v.data.shape[2]
-        S = split_count(B * H, T + n_whole, 2 * BLOCK_N, q.device)
+        T, n_whole = v.data.shape[2], k.full_precision.shape[2]
+        S = split_count(len(q) * k.full_precision.shape[1], T + n_whole, 2 * BLOCK_N, q.device)
         share = round(S * T / (T + n_whole))
         splits = (max(1, min(share, triton.cdiv(T, BLOCK_N))), max(1, S - share))
+    return _launched(q, k, v, pos, k_stop, v_stop, bias, splits)
+
+
+@skipping_quantized_attention.triton
+def launch_skipping(
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
+    bias: Tensor | None, scale: float, shortest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The Triton version of `skipping_quantized_attention`."""
+    splits = -(-v.data.shape[2] // SPLIT), triton.cdiv(k.full_precision.shape[2], 2 * BLOCK_N)
+    read = pos.new_empty(len(q), k.full_precision.shape[1], sum(splits))
+    return _launched(q, k, v, pos, k_stop, v_stop, bias, splits, read, scale, shortest), read.sum(2)
+
+
+def _launched(
+    q: Tensor, k: QuantizedTokens, v: QuantizedTokens, pos: Tensor, k_stop: Tensor, v_stop: Tensor,
+    bias: Tensor | None, splits: tuple[int, int], read: Tensor | None = None, scale: float = 0.0, shortest: int = 1,
+) -> Tensor:  # fmt: skip
+    B, Hq, D = q.shape
+    H = k.full_precision.shape[1]
+    buffers = (*k[:3], *v[:3], bias)
+    assert all(x is None or x.is_contiguous() for x in buffers) and q.stride(2) == 1
     part, lse = parts_of(q, sum(splits))
     k_side, v_side = _side(k, D), _side(v, D)
     _quantized_attention_kernel[(B * H, sum(splits))](
         q, *k_side[:3], k.full_precision, *v_side[:3], v.full_precision,
-        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, bias, part, lse,
-        q.stride(), None if bias is None else bias.shape[2], H, k.data.shape[2], v.data.shape[2], k.sinks, k.ring,
-        sum(splits), splits[0], **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3],
-        V_GROUP=v_side[3], CHANNELS=k.channels, BLOCK_N=BLOCK_N,
+        pos.contiguous(), k_stop.contiguous(), v_stop.contiguous(), k.book, v.book, bias, part, lse, read, scale,
+        shortest, q.stride(), None if bias is None else bias.shape[2], H, k.data.shape[2], v.data.shape[2], k.sinks,
+        k.ring, sum(splits), splits[0], **blocks_of(Hq, H, D), K_BITS=k.bits, V_BITS=v.bits, K_GROUP=k_side[3],
+        V_GROUP=v_side[3], CHANNELS=k.channels, BLOCK_N=BLOCK_N, SPLIT=SPLIT,
         **tuned("_quantized_attention_kernel", num_warps=NUM_WARPS, num_stages=NUM_STAGES),
     )  # fmt: skip
     return part if lse is None else combine(part, lse, q.dtype)

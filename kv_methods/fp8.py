@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore, center
+from cache.quantized import Quantized, QuantizedStore, center, skip
 from kernels.quantize import GROUP
 from runtime.errors import InputError
 
@@ -27,6 +27,7 @@ class FP8(Quantized):
             32, "newest tokens, at most, in the cache's dtype: blocks are coded when so many are full (ours)", GROUP
         )
         center: bool | None = center()
+        skip: float = skip()
 
         def __post_init__(self):
             if self.residual % GROUP:

@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import QuantizedStore, Turned, center, check_bits
+from cache.quantized import QuantizedStore, Turned, center, check_bits, skip
 from kernels.hadamard import hadamard_matrix, has_hadamard
 from kernels.quantize import GROUP
 from runtime.errors import InputError
@@ -44,6 +44,7 @@ class Hadamard(Turned):
         recent: int = knob(128, "newest tokens in the cache's dtype (ours, as KIVI's; QuaRot: 1)", 1)
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
         center: bool | None = center()
+        skip: float = skip()
 
         def __post_init__(self):
             check_bits("hadamard", self.k_bits, self.v_bits)

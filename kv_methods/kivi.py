@@ -13,7 +13,7 @@ from typing import Literal
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import Quantized, QuantizedStore, center, check_bits
+from cache.quantized import Quantized, QuantizedStore, center, check_bits, skip
 from kernels.quantize import GROUP
 from runtime.errors import InputError
 
@@ -38,6 +38,7 @@ class Kivi(Quantized):
             "after", "tokens are packed after the step that fills the residual, or before it attends (Algorithm 1)"
         )
         center: bool | None = center()
+        skip: float = skip()
 
         def __post_init__(self):
             check_bits("kivi", self.k_bits, self.v_bits)

@@ -15,7 +15,7 @@ import torch
 
 from cache.base import knob
 from cache.packed import check_groups
-from cache.quantized import QuantizedStore, Turned, center
+from cache.quantized import QuantizedStore, Turned, center, skip
 from runtime.errors import InputError
 
 PRESETS = {  # the bytes of TurboQuant's runs, which instead give 32 of 128 channels one bit more
@@ -38,6 +38,7 @@ class TurboQuant(Turned):
         sinks: int = knob(0, "first tokens in the cache's dtype (ours)", 0)
         seed: int = knob(0, "of the rotation, which every layer has of its own (ours)", 0)
         center: bool | None = center()
+        skip: float = skip()
 
         def __post_init__(self):
             for bits in (self.k_bits, self.v_bits):

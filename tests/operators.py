@@ -8,6 +8,7 @@ views of larger ones, tokens before heads, or neither.
 from __future__ import annotations
 
 import importlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -254,6 +255,37 @@ def observed_attention(d: Draw) -> Problem:
         weights[b, :, :n] = logits.softmax(-1).sum(1)
     want = heads(q, s.H, lambda b, h, x: attend(x, k[b, h, : stop[b]], v[b, h, : stop[b]]))
     return (q, k, v, torch.tensor(stop)), [want, Near(weights)]
+
+
+@problem
+def skipping_attention(d: Draw) -> Problem:
+    """Blocks of 32 slots whose largest logit is far below that of the blocks before, of those among 2,048, do not
+    count; a threshold is one that no block is near."""
+    s = d.sizes()
+    stop = d.below(s.T, s.B, 1)
+    k, v = d.cache(s, inside([(0, n) for n in stop], s.T)[:, None])
+    k = k * (0.1 + 1.5 * torch.rand(*k.shape[:2], -(-s.T // 32), 1, generator=d.gen)).repeat_interleave(32, 2)[
+        :, :, : s.T
+    ].to(d.dtype)
+    q = d.view(d.normal(s.B, s.H * s.g, s.D) * s.size)
+    logits = torch.einsum("bhgd,bhnd->bhgn", q.double().view(s.B, s.H, s.g, s.D), k[: s.B].double()) * s.D**-0.5
+    shortest = d.pick(1, 100)
+    for scale in (d.pick(0.0, 1.0, 20.0, 300.0) * (1 + i / 10) for i in range(20)):
+        slots, apart = {}, float("inf")
+        for b, h in ((b, h) for b in range(s.B) for h in range(s.H)):
+            least = math.log(scale / max(stop[b], shortest)) if scale else -float("inf")
+            slots[b, h] = list[int]()
+            for first in range(0, stop[b], 32):
+                block = logits[b, h, :, first : min(stop[b], first + 32)].amax(-1)
+                before = logits[b, h, :, first // 2048 * 2048 : first]
+                over = block - before.amax(-1) - least if before.shape[1] else torch.full((s.g,), float("inf"))
+                apart = min(apart, over.abs().min().item())
+                slots[b, h] += range(first, min(stop[b], first + 32)) if (over >= 0).any() else ()
+        if apart > 1e-3:
+            break
+    want = heads(q, s.H, lambda b, h, x: attend(x, k[b, h, slots[b, h]], v[b, h, slots[b, h]]))
+    count = torch.tensor([[len(slots[b, h]) for h in range(s.H)] for b in range(s.B)])
+    return (q, k, v, torch.tensor(stop), scale, shortest), [want, Same(count)]
 
 
 # ---- codes ----

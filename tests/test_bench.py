@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import re
 import shlex
 import statistics
-import sys
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ from runtime.errors import InputError
 from scripts.bench import bench_attention, bench_generate, layer, our_runs
 from scripts.bench import dense as dense_attentions
 from scripts.eval import analyze
-from scripts.report import measure, plots, tables, update_readme
+from scripts.report import measure
 from scripts.shared import timing
 from scripts.shared.markdown import share, wilson
 from tests.audit import launches
@@ -446,20 +444,12 @@ def test_modes(cli, config, mode):
     assert all("tokens_per_s" in r for r in data["rows"]), data["rows"]
 
 
-# ---- plots, wrong use ----
-
-
-def test_committed_results_can_be_drawn(cli, tmp_path):
-    status, out, err = cli(plots, "--out", tmp_path, "--json")
-    assert status == 0, err
-    assert {Path(f).stem for f in json.loads(out)} == {"ruler", "speculation"}
-    assert all(Path(f).read_bytes().startswith(b"\x89PNG") for f in json.loads(out))
+# ---- commands, wrong use ----
 
 
 @pytest.mark.parametrize("specs, aside", [
     (launches.METHODS, set()),
-    (measure.METHODS.split(), {"oracle", "random", "double_sparsity_offload"}),  # controls, and what waits for a bus
-    (measure.ACCURACY.split(), {"double_sparsity_offload"}),  # finds what double_sparsity does
+    (f"{measure.EVERY} {measure.SLOW}".split(), {"double_sparsity_offload"}),  # finds what double_sparsity does
 ])  # fmt: skip
 def test_all_methods_are_in_the_lists_of_all(specs, aside):
     """And the knobs of every evicting method."""
@@ -468,117 +458,28 @@ def test_all_methods_are_in_the_lists_of_all(specs, aside):
     assert {"snapkv,adaptive=True", "snapkv,value_aware=True"} <= {*specs}
 
 
-@pytest.mark.parametrize("name", [t for t in tables.TABLES if t not in ("gpu", "claims", "methods")])
-def test_a_table_is_of_one_file_and_can_print_its_rows(cli, name):
-    status, out, err = cli(tables, name, "--json")
-    assert status == 0 and json.loads(out), err
-    assert all(r["file"] and re.fullmatch("[0-9a-f]{7,}", r["commit"]) for r in json.loads(out))
-    text = cli(tables, name)[1]
-    assert text.count("| ---") and text.count("\nFile: [") == len(re.findall(r"\n\|( ---\s?\|)+", "\n" + text))
-
-
-def test_what_the_tables_need_is_measured_by_a_command(cli):
-    """Every question of a table has commands, which the script's own parser takes; and so has every result file."""
-    patterns = {q for _, made in tables.TABLES.values() if not callable(made) for s in made for q in s.questions}
-    asked, files = {*measure.commands(), "prompt"}, {f.stem for f in (ROOT / "results").glob("*/*.json")}
-    assert all(any(fnmatch(q, p) for q in asked) for p in patterns)
-    assert all(any(fnmatch(q, p) for p in patterns) for q in asked | files)
-    assert asked >= measure.gpu_commands().keys() - {"checks"} and files - asked == {"accuracy_baselines"}
-    for every in (measure.commands("llama-bench", ["m.Q8_0.gguf"]), measure.gpu_commands("gpt-fast")):
+def test_the_commands_parse(cli):
+    """By the script's own parser; their methods exist."""
+    for every in (measure.commands("llama-bench"), measure.gpu_commands("gpt-fast")):
         for line in (line for lines in every.values() for line in lines if not line.startswith("pytest")):
             module, *argv = shlex.split(line)
-            measure.check_command(module, argv)
-            assert "--out" in measure.importlib.import_module(measure.full_name(module)).parser().format_help()
+            parser = importlib.import_module(measure.full_name(module)).parser()
+            for spec in getattr(parser.parse_args(argv), "method", None) or ():
+                assert spec == "all" or layer_methods(spec, 30)
+            assert "--out" in parser.format_help() and "--resume" in parser.format_help()
     assert cli(measure, "--list")[1].count("\n") == sum(map(len, measure.commands().values()))
 
 
-RUN = dict(command="python -m scripts.bench.bench_attention --threads 2", commit="HEAD")
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (dict(command="python scripts/eval/equal_bytes.py --threads 1"), "no longer exists"),
-        (dict(command="python -m scripts.bench.bench_attention --no-such-flag"), "no longer parses"),
-        (dict(command="python -m scripts.bench.bench_attention --method sals-99"), "no longer parses"),
-        ({}, "another command"),
-        (dict(commit="0000000"), "not in this clone"),
-    ],
-    ids=str,
-)
-def test_a_stale_result_is_told(change, why, monkeypatch):
-    known = frozenset() if why == "another command" else frozenset(["bench.bench_attention --threads 2"])
-    monkeypatch.setattr(measure, "known_commands", lambda: known)
-    assert why in measure.stale(RUN | change)
-
-
-def test_a_result_is_stale_when_its_hot_path_has_changed(monkeypatch):
-    """And is not when other folders have; where its file lies, and what continued it, make no difference."""
+def test_a_stale_result_is_told(monkeypatch):
+    """Where its file lies, and what continued it, make no difference."""
     monkeypatch.setattr(measure, "known_commands", lambda: frozenset(["bench.bench_attention --threads 2"]))
-    differ = ["kernels"]
-    monkeypatch.setattr(measure, "changed", lambda since, folders: [f for f in folders if f in differ])
-    run = RUN | dict(command=RUN["command"] + " --out runs/a-0.json --resume --time-limit 9")
-    assert measure.stale(run) == "kernels changed since"
-    differ[:] = ["engine", "scripts"]
-    assert measure.stale(run) == ""
-
-
-def test_the_check_names_stale_files_and_the_pages_mark_them(cli, monkeypatch):
-    monkeypatch.setattr(measure, "stale", lambda run: "x" if run["command"].count("bench_attention") else "")
-    status, out, err = cli(measure, "--check")
-    assert status == 2 and out == "results/xeon/attention.json: x\n" and err.startswith("error: 1 of ")
-    assert "**Stale**: " in tables.section("attention")
-    monkeypatch.setattr(tables, "stale", lambda run: "")
-    assert "**Stale**" not in tables.section("attention")
-    update_readme.update(ROOT, check=True)  # the marks are not compared: they depend on later commits
-    monkeypatch.setattr(measure, "stale", lambda run: "")
-    assert cli(measure, "--check")[0] == 0
-
-
-def test_a_measurement_goes_on_and_is_written_whole(monkeypatch, tmp_path, cli):
-    """A part of this commit that is there is not measured again; one that is late leaves what it has."""
-    for folder in ("runs", "results"):
-        (tmp_path / folder).mkdir()
-    ran = []
-
-    def run(command, limit):
-        ran.append(command[2])
-        assert command[-2:] == ["--time-limit", "3575"]
-        out = tmp_path / command[command.index("--out") + 1]
-        out.write_text(json.dumps(dict(commit="abc1234", rows=[len(ran)])))
-        return None if len(ran) == 2 else 0
-
-    monkeypatch.setattr(measure, "ROOT", tmp_path)
-    monkeypatch.setattr(measure, "commit", lambda: "abc1234")
-    monkeypatch.setattr(measure, "run", run)
-    argv = ("--only", "speed", "--machine", "mine", "--json")
-    assert json.loads(cli(measure, *argv)[1]) == ["results/mine/speed.json"]
-    assert cli(measure, *argv)[0] == 0 and len(ran) == 3  # the late one alone
-    runs = json.loads((tmp_path / "results/mine/speed.json").read_text())["runs"]
-    assert [r["rows"] for r in runs] == [[1], [3]]
-    monkeypatch.setattr(measure, "commit", lambda: "abc1234+dirty")
-    status, _, err = cli(measure, *argv)
-    assert status == 2 and "commit first" in err
-
-
-def test_a_measurement_that_takes_too_long_is_interrupted(tmp_path):
-    """As by Ctrl-C: it keeps what it has."""
-    code = (  # a shell that starts this in the background has Ctrl-C ignored
-        "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "try:\n time.sleep(99)\nexcept KeyboardInterrupt:\n pathlib.Path('kept').touch()"
+    monkeypatch.setattr(
+        measure, "changed", lambda since, *_: [] if since == "new" else ["a.py", "b.py", "c.py", "d.py"]
     )
-    assert measure.run([sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}"], 3) is None
-    assert (tmp_path / "kept").exists() and measure.run([sys.executable, "-c", "exit(3)"], 60) == 3
-
-
-def test_result_files_are_of_one_clean_commit():
-    """results/<machine>/<question>.json; no run of changed files."""
-    for file in (ROOT / "results").rglob("*.json"):
-        runs = json.loads(file.read_text())["runs"]
-        (commit,) = {run["commit"] for run in runs}
-        assert re.fullmatch("[0-9a-f]{7,}", commit), file
-        assert all(run["command"].startswith("python ") and run["versions"]["torch"] for run in runs), file
-        assert len(file.relative_to(ROOT).parts) == 3, file
+    run = dict(command="python -m scripts.bench.bench_attention --threads 2 --out runs/a-0.json --resume", commit="new")
+    assert measure.stale(run) == "" and measure.stale(run | dict(command=run["command"] + " --time-limit 9")) == ""
+    assert measure.stale(run | dict(commit="old")) == "a.py, b.py, c.py and 1 more changed since"
+    assert "another command" in measure.stale(run | dict(command=run["command"].replace("2", "1")))
 
 
 @pytest.mark.parametrize("how", [["--synthetic"], []])
@@ -625,7 +526,6 @@ def test_restoring_is_timed_and_files_are_measured(cli, how):
         (measure, ["--only", "weights"]),
         (measure, ["--small"]),
         (measure, ["--gpu", "--gpt-fast", "/no/such/folder"]),
-        (tables, ["nothing"]),
         (analyze, ["--checkpoint", "/no/such/folder"]),
         (train_tiny, ["--evaluate", "512", "--run", "/no/such/folder"]),
     ],
@@ -644,7 +544,7 @@ def test_every_script_has_an_example_and_json():
         assert f"python -m {module.removesuffix('.__main__')}" in text and "--json" in text, module
 
 
-# ---- the commands of a GPU, and its tables ----
+# ---- the commands of a GPU ----
 
 
 @pytest.mark.slow
@@ -660,30 +560,6 @@ def test_the_commands_of_a_gpu_run_on_a_cpu(cli, monkeypatch, tmp_path):
         assert all(r["rows"] and not any("error" in x for x in r["rows"]) for r in json.loads(file.read_text())["runs"])
     monkeypatch.setattr(measure, "run", None)  # would not be callable
     assert cli(measure, *argv)[0] == 0
-
-
-def test_tables_of_a_gpu_have_the_papers_figures(cli, tmp_path, monkeypatch):
-    """Beside the shapes that they have; the table of a processor is another one."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "measure --gpu" in tables.section("gpu")
-    for name, heads in (("llama-2-7b", 4), ("llama-3.1-8b", 2)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(CONFIG | dict(num_key_value_heads=heads)))
-    (tmp_path / "h100").mkdir()
-    both, mha, gqa = ("full", "sals-12.5"), str(tmp_path / "llama-2-7b.json"), str(tmp_path / "llama-3.1-8b.json")
-    found = dict(
-        attention=attention(cli, mha, "--size", "8x1024", "--method", *both),
-        speed=generated(cli, gqa, "--synthetic", "--mode", "eager", "--size", "8x4096", "--method", *both),
-        prompt=generated(cli, gqa, "--prefill", "--size", "1x512", "--method", "sals-12.5"),
-    )
-    for question, run in found.items():
-        run |= dict(gpu=dict(name="H100"))
-        run |= {"model": "llama-3.1-8b"} if "model" in run else {}
-        for row in run["rows"]:
-            row |= {"model": "llama-2-7b"} if "model" in row else {}
-        (tmp_path / "h100" / f"{question}.json").write_text(json.dumps(dict(runs=[run])))
-    text = tables.section("gpu")
-    assert "0.64x (SALS, Table 6)" in text and "1.39x (SALS, Table 7)" in text and "on full" in text
-    assert text.count("h100/") == 3 * 2 and tables.section("speed") == tables.NONE
 
 
 def test_a_run_that_costs_the_device_is_not_tried_again(cli, config, tmp_path, monkeypatch):

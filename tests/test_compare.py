@@ -231,6 +231,7 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
     assert len(lines) == 3 * len(rows) and all(len(r["needle_each"]) == 3 for r in rows.values())
     for line in lines:
         assert line["question"] == "unknown" and line["model"] == data["fingerprint"] and not line["turns"]
+        assert rows["full"]["needle_tokens"][0] <= line["tokens"] <= rows["full"]["needle_tokens"][1]
         assert 0 <= line["depth"] <= 1 and line["score"] in (0, 1) and line["length"] == 160
     for c in data["cells"]:
         share = rows[c["spec"]]["kv_share" if c["axis"] == "kv" else "read_share"]
@@ -239,6 +240,14 @@ def test_cells_have_rows_and_files(cli, tmp_path, monkeypatch, few_texts):
     assert all(m["least"] > float(Fraction(m["target"])) for m in data["missing"])
     for name in ("held.png", "read.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+    for i in (1, 2):  # the parts of a result have its settings and its samples
+        status, _, err = cli(compare, *argv[:-1], tmp_path / f"{i}", "--part", f"{i}/2")
+        assert status == 0, err
+        part = json.loads((tmp_path / f"{i}" / "compare.json").read_text())
+        assert [(r["method"], r["needle_each"]) for r in part["rows"]] == [
+            (m, r["needle_each"][i - 1 :: 2]) for m, r in rows.items()
+        ]
 
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     monkeypatch.setattr(Evaluation, "ask", None)  # would not be callable
@@ -326,7 +335,7 @@ def test_means_leave_out_what_full_cannot_do():
     data = dict(rows=rows, cells=[], missing=[])
     assert compare.points(data, "kv", 64) == [("full", 1, 1), ("tova", 0.5, 0)]
     text = compare.markdown(data)
-    assert "| `tova` | 0.500 | 0.500 | 0 % | 0 (0-79) % | 100 (21-100) % |" in text and "(b)" in text
+    assert "| `tova` | 0.500 | 0.500 | 0 % | = | 0 (0-79) % | 100 (21-100) % |" in text and "(b)" in text
     assert "64 tokens, 1 samples of a task, 95 % intervals by Wilson" in text
 
 
@@ -334,6 +343,7 @@ def test_means_leave_out_what_full_cannot_do():
     "argv",
     [
         ["--method", "kivi", "nothing", "--kv", "1/2"], ["--kv", "2"], ["--read", "x"], ["--read", "1/0"],
+         ["--part", "3/2"], ["--max-new-tokens", 0],
          ["--lengths", "a"], ["--lengths", 8], ["--lengths", 64, "--kv", "1/2"], ["--tasks", "perplexity"],
         ["--samples", 0], ["--resume"], ["--out", "/no/such/folder/x"], ["--method", "nothing"], ["--tasks", "qa_1"],
         ["--method", "0-1:full,2-:sals,nothing=1"], ["--checkpoint", "/no/such/folder"], ["--dataset", "/no/such/file"],
@@ -394,6 +404,9 @@ def test_perplexity_is_that_of_teacher_forcing(cli, tmp_path):
     )
     assert [b["tokens"] for b in full["by_distance"].values()] == [6, 24, 18] and full["tokens"] == 48
     assert "streaming,recent=16: perplexity" in printed
+
+    assert [sum(r["windows"]["tokens"]) for r in data["rows"]] == [48] * 3 and full["windows"]["kl"] == [0, 0]
+    assert sum(streaming["windows"]["kl"]) / 48 == pytest.approx(streaming["kl"], abs=1e-4)
 
     parts = data["parts"]
     data["parts"] = parts[:1]

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "dense_linear": "test_weights.py", "packed_linear": "test_weights.py, test_triton_linear.py",
     "dense_experts": "test_experts.py", "packed_experts": "test_experts.py, test_triton_linear.py",
     "quantized_append": "test_quantized.py, test_native.py", "quantized_attention": "test_quantized.py",
+    "skipping_quantized_attention": "test_quantized.py",
     "group_attention": "test_palu.py", "window_append": "test_triton_attention.py",
     "change_basis": "test_triton_lowrank.py",
     "key_range": "test_triton_self_index.py", "encode_keys": "test_triton_self_index.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import numpy as np
@@ -18,7 +19,16 @@ from kernels.backend import tl, triton
 from kernels.codebook import e4m3, lloyd_max, quantize_book, read_book
 from kernels.hadamard import hadamard_matrix
 from kernels.quantize import groups_of
-from kernels.quantized_attention import QuantizedTokens, launch, quantized_append, quantized_attention, store_prompt
+from kernels.quantized_attention import (
+    QuantizedTokens,
+    launch,
+    launch_skipping,
+    quantized_append,
+    quantized_attention,
+    read_tokens,
+    skipping_quantized_attention,
+    store_prompt,
+)
 from kernels.tiles import unpack_codes
 from loading.checkpoint import random_transformer
 from model import ModelArgs
@@ -301,6 +311,52 @@ def test_triton_is_torch(case, splits, kernel_device, monkeypatch):
     bias = None if bias is None else bias.to(kernel_device)
     got = launch(q.to(kernel_device), *sides, *at, bias, splits=splits)
     assert (got.cpu() - want).abs().max() < 1e-4
+
+
+def loops_that_skip(q, k, v, pos, bias, scale, shortest):
+    """In float64, a block at a time, of dequantized tokens: the output, and how many tokens' values count."""
+    (B, Hq, D), H, n = q.shape, k.full_precision.shape[1], 80
+    y, count = torch.zeros(B, Hq, D, dtype=torch.float64), torch.zeros(B, H, dtype=torch.int64)
+    keys, values = (read_tokens(x, pos, n).double() for x in (k, v))
+    for b, h in product(range(B), range(H)):
+        heads, end = slice(h * Hq // H, (h + 1) * Hq // H), int(pos[b]) + 1
+        logits = q[b, heads].double() @ keys[b, h, :end].T
+        logits = (logits if bias is None else logits + bias[b, heads, :end].double()) / D**0.5
+        k_stop, v_stop = (int(x.packed_until(pos)[b]) for x in (k, v))
+        packed = range(k.sinks, max(k.sinks, k_stop))
+        there, before = [t for t in range(end) if t not in packed], torch.full((Hq // H,), -float("inf")).double()
+        for block in range(3):
+            own = [t for t in packed if t // 32 == block]
+            if not own:
+                continue
+            most = logits[:, own].amax(1)
+            if block * 32 + 32 > v_stop or (most >= before + math.log(scale / max(end, shortest))).any():
+                there, before = there + own, before.maximum(most)
+        y[b, heads] = logits[:, there].softmax(-1) @ values[b, h, there]
+        count[b, h] = len(there)
+    return y, count
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp", "triton"])
+def test_values_that_weigh_nothing_are_left_out(backend, kernel_device, monkeypatch):
+    monkeypatch.setattr("kernels.backend.BACKEND", "torch" if backend == "torch" else "")
+    if backend == "cpp" and not native.available():
+        pytest.skip("no C++ compiler")
+    skipped = 0
+    for case, scale, shortest in product(OPERATOR + MORE[:5] + BIASED[:3], (1e-9, 60.0), (1, 70)):
+        q, k, v, pos, bias = arguments(case)
+        want, count = loops_that_skip(q, k, v, pos, bias, scale, shortest)
+        at = pos, k.packed_until(pos), v.packed_until(pos)
+        if backend == "triton":
+            on = lambda x: x.to(kernel_device) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            k, v = (QuantizedTokens(*map(on, x)) for x in (k, v))
+            got, read = launch_skipping(on(q), k, v, *map(on, at), on(bias), scale, shortest)
+        else:
+            got, read = skipping_quantized_attention(q, k, v, *at, bias, scale, shortest)
+        assert (got.cpu() - want).abs().max() < 1e-4
+        assert torch.equal(read.cpu(), count)
+        skipped += int((pos + 1).sum() * count.shape[1] - count.sum()) * (scale > 1)
+    assert skipped > 100
 
 
 # ---- key biases ----

@@ -92,7 +92,7 @@ def test_an_installation_has_every_module():
 
 # ---- no figure is typed beside the file that holds it ----
 
-PAGES = ("README.md", "results/README.md", "results/published/README.md", "docs/design.md", "docs/parallel.md",
+PAGES = ("README.md", "results/README.md", "docs/design.md", "docs/parallel.md",
          "docs/speculation.md", "models/tiny/README.md")  # fmt: skip
 SCALES = {"%": [100], "x": [1], "ms": [1, 1e3], "us": [1e3, 1e6], "s": [1], "GB/s": [1e-9], "tokens/s": [1],
           "MiB": [2**-20], "GiB": [2**-30], "million": [1e-6], "GFLOP": [1e-9], "TFLOP": [1e-12]}  # fmt: skip

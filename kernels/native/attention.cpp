@@ -35,6 +35,25 @@ void attend_range(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v, R
     });
 }
 
+// Slots 0 to stop[b], in blocks of N: the values of a block are left out whose weights are all below `scale` over
+// stop[b] or `shortest` of the largest before it in its chunk. read [B, H]: adds the slots whose values were read
+template <class T> void attend_skipping(const Heads<T>& heads, const Cache<T>& k, const Cache<T>& v,
+                                        const int64_t* stop, double scale, int64_t shortest, int64_t* read) {
+    const int64_t H = heads.H, longest = *std::max_element(stop, stop + heads.B);
+    attention(heads, parts_of(longest), [&](int64_t group, int64_t part, const float* query, Seen& seen) {
+        const int64_t b = group / H, h = group % H, lo = part * CHUNK;
+        const float least = std::log2((float)(scale / (double)std::max(stop[b], shortest)));
+        int64_t own = 0;
+        seen.add_slots(query, Slots<T>{k.of(b, h), v.of(b, h), k.slot, v.slot}, lo, std::min(stop[b], lo + CHUNK),
+                       [&](int64_t, int n) {
+                           const bool some = !seen.weighs_nothing(n, least);
+                           own += some ? n : 0;
+                           return some;
+                       });
+        count(read[group], own);
+    });
+}
+
 // n tokens of a row as separate query heads: head g of a group is token g % n, whose slots are those of the first one
 // shifted by its place. range.stop is where the slots of the last one end
 template <class T>

@@ -116,6 +116,16 @@ OPERATOR(Tensor, decode_attention, InRows<T> q, InRows<T> k, InRows<T> v, Option
     return attend_slots(q, k, v, Range{data(start), stop.data()}, Means{});
 }
 
+OPERATOR(Two, skipping_attention, InRows<T> q, InRows<T> k, InRows<T> v, Small<int64_t> stop, double scale,
+         int64_t shortest) {
+    Tensor out = like(q), read = like(q, {q.size(0), k.size(1)}, ScalarType::Long);
+    std::fill_n(data<int64_t>(read), read.numel(), 0);
+    if (q.size(0))
+        attend_skipping(heads_of(q, k.size(1), out), cache_of(k), cache_of(v), stop.data(), scale, shortest,
+                        data<int64_t>(read));
+    return {std::move(out), std::move(read)};
+}
+
 OPERATOR(Tensor, packed_attention, InRows<T> q, InRows<T> k, InRows<T> v, Small<int64_t> stop,
          Optional<Small<float>> mean_k, Optional<Small<float>> mean_v, Optional<Small<int64_t>> count) {
     return attend_slots(q, k, v, Range{nullptr, stop.data()}, Means{data(mean_k), data(mean_v), data(count)});
@@ -285,33 +295,51 @@ OPERATOR(void, quantized_append, Small<T> x, Small<int64_t> pos, InBits<T> packe
     }
 }
 
+template <class T>
+static QuantizedCache<T> quantized_cache(const InBits<T>& x, const Optional<Stored<uint16_t>>& params,
+                                         const Stored<T>& kept, int64_t bits, int64_t sinks, bool by_channel,
+                                         const Optional<Stored<float>>& book, int64_t D) {
+    return {.packed = x.data(bits),
+            .params = data(params),
+            .full_precision = kept.data(),
+            .slots = x.size(2),
+            .bits = bits,
+            .group = params && !book && !by_channel ? D / params->size(3) : D,
+            .sinks = sinks,
+            .held = kept.size(2),
+            .by_channel = by_channel,
+            .book = book_of(book, bits),
+            .share = book ? x.size(2) / params->size(2) : 1};
+}
+
 OPERATOR(Tensor, quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params, Stored<T> k_kept,
          int64_t k_bits, int64_t sinks, int64_t k_block, double, Optional<Stored<float>> k_book, InBits<T> v,
          Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
          Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop,
          Optional<Stored<float>> bias) {
-    const int64_t D = q.size(2);
     Tensor out = like(q);
-    const auto cache = [&](const InBits<T>& x, const Stored<T>& kept, const Optional<Stored<uint16_t>>& params,
-                           const Optional<Stored<float>>& book, int64_t bits, bool by_channel) {
-        return QuantizedCache<T>{.packed = x.data(bits),
-                                 .params = data(params),
-                                 .full_precision = kept.data(),
-                                 .slots = x.size(2),
-                                 .bits = bits,
-                                 .group = params && !book && !by_channel ? D / params->size(3) : D,
-                                 .sinks = sinks,
-                                 .held = kept.size(2),
-                                 .by_channel = by_channel,
-                                 .book = book_of(book, bits),
-                                 .share = book ? x.size(2) / params->size(2) : 1};
-    };
-    const auto keys = cache(k, k_kept, k_params, k_book, k_bits, k_block && !k_book),
-               values = cache(v, v_kept, v_params, v_book, v_bits, false);
+    const auto keys = quantized_cache(k, k_params, k_kept, k_bits, sinks, k_block && !k_book, k_book, q.size(2)),
+               values = quantized_cache(v, v_params, v_kept, v_bits, sinks, false, v_book, q.size(2));
     const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
     const Biases biases{.at = data(bias), .row = bias ? bias->size(2) : 0};
     if (q.size(0)) attend_quantized(heads_of(q, k_kept.size(1), out), keys, values, ends, biases);
     return out;
+}
+
+OPERATOR(Two, skipping_quantized_attention, InRows<T> q, InBits<T> k, Optional<Stored<uint16_t>> k_params,
+         Stored<T> k_kept, int64_t k_bits, int64_t sinks, int64_t k_block, double, Optional<Stored<float>> k_book,
+         InBits<T> v, Optional<Stored<uint16_t>> v_params, Stored<T> v_kept, int64_t v_bits, int64_t, int64_t, double,
+         Optional<Stored<float>> v_book, Small<int64_t> pos, Small<int64_t> k_stop, Small<int64_t> v_stop,
+         Optional<Stored<float>> bias, double scale, int64_t shortest) {
+    Tensor out = like(q), read = like(q, {q.size(0), k_kept.size(1)}, ScalarType::Long);
+    std::fill_n(data<int64_t>(read), read.numel(), 0);
+    const auto keys = quantized_cache(k, k_params, k_kept, k_bits, sinks, k_block && !k_book, k_book, q.size(2)),
+               values = quantized_cache(v, v_params, v_kept, v_bits, sinks, false, v_book, q.size(2));
+    const Ends ends{.pos = pos.data(), .k = k_stop.data(), .v = v_stop.data()};
+    const Biases biases{.at = data(bias), .row = bias ? bias->size(2) : 0};
+    const Skips skips{.read = data<int64_t>(read), .scale = scale, .shortest = shortest};
+    if (q.size(0)) attend_quantized(heads_of(q, k_kept.size(1), out), keys, values, ends, biases, skips);
+    return {std::move(out), std::move(read)};
 }
 
 OPERATOR(Tensor, lowrank_attention, InRows<T> q, Strided<T> k, Strided<T> v, Stored<float> k_basis,

@@ -475,8 +475,16 @@ private:
     }
 };
 
+// Blocks of N tokens whose weights are all below `scale` over the length or `shortest` of the largest before are left
+// out; read [B, H], or null for none: adds the number of tokens whose values were read
+struct Skips {
+    int64_t* read;
+    double scale;
+    int64_t shortest;
+};
+
 template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedCache<T>& k, const QuantizedCache<T>& v,
-                                         const Ends& ends, const Biases& biases) {
+                                         const Ends& ends, const Biases& biases, const Skips& skips = {}) {
     const int G = (int)heads.G, D = (int)heads.D;
     int64_t packed = parts_of(*std::max_element(ends.k, ends.k + heads.B));
     attention(heads, packed + 1, [&](int64_t head, int64_t part, const float* query, Seen& seen) {
@@ -487,6 +495,7 @@ template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedC
             for (int64_t t = 0; t < std::min(k.sinks, ends.pos[b] + 1); t++) at.push_back(t);
             for (int64_t t = std::max(k.sinks, ends.k[b]); t <= ends.pos[b]; t++) at.push_back(t);
             for (int64_t t : at) slots.push_back(keys.slot(t));
+            if (skips.read) count(skips.read[head], (int64_t)slots.size());
             return seen.add_slots(query, Slots<T>{keys.full_precision, values.full_precision, D, D, slots.data()}, 0,
                                   (int64_t)slots.size(), [&](int64_t first, int n) {
                                       biases.add(head, G, n, seen.p.data(), [&](int i) { return at[first + i]; });
@@ -497,7 +506,8 @@ template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedC
         Room<typename Quantized<T>::Row> page(N * D);
         const Next<T> nothing{};
         const T* rows[N];
-        int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK);
+        int64_t hi = std::min(ends.k[b], (part + 1) * CHUNK), n_read = 0;
+        const float least = std::log2((float)(skips.scale / (double)std::max(ends.pos[b] + 1, skips.shortest)));
         for (int64_t first = std::max(k.sinks, part * CHUNK), next; first < hi; first = next) {
             next = std::min(hi, (first / N + 1) * N);  // tokens that share scales
             if (first < ends.v[b]) next = std::min(next, ends.v[b]);
@@ -508,6 +518,8 @@ template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedC
                 by_heads(G, [&](auto m, int g) { dots<m>(query + g * D, rows, n, D, &seen.p[g * N], nothing); });
             }
             biases.add(head, G, n, seen.p.data(), [&](int i) { return first + i; });
+            if (skips.read && (first / N + 1) * N <= ends.v[b] && seen.weighs_nothing(n, least)) continue;
+            n_read += n;
             for (int g = 0; g < G; g++) {
                 float shrink = seen.soften(g, &seen.p[g * N], n, N);
                 if (shrink == 1) continue;
@@ -523,6 +535,7 @@ template <class T> void attend_quantized(const Heads<T>& heads, const QuantizedC
             by_heads(G, [&](auto m, int g) { weigh<m>(&seen.p[g * N], rows, n, D, &seen.y[g * D], nothing); });
         }
         packed_values.finish(seen.y.data());
+        if (skips.read) count(skips.read[head], n_read);
     });
 }
 

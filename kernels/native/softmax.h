@@ -55,12 +55,24 @@ struct Seen {
         return shrink;
     }
 
-    // n <= N rows of keys and values; look() may read and change the products in p
+    // Whether the weights of all of n products are below 2^least times the largest before, for each query head
+    bool weighs_nothing(int n, float least) {
+        for (int g = 0; g < G; g++) {
+            const float* row = &p[g * N];
+            if (*std::max_element(row, row + n) * scale >= top[g] + least) return false;
+        }
+        return true;
+    }
+
+    // n <= N rows of keys and values; look() may read and change the products in p. If it returns false, the rows are
+    // left out and no value is read
     template <class Query, class T, class Look>
     void add(const Query& q, const T* const* k, const T* const* v, int n, const Next<T>& next, Look look) {
         static const Next<T> nothing{};  // for all query heads but the first few
         by_heads(G, [&](auto m, int g) { q.template products<m>(g, k, n, D, &p[g * N], g ? nothing : next); });
-        look();
+        if constexpr (std::is_same_v<decltype(look()), bool>) {
+            if (!look()) return;
+        } else look();
         for (int g = 0; g < G; g++) {
             float shrink = soften(g, &p[g * N], n, N);
             if (shrink != 1)
@@ -85,7 +97,7 @@ struct Seen {
             for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
                 rows(first + N, block[i ^ 1]);
                 const Next<T>& own = block[i];
-                add(query, own.k, own.v, own.n, block[i ^ 1], [&] { look(first, own.n); });
+                add(query, own.k, own.v, own.n, block[i ^ 1], [&] { return look(first, own.n); });
             }
         };
         each(typename QueriesFor<T>::type(q, G, D));
@@ -147,6 +159,11 @@ void attention(const Heads<T>& heads, int64_t parts, Work work, int64_t channels
             }
         }
     }
+}
+
+void count(int64_t& all, int64_t own) {  // of a work item, others of which may count at the same time
+#pragma omp atomic
+    all += own;
 }
 
 int64_t parts_of(int64_t n) { return std::max<int64_t>(1, (n + CHUNK - 1) / CHUNK); }

@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -48,12 +49,13 @@ from scripts.eval.evaluation import (
 from scripts.eval.ladders import BOUNDS, BY_AXIS, Sizes
 from scripts.eval.rows import TASKS, Context, Row, check_metric, check_names, contexts, read_rows, rows_of
 from scripts.eval.ruler import add_sources, sized
-from scripts.shared.markdown import measuring, table, tasks_of, wilson
+from scripts.shared.markdown import against_full, measuring, table, tasks_of, wilson
 from scripts.shared.options import SPECS_BY_LAYER, checked, earlier, layers_of, parse_shares, precision
 from scripts.shared.results import record, save_figure, write_json
 
 FILES = ("compare.json", "samples.jsonl", "table.md", "held.png", "read.png")
-SETTINGS = ("samples", "seed", "batch_size", "no_chat", "dataset")  # samples are the same if these are
+# samples and answers are the same if these are
+SETTINGS = ("samples", "seed", "part", "max_new_tokens", "batch_size", "no_chat", "dataset")
 AXES = dict(kv=("held", "kv_share"), read=("read", "read_share"))
 Key = tuple[Any, ...]
 
@@ -70,6 +72,8 @@ def parser() -> Parser:
     a("--dataset", help="rows in kvpress's format, .jsonl or .parquet, instead of --tasks and --lengths")
     a("--lengths", default="1024,2048,4096", help="tokens of prompt and answer together")
     a("--samples", type=int, help="the most samples per task and length; default: 50, or all of a dataset")
+    a("--part", default="1/1", metavar="I/N", help="every N-th sample from the I-th on: N commands make one result")
+    a("--max-new-tokens", type=int, metavar="N", help="the most tokens of an answer; default: each task's own")
     a("--batch-size", type=int, default=4, help="contexts that run at a time; default: 4")
     a("--at-once", type=int, default=24, help="settings whose caches are in memory together and share prefills")
     a("--multi-turn", action="store_true", help="ask the questions about a context in turn, each after earlier answers")
@@ -105,8 +109,13 @@ def parse_args() -> argparse.Namespace:
         opt.tasks = check_names(opt.tasks, opt)
         if min(opt.lengths) < (128 if opt.targets else 32):
             raise InputError(f"--lengths {min(opt.lengths)} has no room for a task, or its budget: give 128 or more")
-    if min(opt.samples, opt.batch_size, opt.at_once) < 1:
-        raise InputError("--samples, --batch-size and --at-once must be at least 1")
+    most = 1 if opt.max_new_tokens is None else opt.max_new_tokens
+    if min(opt.samples, opt.batch_size, opt.at_once, most) < 1:
+        raise InputError("--samples, --batch-size, --at-once and --max-new-tokens must be at least 1")
+    i, n = map(int, opt.part.split("/")) if re.fullmatch(r"\d+/\d+", opt.part) else (0, 0)
+    if not 1 <= i <= n:
+        raise InputError(f"--part {opt.part} is not a part such as 1/4")
+    opt.slice = slice(i - 1, None, n)
     return opt
 
 
@@ -161,8 +170,13 @@ class Run:
         if (longest := max(len(c.prompt) + n for c, n in after)) > (most := ev.model.args.context):
             raise InputError(f"a prompt and its answer have {longest} tokens, the model's context {most}: give "
                              "smaller --lengths, or leave the longest rows of --dataset out")  # fmt: skip
-        self.new = max(n for _, n in after)
-        self.size = max(length, self.new + max(len(c.prompt) for c in every))  # a row that is done steps on with others
+        for r in (r for c in every for r in c.rows if opt.max_new_tokens):  # a sample's length counts its own answer
+            r["max_new_tokens"] = min(r["max_new_tokens"], opt.max_new_tokens)
+        self.new = max(len(a) + r["max_new_tokens"] for c in every for a, r in zip(c.asked, c.rows, strict=True))
+        self.size = self.new + max(len(c.prompt) for c in every)  # a row that is done steps on with others
+        self.groups = {t: g[opt.slice] for t, g in self.groups.items()}  # sizes are those of all parts
+        if not all(self.groups.values()):
+            raise InputError(f"--part {opt.part} has no context of some task: give fewer parts")
         self.sizes = Sizes(ev.model, opt.batch_size, self.size, self.new)
         self.cells, self.missing = self.sizes.cells(opt.targets, opt.method, length)
         chosen = [c["spec"] for c in self.cells] if opt.targets else opt.method
@@ -232,6 +246,7 @@ class Run:
                 each = [r["score"] for r in found]
                 task = found[0]["task"]
                 row |= {task: round(mean(each), 4), f"{task}_each": each}
+                row[f"{task}_tokens"] = [f([r["tokens"] for r in found]) for f in (min, max)]
                 row[f"{task}_interval"] = [round(x, 4) for x in wilson(sum(each), len(each))]
             out.append(row)
         return out
@@ -260,8 +275,8 @@ def found(each: Sequence[float]) -> str:
 
 
 def markdown(data: Row) -> str:
-    """One table per length, one row per setting, with Wilson's intervals. Tasks that measure nothing are in brackets
-    and not in the mean."""
+    """One table per length, one row per setting, with Wilson's intervals and the paired difference to full. Tasks that
+    measure nothing are in brackets and not in the mean."""
     out, tasks = [], tasks_of(data["rows"])
     for length in dict.fromkeys(r["seq_len"] for r in data["rows"]):
         counted = measuring(data["rows"], length)
@@ -271,12 +286,12 @@ def markdown(data: Row) -> str:
         for r in here:
             average = f"{100 * mean(r[t] for t in counted):.0f} %" if counted else "-"
             cells.append([f"`{r['method']}`", f"{r['kv_share']:.3f}", f"{r['read_share']:.3f}", average,
-                          *(found(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
+                          against_full(r, here, counted), *(found(r[f"{t}_each"]) for t in tasks)])  # fmt: skip
         known = "known" if data["rows"][0]["query_in_prompt"] else "not known"
         title = f"{length} tokens" if length else "the dataset"
         title += f", {' to '.join(map(str, sizes[:: len(sizes) - 1 or 1]))} samples of a task, 95 % intervals by Wilson"
         out.append(f"{title}, the question {known} when the context is compressed:\n\n"
-                   + table(["method", "held", "read", "mean", *names], cells))  # fmt: skip
+                   + table(["method", "held", "read", "mean", "to full", *names], cells))  # fmt: skip
     out += [f"{c['method']} cannot be at {c['axis']} {c['target']} of {c['seq_len']} tokens: {c['least']} at least"
             for c in data["missing"]]  # fmt: skip
     return "\n\n".join(out) + "\n"
@@ -314,7 +329,7 @@ def main() -> None:
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model)
     data = record(ev.device, **names_of(opt), settings=settings)
     if out and opt.resume and ranks.rank == 0:
-        earlier(str(out / FILES[0]), data, ("device", "commit", "fingerprint", "settings"), ())
+        earlier(str(out / FILES[0]), data, ("commit", "fingerprint", "settings"), ())
     mode = dict(question="known" if opt.query_in_prompt else "unknown", turns=opt.multi_turn)
     common = mode | dict(chat=chat_parts(ev.tk, not opt.no_chat).head != "", seed=opt.seed, model=data["fingerprint"])
     with ranks.agreed():

@@ -92,7 +92,8 @@ def seen(trace: Trace, args: ModelArgs, length: int) -> tuple[list[Tensor], list
 
 @torch.inference_mode()
 def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int) -> dict[str, dict[str, Any]]:
-    """By method: sums by bin of distance [bins, 4] (SUMS), and the recall of every layer at every recorded step."""
+    """By method: each window's sums by bin of distance [windows, bins, 4] (SUMS), and the recall of every layer at each
+    recorded step."""
     reference = next(iter(ev.caches))  # full, if it runs
     model, n, cut = ev.model, len(windows), len(windows[0]) - decoded
     ids = torch.tensor(windows, device=ev.device)
@@ -104,7 +105,7 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
     bar = tqdm(total=len(ev.caches) * decoded, desc="tokens", delay=SILENT, leave=False, disable=None)
     for label, cache in ev.caches.items():
         model.cache, logits, pos = cache, first[label], lengths.clone()
-        sums, shares = torch.zeros(len(BINS), len(SUMS), dtype=torch.float64), []
+        sums, shares = torch.zeros(n, len(BINS), len(SUMS), dtype=torch.float64), []
         for i in range(decoded):
             bar.update()
             logp = F.log_softmax(logits.float(), -1)
@@ -112,15 +113,9 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
                 known[i] = logp.cpu()
             base = known[i].to(logp.device)
             token = ids[:, cut + i]
-            each = [
-                -logp.gather(1, token[:, None]).sum(),
-                (base.exp() * (base - logp)).sum(),
-                (base.argmax(-1) == logp.argmax(-1)).sum(),
-                torch.tensor(n),
-            ]
-            sums[max(b for b, start in enumerate(BINS) if start <= i + 1)] += torch.stack(
-                [x.double().cpu() for x in each]
-            )
+            nll, kl = -logp.gather(1, token[:, None])[:, 0], (base.exp() * (base - logp)).sum(-1)
+            each = torch.stack([nll, kl, base.argmax(-1) == logp.argmax(-1), torch.ones_like(nll)], -1)
+            sums[:, max(b for b, start in enumerate(BINS) if start <= i + 1)] += each.double().cpu()
             if i + 1 == decoded:
                 break
             if i in looks:
@@ -140,16 +135,17 @@ def predict(ev: Evaluation, windows: list[list[int]], decoded: int, recall: int)
 
 
 def summary(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over all windows, in total and by distance."""
-    sums = sum(torch.tensor(p["sums"]) for p in parts)
+    """Means over all windows, in total and by distance, and the sums of each window, for intervals."""
+    sums = torch.cat([torch.tensor(p["sums"]) for p in parts])  # [windows, bins, 4]
 
     def means(row: Tensor) -> dict[str, float]:
         nll, kl, same, tokens = row.tolist()
         return dict(perplexity=round(math.exp(nll / tokens), 4), kl=round(max(0.0, kl / tokens), 5),
                     same_top=round(same / tokens, 4), tokens=int(tokens))  # fmt: skip
 
-    out: dict[str, Any] = means(sums.sum(0))
-    out["by_distance"] = {str(start): means(row) for start, row in zip(BINS, sums, strict=True) if row[3]}
+    out: dict[str, Any] = means(sums.sum((0, 1)))
+    out["by_distance"] = {str(start): means(row) for start, row in zip(BINS, sums.sum(0), strict=True) if row[3]}
+    out["windows"] = {k: [round(x, 4) for x in v] for k, v in zip(SUMS, sums.sum(1).T.tolist(), strict=True)}
     looked = [step for p in parts for step in p["recall"]]
     if looked:
         out["recall_by_layer"] = [round(x, 4) for x in torch.tensor(looked).mean(0).tolist()]
@@ -169,7 +165,7 @@ def main() -> None:
     settings |= dict(length=length) | precision(opt, ev.model)
     data = record(ev.device, **names_of(opt), settings=settings)
     resume = opt.resume and ranks.rank == 0
-    old = earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("parts",)) if resume else {}
+    old = earlier(opt.out, data, ("commit", "fingerprint", "settings"), ("parts",)) if resume else {}
     data["parts"] = ranks.all(old.get("parts", []))[0]  # results by method, for each batch of windows
     ev.setup({m: (m, {}) for m in opt.method}, length, opt.decoded)
     batches, done = (

@@ -1,24 +1,25 @@
 """Measures the results behind the pages' tables, into results/<machine>/<question>.json.
 
     python -m scripts.report.measure                       # everything; takes hours on two cores
-    python -m scripts.report.measure --only speed attention
-    python -m scripts.report.measure --only smollm2 --llama-bench llama.cpp/build/bin/llama-bench --gguf m.Q4_0.gguf
+    python -m scripts.report.measure --only bytes known --jobs 2    # questions of accuracy: two commands at a time
+    python -m scripts.report.measure --only speed --llama-bench llama.cpp/build/bin/llama-bench
     python -m scripts.report.measure --gpu --within 540    # on a GPU: again until it says that all is measured
     python -m scripts.report.measure --gpu --small         # the same commands on a CPU with toy models, to try them
     python -m scripts.report.measure --only kvpress        # in its own environment: not part of everything
     python -m scripts.report.measure --list                # the commands
     python -m scripts.report.measure --check               # exit with 2 if a result is stale
 
-Each command writes a part under runs/, and continues an interrupted one of the same commit. A question's file is
-written from all of its parts. --limit bounds the time of one command, --within that of all; what they do not reach is
-left for the next call. Commands are in order of importance.
+Each command writes a part under runs/, and continues an interrupted one. A question's file is written from all of its
+parts. --limit bounds the time of one command, --within that of all; what they and Ctrl-C do not reach is left for the
+next call. Questions are in order of importance. Accuracy, in results/accuracy/, may be measured on several machines.
 
-A result is stale if `measure` has not its command, if the command no longer parses, or if its hot path, the folders
-that determine its numbers, changed since its commit. The pages mark stale results.
+A result is kept, and continued, while its hot path, the files that determine its numbers (scripts/shared/results.py),
+is unchanged since its commit. Otherwise, or if `measure` no longer has its command, it is stale; the pages mark that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cache.grammar import parse_spec
@@ -38,81 +40,78 @@ from cache.spec import resolve
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from runtime.options import Parser
-from scripts.eval.ladders import HELD
+from scripts.eval.ladders import HELD, READ
 from scripts.shared.markdown import Row
-from scripts.shared.results import commit, git, machine, write_json
+from scripts.shared.results import changed, commit, machine, write_json
 
-# kvzip, which reads every prompt twice for each of its settings, is a question of its own
-WITH_LADDERS = " ".join(m for m in HELD if m != "kvzip")
-NEWER = "keydiff expected_attention snapkv,adaptive=True snapkv,value_aware=True rkv turboquant fp8"
-NEWEST = "knorm qfilters lagkv,lag=128 compactor triattention attention_matching chunkkv duo"
-OTHERS = ("h2o tova snapkv pyramidkv quest loki sparq kivi-4 kivi-2 hadamard palu-50 hshare "
-          f"{NEWER} kvzip rocket {NEWEST}")  # fmt: skip
-METHODS = f"full streaming self_index double_sparsity sals-25 sals-12.5 ojakv razor,window=512 {OTHERS}"
-ACCURACY = ("full oracle random streaming self_index double_sparsity double_sparsity,channels=0.5 sals-25 sals-12.5 "
-            f"ojakv ojakv-0.8 razor,window=128 {OTHERS} self_index,store_bits=4,budget=512")  # fmt: skip
-RULER = "niah_single_1,niah_multikey_2,niah_multikey_3,vt,cwe,fwe"  # those that need no data
-DECODE = "bench.bench_generate --threads 2 --mode compiled --batch 1"
-SHAPES = f"{DECODE} --kv-dtype bf16 --random-init llama-3.2-1b --synthetic"
+# methods that keep, drop or code tokens; oracle and random are the controls
+HELD_ALL = " ".join(m for m in HELD if m != "attention_matching") + " snapkv,chunk_length=10,kernel=1"
+PAPERS = ("self_index self_index,store_bits=4,budget=512 double_sparsity double_sparsity,channels=0.5 sals-25 "
+          "sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
+SLOW = "h2o kvzip attention_matching"  # they read a prompt again, keep all of its weights or fit each head
+OTHERS = ("oracle random streaming tova snapkv pyramidkv snapkv,adaptive=True snapkv,value_aware=True chunkkv keydiff "
+          "expected_attention rkv knorm qfilters lagkv,lag=128 compactor triattention duo quest loki sparq hshare "
+          "rocket kivi-4 kivi-2 hadamard turboquant fp8 palu-50")  # fmt: skip
+EVERY = f"full {PAPERS} {OTHERS}"
+EVICTORS = "streaming h2o tova snapkv snapkv,chunk_length=10,kernel=1 pyramidkv keydiff expected_attention rkv knorm"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
-MODEL = f"--checkpoint {PUBLISHED} --calibration {os.path.relpath(SMOLLM2_CALIBRATION, ROOT)}"
-# a published model on RULER: a 16-bit cache, as on a GPU; one thread, so that two runs fit on two cores
-RULED = f"eval.compare {MODEL} --kv-dtype bf16 --threads 1 --batch-size 5 --at-once 32"
-# an answer of 7 digits comes first or not at all; both sides decode in fp32
-BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
+CALIBRATED = f"--calibration {os.path.relpath(SMOLLM2_CALIBRATION, ROOT)}"
+MODEL = f"--checkpoint {PUBLISHED} {CALIBRATED}"
+# A 16-bit cache, as on a GPU, and one thread, so that two commands can run side by side on two cores. An answer of 7
+# digits comes first or not at all, so more than 32 tokens are not asked for. A part has all methods and some of the
+# samples: however many parts there are, all cells of a table have the same ones.
+ASKED = f"eval.compare {MODEL} --kv-dtype bf16 --threads 1 --max-new-tokens 32"
 FOUND = "--tasks niah_single_1,niah_multikey_1"  # of RULER, what this model can do
-FOUND_LONG = "--tasks niah_single_1"  # at 4K it finds a third of the others
-OWN = ("full self_index self_index,store_bits=4,budget=512 self_index,store_bits=4,budget=1024 double_sparsity "
-       "double_sparsity,channels=0.5 sals-25 sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
-LONGER = "full self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128"
-# ways to reduce a group's queries to one list: sum of products, mean softmax, largest logit; or one list per query
-GROUPS = " ".join(f"{m},heads={by}" for m in ("double_sparsity,channels=0.5", "quest", "loki")
-                  for by in ("group", "softmax", "max", "query"))  # fmt: skip
-GROUPS += "".join(f" self_index,store_bits=4,heads={by}" for by in ("mean", "softmax", "max"))
-GROUPS += " sals,score=sum sals,score=softmax"
+FOUND_LONG = "--tasks niah_single_1"  # from 4K on it finds a third of the others
+LADDERS = "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --at-once 96"
+PREDICTED = f"eval.perplexity {MODEL} --kv-dtype bf16 --threads 1 --decoded 256 --windows 4 --batch-size 2 --recall 4"
+BESIDE = f"tests.audit.compare_kvpress --checkpoint {PUBLISHED} --threads 1 --max-new-tokens 16"
+DECODE = "bench.bench_generate --threads 2 --synthetic"
+SHAPES = f"{DECODE} --kv-dtype bf16 --random-init llama-3.2-1b"
 
 
-def commands(llama_bench: str | None = None, ggufs: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Question -> modules, of scripts/ if no other folder is named, with their arguments."""
-    peer = f" --peer llama.cpp:{llama_bench}" if llama_bench else ""
+def parts(line: str, n: int) -> list[str]:
+    return [f"{line} --part {i}/{n}" for i in range(1, n + 1)]
+
+
+def commands(llama_bench: str | None = None) -> dict[str, list[str]]:
+    """Question -> modules, of scripts/ if no other folder is named, with their arguments. A command of accuracy takes
+    about half an hour of one core."""
+    peer = f" --peer transformers{f' llama.cpp:{llama_bench}' if llama_bench else ''}"
+    held_4k = HELD_ALL.replace("h2o ", "")  # of all methods it alone takes minutes for each prompt of 4K
     return dict(
-        speed=[f"{DECODE} --synthetic --length 3900 --new 48 --rounds 5 --method {METHODS}",
-               f"{SHAPES}{peer} --weights int4 --length 8192 32768 --new 32 --rounds 3 "
-               "--method full self_index double_sparsity sals-12.5 sals-12.5,budget=512"],
-        attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 "
-                   "--length 8192 32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
-        smollm2=[f"{DECODE}{peer} {MODEL.replace(PUBLISHED, file)} --method full self_index sals-25 --synthetic "
-                 "--length 2048 --new 64 --rounds 3" for file in (PUBLISHED, *ggufs)],
-        speculate=[f"{SHAPES} --weights {w} --length 8192 32768 --new 64 --rounds 3 --speculate 4 "
-                   "--acceptance 0.7 0.8 0.9 --method full double_sparsity self_index,keep=full"
-                   for w in ("int4", "bf16")],
-        acceptance=[f"bench.bench_generate --threads 1 --mode eager --batch 1 {MODEL} --texts --length 4096 8192 "
-                    "--new 128 --speculate 4 --method full double_sparsity double_sparsity,channels=0.5 "
-                    "self_index,keep=full sals-12.5,keep=full"],
-        accuracy=["eval.compare --threads 1 --batch-size 20 --lengths 2048 --tasks needle,key_value,repeats "
-                  f"--samples 100 --method {ACCURACY}"],
-        ruler_full=[f"{RULED} --tasks {RULER} --lengths 1024,2048 --samples 10 --method full"],
-        ruler_full_long=[f"{RULED} --tasks {RULER} --lengths {n} --samples {samples} --method full"
-                         for n, samples in ((4096, 5), (8192, 3))],
-        bases=[f"eval.analyze {MODEL} --only bases --threads 1"],
-        ruler_held=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8"],
-        ruler_read=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8,1/16"],
-        ruler_held_4k=[f"{RULED} --batch-size 10 --at-once 48 --lengths 4096 --samples 10 {FOUND_LONG} "
-                       f"--kv 1/2,1/4,1/8 --method {WITH_LADDERS}"],
-        ruler_read_4k=[f"{RULED} --batch-size 3 --lengths 4096 --samples 10 {FOUND} --read 1/4,1/8,1/16"],
-        # ojakv, whose prompts differ from full's, reads them again for every setting: ruler_long has it
-        ruler_8k=[f"{RULED} --batch-size 3 --lengths 8192 --samples 10 {FOUND_LONG} "
-                  "--kv 1/2,1/4,1/8 --read 1/4,1/8,1/16 --method double_sparsity razor sals self_index"],
-        ruler_defaults=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --method {OWN}"],
-        ruler_long=[f"{RULED} --lengths 4096 --samples 10 {FOUND_LONG} --method {OWN}",
-                    f"{RULED} --lengths 8192 --samples 5 {FOUND_LONG} --method {LONGER}"],
-        ruler_known=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --query-in-prompt --kv 1/2,1/4,1/8 "
-                     "--method h2o tova snapkv pyramidkv streaming"],
-        ruler_newer=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --kv 1/2,1/4,1/8 --method {NEWER}"],
-        ruler_kvzip=[f"{RULED} --lengths 2048 --samples 5 {FOUND} --kv 1/2,1/4,1/8 --method kvzip"],
-        ruler_groups=[f"{RULED} --lengths 2048 --samples 20 {FOUND} --read 1/4,1/8 --method {GROUPS}"],
+        # every method at one length, for the README
+        defaults=parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 --at-once 96 --method full "
+                       f"{PAPERS}", 2),
+        distances=[f"{PREDICTED} --text {text} --length {n} --method {EVERY}{f' {SLOW}' if n == 2048 else ''}"
+                   for n in (4096, 2048) for text in ("prose", "code")],
+        bytes=[*parts(f"{ASKED} --lengths 2048 --samples 30 {FOUND} --batch-size 3 {LADDERS} --method {HELD_ALL} "
+                      f"{' '.join(m for m in READ if m not in HELD)}", 10),
+               *parts(f"{ASKED} --lengths 4096 --samples 20 {FOUND_LONG} --batch-size 2 {LADDERS} --method {held_4k} "
+                      f"{' '.join(m for m in READ if m not in HELD)}", 5)],
+        known=parts(f"{ASKED} --lengths 2048 --samples 30 {FOUND} --batch-size 3 --query-in-prompt --kv 1/2,1/4,1/8 "
+                    f"--at-once 96 --method {EVICTORS}", 3),
+        long=parts(f"{ASKED} --lengths 8192 --samples 10 {FOUND_LONG} --batch-size 1 --method full "
+                   "self_index,store_bits=4,budget=512 double_sparsity,channels=0.5 sals-25 ojakv-0.8 razor,window=128",
+                   2),
         kvpress=[f"{BESIDE} {FOUND} --lengths 2048 --samples 10 --keep 1/2,1/4,1/8 {more}".rstrip()
-                 for more in ("", "--query-in-prompt --method full snapkv")],
+                 for more in ("", "--query-in-prompt")],
+        attention=["bench.bench_attention --method all sals-12.5,budget=512 self_index-7.5 kivi-2 palu-50 --size "
+                   "1x8192 1x32768 8x8192 8x32768 --dtype bf16 --threads 2 --rounds 5 --layers 1 --no-stages"],
+        # at 4K what generate.py does by itself: eager at first, compiled from the second run on
+        speed=[*(f"{DECODE} {MODEL} --batch 1 --length 4000 --new 48 --rounds 5 --mode {mode} --method {EVERY} {SLOW}"
+                 for mode in ("eager", "compiled")),
+               f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x8192 --new 32 --rounds 3 --method {EVERY} h2o",
+               f"{SHAPES}{peer} --weights int4 --mode compiled --size 1x32768 --new 32 --rounds 3 --method full "
+               "self_index double_sparsity sals-12.5 sals-12.5,budget=512 razor snapkv quest",
+               f"{SHAPES} --weights int4 --mode compiled --size 8x8192 --new 32 --rounds 3 --method full self_index "
+               "double_sparsity sals-12.5 razor snapkv",
+               f"{SHAPES} --weights int4 --mode compiled --size 8x32768 --new 16 --rounds 3 --method full self_index "
+               "sals-12.5 snapkv"],
+        speculate=[f"{SHAPES} --weights int4 --mode compiled --batch 1 --length 8192 32768 --new 64 --rounds 3 "
+                   "--speculate 4 --acceptance 0.7 0.8 0.9 --method full double_sparsity self_index,keep=full"],
+        restore=[f"bench.bench_generate {MODEL} --threads 2 --restore --size 1x8000 --rounds 3 "
+                 "--method full self_index"],
     )  # fmt: skip
 
 
@@ -179,20 +178,15 @@ def small(command: str) -> str:
 
 # ---- stale results ----
 
-STEP = ("kernels", "cache", "kv_methods")
-WHOLE = (*STEP, "model.py", "weights", "engine")
-HOT = {"bench.bench_attention": STEP, "bench.bench_generate": WHOLE, "eval.analyze": STEP}  # else, what follows
-HOT_OF_ANSWERS = (*WHOLE, "loading", "scripts/eval")
-# flags that change no number: where the result goes, and where files lie
-ASIDE = re.compile(r" --(out|peer|time-limit) \S+| --resume|(?<=[ :])\S*/(?=[^/ ]+\.gguf)|\.Q\w+(?=\.gguf)")
+# flags that change no number: where the result goes, what else is measured, and where files lie
+ASIDE = re.compile(r" --(out|time-limit) \S+| --peer( (?!-)\S+)+| --resume|(?<=[ :])\S*/(?=[^/ ]+\.gguf)")
 
 
-def parts_of(command: str) -> tuple[str, list[str]] | None:
-    """The module, as `commands` name it, and the arguments of a recorded command; None if there is no such script."""
-    found = re.fullmatch(r"python (?:-m )?((?:scripts|tests)[./][\w./]+?)(?:\.py)?( .*)?", command)
-    module = found[1].replace("/", ".") if found else ""
-    known = bool(module) and (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    return (module.removeprefix("scripts."), shlex.split(found[2] or "")) if found and known else None
+def plain(command: str) -> str:
+    """A command, recorded or not, as `commands` has it, without flags that change no number."""
+    module, _, rest = re.sub(r"^python (-m )?", "", command).partition(" ")
+    module = module.removesuffix(".py").replace("/", ".").removeprefix("scripts.")
+    return ASIDE.sub("", f"{module} {rest} ").strip()
 
 
 def full_name(module: str) -> str:
@@ -211,101 +205,104 @@ def check_command(module: str, argv: list[str]) -> None:
 @functools.cache
 def known_commands() -> frozenset[str]:
     every = [*commands().values(), *gpu_commands().values()]
-    return frozenset(ASIDE.sub("", f"{line} ").strip() for lines in every for line in lines)
-
-
-@functools.cache
-def changed(since: str, folders: tuple[str, ...]) -> list[str]:
-    """Those of the folders that differ from a commit."""
-    return [f for f in folders if git("diff", "--name-only", since, "--", f)]
+    return frozenset(plain(line) for lines in every for line in lines)
 
 
 def stale(run: Row) -> str:
     """Why the result of one command is stale; empty if it is not."""
-    parts = parts_of(run["command"])
-    if parts is None:
-        return "its command no longer exists"
-    module, argv = parts
-    try:
-        check_command(module, argv)
-    except InputError as e:
-        return f"its command no longer parses: {e}".partition(" (")[0]
-    if ASIDE.sub("", f"{module} {shlex.join(argv)} ").strip() not in known_commands():
+    if plain(run["command"]) not in known_commands():
         return "measure has another command"
-    try:
-        different = changed(run["commit"].removesuffix("+dirty"), HOT.get(module, HOT_OF_ANSWERS))
-    except (OSError, subprocess.CalledProcessError):
-        return f"commit {run['commit']} is not in this clone"
-    return f"{', '.join(different)} changed since" if different else ""
+    files = changed(run["commit"], run["command"], "gpu" in run)
+    return f"{', '.join(files[:3])}{f' and {len(files) - 3} more' if files[3:] else ''} changed since" if files else ""
 
 
-def check(root: Path = ROOT) -> tuple[list[str], int]:
+def check() -> tuple[list[str], int]:
     """A line for every stale result file, and the number of files."""
-    files = sorted((root / "results").glob("*/*.json"))
+    files = sorted((ROOT / "results").glob("*/*.json"))
     found = []
     for file in files:
         why = list(dict.fromkeys(filter(None, map(stale, json.loads(file.read_text())["runs"]))))
-        found += [f"{file.relative_to(root)}: {'; '.join(why)}"] if why else []
+        found += [f"{file.relative_to(ROOT)}: {'; '.join(why)}"] if why else []
     return found, len(files)
 
 
 # ---- measuring ----
 
-# results that do not depend on a machine's speed
-SHARED = ("bases", "acceptance", "kvpress")
 COMPARE = "eval.compare"  # writes a folder
-LEAST = 30  # seconds; with fewer left nothing is begun
+ACCURACY = (COMPARE, "eval.perplexity", "tests.audit.compare_kvpress")  # do not depend on a machine's speed
 TIMED = ("bench.bench_generate", "bench.bench_attention")  # stop by themselves
-RESUME = (*TIMED, COMPARE, "tests.audit.compare_kvpress")
+LEAST = 30  # seconds; with fewer left nothing is begun
+RUNNING: list[subprocess.Popen] = []
 
 
-def part(question: str, i: int, command: str, limit: float) -> Row | None:
-    """The result of one command, from its file if that is complete and of this commit; None if there is no result."""
+def part(name: str, command: str, limit: float, committed: Sequence[Row] = (), log: bool = False) -> Row | None:
+    """The result of one command: one that is there, of this command and with an unchanged hot path, or a new one, which
+    goes on where such a one was interrupted. None if there is no result yet."""
     module, *argv = shlex.split(command)
-    out = ROOT / "runs" / f"{question}-{i}{'' if module == COMPARE else '.json'}"
+    out = ROOT / "runs" / f"{name}{'' if module == COMPARE else '.json'}"
     path = out / "compare.json" if module == COMPARE else out
     path.parent.mkdir(parents=True, exist_ok=True)
-    mark = out.with_suffix(".done")
-    key = f"{commit()} {command}"
-    done = mark.exists() and mark.read_text() == key
-    if not done and limit >= LEAST:
-        if path.exists() and json.loads(path.read_text()).get("commit") != commit():
-            if out.is_dir():
-                shutil.rmtree(out)  # with its samples, which --resume would take for this commit's
-            else:
-                path.unlink()
+    mark = out.with_suffix(".mark")
+    key = f"{commit()} {command}" if module == "pytest" else command
+    known = json.loads(mark.read_text()) if mark.exists() else {}
+    before = json.loads(path.read_text()) if path.exists() else None
+    if known.get("command") != key or (before and changed(before["commit"], before["command"], "gpu" in before)):
+        known = dict(command=key, seconds=0.0, done=False)
+        shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)  # --resume would go on with it
+    valid = (r for r in committed if plain(r["command"]) == plain(command) and not stale(r))
+    if not known["done"] and (there := next(valid, None)):
+        return there
+    if not known["done"] and limit >= LEAST:
+        mark.write_text(json.dumps(known))
         if module == "pytest":
             files = sorted(str(f) for a in argv for f in ROOT.glob(a) if "/" in a)
             argv = [a for a in argv if "/" not in a] + files
         else:
-            argv += ["--out", str(out.relative_to(ROOT))] + ["--resume"] * (module in RESUME)
+            argv += ["--out", str(out.relative_to(ROOT)), "--resume"]
             argv += ["--time-limit", f"{max(1, limit - 25):.0f}"] * (module in TIMED)
-        status = run([sys.executable, "-m", full_name(module), *argv], limit)
+        begin = time.monotonic()
+        try:
+            status = run([sys.executable, "-m", full_name(module), *argv], limit, log and mark.with_suffix(".log"))
+        finally:
+            known["seconds"] += time.monotonic() - begin
+            mark.write_text(json.dumps(known))
         if status:
-            raise InputError(f"{question}: {full_name(module)} failed with {status}: see above")
-        late = status is None or (path.exists() and "stopped" in json.loads(path.read_text()))
-        if late:
-            print(f"{question}: the time is up, the rest is left out: {command}", file=sys.stderr)
+            raise InputError(f"{name}: {full_name(module)} failed with {status}: see above, or runs/{name}.log")
+        if status is None or (path.exists() and "stopped" in json.loads(path.read_text())):
+            print(f"{name}: the time is up, the rest is left out: {command}", file=sys.stderr)
         else:
-            mark.write_text(key)
+            known["done"] = True
+            mark.write_text(json.dumps(known))
+            print(f"{name}: {known['seconds'] / 60:.1f} minutes", file=sys.stderr)
     found = json.loads(path.read_text()) if path.exists() else None
-    return None if found and module == COMPARE and "rows" not in found else found  # it has them at its end only
+    whole = known["done"] or module not in ACCURACY  # all cells of a table have the same samples
+    if not found or not whole:
+        return None
+    return {k: v for k, v in found.items() if k != "parts"} | dict(seconds=round(known["seconds"]))
 
 
-def run(command: list[str], limit: float) -> int | None:
-    """The command's exit status; None if it took too long and was interrupted (like by Ctrl-C, so it keeps results)."""
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as e:
+def run(command: list[str], limit: float, log: Path | bool = False) -> int | None:
+    """The command's exit status; None if it took too long and was interrupted (like by Ctrl-C, so it keeps results).
+    log: a file to which its output goes."""
+    with open(log, "a") if log else contextlib.nullcontext() as file:
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=file, stderr=file)
+        RUNNING.append(process)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            interrupt(process)
+            return None
+        finally:
+            RUNNING.remove(process)
+
+
+def interrupt(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-        if isinstance(e, KeyboardInterrupt):
-            raise
-        return None
 
 
 def parser() -> Parser:
@@ -316,8 +313,8 @@ def parser() -> Parser:
     a("--small", action="store_true", help="with --gpu: toy models on the CPU; writes no results")
     a("--gpt-fast", metavar="PATH", help="with --gpu: a checkout of gpt-fast, to measure beside it")
     a("--llama-bench", metavar="F", help="llama.cpp's llama-bench (scripts/bench/llama_cpp.py says how to build it)")
-    a("--gguf", nargs="+", default=[], metavar="F", help="for `smollm2`: other quantizations of it")
     a("--machine", help="the folder's name; default: the processor's family, or the card's name")
+    a("--jobs", type=int, default=1, metavar="N", help="commands at a time, of a core each: not for those of speed")
     a("--limit", type=float, default=3600, metavar="S", help="seconds for each command (default: %(default)g)")
     a("--within", type=float, default=float("inf"), metavar="S", help="seconds for all commands")
     a("--list", action="store_true", help="print the commands, run nothing")
@@ -345,7 +342,7 @@ def main() -> None:
         if found:
             raise InputError(f"{len(found)} of {n} result files are stale: measure them again, or delete them")
         return
-    every = gpu_commands(opt.gpt_fast) if opt.gpu else commands(opt.llama_bench, opt.gguf)
+    every = gpu_commands(opt.gpt_fast) if opt.gpu else commands(opt.llama_bench)
     if unknown := set(opt.only) - {*every}:
         raise InputError(f"no question {min(unknown)!r}: use {', '.join(every)}")
     if opt.small and not opt.gpu:
@@ -357,34 +354,48 @@ def main() -> None:
     if opt.list:
         print("\n".join(f"{q}: python -m {full_name(line)}" for q, lines in todo.items() for line in lines))
         return
+    timed = [q for q, lines in todo.items() if not lines[0].startswith(ACCURACY)]
+    if opt.jobs != 1 and (timed or opt.jobs < 1):
+        others = " ".join(q for q, lines in every.items() if lines[0].startswith(ACCURACY))
+        raise InputError(f"--jobs {opt.jobs} would disturb the times of {', '.join(timed)}: give --only {others}")
     if commit().endswith("+dirty") and not opt.small:
         raise InputError("tracked files have changes, but results need a clean commit: commit first")
-    name = opt.machine or ("small" if opt.small else folder_name(opt.gpu))
-    written, failed, late = [], [], False
-    for question, lines in todo.items():
-        shared = question in SHARED or question.startswith("ruler")
-        out = (
-            (ROOT / "runs" if opt.small else ROOT / "results") / ("published" if shared else name) / f"{question}.json"
-        )
+    name, folder = opt.machine or ("small" if opt.small else folder_name(opt.gpu)), "runs" if opt.small else "results"
+    outs = {q: ROOT / folder / (name if q in timed else "accuracy") / f"{q}.json" for q in todo}
+    for out in outs.values():
         out.parent.mkdir(parents=True, exist_ok=True)
         check_out(out, "measure")
-        runs = []
-        for i, line in enumerate(lines):
-            left = min(opt.limit, opt.within - (time.monotonic() - begin))
-            late = late or left < LEAST
+    found, failed = {(q, i): None for q, lines in todo.items() for i in range(len(lines))}, []
+
+    def attempt(q: str, i: int) -> None:
+        left = min(opt.limit, opt.within - (time.monotonic() - begin))
+        committed = json.loads(outs[q].read_text())["runs"] if outs[q].is_file() and not opt.small else ()
+        try:
+            found[q, i] = part(f"{f'{name}-{q}' if opt.gpu else q}-{i}", todo[q][i], left, committed, opt.jobs > 1)
+        except InputError as e:  # the others go on
+            failed.append(str(e))
+
+    try:
+        with ThreadPoolExecutor(opt.jobs) as pool:
+            work = [pool.submit(attempt, *at) for at in found]
             try:
-                found = part(f"{name}-{question}" if opt.gpu else question, i, line, left)
-            except InputError as e:  # the others go on
-                failed.append(str(e))
-                continue
-            runs += [found] if found and question != "checks" else []
-        if runs:
-            write_json(out, dict(runs=runs))
-            written.append(str(Path(out).relative_to(ROOT)))
+                for each in work:
+                    each.result()
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in [*RUNNING]:
+                    interrupt(process)
+                raise
+    finally:
+        written = []
+        for q, out in outs.items():
+            if q != "checks" and (runs := [found[q, i] for i in range(len(todo[q])) if found[q, i]]):
+                write_json(out, dict(runs=runs))
+                written.append(str(out.relative_to(ROOT)))
     print(json.dumps(written) if opt.json else "\n".join(written))
     if failed:
         raise InputError("; ".join(failed))
-    if late:
+    if opt.within - (time.monotonic() - begin) < LEAST:
         print("the time is up: call it again for the rest", file=sys.stderr)
 
 

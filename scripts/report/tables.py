@@ -1,241 +1,93 @@
-"""The tables of the pages: for each, the files that it reads, what a line is, and its columns.
+"""The generated sections of the pages: tables from result files, and the sentences that they bear out.
 
-    python -m scripts.report.tables               # the names of the tables, their pages and files
-    python -m scripts.report.tables speed         # a table as its page has it
-    python -m scripts.report.tables speed --json  # every row of its files, with all repetitions
-
-A table is of one file: one machine, one commit. If several machines have a file of a question, the newest is shown.
+If several machines have a file of a question, the newest is shown.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Callable, Sequence
 
 from cache.spec import method_class
-from runtime.errors import InputError, run_cli
-from runtime.machine import ROOT
-from runtime.options import Parser
-from scripts.report.measure import ACCURACY as ASKED
-from scripts.report.measure import stale
+from scripts.eval.compare import AXES
+from scripts.report import claims, data
+from scripts.report.data import NotMeasured
+from scripts.report.measure import PAPERS, stale
 from scripts.report.papers import ACCURACY, reported
-from scripts.shared.markdown import Row, both_found, measuring, percent, pooled, rate, share, table, tasks_of
+from scripts.shared.markdown import Row, paired, percent, pooled, rate, scores, share, table
 
-RESULTS = ROOT / "results"
 NONE = "Not measured yet."
 ON_A_GPU = "**Not run on a GPU yet.** `python -m scripts.report.measure --gpu --within 540` measures this section."
-HELD = ("ruler_held", "ruler_newer", "ruler_kvzip", "ruler_held_4k", "ruler_8k", "ruler_known")
-READ = ("ruler_read", "ruler_read_4k")
-PAPERS = ("full", "sals", "ojakv", "double_sparsity", "double_sparsity_offload", "razor", "self_index")
 
 
-def files(pattern: str, gpu: bool = False) -> dict[str, list[Row]]:
-    """Path below results/ -> runs: of each question that matches, the newest machine's file."""
-    found: dict[str, tuple[str, str, list[Row]]] = {}
-    for file in sorted(RESULTS.glob(f"*/{pattern}.json")):
-        runs = json.loads(file.read_text())["runs"]
-        if ("gpu" in runs[0]) == gpu and runs[0]["date"] >= found.get(file.stem, ("",))[0]:
-            found[file.stem] = runs[0]["date"], str(file.relative_to(RESULTS)), runs
-    return {path: runs for _, path, runs in found.values()}
+def sources(page: str, *questions: str, gpu: bool = False) -> str:
+    """The lines below a table: its files, where and on which commits they were measured, and whether they are stale."""
+    out = []
+    for path, runs in filter(any, (data.newest(q, gpu) for q in questions)):
+        link = os.path.relpath(f"results/{path}", os.path.dirname(page) or ".")
+        devices, commits, dates = (dict.fromkeys(run[k] for run in runs) for k in ("device", "commit", "date"))
+        why = list(dict.fromkeys(filter(None, map(stale, runs))))
+        mark = f" **Stale**: {'; '.join(why)}." if why else ""
+        minutes = sum(run.get("seconds", 0) for run in runs) / 60
+        took = f", {minutes:.0f} minutes" if minutes else ""
+        out.append(f"File: [{path}]({link}), {'; '.join(devices)}, commit {', '.join(commits)}, "
+                   f"{', '.join(dates)}{took}.{mark}")  # fmt: skip
+    return "\n".join(out)
 
 
-def rows_of(run: Row) -> Iterator[Row]:
-    """A run's measured rows, each with the fields that they share."""
-    common = {k: v for k, v in run.items() if not isinstance(v, list | dict)}
-    yield from (common | r for r in run.get("rows", ()) if "error" not in r)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One or more tables: one per file. Rows with equal `line` are one line, which has the cells of all of them."""
-
-    questions: tuple[str, ...]
-    line: dict[str, Callable[[Row], str]]  # header -> text
-    cells: Callable[[Row], dict[str, str]]  # header -> text; "-" where a line has none
-    rows: Callable[[Row], Iterator[Row]] = rows_of
-    caption: Callable[[Row], str] = lambda run: ""
-    gpu: bool = False
-
-    def write(self, page: str) -> list[str]:
-        out = []
-        for path, runs in ((p, r) for q in self.questions for p, r in files(q, self.gpu).items()):
-            lines: dict[tuple[str, ...], dict[str, str]] = {}
-            for row in (row for run in runs for row in self.rows(run)):
-                if cells := self.cells(row):
-                    lines.setdefault(tuple(f(row) for f in self.line.values()), {}).update(cells)
-            heads = list(dict.fromkeys(head for cells in lines.values() for head in cells))
-            body = [[*first, *(cells.get(head, "-") for head in heads)] for first, cells in lines.items()]
-            texts = [self.caption(runs[0]), table([*self.line, *heads], body), source(path, runs, page)]
-            out += filter(None, texts)
-        return out
-
-
-def source(path: str, runs: Sequence[Row], page: str) -> str:
-    """The line below a table: its file, and whether that is stale."""
-    link = os.path.relpath(f"results/{path}", os.path.dirname(page) or ".")
-    run, why = runs[0], list(dict.fromkeys(filter(None, map(stale, runs))))
-    mark = f" **Stale**: {'; '.join(why)}." if why else ""
-    return f"File: [{path}]({link}), {run['device']}, commit {run['commit']}, {run['date']}.{mark}"
-
-
-# ---- speed ----
-
-
-def shapes(row: Row) -> str:
-    kind = (row.get("weights") or row["dtype"].replace("bfloat", "bf").replace("float", "fp")).partition(":")[0]
-    return f"{row['model']}, {kind}"
-
-
-def cache(row: Row) -> str:
-    return f"`{row['method']}`" if "method" in row else row["run"]
-
-
-def times(value: float) -> str:
-    return f"{value:.2f}x"
-
-
-def paper(kind: str, row: Row) -> dict[str, str]:
-    found = reported().get((kind, row["model"], row["batch"], row["length"], row.get("method", "")))
-    return {"paper": found} if found else {}
-
-
-def decode(row: Row) -> dict[str, str]:
-    """tokens/s with the spread of the rounds, and the ratios of the same rounds."""
-    if "tokens_per_s" not in row:
-        return {}
-    against = {"times full": "times_full", "times llama.cpp": "times_llama_cpp", "times gpt-fast": "times_gpt_fast",
-               "times transformers": "times_peer"}  # fmt: skip
-    out = {"tokens/s": rate(row["tokens_per_s"]), "spread": percent(row["spread"])}
-    out |= {head: times(row[key]) for head, key in against.items() if key in row}
-    out |= {"of the byte limit": percent(row["limit_share"])} if "limit_share" in row else {}
-    return out | paper("generate", row)
-
-
-def prompts(row: Row) -> dict[str, str]:
-    """The seconds of a prompt, what compression adds to it, and the peak of memory."""
-    if "prefill_s" not in row:
-        return {}
-    out = {"prompt, s": rate(statistics.median(row["prefill_s"])), "spread": percent(row["prefill_spread"])}
-    out |= {"on full": f"{100 * row['prefill_overhead']:+.1f} %"} if "prefill_overhead" in row else {}
-    out |= {"peak, GiB": f"{row['peak_memory_bytes'] / 2**30:.2f}"} if "peak_memory_bytes" in row else {}
-    return out | paper("prompt", row)
-
-
-def attention(row: Row) -> dict[str, str]:
-    if "times_dense" not in row:
-        return {}
-    ms = f"{row['operator']['ms']:.3g} ({percent(row['operator']['spread'])})"
-    ratio = f"{times(row['times_dense'])} ({percent(row['times_dense_spread'])})"
-    at = f"{row['length']:,} x {row['batch']}"
-    out = {f"{at}: ms": ms, f"{at}: times dense": ratio, f"{at}: of the limit": percent(row["limit_share"])}
-    return out | {f"{at}: {k}": v for k, v in paper("attention", row).items()}
-
-
-MODEL = {"model, weights": shapes, "batch": lambda r: str(r["batch"]), "tokens": lambda r: f"{r['length']:,}"}
-SPEED = dict(line=MODEL | {"cache": cache}, cells=decode)
-ATTENTION = dict(
-    line={"shapes": lambda r: r["model"], "cache": cache}, cells=attention,
-    caption=lambda run: "Tokens x batch; in brackets the spread of the rounds, (most - least) / median.",
-)  # fmt: skip
+def wide(first: Sequence[str], lines: dict[tuple[str, ...], dict[str, str]]) -> str:
+    """A table of lines whose cells have a header each; "-" where a line has none."""
+    heads = list(dict.fromkeys(head for cells in lines.values() for head in cells))
+    return table([*first, *heads], [[*line, *(cells.get(h, "-") for h in heads)] for line, cells in lines.items()])
 
 
 # ---- accuracy ----
 
 
-def answered(row: Row) -> dict[str, str]:
-    """Bytes, and what is found of each task."""
-    tasks = tasks_of([row])
-    out = {"KV bytes": f"{row['kv_share']:.2f}", "bytes read": f"{row['read_share']:.3f}"}
-    out |= {"found": pooled(row, row["counted"])} if len(row.get("counted", ())) > 1 else {}
-    out |= {t: share(row[f"{t}_each"]) for t in tasks}
-    return out | {f"ppl {t}": f"{row[f'perplexity_{t}']:.1f}" for t in ("code", "prose") if f"perplexity_{t}" in row}
+def compared(each: Sequence[float], full: Sequence[float]) -> str:
+    """`78 =` if the paired difference to full may be 0, otherwise `40 (-52 to -25)`: the found, and its interval."""
+    _, low, high = paired(each, full)
+    middle = f"{100 * statistics.mean(each):.0f}"
+    return f"{middle} =" if low <= 0 <= high else f"{middle} ({100 * low:+.0f} to {100 * high:+.0f})"
 
 
-def asked(row: Row) -> dict[str, str]:
-    """Of a file with all presets, what the question asks for."""
-    return answered(row) if row["method"] in {spec.partition(",")[0] for spec in ASKED.split()} else {}
+def samples(rows: dict[tuple[str, int], Row], tokens: int) -> str:
+    """`niah_single_1 and niah_multikey_1-style, 60 samples of 1,919 to 2,047 tokens`."""
+    row, tasks = rows["full", tokens], data.counted(rows, tokens)
+    ends = [row[f"{t}_tokens"] for t in tasks]
+    low, high = min(e[0] for e in ends), max(e[1] for e in ends)
+    return f"{' and '.join(tasks)}, {len(scores(row, tasks))} samples of {low:,} to {high:,} tokens"
 
 
-def counted(run: Row) -> Iterator[Row]:
-    for r in rows_of(run):
-        yield r | dict(counted=[t for t in measuring(run["rows"], r["seq_len"]) if not t.startswith("repeats")])
+def accuracy(page: str) -> str:
+    """A line per length and method; a column per share of the bytes."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    said = {}
+    for question, before in (("bytes", ""), ("known", "known, ")):
+        rows, cells = data.answers(question)
+        for c in sorted(cells, key=lambda c: (c["seq_len"], c["method"])):
+            n, head = c["seq_len"], f"{before}{AXES[c['axis']][0]} {c['target']}"
+            full, tasks = rows["full", n], data.counted(rows, n)
+            said[n] = f"{n // 1024}K: {samples(rows, n)}"
+            lines.setdefault((f"{n // 1024}K", "`full`"), {})[head] = pooled(full, tasks)
+            text = compared(scores(rows[c["spec"], n], tasks), scores(full, tasks))
+            lines.setdefault((f"{n // 1024}K", f"`{c['method']}`"), {})[head] = text
+    order = [f"{k}{axis} {t}" for k in ("", "known, ") for axis, targets in
+             (("held", ("1/2", "1/4", "1/8")), ("read", ("1/4", "1/8", "1/16"))) for t in targets]  # fmt: skip
+    lines = {line: dict(sorted(cells.items(), key=lambda x: order.index(x[0]))) for line, cells in lines.items()}
+    if not lines:
+        return NONE
+    return f"{'. '.join(said.values())}.\n\n{wide(['tokens', 'method'], lines)}\n\n{sources(page, 'bytes', 'known')}"
 
 
-def samples(run: Row) -> str:
-    """The caption of an evaluation: its model, and how many samples of what the pooled share has."""
-    n = run["rows"][0]["seq_len"]
-    tasks, known = measuring(run["rows"], n), run["rows"][0].get("query_in_prompt")
-    counts = {len(r.get(f"{t}_each", ())) for r in run["rows"] for t in tasks} - {0}
-    each = f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} samples each" if counts else ""
-    return f"{run['checkpoint']}: {', '.join(tasks)}, {each}, the question {'known' if known else 'not known'}."
-
-
-TOKENS = {"tokens": lambda r: f"{r['seq_len']:,}"}
-SETTING = {"method": lambda r: " ".join([f"`{r['method']}`", *(f"{k}={v}" for k, v in r["knobs"].items())])}
-FOUND = dict(line=TOKENS | SETTING, cells=answered, rows=counted, caption=samples)
-
-
-def by_bytes(run: Row) -> Iterator[Row]:
-    """A row per method and target, `full` at each of them first."""
-    rows, known = {r["method"]: r for r in run["rows"]}, run["rows"][0]["query_in_prompt"]
-    cells = [c | dict(row=rows[c["spec"]]) for c in run["cells"]] + run["missing"]
-    at = {(c["axis"], c["target"], c["seq_len"]): c for c in cells}
-    full = [dict(axis=a, target=t, seq_len=n, method="full", row=rows["full"]) for a, t, n in at]
-    full.sort(key=lambda c: (c["axis"], c["seq_len"], -Fraction(c["target"])))
-    for c in full + sorted(cells, key=lambda c: c["method"]):
-        yield c | dict(found=pooled(c["row"], measuring(run["rows"], c["seq_len"])) if "row" in c else "-", known=known)
-
-
-def target(row: Row) -> dict[str, str]:
-    return {f"{row['seq_len'] // 1024}K, {'held' if row['axis'] == 'kv' else 'read'} {row['target']}": row["found"]}
-
-
-BYTES = dict(line={"method": lambda r: f"`{r['method']}`"}, cells=target, rows=by_bytes, caption=samples)
-
-
-def mean_of_layers(run: Row) -> Iterator[Row]:
-    layers = run["analyses"]["bases"]["layers"]
-    yield {name: statistics.mean(r[name] for r in layers) for name in layers[0]}
-
-
-def beside(row: Row) -> dict[str, str]:
-    ours, theirs = both_found(row)
-    same = f"{100 * row['common']:.1f} %" if "common" in row else "-"
-    kept = f"{row['keep']} kept"
-    return {f"{kept}: ours": share(ours), f"{kept}: kvpress": share(theirs), f"{kept}: in common": same}
-
-
-def pairs(run: Row) -> Iterator[Row]:
-    """Rows of a comparison to kvpress; one that drops nothing is at every share."""
-    known = "known" if run["settings"]["query_in_prompt"] else "not known"
-    for r in rows_of(run):
-        for keep in run["settings"]["keep"].split(",") if r["keep"] == "1" else [r["keep"]]:
-            yield r | dict(known=known, keep=keep)
-
-
-# ---- speculation ----
-
-
-def drafts(row: Row) -> dict[str, str]:
-    """The method alone, and as a draft with a given chance: times full, and the share of the byte limit."""
-    if row.get("method", "full") == "full" or "times_full" not in row:
-        return {}
-    head = "alone" if "chance" not in row else f"{percent(row['chance'])} right"
-    return {head: f"{row['times_full']:.2f} ({percent(row['limit_share'])}, spread {percent(row['spread'])})"}
-
-
-def kept(row: Row) -> dict[str, str]:
-    """Of one text: the share of right drafts, tokens a check, and where the text is not full's."""
-    apart = "" if row["apart"] is None else f", apart at {row['apart']}"
-    return {row["text"]: f"{percent(row['kept'] / row['drafted'])}, {(row['kept'] / row['checks']) + 1:.2f}{apart}"}
-
-
-# ---- the sections of the pages ----
+def distance(method: str, what: str, tokens: int = 4096) -> str:
+    try:
+        middle, low, high = data.predicted(method, what, tokens)
+    except NotMeasured:
+        return "-"
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def idea(name: str) -> str:
@@ -243,109 +95,118 @@ def idea(name: str) -> str:
     return (sys.modules[method_class(name).__module__].__doc__ or "").strip().split("\n")[0]
 
 
-def methods() -> str:
-    """The README's table: the five papers and `full`, at their defaults and at settings for the published model."""
-    (path, (found, *_)), (timed, (layer, *_)) = (next(iter(files(q).items()), ("", [{}])) for q in
-                                                 ("ruler_defaults", "attention"))  # fmt: skip
-    if not found or not layer:
-        return NONE
-    length = found["rows"][0]["seq_len"]
-    tasks = measuring(found["rows"], length)
-    speed = {r["method"]: r for r in layer["rows"] if r["length"] == 32768}
-    count, of = len(found["rows"][0][f"{tasks[0]}_each"]), {p: list[Row]() for p in PAPERS}
-    for row in found["rows"]:
-        name = row["method"].partition(",")[0]
-        of.get(name if name in of else name.rpartition("-")[0], []).append(row)
-    rows = []
-    for name, row in ((name, row) for name, mine in of.items() for row in mine):
-        at = speed.get(row["method"].removesuffix("-25"), {}).get("times_dense")  # sals-25 is sals
-        rows.append([
-            f"[`{row['method']}`](kv_methods/{name}.py)", idea(name) if row is of[name][0] else "",
-            f"{row['kv_share']:.2f}", f"{row['read_share']:.3f}", pooled(row, tasks), times(at) if at else "-",
-        ])  # fmt: skip
-    note = (f"KV bytes held and bytes that a step reads: shares of a dense cache in bf16, {length:,} tokens of "
-            f"{found['checkpoint']}. Found: {' and '.join(tasks)} of RULER, {count} samples each, with Wilson's "
-            "interval; the question is unknown when the context is compressed ([every method]"
-            "(results/published/README.md)). Speed: one layer's attention of a decode step against the fastest dense "
-            f"attention, Llama-3.1-8B shapes, 32K tokens in bf16, batch 1 ({layer['device']}).")  # fmt: skip
-    sources = "\n".join(
-        source(p, files(q)[p], "README.md") for p, q in ((path, "ruler_defaults"), (timed, "attention"))
+def methods(page: str) -> str:
+    """The README's table: `full` and the settings of the papers at one length: bytes, what is found, KL, speed."""
+    rows, _ = data.answers("defaults")
+    body, ideas = [], set[str]()
+    for spec in ("full", *PAPERS.split()):
+        name, row = spec.partition(",")[0].partition("-")[0], rows.get((spec, 4096))
+        held = [f"{row['kv_share']:.2f}", f"{row['read_share']:.3f}"] if row else ["-", "-"]
+        body.append([f"[`{spec}`](kv_methods/{name}.py)", "" if name in ideas else idea(name), *held,
+                     by_default(spec, rows), distance(spec, "kl"),
+                     *(tokens_per_s(spec, mode) for mode in ("eager", "compiled"))])  # fmt: skip
+        ideas.add(name)
+    heads = ["method", "idea", "held", "read", "found, %", "KL", "eager", "compiled"]
+    return f"{table(heads, body)}\n\n{sources(page, 'defaults', 'distances', 'speed')}".strip()
+
+
+def by_default(spec: str, rows: dict[tuple[str, int], Row]) -> str:
+    """What a setting finds at 4K."""
+    if (spec, 4096) not in rows:
+        return "-"
+    full, mine = (scores(rows[m, 4096], data.counted(rows, 4096)) for m in ("full", spec))
+    return share(full) if spec == "full" else compared(mine, full)
+
+
+def tokens_per_s(method: str, mode: str) -> str:
+    try:
+        row = data.speed(method, "SmolLM2", "1x4000", mode)
+    except NotMeasured:
+        return "-"
+    return f"{rate(row['tokens_per_s'])}" + (f" ({row['times_full']:.2f}x)" if method != "full" else "")
+
+
+def papers(page: str) -> str:
+    """The papers' scores beside ours at 4K, and the command of each paper's table."""
+    rows, _ = data.answers("defaults")
+    body = [[f"`{spec}`", where, task, f"{score:g} of {full:g}", by_default(spec, rows), distance(spec, "worse"),
+             f"`{command}`" if command else "as above"]
+            for spec, where, task, score, full, command in ACCURACY]  # fmt: skip
+    heads = ["", "paper", "its model and task", "score, of full's", "found here, %", "perplexity here / full's - 1",
+             "command for its table"]  # fmt: skip
+    return f"{table(heads, body)}\n\n{sources(page, 'defaults', 'distances')}".strip()
+
+
+# ---- speed ----
+
+
+def speed(page: str, gpu: bool = False) -> str:
+    """A line per cache. `full` has tokens/s, or the milliseconds of one layer; the others their ratio to it, or to the
+    fastest dense attention, in the same rounds; in brackets the spread of the rounds."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    timed = [r | dict(mode=r.get("mode", "compiled")) for r in data.rows_of("speed", gpu) if "tokens_per_s" in r]
+    full = {sizes(r): r["tokens_per_s"] for r in timed if r.get("method") == "full"}
+    for r in timed:
+        ratio = r.get("method") != "full" and sizes(r) in full
+        text = f"{r['tokens_per_s'] / full[sizes(r)]:.2f}x" if ratio else f"{rate(r['tokens_per_s'])}/s"
+        entry(lines, r, ", ".join(sizes(r)), f"{text} ({percent(r['spread'])})", "generate", gpu)
+    for r in data.rows_of("attention", gpu):
+        if "times_dense" in r:
+            text = f"{r['times_dense']:.2f}x ({percent(r['times_dense_spread'])})"
+            text = f"{r['operator']['ms']:.3g} ms, {text}" if r["method"] == "full" else text
+            entry(lines, r, f"one layer, {r['model']}, {r['batch']} x {r['length']:,}", text, "attention", gpu)
+    for r in data.rows_of("prompt", gpu):
+        if "prefill_s" in r:
+            more = f", {100 * r['prefill_overhead']:+.1f} % on full" if "prefill_overhead" in r else ""
+            text = f"{rate(statistics.median(r['prefill_s']))} s{more} ({percent(r['prefill_spread'])})"
+            entry(lines, r, f"prompt, {r['model']}, {r['batch']} x {r['length']:,}", text, "prompt", gpu)
+    if not lines:
+        return ON_A_GPU if gpu else NONE
+    first = sorted(lines.items(), key=lambda line: line[0][0] != "`full`")
+    return f"{wide(['cache'], dict(first))}\n\n{sources(page, 'speed', 'attention', 'prompt', gpu=gpu)}"
+
+
+def sizes(row: Row) -> tuple[str, str, str]:
+    model = row["model"].partition("-Instruct")[0]
+    weights = f" {row['weights']}".partition(":")[0] if "weights" in row else ""
+    return model + weights, f"{row['batch']} x {row['length']:,}", row["mode"]
+
+
+def entry(lines: dict[tuple[str, ...], dict[str, str]], row: Row, head: str, text: str, kind: str, gpu: bool) -> None:
+    """Enters a cell, and the paper's ratio beside it."""
+    cells = lines.setdefault((f"`{row['method']}`" if "method" in row else row["run"],), {})
+    cells[head] = text
+    said = reported().get((kind, row["model"], row["batch"], row["length"], row.get("method", "")))
+    if said and gpu:
+        cells[f"{head}: paper"] = said
+
+
+def figures(page: str, **names: str) -> str:
+    """Those that are drawn."""
+    folder = os.path.relpath("results", os.path.dirname(page) or ".")
+    drawn = (
+        f"![{text}]({folder}/{name}.png)" for name, text in names.items() if (data.RESULTS / f"{name}.png").is_file()
     )
-    body = table(["method", "idea", "KV bytes", "bytes read", "found", "speed, 32K"], rows)
-    return f"{body}\n\n{note}\n{sources}"
+    return "\n\n".join(drawn).replace("(./", "(") or NONE
 
 
-def claims() -> str:
-    """The papers' scores next to those of ruler_defaults.json, and the command of each paper's table."""
-    run = next((runs[0] for runs in files("ruler_defaults").values()), None)
-    rows = {r["method"]: r for r in run["rows"]} if run else {}
-    tasks, cells = measuring(run["rows"], run["rows"][0]["seq_len"]) if run else [], []
-    for spec, where, task, score, full, command in ACCURACY:
-        here = f"{pooled(rows[spec], tasks)} of {pooled(rows['full'], tasks)}" if spec in rows else "-"
-        again = f"`{command}`" if command else "as above"
-        cells.append([f"`{spec}`", where, task, f"{score:g} of {full:g}", here, again])
-    heads = [
-        "",
-        "paper",
-        "its model and task",
-        "score, of full's score",
-        "found here, of full's",
-        "command for its table",
-    ]
-    return table(heads, cells)
+def sentences(page: str, topic: str, *questions: str) -> str:
+    said = "\n".join(f"- {text}" for text in claims.holding(topic)[0])
+    return f"{said}\n\n{sources(page, *questions)}".strip() if said else NONE
 
 
-MEAN = {"mean over layers": lambda r: "all"}
-PAIR = {"question": lambda r: r["known"], "ours": lambda r: f"`{r['method']}`, {r['setting']}",
-        "kvpress": lambda r: f"`{r['theirs']}`", "what differs": lambda r: r["note"]}  # fmt: skip
-TABLES: dict[str, tuple[str, Sequence[Spec] | Callable[[], str]]] = dict(
-    methods=("README.md", methods),
-    speed=("results/README.md", [Spec(("speed",), **SPEED)]),
-    attention=("results/README.md", [Spec(("attention",), **ATTENTION)]),
-    accuracy=("results/README.md", [Spec(("accuracy*",), **FOUND | dict(cells=asked))]),
-    gpu=("results/README.md", [Spec(("attention",), **ATTENTION, gpu=True), Spec(("speed",), **SPEED, gpu=True),
-                               Spec(("prompt",), MODEL | {"cache": cache}, prompts, gpu=True)]),
-    ruler=("results/published/README.md", [
-        Spec(("ruler_full*",), **FOUND), Spec((*HELD, *READ), **BYTES), Spec(("ruler_defaults", "ruler_long"), **FOUND),
-        Spec(("ruler_groups",), **BYTES), Spec(("bases",), MEAN, lambda r: {k: f"{x:.3f}" for k, x in r.items()},
-                                               mean_of_layers)]),
-    kvpress=("results/published/README.md", [Spec(("kvpress",), PAIR, beside, pairs)]),
-    claims=("results/published/README.md", claims),
-    published=("results/published/README.md", [Spec(("smollm2",), **SPEED)]),
-    speculation=("docs/speculation.md", [
-        Spec(("speculate",), MODEL | {"drafts by": cache}, drafts),
-        Spec(("acceptance",), {"tokens": lambda r: f"{r['length']:,}", "drafts by": cache}, kept)]),
-    quality=("models/tiny/README.md", [
-        Spec(("accuracy",), TOKENS, lambda r: answered(r) if r["method"] == "full" else {})]),
-)  # fmt: skip
-
-
-def section(name: str) -> str:
-    """A section of a page, as Markdown."""
-    page, made = TABLES[name]
-    if callable(made):
-        return made()
-    return "\n\n".join(x for spec in made for x in spec.write(page)) or (ON_A_GPU if name == "gpu" else NONE)
-
-
-def main() -> None:
-    p = Parser(__doc__)
-    p.add_argument("table", nargs="?", help=f"one of {', '.join(TABLES)}")
-    p.add_argument("--json", action="store_true", help="print the rows of its files as JSON")
-    opt = p.parse_args()
-    if opt.table is None:
-        names = {t: [page, *(q for s in made for q in s.questions)] if not callable(made) else [page]
-                 for t, (page, made) in TABLES.items()}  # fmt: skip
-        print(json.dumps(names) if opt.json else "\n".join(f"{t}: {', '.join(x)}" for t, x in names.items()))
-        return
-    if opt.table not in TABLES:
-        raise InputError(f"there is no table {opt.table}: give one of {', '.join(TABLES)}")
-    made = TABLES[opt.table][1]
-    questions = [(q, s.gpu) for s in made for q in s.questions] if not callable(made) else [("ruler_defaults", False)]
-    rows = [dict(file=path) | row for q, gpu in questions for path, runs in files(q, gpu).items()
-            for run in runs for row in rows_of(run)]  # fmt: skip
-    print(json.dumps(rows) if opt.json else section(opt.table))
-
-
-if __name__ == "__main__":
-    run_cli(main)
+AT_EQUAL_BYTES = "What each method finds, against the bytes that it holds and those that a step reads"
+PAGE, SPECULATION = "results/README.md", "docs/speculation.md"
+SECTIONS: dict[str, tuple[str, Callable[[], str]]] = dict(  # name -> page, text
+    methods=("README.md", lambda: methods("README.md")),
+    figure=("README.md", lambda: figures("README.md", accuracy=AT_EQUAL_BYTES)),
+    accuracy=(PAGE, lambda: accuracy(PAGE)),
+    figures=(PAGE, lambda: figures(PAGE, accuracy=AT_EQUAL_BYTES, distances="KL against the bytes that a step reads")),
+    found=(PAGE, lambda: sentences(PAGE, "found", "defaults", "long", "distances")),
+    papers=(PAGE, lambda: papers(PAGE)),
+    kvpress=(PAGE, lambda: sentences(PAGE, "kvpress", "kvpress")),
+    speed=(PAGE, lambda: speed(PAGE)),
+    faster=(PAGE, lambda: sentences(PAGE, "speed", "restore")),
+    gpu=(PAGE, lambda: speed(PAGE, True)),
+    speculation=(SPECULATION, lambda: sentences(SPECULATION, "speculation", "speculate")),
+)

@@ -1,11 +1,12 @@
-"""Writes the generated sections of README.md, results/README.md, docs/ and the model card from code and results.
+"""Writes the generated sections of README.md, results/README.md and docs/ from code and results.
 
-    python -m scripts.report.update_readme            # the tables
+    python -m scripts.report.update_readme            # the tables and figures
     python -m scripts.report.update_readme --demo     # also run `make demo` and show its output
-    python -m scripts.report.update_readme --check    # exit with 2 if a page is not up to date
+    python -m scripts.report.update_readme --check    # exit with 2 if a page or a claim is not up to date
 
-A section is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand. --check does
-not look at the marks of stale results, which depend on later commits: `python -m scripts.report.measure --check` does.
+A section is between `<!-- begin:NAME -->` and `<!-- end:NAME -->`; the text around it is written by hand. A claim
+(results/claims.txt) that no longer holds is left out; with --check it is an error. --check does not look at the
+marks of stale results, which depend on later commits: `python -m scripts.report.measure --check` does.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, check_out, written
 from runtime.options import Parser
-from scripts.report.tables import TABLES, section
+from scripts.report import claims, data
+from scripts.report.tables import SECTIONS
+from scripts.shared.results import save_figure
 
-PAGES = {page: [name for name, (at, _) in TABLES.items() if at == page] for page, _ in TABLES.values()}
+PAGES = {page: [name for name, (at, _) in SECTIONS.items() if at == page] for page, _ in SECTIONS.values()}
 MARK = re.compile(r" \*\*Stale\*\*: .*$", re.M)
 
 
@@ -29,6 +32,14 @@ def demo() -> str:
     if run.returncode:
         raise InputError(f"make demo failed: {run.stdout[-300:]}")
     return "```\n" + run.stdout.strip() + "\n```"
+
+
+def draw() -> None:
+    from scripts.report import plots  # matplotlib takes seconds
+
+    for name in ("accuracy", "distances"):
+        if figure := getattr(plots, name)():
+            save_figure(figure, data.RESULTS / f"{name}.png")
 
 
 def fill(text: str, name: str, body: str) -> str:
@@ -52,7 +63,7 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
                 f"{page} does not exist: its text is written by hand, around the sections {', '.join(names)}"
             )
         text = old = path.read_text()
-        bodies = {name: section(name) for name in names}
+        bodies = {name: SECTIONS[name][1]() for name in names}
         if with_demo and page == "README.md":
             bodies["demo"] = demo()
         for name, body in bodies.items():
@@ -62,6 +73,8 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
                 raise InputError(f"{page}: {e}") from None
         if (MARK.sub("", text) != MARK.sub("", old)) if check else text != old:
             changed[path] = text
+    if check and (broken := claims.holding()[1]):
+        raise InputError(f"results/claims.txt: {len(broken)} sentences no longer hold: {' '.join(broken)}")
     if check and changed:
         first = next(iter(changed)).relative_to(root)
         raise InputError(f"{first} is not up to date: run python -m scripts.report.update_readme")
@@ -77,6 +90,8 @@ def main() -> None:
     p.add_argument("--check", action="store_true", help="write nothing")
     p.add_argument("--json", action="store_true", help="print the pages that changed as JSON")
     opt = p.parse_args()
+    if not opt.check:
+        draw()
     changed = update(ROOT, opt.demo, opt.check)
     if opt.json:
         print(json.dumps(changed))

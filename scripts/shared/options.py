@@ -23,7 +23,7 @@ from loading.named import named_args
 from model import ModelArgs, Transformer
 from runtime.errors import InputError
 from runtime.machine import pick_dtype
-from scripts.shared.results import check_out
+from scripts.shared.results import changed, check_out
 from scripts.shared.timing import reason
 from weights import WeightFormat, open_checkpoint
 from weights.shards import read_object as read_json
@@ -164,16 +164,20 @@ def check_run(opt: argparse.Namespace) -> None:
 def earlier(out: str, data: dict[str, Any], same: tuple[str, ...], lists: tuple[str, ...]) -> dict[str, list[Any]]:
     """The lists of a result file to continue from; raises InputError if its run differs from this one.
 
-    same: keys whose values must equal those in `data`, which this run would write.
+    same: keys whose values must equal those in `data`, which this run would write. Commits may differ, if the hot path
+    (results.py) does not: the older one goes into `data`, and so do the devices of both runs.
     """
     if not Path(out).exists():
         return {}
     try:
         old = json.loads(Path(out).read_text())
-        changed = [k for k in same if old[k] != data[k]]
+        other = [k for k in same if k != "commit" and old[k] != data[k]]
+        other += [f"version of {f}" for f in changed(old["commit"], data["command"], "gpu" in data)]
         found = {k: list(old[k]) for k in lists}
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as e:
         raise InputError(f"--resume: {out} is no result of this script ({reason(e)})") from None
-    if changed:
-        raise InputError(f"--resume: {out} has another {changed[0]}: drop --resume, or give another --out")
+    if other:
+        raise InputError(f"--resume: {out} has another {other[0]}: drop --resume, or give another --out")
+    data["commit"] = old["commit"]
+    data["device"] = " and ".join(dict.fromkeys([*old["device"].split(" and "), data["device"]]))
     return found

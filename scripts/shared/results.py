@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import os
 import platform
@@ -29,6 +31,65 @@ def commit() -> str:
         return git("rev-parse", "--short", "HEAD") + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+# ---- which results are still of this code ----
+
+STEP = ("kernels", "cache", "kv_methods")
+WHOLE = (*STEP, "model.py", "weights", "engine")
+ANSWERS = (*STEP, "model.py", "weights", "loading", "engine/decode.py", "engine/sampling.py", "engine/snapshot.py",
+           "runtime/corpus.py", "scripts/eval/evaluation.py")  # fmt: skip
+ROWS = (*ANSWERS, "scripts/eval/rows.py", "scripts/eval/ruler.py")
+# a script -> its hot path: the files that determine its numbers
+HOT = {
+    "scripts.bench.bench_attention": STEP,
+    "scripts.bench.bench_generate": WHOLE,
+    "scripts.eval.perplexity": (*ANSWERS, "scripts/eval/perplexity.py"),
+    "scripts.eval.compare": (*ROWS, "scripts/eval/ladders.py", "scripts/eval/compare.py"),
+    "tests.audit.compare_kvpress": (*ROWS, "tests/audit/compare_kvpress.py"),
+}
+
+
+def code(text: str, gpu: bool) -> str:
+    """What runs of a Python file: not its comments and docstrings and, on a CPU, not what Triton compiles."""
+
+    def runs(node: ast.AST) -> bool:
+        if isinstance(node, ast.FunctionDef) and not gpu:
+            return not any("triton" in ast.unparse(d) for d in node.decorator_list)
+        return not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = list(filter(runs, body))  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+@functools.cache
+def changed(since: str, command: str, gpu: bool = False) -> list[str]:
+    """The files of a command's hot path that run otherwise than at a commit."""
+    if since == commit():
+        return []
+    if not re.fullmatch("[0-9a-f]{7,}", since):
+        return [f"files without a commit ({since})"]
+    script = next((s for s in HOT if re.search(rf"{s}\b", command)), "")
+    try:
+        names = git("diff", "--name-only", "--no-renames", since, "--", *HOT.get(script, (*WHOLE, "scripts")))
+    except (OSError, subprocess.CalledProcessError):
+        return [f"files since commit {since}, which is not in this clone"]
+
+    def differs(name: str) -> bool:
+        if not name.endswith(".py") or not (ROOT / name).is_file():
+            return True
+        try:
+            return code(git("show", f"{since}:{name}"), gpu) != code((ROOT / name).read_text(), gpu)
+        except (subprocess.CalledProcessError, SyntaxError):  # it is new
+            return True
+
+    return list(filter(differs, names.splitlines()))
+
+
+# ---- the machine ----
 
 
 def cpu_name() -> str:

@@ -415,7 +415,7 @@ def main() -> None:
     settings = {k: getattr(opt, k) for k in SETTINGS} | precision(opt, ev.model) | dict(method=[p.name for p in each])
     data = record(ev.device, **names_of(opt), kvpress=version, settings=settings) | dict(rows=[], samples=[])
     if opt.resume:
-        data |= earlier(opt.out, data, ("device", "commit", "fingerprint", "settings"), ("rows", "samples"))
+        data |= earlier(opt.out, data, ("commit", "fingerprint", "settings"), ("rows", "samples"))
     theirs, chat = Theirs(ev), chat_parts(ev.tk, not opt.no_chat)
     done = {(s["task"], s["length"], s["index"]) for s in data["samples"]}
     by_length: dict[int, list[Case]] = {}

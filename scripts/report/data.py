@@ -1,0 +1,162 @@
+"""The numbers of the result files, by name, for tables, figures and claims. What is not measured raises NotMeasured."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+from runtime.machine import ROOT
+from scripts.eval.compare import AXES
+from scripts.shared.markdown import Row, measuring, paired, resampled, scores, tasks_of
+
+RESULTS = ROOT / "results"
+Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % interval
+
+
+class NotMeasured(Exception):
+    """No result file has the number."""
+
+
+@functools.cache
+def _read(path: Path, changed: float) -> list[Row]:
+    return json.loads(path.read_text())["runs"]
+
+
+def newest(question: str, gpu: bool = False) -> tuple[str, list[Row]]:
+    """The path below results/ and the runs of a question: the newest machine's; "" and none if it was not measured."""
+    found = []
+    for path in RESULTS.glob(f"*/{question}.json"):
+        runs = _read(path, path.stat().st_mtime)
+        found += [(runs[0]["date"], str(path.relative_to(RESULTS)), runs)] * (("gpu" in runs[0]) == gpu)
+    _, path, runs = max(found, key=lambda x: x[:2], default=("", "", []))
+    return path, runs
+
+
+def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
+    """The measured rows of all runs, each with the fields that a run's rows share."""
+    for run in newest(question, gpu)[1]:
+        common = {k: v for k, v in run.items() if not isinstance(v, list | dict)}
+        yield from (common | r for r in run.get("rows", ()) if "error" not in r)
+
+
+# ---- what is found ----
+
+
+def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
+    """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's; and the cells,
+    whose axis and target are empty for a setting that is not one of a ladder."""
+    rows: dict[tuple[str, int], Row] = {}
+    cells: dict[tuple[str, str, str, int], Row] = {}
+    for run in newest(question)[1]:
+        for row in run["rows"]:
+            here = rows.setdefault((row["method"], row["seq_len"]), row | {f"{t}_each": [] for t in tasks_of([row])})
+            for task in tasks_of([row]):
+                here[f"{task}_each"] = here[f"{task}_each"] + row[f"{task}_each"]
+                here[task] = mean(here[f"{task}_each"])
+                ends = (*here[f"{task}_tokens"], *row[f"{task}_tokens"])
+                here[f"{task}_tokens"] = [min(ends), max(ends)]
+        alone = [dict(axis="", target="", spec=r["method"]) | r for r in run["rows"]]
+        for c in run["cells"] or alone:
+            cells.setdefault((c["axis"], c["target"], c["method"], c["seq_len"]), c)
+    size = {key: [len(row[f"{t}_each"]) for t in tasks_of([row])] for key, row in rows.items()}
+    rows = {(m, n): row for (m, n), row in rows.items() if size[m, n] == size.get(("full", n))}
+    return rows, [c for c in cells.values() if (c["spec"], c["seq_len"]) in rows]
+
+
+def counted(rows: dict[tuple[str, int], Row], tokens: int) -> list[str]:
+    """The tasks that count at a length."""
+    return measuring([row for (_, n), row in rows.items() if n == tokens], tokens)
+
+
+def cell(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> list[float]:
+    """The samples' scores of a method. at: "held 1/4" or "read 1/8"; "" is the setting as it is, where `full` is in the
+    same file as the others."""
+    question = "known" if known else "bytes" if at else "long" if tokens > 4096 else "defaults"
+    rows, cells = answers(question)
+    spec = next((c["spec"] for c in cells if f"{AXES[c['axis']][0]} {c['target']}" == at and
+                 (c["method"], c["seq_len"]) == (method, tokens)), "") if at else method  # fmt: skip
+    row = rows.get(("full" if method == "full" else spec, tokens))
+    if row is None:
+        raise NotMeasured(f"{method} {at} at {tokens} tokens")
+    return scores(row, counted(rows, tokens))
+
+
+def found(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> float:
+    return mean(cell(method, at, tokens, known))
+
+
+def against(method: str, other: str = "full", at: str = "", tokens: int = 4096, known: bool = False) -> Interval:
+    """The difference of what two methods find at the same bytes, on the same samples."""
+    return paired(cell(method, at, tokens, known), cell(other, at, tokens, known))
+
+
+def same(difference: Interval) -> bool:
+    return difference[1] <= 0 <= difference[2]
+
+
+def better(difference: Interval) -> bool:
+    return difference[1] > 0
+
+
+# ---- what is predicted ----
+
+
+def windows(tokens: int) -> dict[str, Row]:
+    """Setting -> its bytes and, of all texts together, the sums of each window (scripts/eval/perplexity.py)."""
+    out: dict[str, Row] = {}
+    for row in (r for r in rows_of("distances") if r["seq_len"] == tokens):
+        here = out.setdefault(row["method"], row | dict(windows={k: [] for k in row["windows"]}, recalls=[]))
+        here["recalls"] = [*here["recalls"], row["recall"]]
+        here["windows"] = {k: [*here["windows"][k], *v] for k, v in row["windows"].items()}
+    if not out:
+        raise NotMeasured(f"distances at {tokens} tokens")
+    return out
+
+
+def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
+    """The mean over predicted tokens of `kl` (nats) or `same` (the share of tokens of which full's is the most likely,
+    too), or `worse`: perplexity over full's, less 1."""
+    every = windows(tokens)
+    if method not in every:
+        raise NotMeasured(f"distances of {method} at {tokens} tokens")
+    mine, full = every[method]["windows"], every["full"]["windows"]
+    if what != "worse":
+        return resampled([x / n for x, n in zip(mine[what], mine["tokens"], strict=True)])
+    nll = zip(mine["nll"], full["nll"], mine["tokens"], strict=True)
+    middle, low, high = resampled([(a - b) / n for a, b, n in nll])
+    return math.expm1(middle), math.expm1(low), math.expm1(high)
+
+
+def recall(method: str, tokens: int = 4096) -> float:
+    return mean(windows(tokens)[method]["recalls"])
+
+
+# ---- speed ----
+
+
+def speed(method: str, model: str, size: str, mode: str = "compiled", gpu: bool = False) -> Row:
+    """The row of a method, or of a peer by the beginning of its name; size: batch x tokens, such as 1x8192."""
+    for r in rows_of("speed", gpu):
+        named = r.get("method") == method and r.get("mode") == mode if "method" in r else r["run"].startswith(method)
+        if named and r["model"].startswith(model) and f"{r['batch']}x{r['length']}" == size and "tokens_per_s" in r:
+            return r
+    raise NotMeasured(f"the speed of {method} with {model} at {size}")
+
+
+def times_full(method: str, model: str, size: str, mode: str = "compiled", gpu: bool = False) -> float:
+    """Tokens/s over full's in the same rounds."""
+    mine, full = (speed(m, model, size, mode, gpu)["tokens_per_s"] for m in (method, "full"))
+    return mine / full
+
+
+def operator(method: str, size: str, gpu: bool = False) -> Row:
+    """The row of one layer's attention with Llama-3.1-8B's shapes."""
+    for r in rows_of("attention", gpu):
+        at = r["method"], r["model"], f"{r['batch']}x{r['length']}"
+        if at == (method, "llama-3.1-8b", size) and "times_dense" in r:
+            return r
+    raise NotMeasured(f"the attention of {method} at {size}")
