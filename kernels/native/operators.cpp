@@ -256,7 +256,7 @@ OPERATOR(void, latent_append, Small<T> latents, Small<T> values, Small<int64_t> 
                                   .leading = lead.size(2),
                                   .others = rest.size(2)},
                         .bits = bits,
-                        .width = values.numel() / pos.size(0),
+                        .width = values.size(1) * (values.dim() > 2 ? values.size(2) : 1),
                         .recent = recent};
     append_token(to, (const T*)latents.data(), (const T*)values.data(), pos.data(), pos.size(0));
 }
