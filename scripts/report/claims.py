@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from runtime.errors import InputError
 from runtime.machine import ROOT
 from scripts.report import data
-from scripts.report.data import NotMeasured, predicted, rows_of
-from scripts.shared.markdown import Row, both_found, paired, percent
+from scripts.report.data import NotMeasured, predicted
+from scripts.shared.markdown import both_found, percent
 
 FILE = ROOT / "results" / "claims.txt"
-SMOL = "SmolLM2"
 
 
 def closer(method: str, other: str, tokens: int = 4096) -> bool:
@@ -24,33 +22,7 @@ def kl(method: str, tokens: int = 4096) -> str:
     return f"{predicted(method, 'kl', tokens)[0]:.3f}"
 
 
-def measured(rows: list[Any]) -> list[Any]:
-    if not rows:
-        raise NotMeasured
-    return rows
-
-
-def alike() -> list[Row]:
-    """The pairs of the comparison to kvpress that have equal settings."""
-    return measured([r for r in rows_of("kvpress") if r["setting"] == "alike"])
-
-
-def in_common() -> list[float]:
-    """Of the pairs with equal settings that drop tokens, the share of tokens that both keep."""
-    return measured([r["common"] for r in alike() if "common" in r])
-
-
-def drafting(chance: float) -> list[float]:
-    """Tokens/s with drafts that are right with a chance, over full's."""
-    return measured([r["times_full"] for r in rows_of("speculate") if r.get("chance") == chance and "times_full" in r])
-
-
-def restoring(method: str, key: str) -> float:
-    return measured([min(r[key]) for r in rows_of("restore") if r["method"] == method])[0]
-
-
-NAMES = vars(data) | dict(closer=closer, kl=kl, alike=alike, in_common=in_common, drafting=drafting, percent=percent,
-                          restoring=restoring, both_found=both_found, paired=paired, SMOL=SMOL)  # fmt: skip
+NAMES = vars(data) | dict(closer=closer, kl=kl, both_found=both_found, percent=percent)
 
 
 def claims() -> list[list[str]]:
@@ -80,4 +52,6 @@ def holding(section: str = "") -> tuple[list[str], list[str]]:
                 (hold if eval(condition, NAMES) else broken).append(filled(sentence))
             except NotMeasured:
                 continue
+            except Exception as e:  # a wrong name or field: say in which line
+                raise InputError(f"{FILE}: {type(e).__name__}: {e}, in: {sentence[:60]}... | {condition}") from None
     return hold, broken

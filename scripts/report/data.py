@@ -6,8 +6,10 @@ import functools
 import json
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from runtime.machine import ROOT
 from scripts.eval.compare import AXES
@@ -76,13 +78,13 @@ def cell(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> 
     """The samples' scores of a method. at: "held 1/4" or "read 1/8"; "" is the setting as it is, where `full` is in the
     same file as the others."""
     question = "known" if known else "bytes" if at else "long" if tokens > 4096 else "defaults"
-    rows, cells = answers(question)
+    every, cells = answers(question)
     spec = next((c["spec"] for c in cells if f"{AXES[c['axis']][0]} {c['target']}" == at and
                  (c["method"], c["seq_len"]) == (method, tokens)), "") if at else method  # fmt: skip
-    row = rows.get(("full" if method == "full" else spec, tokens))
+    row = every.get(("full" if method == "full" else spec, tokens))
     if row is None:
         raise NotMeasured(f"{method} {at} at {tokens} tokens")
-    return scores(row, counted(rows, tokens))
+    return scores(row, counted(every, tokens))
 
 
 def found(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> float:
@@ -112,18 +114,20 @@ def windows(tokens: int) -> dict[str, Row]:
         here = out.setdefault(row["method"], row | dict(windows={k: [] for k in row["windows"]}, recalls=[]))
         here["recalls"] = [*here["recalls"], row["recall"]]
         here["windows"] = {k: [*here["windows"][k], *v] for k, v in row["windows"].items()}
-    if not out:
-        raise NotMeasured(f"distances at {tokens} tokens")
     return out
+
+
+def windows_of(method: str, tokens: int) -> Row:
+    every = windows(tokens)
+    if method not in every:
+        raise NotMeasured(f"distances of {method} at {tokens} tokens")
+    return every[method]
 
 
 def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
     """The mean over predicted tokens of `kl` (nats) or `same` (the share of tokens of which full's is the most likely,
     too), or `worse`: perplexity over full's, less 1."""
-    every = windows(tokens)
-    if method not in every:
-        raise NotMeasured(f"distances of {method} at {tokens} tokens")
-    mine, full = every[method]["windows"], every["full"]["windows"]
+    mine, full = (windows_of(m, tokens)["windows"] for m in (method, "full"))
     if what != "worse":
         return resampled([x / n for x, n in zip(mine[what], mine["tokens"], strict=True)])
     nll = zip(mine["nll"], full["nll"], mine["tokens"], strict=True)
@@ -132,31 +136,28 @@ def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
 
 
 def recall(method: str, tokens: int = 4096) -> float:
-    return mean(windows(tokens)[method]["recalls"])
+    """The share of full's attention mass on the tokens that a method attends to, mean of layers, steps and texts."""
+    return mean(windows_of(method, tokens)["recalls"])
 
 
-# ---- speed ----
+# ---- the rest ----
 
 
-def speed(method: str, model: str, size: str, mode: str = "compiled", gpu: bool = False) -> Row:
-    """The row of a method, or of a peer by the beginning of its name; size: batch x tokens, such as 1x8192."""
-    for r in rows_of("speed", gpu):
-        named = r.get("method") == method and r.get("mode") == mode if "method" in r else r["run"].startswith(method)
-        if named and r["model"].startswith(model) and f"{r['batch']}x{r['length']}" == size and "tokens_per_s" in r:
-            return r
-    raise NotMeasured(f"the speed of {method} with {model} at {size}")
+def rows(question: str, gpu: bool = False, **where: object) -> list[Row]:
+    """The measured rows whose fields match patterns: model="SmolLM2*", batch=1."""
+    out = [
+        r for r in rows_of(question, gpu) if all(k in r and fnmatchcase(str(r[k]), str(v)) for k, v in where.items())
+    ]
+    if not out:
+        raise NotMeasured(f"{question}: {where}")
+    return out
 
 
-def times_full(method: str, model: str, size: str, mode: str = "compiled", gpu: bool = False) -> float:
-    """Tokens/s over full's in the same rounds."""
-    mine, full = (speed(m, model, size, mode, gpu)["tokens_per_s"] for m in (method, "full"))
-    return mine / full
+def values(question: str, key: str, gpu: bool = False, **where: object) -> list[Any]:
+    return [r[key] for r in rows(question, gpu, **where | {key: "*"})]
 
 
-def operator(method: str, size: str, gpu: bool = False) -> Row:
-    """The row of one layer's attention with Llama-3.1-8B's shapes."""
-    for r in rows_of("attention", gpu):
-        at = r["method"], r["model"], f"{r['batch']}x{r['length']}"
-        if at == (method, "llama-3.1-8b", size) and "times_dense" in r:
-            return r
-    raise NotMeasured(f"the attention of {method} at {size}")
+def tokens_per_s(method: str, mode: str) -> tuple[float, float]:
+    """Of SmolLM2 after 4,000 tokens, and the ratio to full's in the same rounds."""
+    row = rows("speed", model="SmolLM2*", length=4000, method=method, mode=mode, tokens_per_s="*")[0]
+    return row["tokens_per_s"], row["times_full"]

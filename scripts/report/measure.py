@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import re
@@ -35,8 +34,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cache.grammar import parse_spec
-from cache.spec import resolve
 from runtime.errors import InputError, run_cli
 from runtime.machine import ROOT, SMOLLM2_CALIBRATION, check_out, smollm2
 from runtime.options import Parser
@@ -191,15 +188,6 @@ def plain(command: str) -> str:
 
 def full_name(module: str) -> str:
     return module if module.startswith(("tests.", "pytest")) else f"scripts.{module}"
-
-
-def check_command(module: str, argv: list[str]) -> None:
-    """Raises InputError unless the script's own parser takes the arguments, and its methods and knobs exist."""
-    parser = importlib.import_module(full_name(module)).parser()
-    opt = parser.parse_args(argv)
-    for spec in getattr(opt, "method", None) or ():
-        for part in parse_spec(spec) if spec != "all" else ():
-            resolve(part.name)
 
 
 @functools.cache
@@ -385,6 +373,9 @@ def main() -> None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in [*RUNNING]:
                     interrupt(process)
+                opt.within = 0  # what was not reached may be there from before
+                for at in found:
+                    attempt(*at)
                 raise
     finally:
         written = []

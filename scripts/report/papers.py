@@ -1,23 +1,7 @@
 """Figures that the papers report, and the commands that measure their tables of accuracy on a GPU. A ratio is to the
-paper's own baseline on its own GPU.
-
-    python -m scripts.report.papers          # the commands
-    python -m scripts.report.papers --try    # runs each to its end, with the shipped model and data of a few lines
-"""
+paper's own baseline on its own GPU."""
 
 from __future__ import annotations
-
-import json
-import re
-import shlex
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
-from runtime.errors import InputError, run_cli
-from runtime.machine import ROOT
-from runtime.options import Parser
 
 # SALS, Table 6, ms: batch, tokens, Flash-attn, Double-sparse, SALS-25%, SALS-12.5%. The model is not named; 4K
 # tokens and the times fit Llama-2-7B.
@@ -99,48 +83,3 @@ def reported() -> dict[tuple[str, str, int, int, str], str]:
         f"{100 * (OJAKV_2[1] / OJAKV_2[0] - 1):+.0f} % (OjaKV, Fig. 2)"
     )
     return out
-
-
-# ---- to try the commands ----
-
-TEXT = "The key lay under a stone. Nobody saw the tall man who came by night, and left before the morning. " * 40
-TRIED = {  # flag -> a small value; what is not in a command, but decides how long it takes, is added
-    "checkpoint": "models/tiny", "essays": "essays", "squad": "squad.json", "hotpotqa": "hotpot.json",
-    "text": "wiki.txt", "samples": "1", "lengths": "2048", "max-new-tokens": "2", "length": "160",
-    "decoded": "4", "windows": "1",
-}  # fmt: skip
-ADDED = {"compare": ("max-new-tokens",), "perplexity": ("length", "decoded", "windows")}
-
-
-def tried(command: str, folder: Path) -> list[str]:
-    """A command with the shipped model, one short sample, and data in a folder, which are written."""
-    docs = [f"{i}. {TEXT[:99]}" for i in range(20)]
-    asked = dict(question="Where was the key?", answers=[dict(text="under a stone")], is_impossible=False)
-    squad = dict(data=[dict(paragraphs=[dict(context=doc, qas=[asked]) for doc in docs])])
-    hotpot = [dict(question="Who came?", answer="a man", context=[[f"Title {i}", [doc]] for i, doc in enumerate(docs)])]
-    (folder / "essays").mkdir(exist_ok=True)
-    for name, text in (("essays/a.txt", TEXT), ("wiki.txt", TEXT), ("squad.json", squad), ("hotpot.json", hotpot)):
-        (folder / name).write_text(text if isinstance(text, str) else json.dumps(text))
-    for flag in ADDED[command.split()[2].rpartition(".")[2]]:
-        command += f" --{flag} 1"
-    for flag, value in TRIED.items():
-        there = folder / value if flag in ("essays", "squad", "hotpotqa", "text") else value
-        command = re.sub(rf"--{flag} \S+", lambda _, flag=flag, there=there: f"--{flag} {there}", command)
-    return [sys.executable, *shlex.split(command)[1:]]
-
-
-def main() -> None:
-    p = Parser(__doc__)
-    p.add_argument("--try", dest="run", action="store_true", help="run each command on small data")
-    p.add_argument("--json", action="store_true", help="print the commands as JSON")
-    opt = p.parse_args()
-    commands = [command for *_, command in ACCURACY if command]
-    print(json.dumps(commands) if opt.json else "\n".join(commands))
-    with tempfile.TemporaryDirectory() as folder:
-        for command in commands if opt.run else ():
-            if code := subprocess.run(tried(command, Path(folder)), cwd=ROOT).returncode:
-                raise InputError(f"this command failed with {code}: {command}")
-
-
-if __name__ == "__main__":
-    run_cli(main)

@@ -16,7 +16,7 @@ from scripts.report import claims, data
 from scripts.report.data import NotMeasured
 from scripts.report.measure import PAPERS, stale
 from scripts.report.papers import ACCURACY, reported
-from scripts.shared.markdown import Row, paired, percent, pooled, rate, scores, share, table
+from scripts.shared.markdown import Row, paired, percent, rate, scores, share, table
 
 NONE = "Not measured yet."
 ON_A_GPU = "**Not run on a GPU yet.** `python -m scripts.report.measure --gpu --within 540` measures this section."
@@ -71,7 +71,7 @@ def accuracy(page: str) -> str:
             n, head = c["seq_len"], f"{before}{AXES[c['axis']][0]} {c['target']}"
             full, tasks = rows["full", n], data.counted(rows, n)
             said[n] = f"{n // 1024}K: {samples(rows, n)}"
-            lines.setdefault((f"{n // 1024}K", "`full`"), {})[head] = pooled(full, tasks)
+            lines.setdefault((f"{n // 1024}K", "`full`"), {})[head] = share(scores(full, tasks)).removesuffix(" %")
             text = compared(scores(rows[c["spec"], n], tasks), scores(full, tasks))
             lines.setdefault((f"{n // 1024}K", f"`{c['method']}`"), {})[head] = text
     order = [f"{k}{axis} {t}" for k in ("", "known, ") for axis, targets in
@@ -107,34 +107,36 @@ def methods(page: str) -> str:
                      *(tokens_per_s(spec, mode) for mode in ("eager", "compiled"))])  # fmt: skip
         ideas.add(name)
     heads = ["method", "idea", "held", "read", "found, %", "KL", "eager", "compiled"]
-    return f"{table(heads, body)}\n\n{sources(page, 'defaults', 'distances', 'speed')}".strip()
+    said = f"Found: {samples(rows, 4096)}." if rows else ""
+    return "\n\n".join(filter(None, [table(heads, body), said, sources(page, "defaults", "distances", "speed")]))
 
 
-def by_default(spec: str, rows: dict[tuple[str, int], Row]) -> str:
-    """What a setting finds at 4K."""
-    if (spec, 4096) not in rows:
+def by_default(spec: str, rows: dict[tuple[str, int], Row], tokens: int = 4096) -> str:
+    """What a setting finds."""
+    if (spec, tokens) not in rows:
         return "-"
-    full, mine = (scores(rows[m, 4096], data.counted(rows, 4096)) for m in ("full", spec))
-    return share(full) if spec == "full" else compared(mine, full)
+    full, mine = (scores(rows[m, tokens], data.counted(rows, tokens)) for m in ("full", spec))
+    return share(full).removesuffix(" %") if spec == "full" else compared(mine, full)
 
 
 def tokens_per_s(method: str, mode: str) -> str:
     try:
-        row = data.speed(method, "SmolLM2", "1x4000", mode)
+        speed, times = data.tokens_per_s(method, mode)
     except NotMeasured:
         return "-"
-    return f"{rate(row['tokens_per_s'])}" + (f" ({row['times_full']:.2f}x)" if method != "full" else "")
+    return rate(speed) if method == "full" else f"{rate(speed)} ({times:.2f}x)"
 
 
 def papers(page: str) -> str:
-    """The papers' scores beside ours at 4K, and the command of each paper's table."""
-    rows, _ = data.answers("defaults")
-    body = [[f"`{spec}`", where, task, f"{score:g} of {full:g}", by_default(spec, rows), distance(spec, "worse"),
-             f"`{command}`" if command else "as above"]
+    """The papers' scores beside ours at 4K and 8K, and the command of each paper's table."""
+    short, long = (data.answers(q)[0] for q in ("defaults", "long"))
+    body = [[f"`{spec}`", where, task, f"{score:g} of {full:g}", by_default(spec, short), by_default(spec, long, 8192),
+             distance(spec, "worse"), f"`{command}`" if command else "as above"]
             for spec, where, task, score, full, command in ACCURACY]  # fmt: skip
-    heads = ["", "paper", "its model and task", "score, of full's", "found here, %", "perplexity here / full's - 1",
-             "command for its table"]  # fmt: skip
-    return f"{table(heads, body)}\n\n{sources(page, 'defaults', 'distances')}".strip()
+    heads = ["", "paper", "its model and task", "score, of full's", "found at 4K, %", "at 8K, %",
+             "perplexity / full's - 1", "command for its table"]  # fmt: skip
+    said = [f"Here: {samples(rows, n)}." for rows, n in ((short, 4096), (long, 8192)) if rows]
+    return "\n\n".join(filter(None, [*said, table(heads, body), sources(page, "defaults", "long", "distances")]))
 
 
 # ---- speed ----

@@ -84,11 +84,6 @@ def scores(row: Row, tasks: Sequence[str]) -> list[float]:
     return [x for t in tasks for x in row[f"{t}_each"]]
 
 
-def pooled(row: Row, tasks: Sequence[str]) -> str:
-    """The share found over the samples of all tasks: `92 (81-97) %`."""
-    return share(scores(row, tasks))
-
-
 def both_found(row: Row) -> tuple[list[float], list[float]]:
     """Of a comparison to kvpress, the samples of all tasks together: ours and theirs."""
     ours, theirs = ([x for k, each in row.items() if k.endswith(side) for x in each] for side in ("_ours", "_theirs"))
