@@ -49,8 +49,8 @@ def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
 
 
 def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
-    """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's; and the cells,
-    whose axis and target are empty for a setting that is not one of a ladder."""
+    """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and a task counts;
+    and the cells, whose axis and target are empty for a setting that is not one of a ladder."""
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
     for run in newest(question)[1]:
@@ -65,7 +65,8 @@ def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
         for c in run["cells"] or alone:
             cells.setdefault((c["axis"], c["target"], c["method"], c["seq_len"]), c)
     size = {key: [len(row[f"{t}_each"]) for t in tasks_of([row])] for key, row in rows.items()}
-    rows = {(m, n): row for (m, n), row in rows.items() if size[m, n] == size.get(("full", n))}
+    counts = {n for _, n in rows if counted(rows, n)}
+    rows = {(m, n): row for (m, n), row in rows.items() if n in counts and size[m, n] == size.get(("full", n))}
     return rows, [c for c in cells.values() if (c["spec"], c["seq_len"]) in rows]
 
 
