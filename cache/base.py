@@ -257,7 +257,8 @@ class KVMethod(Storage):
     def __init__(self, args: Any, shape: CacheShape, layer: int, rope: Rope, calib: Any = None):
         super().__init__(shape)
         self.args, self.layer, self.calib = args, layer, calib
-        self.alike = type(self), repr(args), shape.window  # layers with the same compute the same of positions
+        # layers with the same compute the same of positions
+        self.alike: tuple[Any, ...] = type(self), repr(args), shape.window
         object.__setattr__(self, "rope", rope)  # shared by all layers: this module neither counts nor moves it
         if shape.window is not None and not self.supports_window:
             raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ class Dense(KVMethod):
     reads_queries = False
     verifies = rewinds = True
     layout = KVMethod.first_slots
+    own_basis: ClassVar[bool] = False  # stores keys in a basis of its own, in which `rotate_append` returns the query
 
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
@@ -44,13 +47,9 @@ class Dense(KVMethod):
         n = self.shape.window
         return self.once_a_step(pos, "first", lambda: (pos - n + 1).clamp(min=0)) if n else None
 
-    def stored_query(self, q: Tensor) -> Tensor:
-        """Transform rotated q [B, Hq, D] to the basis of the stored keys."""
-        return q
-
     def verify(self, q, k, v, pos):
         tokens = zip(q.unbind(2), k.unbind(2), v.unbind(2), strict=True)
-        each = [self.stored_query(self.rotate_append(*token, pos + i)) for i, token in enumerate(tokens)]
+        each = [self.rotate_append(*token, pos + i) for i, token in enumerate(tokens)]
         y = verify_attention(torch.stack(each, 2), self.k, self.v, self.first(pos), pos + len(each))
         return self.out_of_units(y)
 

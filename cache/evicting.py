@@ -23,13 +23,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from cache.base import Attended, KVMethod, knob
+from cache.base import Attended, KVMethod, knob, rows
 from cache.budget import budget_tokens, check_budget, min_tokens
 from kernels.dense_attention import attend_where, decode_attention
+from kernels.evict_append import evict_append
 from kernels.gather_attention import gather_attention, gather_rows
 from kernels.observed_attention import last_mass, observed_attention, prefill_attention_mass
 from kernels.prompt_scores import best_tokens, newest_first
-from kernels.rotate_append import append_token
 from runtime.errors import InputError
 
 
@@ -71,9 +71,9 @@ class Evicting(KVMethod):
         """
         return mass
 
-    def token_score(self, k: Tensor) -> Tensor:
-        """The score with which a new token is stored: k [B, Hkv, D] rotated -> [B, Hkv]."""
-        return k.new_zeros(k.shape[:2], dtype=torch.float32)  # on its device: a CUDA graph captures no number's copy
+    def token_score(self, k: Tensor) -> Tensor | None:
+        """The score with which a new token is stored: k [B, Hkv, D] rotated -> [B, Hkv]; None: 0."""
+        return None
 
     # optional method (self, weights): weights fp32 [B, Hkv, N] of a step, summed over the group; updates self.score
     observe: ClassVar[Any] = None
@@ -91,7 +91,11 @@ class Evicting(KVMethod):
 
     def max_kept(self, n: int) -> int:
         """The largest `num_kept` of all lengths up to n."""
-        return int(self.num_kept(torch.arange(1, n + 1)).max())
+        return max(self.all_kept(n))
+
+    def all_kept(self, n: int) -> list[int]:
+        """`num_kept` at all lengths up to n."""
+        return self.num_kept(torch.arange(1, n + 1)).tolist()
 
     def decode_slots(self) -> int:
         """Extra slots for decoded tokens beside the budget; nothing is evicted before they are full."""
@@ -102,7 +106,9 @@ class Evicting(KVMethod):
     def __init__(self, args, shape, layer, rope, calib=None):
         super().__init__(args, shape, layer, rope, calib)
         B, H, T, D = shape.kv
-        N = min(T, self.max_kept(T) + self.decode_slots())
+        kept = self.all_kept(T)
+        self.alike = *self.alike, hash(tuple(kept))  # for `once_a_step`, as layers may have budgets of their own
+        N = min(T, max(kept) + self.decode_slots())
         self.buffer("k", (B, H, N, D)), self.buffer("v", (B, H, N, D))
         if self.evicts:
             self.buffer("score", (B, H, N), torch.float32)
@@ -190,39 +196,25 @@ class Evicting(KVMethod):
         stored, read, ended = self.filled[:B] + new, lengths.clamp(max=start + n), (new == 0).nonzero().flatten()
         before = [(b, b[ended]) for b in self.buffers() if len(b) == self.shape.max_batch]
         self.keep(keys, values, self.prompt_scores(q, keys, values, mass, stored), stored, at, read)
-        for buffer, rows in before:  # prompts that ended before this chunk stay as they are
-            buffer[ended] = rows
+        for buffer, old in before:  # prompts that ended before this chunk stay as they are
+            buffer[ended] = old
         return y
 
     # ---- one token per row ----
 
     def append(self, k, v, pos):
         """Store the token in the next free slot or, if the row is full, in place of the token of the lowest score."""
-        (B, H), filled = k.shape[:2], self.filled[: len(k)]
-        slots = self.k.shape[2]
-        # if nothing is evicted, all slots may fill, even where a longer prompt would keep fewer tokens
-        most = (self.num_kept(pos + 1) + self.decode_slots()).clamp(max=slots) if self.evicts else slots
-        grows = filled < most
-        slot = filled[:, None].clamp(max=slots - 1)
-        if self.evicts:
-            slot = torch.where(grows[:, None], slot, self._lowest(pos))  # [B, Hkv]
-        row, head = torch.arange(B, device=k.device)[:, None], torch.arange(H, device=k.device)
-        append_token(k, v, slot.expand(B, H), self.k, self.v)
-        self.place[row, head, slot] = pos[:, None].int().expand(B, H)
-        if self.evicts:
-            self.score[row, head, slot] = self.token_score(k)
-        self.filled[:B] = filled + grows
-
-    def _lowest(self, pos):
-        """The slot of the lowest score among tokens that are not recent, [B, Hkv]; of equal scores the first."""
-        B, slot = len(pos), torch.arange(self.k.shape[2], device=pos.device)
-        recent = self.place[:B] > (pos - self.recent(pos + 1))[:, None, None]
-        fixed = recent | (slot >= self.filled[:B, None])[:, None]
-        return self.score[:B].masked_fill(fixed, float("inf")).argmin(-1)
+        slots = self.k, self.v, self.place, self.filled
+        if not self.evicts:  # all slots may fill, even where a longer prompt would keep fewer tokens
+            return evict_append(k, v, pos, *slots)
+        N = self.k.shape[2]
+        most = self.once_a_step(pos, "most", lambda: (self.num_kept(pos + 1) + self.decode_slots()).clamp(max=N))
+        since = self.once_a_step(pos, "since", lambda: pos - self.recent(pos + 1))
+        evict_append(k, v, pos, *slots, self.score, most, since, self.token_score(k))
 
     def attend(self, q, idx, count, pos):
         """Attend to all slots, or to those that a subclass's `select` returns."""
-        filled = self.filled[: len(q)]
+        filled = rows(self.filled, len(q))
         if idx is not None:
             return gather_attention(q, self.k, self.v, idx, count)
         if self.observe is None:

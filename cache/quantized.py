@@ -26,6 +26,7 @@ from kernels.quantized_attention import (
     values_read,
 )
 from kernels.rope import apply_rope, rotated_products
+from kernels.rotate_append import turn_heads
 from runtime.errors import InputError
 
 # A key bias that is subtracted by default, in lengths of a key without it (ours). Codes that share one scale for all
@@ -121,12 +122,13 @@ class Quantized(KVMethod):
         if args.skip:
             self.note_reads()
 
-    def turn(self, x: Tensor) -> Tensor:
-        """Transform x [..., D] to the orthonormal basis in which keys and values are stored."""
-        return x
+    def turn(self, q: Tensor) -> Tensor:
+        """Transform q [B, Hq, D] to the orthonormal basis in which keys and values are stored."""
+        return q
 
-    def turn_back(self, y: Tensor) -> Tensor:
-        return y
+    def turn_back(self, x: Tensor) -> Tensor:
+        """The inverse, of outputs [B, Hq, D], or of keys or values [B, Hkv, T, D] as stored."""
+        return x
 
     def store_prompt(self, q, k, q_rot, k_rot, v, lengths):
         if self.key_bias is not None:
@@ -150,11 +152,11 @@ class Quantized(KVMethod):
 
     def compress(self, q, k, v, lengths):
         for store, x in ((self.keys, k), (self.values, v)):
-            store_prompt(store.tokens, self.turn(x), lengths)
+            store_prompt(store.tokens, x, lengths)
 
     def append(self, k, v, pos):
         for store, x in ((self.keys, k), (self.values, v)):
-            quantized_append(self.turn(x), pos, store.tokens)
+            quantized_append(x, pos, store.tokens)
 
     def products_with_bias(self, q: Tensor) -> Tensor | None:
         """What a bias that keys are stored without adds to q . k, [B, Hq, T]."""
@@ -210,11 +212,14 @@ class Turned(Quantized):
 
     matrix: Tensor  # fp32 [D, D]
 
-    def turn(self, x):
-        return (x.float() @ self.matrix).to(x.dtype)
+    def kv_in_units(self, k, v):
+        return turn_heads(k, self.matrix, self.k_unit, True), turn_heads(v, self.matrix, self.v_unit, True)
 
-    def turn_back(self, y):
-        return (y.float() @ self.matrix.T).to(y.dtype)
+    def turn(self, q):
+        return turn_heads(q, self.matrix)
+
+    def turn_back(self, x):
+        return turn_heads(x, self.matrix.T)
 
     def card_nbytes(self):
         return super().card_nbytes() + 4 * self.shape.head_dim**2

@@ -87,7 +87,7 @@ def dense_of(modules: dict[str, nn.Module], name: str) -> tuple[Dense | None, st
     """The module of a buffer of dense keys or values whose slot is their position, and "k" or "v"."""
     module, _, part = name.rpartition(".")
     m = modules.get(module)
-    if not isinstance(m, Dense) or part not in ("k", "v") or type(m).stored_query is not Dense.stored_query:
+    if not isinstance(m, Dense) or part not in ("k", "v") or m.own_basis:
         return None, part
     return (None if m.layout(m.shape.max_seq_len) else m), part
 

@@ -14,6 +14,7 @@ the new one into the ring. Where tokens may be taken back, the ring has more slo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def store_newest(ring: LatentTokens, basis: Tensor, k: Tensor, v: Tensor, length
 def append_token(
     ring: LatentTokens, store: LatentTokens, latents: Tensor, values: Tensor, pos: Tensor, recent: int
 ) -> None:
-    """Put a token a row, latents [B, rank of the ring] and values [B, n*D] at pos [B], into the ring of R slots.
+    """Put a token a row, latents [B, rank of the ring] and values [B, n, D] at pos [B], into the ring of R slots.
 
     The token at pos - recent goes from the ring to the store, at the target ratio. Where there is none yet, what its
     slot holds goes to one of the store's last slots, which are of tokens that stay recent. With R = recent the new
@@ -121,7 +122,7 @@ def append_token(
 
 
 def _whole_groups(latents: Tensor, values: Tensor, *rest: object) -> bool:
-    return values.shape[1] % GROUP == 0
+    return math.prod(values.shape[1:]) % GROUP == 0
 
 
 @operation(
@@ -140,7 +141,7 @@ def _latent_append(
     row, old = torch.arange(len(pos), device=pos.device), pos - recent
     old_latents, old_values = read_tokens(ring, (old % R)[:, None])
     write_tokens(store, row, old % T, old_latents[:, 0], old_values[:, 0])
-    write_tokens(ring, row, pos % R, latents, values)
+    write_tokens(ring, row, pos % R, latents, values.flatten(1))
 
 
 # ---- a prompt's keys into the latent space ----
@@ -277,6 +278,7 @@ def _append_launch(
     part: int = PART,
 ) -> None:  # fmt: skip
     """The Triton version of `append_token`; tests give the size of a part (a power of two >= 32)."""
+    values = values.flatten(1)
     rank, width = ring_k.shape[2], values.shape[1]
     tensors = (ring_k, ring_v, ring_params, lead, rest, v, params)
     assert all(x is None or x.is_contiguous() for x in tensors) and values.stride(1) == 1

@@ -61,7 +61,7 @@ def latent_attention(
 
     q [B, Hq, D] rotated; basis [>= r, n*D] with the basis vectors in rows, of which latents of r coordinates use the
     first r; pos [B] of the newest token: it and those before it, `recent` in all, are in the ring of R >= recent slots,
-    slot = position mod R, and all older ones in the store, slot = position. idx [B, K] int64 and count [B], entries
+    slot = position mod R, and all older ones in the store, slot = position. idx [B, 1, K] int64, count [B, 1], entries
     past the count point anywhere; None: all older ones. cos and sin, [1 or >= B, T, D/2] fp32, tables by position ->
     [B, Hq, D].
     """
@@ -110,7 +110,9 @@ def expand_tokens(
     newest = pos[:, None] - torch.arange(recent, device=pos.device)
     if idx is None or count is None:  # the last slots of a store, `recent` of them, never hold anything
         idx = torch.arange(store.latents[0].shape[1] - recent, device=pos.device).expand(B, -1)
-        count = pos + 1 - recent
+        count = (pos + 1 - recent)[:, None]
+    else:
+        idx = idx[:, 0]
     keys, values = [], []
     for tokens, slot in ((ring, newest % R), (store, idx)):
         latents, v = read_tokens(tokens, slot)
@@ -119,7 +121,7 @@ def expand_tokens(
     k, v = (torch.cat(x, 1).unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (keys, values))
     at = torch.cat((newest.clamp(min=0), idx), 1)
     table = (cos[0][at], sin[0][at]) if len(cos) == 1 else (cos[row, at], sin[row, at])
-    chosen = torch.arange(idx.shape[1], device=pos.device) < count[:, None]
+    chosen = torch.arange(idx.shape[1], device=pos.device) < count
     return apply_rope(k, *(x[:, None] for x in table)), v, at, torch.cat((newest >= 0, chosen), 1)
 
 
@@ -292,7 +294,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     """The Triton version of `latent_attention`; tests give block (a power of two >= 16) and splits."""
     (B, Hq, D), (T, R) = q.shape, (lead.shape[1], ring_k.shape[1])
-    H, K = basis.shape[1] // D, T - recent if idx is None else idx.shape[1]
+    H, K = basis.shape[1] // D, T - recent if idx is None else idx.shape[2]
     tensors = (basis, ring_k, ring_v, ring_params, lead, rest, v, params)
     assert all(x is None or x.is_contiguous() for x in tensors) and q.stride(2) == 1
     assert cos.stride()[1:] == sin.stride()[1:] == (D // 2, 1), "a position's angles must be contiguous"

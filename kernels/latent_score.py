@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
+from kernels.linear import dense_linear
 from kernels.native import DTYPES, VECTOR
 from kernels.op import operation
 from kernels.ring import ring_positions
@@ -47,13 +48,33 @@ def latent_mass(q: Tensor, store: Tensor, ring: Tensor, pos: Tensor, recent: int
     return logits.softmax(-1)[..., :T].sum(1, keepdim=True)
 
 
+def _vectors(q: Tensor, latents: Tensor, pos: Tensor | None) -> bool:
+    """C++ reads rows in whole vectors, of which the last may reach into the next row if that follows at once."""
+    r = q.shape[3]
+    return latents.dtype in DTYPES and (r % VECTOR == 0 or latents.stride(2) == r)
+
+
 @operation(
-    cpp=lambda q, latents, pos: q.shape[3] % VECTOR == 0 and latents.dtype in DTYPES,
+    cpp=_vectors,
     fake=lambda q, latents, pos: empty_scores(*q.shape[:3], latents.shape[2], device=q.device),
 )
 def head_scores(q: Tensor, latents: Tensor, pos: Tensor | None) -> Tensor:
     """As `latent_score`, with latents for each head: q [B, H, C, r], latents [>= B, H, T, r] -> fp32 [B, H, C, T]."""
     return q.float() @ latents[: len(q)].float().mT
+
+
+@operation(
+    cpp=lambda q, basis, latents, pos: basis.shape[1] % VECTOR == 0,
+    fake=lambda q, basis, latents, pos: empty_scores(len(q), 1, latents.shape[1], device=q.device),
+)
+def joint_score(q: Tensor, basis: Tensor, latents: Tensor, pos: Tensor) -> Tensor:
+    """`latent_score` of one query a row, q [B, Hq, D] of all heads in the first r vectors of basis [>= r, Hkv * D].
+
+    The sum over query heads of q . (k of its group) is the sum over KV heads of (the sum of its group's q) . k.
+    """
+    H, r = basis.shape[1] // q.shape[2], latents.shape[2]
+    groups = q.unflatten(1, (H, -1)).sum(2).flatten(1)
+    return latent_score(dense_linear(groups, basis[:r])[:, None], latents, pos)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.latent_score import head_scores
-from kernels.op import operation
+from kernels.op import operation, whole_vectors
+from kernels.select import budget_select, with_run
 from kernels.splits import empty_scores, score_grid
 from kernels.tiles import filled
 from kernels.tuned import tuned
@@ -33,6 +34,7 @@ def page_bounds(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return torch.where(real, k, float("inf")).amin(3), torch.where(real, k, float("-inf")).amax(3)
 
 
+@operation(cpp=True, mutates=("low", "high"))
 def join_page(low: Tensor, high: Tensor, k: Tensor, pos: Tensor, page: int) -> None:
     """In place, one token a row: k [B, H, D] at pos [B] widens its page in low and high [>= B, H, P, D].
 
@@ -45,6 +47,7 @@ def join_page(low: Tensor, high: Tensor, k: Tensor, pos: Tensor, page: int) -> N
 
 
 @operation(
+    cpp=whole_vectors,
     fake=lambda q, low, high, last: empty_scores(len(q), *low.shape[1:3], device=q.device),
 )
 def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None) -> Tensor:
@@ -57,6 +60,26 @@ def page_score(q: Tensor, low: Tensor, high: Tensor, last: Tensor | None = None)
     groups = q.float().unflatten(1, (low.shape[1], -1))
     up, down = groups.clamp(min=0).sum(2, keepdim=True), groups.clamp(max=0).sum(2, keepdim=True)
     return (head_scores(up, high, last) + head_scores(down, low, last))[:, :, 0]
+
+
+@operation(
+    cpp=lambda scores, *_: scores.dtype == torch.float32,
+    fake=lambda scores, pos, wanted, page, k, *_: tuple(
+        scores.new_empty(*scores.shape[:2], *n, dtype=torch.int64) for n in ((k,), ())
+    ),
+)
+def page_select(
+    scores: Tensor, pos: Tensor, wanted: Tensor, page: int, k: int, last: int, sinks: int = 0, recent: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The tokens of the `wanted` best pages, the last of which is that of the newest token, as far as it is filled.
+
+    scores [B, H, P], pos [B] of the newest token; wanted [B] or [B, H] pages, the first `sinks` and the `recent` ones
+    before the last forced in -> idx [B, H, k] int64, slots up to `last`, and count [B, H], as in `budget_select`.
+    """
+    newest = pos // page
+    pages, n = budget_select(scores, newest - 1, wanted - 1, max(1, k // page - 1), sinks, recent)
+    tokens = (pages[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
+    return with_run(tokens, n * page, newest * page, last, k), n * page + (pos % page + 1)[:, None]
 
 
 # ---- Triton ----

@@ -321,8 +321,8 @@ def _quantized_attention_kernel(
                 b_v = _unpacked(v, v_third, v_params, v_book, slot, inner, offs_u, D, V_BITS, V_GROUP, b_q.dtype)
             if CHANNELS:  # keys leave the ring before their values do
                 late = inside & (offs_t >= packed_values)
-                at = (pid_bh * (sinks + ring) + sinks + (offs_t - sinks) % ring) * D
-                b_v += tl.load(v_whole + at[:, None] + offs_d, mask=late[:, None] & (offs_d < D), other=0.0)
+                whole = (pid_bh * (sinks + ring) + sinks + (offs_t - sinks) % ring) * D
+                b_v += tl.load(v_whole + whole[:, None] + offs_d, mask=late[:, None] & (offs_d < D), other=0.0)
             m_i, l_i, acc = softmax_step(logits * SCALE, inside, b_v, m_i, l_i, acc)
 
     # sinks and then the ring as one list of whole rows; of the splits before, none has a part of it

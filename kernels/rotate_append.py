@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import tl, triton
+from kernels.native import VECTOR
 from kernels.op import operation
 from kernels.rope import angle_bytes, angles, apply_rope
 from kernels.tuned import tuned
@@ -56,6 +57,17 @@ def scale_heads(x: Tensor, unit: Tensor, divide: bool = False) -> Tensor:
     groups, unit = x.unflatten(1, (unit.shape[1], -1)), unit[: len(x)]
     unit = unit.view(*unit.shape, *[1] * (x.dim() - 2))
     return (groups / unit if divide else groups * unit).flatten(1, 2)
+
+
+@operation(cpp=lambda x, matrix, *_: x.dim() == 3 and x.shape[2] % VECTOR == 0)
+def turn_heads(x: Tensor, matrix: Tensor, unit: Tensor | None = None, divide: bool = False) -> Tensor:
+    """x [B, H * g, ..., D] times matrix [D, D], or with x [B, H * g, D] that of its KV head [H, D, D], in the dtype of
+    the matrix; with unit [>= B, H, 1] scaled as by `scale_heads`."""
+    y = (x if unit is None else scale_heads.reference(x, unit, divide)).to(matrix.dtype)
+    if matrix.dim() == 2:
+        return (y @ matrix).to(x.dtype)
+    # one product per head for all rows: batched over rows, torch would copy the matrix for each
+    return torch.einsum("bhgd,hde->bhge", y.unflatten(1, (len(matrix), -1)), matrix).flatten(1, 2).to(x.dtype)
 
 
 # ---- Triton ----

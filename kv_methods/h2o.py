@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache.base import knob
+from cache.base import knob, rows
 from cache.budget import budget_tokens, check_budget, min_tokens
 from cache.evicting import Evicting
 
@@ -35,4 +35,4 @@ class H2O(Evicting):
 
     def observe(self, weights):
         """Scores accumulate the attention of every step, per KV head summed over its group's queries."""
-        self.score[: len(weights)] += weights
+        rows(self.score, len(weights)).add_(weights)

@@ -18,6 +18,7 @@ from cache.budget import TopP, check_part, part_of
 from cache.selecting import Heads, Selecting
 from cache.statistic import Statistic, principal
 from kernels.latent_score import head_scores
+from kernels.rotate_append import turn_heads
 from runtime.errors import InputError
 
 PRESETS = {
@@ -53,6 +54,7 @@ class Loki(Selecting):
     paper = "Singhania et al. 2024, Loki: Low-rank Keys for Efficient Sparse Attention"
     statistics = (KeyComponents(),)
     deviates = frozenset({"rereads"})
+    own_basis = True
 
     basis: Tensor  # [Hkv, D, D], components in columns, the largest first
 
@@ -89,34 +91,28 @@ class Loki(Selecting):
 
     # ---- everything in the basis: q . k does not change ----
 
-    def stored_query(self, q):
-        """q [B, Hq, D] rotated -> in the basis of its KV head."""
-        # one product per head for all rows: batched over rows, torch would copy the basis for each
-        groups = q.unflatten(1, (self.shape.n_kv_head, -1))
-        return torch.einsum("bhgd,hde->bhge", groups, self.basis).flatten(1, 2)
+    def rotate_append(self, q, k, v, pos):
+        return turn_heads(super().rotate_append(q, k, v, pos), self.basis)
 
     def compress(self, q, k, v, lengths):
         super().compress(q, k @ self.basis, v, lengths)
 
     def append(self, k, v, pos):
-        super().append(torch.einsum("bhd,hde->bhe", k, self.basis), v, pos)
+        super().append(turn_heads(k, self.basis), v, pos)
 
     def scores(self, q, pos):
         """Approximate scores: products in the first d coordinates, of the group's sum or of each query."""
-        groups = self.stored_query(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
-        if not self.by_query:
-            return head_scores(groups.sum(2, keepdim=True), self.k[..., : self.d], pos)[:, :, 0]
+        if self.by_query:
+            return self._products(q, pos)
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1)).sum(2, keepdim=True)
+        return head_scores(groups[..., : self.d], self.k[..., : self.d], pos)[:, :, 0]
+
+    def _products(self, q, pos):
+        groups = q.unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
         return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2)
 
     def logits(self, q, pos):
-        groups = self.stored_query(q).unflatten(1, (self.shape.n_kv_head, -1))[..., : self.d]
-        return head_scores(groups.contiguous(), self.k[..., : self.d], pos).flatten(1, 2) * q.shape[2] ** -0.5
-
-    def attend(self, q, idx, count, pos):
-        return super().attend(self.stored_query(q), idx, count, pos)
-
-    def attended(self, q, idx, count, pos):
-        return super().attended(self.stored_query(q), idx, count, pos)
+        return self._products(q, pos) * q.shape[2] ** -0.5
 
     # ---- accounting ----
 
@@ -125,5 +121,5 @@ class Loki(Selecting):
         return (pos + 1) * self.d * self.shape.dtype.itemsize
 
     def traffic(self, pos):
-        """The basis is read three times: for the new key, the query that scores, and the one that attends."""
-        return super().traffic(pos) + 3 * self.basis.numel() * self.basis.element_size()
+        """The basis is read twice: for the new key, and for the query."""
+        return super().traffic(pos) + 2 * self.basis.numel() * self.basis.element_size()

@@ -15,8 +15,7 @@ from torch import Tensor
 from cache.base import knob
 from cache.budget import TopP
 from cache.selecting import Heads, Selecting
-from kernels.page_score import join_page, page_bounds, page_score
-from kernels.select import budget_select, with_run
+from kernels.page_score import join_page, page_bounds, page_score, page_select
 from kernels.top_p import top_p_count
 
 PRESETS = {
@@ -59,6 +58,9 @@ class Quest(Selecting):
         """The number of pages that `tokens` fill, an int or a tensor."""
         return -(-tokens // self.args.page)
 
+    def last_page(self, pos):
+        return self.once_a_step(pos, "last", lambda: pos // self.args.page)
+
     def compress(self, q, k, v, lengths):
         super().compress(q, k, v, lengths)
         for bound, of_prompt in zip((self.low, self.high), page_bounds(k, lengths, self.args.page), strict=True):
@@ -83,12 +85,13 @@ class Quest(Selecting):
         """The upper bound of every page: the sum over channels of max(q low, q high) -> [B, Hkv or Hq, P]."""
         if self.by_query:
             return self._bounds(q, pos)
-        return page_score(q, self.low, self.high, pos // self.args.page)
+        return page_score(q, self.low, self.high, self.last_page(pos))
 
     def _bounds(self, q, pos):
         """The same bounds for every query head, [B, Hq, P]."""
         each = q.unflatten(1, (self.shape.n_kv_head, -1)).unbind(2)
-        return torch.stack([page_score(x, self.low, self.high, pos // self.args.page) for x in each], 2).flatten(1, 2)
+        last = self.last_page(pos)
+        return torch.stack([page_score(x, self.low, self.high, last) for x in each], 2).flatten(1, 2)
 
     def logits(self, q, pos):
         """Logits of pages: each of a page's tokens counts at the page's bound, which adds the log of their number."""
@@ -99,8 +102,7 @@ class Quest(Selecting):
     def select(self, q, pos):
         """The best full pages, followed by the current one as far as it is filled."""
         page, sinks, recent = self.args.page, self.sink_pages, self.recent_pages
-        last = self.once_a_step(pos, "last", lambda: pos // page)
-        before = self.once_a_step(pos, "before", lambda: last - 1)
+        last = self.last_page(pos)
         wanted = self.once_a_step(pos, "pages", lambda: self.pages_of(self.wanted(pos)))
         if self.p is None:
             scores = self.ranked(q, pos, last)
@@ -108,12 +110,8 @@ class Quest(Selecting):
             scores = self.weights(self.logits(q, pos), last)
             need = top_p_count(scores, last, self.p, sinks, recent + 1)
             wanted = need.minimum(wanted[:, None])
-        idx, count = budget_select(scores, before, wanted - 1, max(1, self.most - 1), sinks, recent)
-        tokens = (idx[..., None] * page + torch.arange(page, device=pos.device)).flatten(2)
-        start = self.once_a_step(pos, "start", lambda: last * page)
-        filled = self.once_a_step(pos, "filled", lambda: (pos % page + 1)[:, None])
-        idx = with_run(tokens, count * page, start, self.shape.max_seq_len - 1, self.k_static)
-        count = count * page + filled
+        slots = self.shape.max_seq_len
+        idx, count = page_select(scores, pos, wanted, page, self.k_static, slots - 1, sinks, recent)
         if self.p is not None:
             self.note_read(count, pos)
         return idx, count

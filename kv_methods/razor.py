@@ -121,6 +121,8 @@ class Razor(KVMethod):
     slot_of: Tensor  # int32 [B, ring]: the slot of the window's token at position sinks + i (mod ring)
     least: Tensor  # int64 [B]: S_0, the least L_h of each row
     order: Tensor  # int64 [Hkv]: the protected heads, then those that drop tokens
+    q_order: Tensor  # int64 [Hq]: their query heads
+    place: Tensor  # int64 [Hq]: of each query head in that order
 
     @dataclass
     class Args:
@@ -197,9 +199,11 @@ class Razor(KVMethod):
         if not theirs:
             return
         if own:
-            order = torch.tensor(theirs + own)
+            order, group = torch.tensor(theirs + own), torch.arange(shape.n_head // shape.n_kv_head)
+            queries = (order[:, None] * len(group) + group).flatten()
             self.constant("order", order.shape, order, torch.int64)
-            self.constant("place", order.shape, order.argsort(), torch.int64)  # of each head in that order
+            self.constant("q_order", queries.shape, queries, torch.int64)
+            self.constant("place", queries.shape, queries.argsort(), torch.int64)  # of query heads in that order
         (cls, args), calib = inner_method(self.args.retrieval_method), self.calib
         part = replace(shape, n_head=shape.n_head // shape.n_kv_head * len(theirs), n_kv_head=len(theirs),
                        ranks=ONE, all_kv_heads=0)  # fmt: skip
@@ -263,19 +267,21 @@ class Razor(KVMethod):
         if not self.n_own:
             return theirs(q, k, v, *at)
         y = torch.cat([run(*part, *at) for run, part in zip((theirs, ours), self._split(q, k, v), strict=True)], 1)
-        return y.unflatten(1, (self.shape.n_kv_head, -1)).index_select(1, self.place).flatten(1, 2)
+        return y.index_select(1, self.place)
 
     def _split(self, *heads_of: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The other method's part of every tensor [B, heads, ...], then ours: views of a copy in the order of both."""
-        H, P = self.shape.n_kv_head, self.n_other
-        parts = (x.unflatten(1, (H, -1)).index_select(1, self.order).split((P, H - P), 1) for x in heads_of)
-        return zip(*([x.flatten(1, 2) for x in part] for part in parts), strict=True)
+        out = []
+        for x in heads_of:
+            g = x.shape[1] // self.shape.n_kv_head
+            order = self.order if g == 1 else self.q_order
+            out.append(x.index_select(1, order).split((g * self.n_other, g * self.n_own), 1))
+        return zip(*out, strict=True)
 
     def prefetch(self, q_hat, pos):
         if self.other is not None:
             if self.n_own:
-                groups = q_hat.unflatten(1, (self.shape.n_kv_head, -1))
-                q_hat = groups.index_select(1, self.order[: self.n_other]).flatten(1, 2)
+                q_hat = q_hat.index_select(1, self.q_order[: self.n_other * self.shape.n_head // self.shape.n_kv_head])
             self.other.prefetch(q_hat, pos)
 
     def maintain(self, step):
@@ -375,6 +381,6 @@ class Razor(KVMethod):
         kept = min(n, self.sinks + min(max(least, budget_cap(float(a.share), n)), self.ring))
         means = a.compensation and kept < n
         head = 2 * s.head_dim * (kept * s.dtype.itemsize + 4 * means)
-        order = 16 * s.n_kv_head if self.n_own and self.n_other else 0
+        order = 8 * s.n_kv_head + 16 * s.n_head if self.n_own and self.n_other else 0
         other = self.other.traffic(pos) if self.other is not None else 0
         return other + s.max_batch * (self.n_own * head + 12 * bool(self.n_own)) + order

@@ -21,7 +21,7 @@ from cache.packed import PackedVectors, check_groups
 from cache.statistic import Statistic, principal, principal_of_heads
 from kernels.latent import LatentTokens, append_token, store_newest, store_prompt
 from kernels.latent_attention import expand_tokens, latent_attention
-from kernels.latent_score import latent_mass, latent_score
+from kernels.latent_score import joint_score, latent_mass, latent_score
 from kernels.linear import dense_linear
 from kernels.ring import ring_positions
 from kernels.select import budget_select
@@ -205,7 +205,7 @@ class Sals(KVMethod):
 
     def append(self, k, v, pos):
         latents = self._latents(k.flatten(1))  # lines 2-3
-        append_token(self.ring.tokens, self.store.tokens, latents, v.flatten(1), pos, self.recent)
+        append_token(self.ring.tokens, self.store.tokens, latents, v, pos, self.recent)
 
     def select(self, q, pos):
         """Positions chosen in the store, one set for all heads; None: all. Recent tokens are always attended to."""
@@ -228,12 +228,13 @@ class Sals(KVMethod):
 
     def _scores(self, q, pos):
         """Line 4 and Sec. 4.3: products of latent queries and keys in the first r* coordinates -> [B, 1, T]."""
-        B, H, D = len(pos), self.shape.n_kv_head, self.shape.head_dim
-        groups, basis = q.view(B, H, -1, D), self.basis[: self.score_rank]
-        if self.p is None and self.args.score == "sum":
-            # the sum over query heads of q . (k of its group) = the sum over KV heads of (sum of its group's q) . k
-            latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis))
-            latent_q = latent_q / self.copies if self.copies > 1 else latent_q
+        by_sum, one = self.p is None and self.args.score == "sum", self.shape.ranks.size == 1
+        if by_sum and one:
+            return joint_score(q, self.basis, self.store.lead, self._old(pos))
+        H, D = self.shape.n_kv_head, self.shape.head_dim
+        groups, basis = q.unflatten(1, (H, -1)), self.basis[: self.score_rank]
+        if by_sum:
+            latent_q = self.sum_over_ranks(dense_linear(groups.sum(2).flatten(1), basis)) / self.copies
             return latent_score(latent_q[:, None], self.store.lead, self._old(pos))
         latent_q = torch.einsum("bhgd,rhd->bhgr", groups, basis.view(-1, H, D)).flatten(1, 2)
         mass = latent_mass(latent_q, self.store.lead, self.ring.lead[..., : self.score_rank], pos, self.recent, D**-0.5)
@@ -248,8 +249,6 @@ class Sals(KVMethod):
 
     def _read(self, idx, count, pos):
         """What a step reads of the cache, in the form that the kernels take: one list for all heads."""
-        if idx is not None:
-            idx, count = idx[:, 0], count[:, 0]
         stored = dict(basis=self.basis, ring=self.ring.tokens, store=self.store.tokens)
         cos, sin = self.rope.tables
         return dict(**stored, pos=pos, idx=idx, count=count, cos=cos, sin=sin, recent=self.recent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cache.base import knob
+from cache.base import knob, rows
 from cache.evicting import Evicting
 
 
@@ -35,4 +35,4 @@ class TOVA(Evicting):
         return self.over_heads(mass)
 
     def observe(self, weights):
-        self.score[: len(weights)] = self.over_heads(weights)
+        rows(self.score, len(weights)).copy_(self.over_heads(weights))

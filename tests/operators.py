@@ -495,7 +495,7 @@ def latent_attention(d: Draw) -> Problem:
         chosen = [torch.randperm(x, generator=d.gen)[: round(share * x)].tolist() for x in gone]
         for b, x in enumerate(chosen):
             idx[b, : len(x)] = torch.tensor(x, dtype=torch.int64)
-        count = torch.tensor([len(x) for x in chosen])
+        idx, count = idx[:, None], torch.tensor([[len(x)] for x in chosen])
     angle = torch.rand(d.pick(1, s.B), T, s.D // 2, generator=d.gen) * 6
     short = d.version == "triton" and d.dtype.itemsize == 2  # `Rope.tables`
     cos, sin = (x.half() if short else x for x in (angle.cos(), angle.sin()))
@@ -595,6 +595,21 @@ def head_scores(d: Draw) -> Problem:
     want, size = (f(q.double()) @ f(x[: s.B].double()).mT for f in (torch.positive, torch.abs))
     x[: s.B].masked_fill_(beyond(pos, s)[:, None, :, None], NAN)
     return (q, x, pos), [Scores(want, size, pos)]
+
+
+@problem
+def joint_score(d: Draw) -> Problem:
+    s = d.sizes()
+    r, pos = d.some(1, s.H * s.D), torch.tensor([d.pick(-2, s.T - 1, d.some(-1, s.T - 1)) for _ in range(s.B)])
+    q, basis = d.normal(s.B, s.H * s.g + 1, s.D)[:, 1:], d.normal(r + d.pick(0, 3), s.H * s.D)
+    x = d.normal(s.B + s.spare, s.T, r)
+    latent = q.double().view(s.B, s.H, s.g, -1).sum(2).flatten(1) @ basis[:r].double().mT
+    size = q.double().abs().view(s.B, s.H, s.g, -1).sum(2).flatten(1) @ basis[:r].double().abs().mT
+    want, size = ((a[:, None] @ b[: s.B].double().mT) for a, b in ((latent, x), (size, x.abs())))
+    if d.dtype.itemsize == 2 and d.version != "cpp":  # which rounds the query twice
+        size = size * 2**12
+    x[: s.B].masked_fill_(beyond(pos, s)[..., None], NAN)
+    return (q, basis, x, pos), [Scores(want, size, pos)]
 
 
 @problem
@@ -726,6 +741,41 @@ def budget_select(d: Draw) -> Problem:
 
 
 @problem
+def page_select(d: Draw) -> Problem:
+    """Pages of one token to five, behind which the newest lies, as far as it is filled."""
+    s, scores, most = ranked(d)
+    page, (sinks, recent) = d.some(1, 5), d.pick((0, 0), (1, 0), (2, 3))
+    pos = torch.tensor([d.some(0, s.T * page - 1) for _ in range(s.B)])
+    wanted, newest, t = d.integers(1, s.T + 4, s.B, *d.pick([], [1], [s.H])), pos // page, torch.arange(s.T)
+    allowed = (t < newest[:, None])[:, None]
+    forced = ((t < sinks) | (t > newest[:, None] - 1 - recent))[:, None]
+    least = torch.maximum(wanted.view(s.B, -1) - 1, newest.clamp(max=sinks + recent)[:, None]).expand(s.B, s.H)
+    pages = Chosen(scores, allowed, forced, least, most)
+    given = d.view(torch.where(allowed, scores, NAN)) if d.empty else torch.where(allowed, scores, 0.0)
+    return (given, pos, wanted, page, (most + 1) * page, s.T * page - 1, sinks, recent), [Pages(pages, pos, page), None]
+
+
+class Pages:
+    def __init__(self, pages: Chosen, pos: Tensor, page: int):
+        self.pages, self.pos, self.page = pages, pos, page
+
+    def check(self, got: list[Tensor], version: str) -> None:
+        idx, count = got
+        tail = self.pos % self.page + 1
+        n = (count - tail[:, None]) // self.page
+        assert idx.shape[2] == (self.pages.k + 1) * self.page and (count == n * self.page + tail[:, None]).all()
+        whole = idx.unflatten(2, (-1, self.page))
+        size = min(self.pages.k, self.pages.scores.shape[2])
+        self.pages.check([whole[:, :, :size, 0] // self.page, n], version)
+        for b, at in enumerate(self.pos.tolist()):
+            for h in range(idx.shape[1]):
+                taken, m = idx[b, h, : int(count[b, h])].tolist(), int(n[b, h])
+                each = [first + i for first in whole[b, h, :m, 0].tolist() for i in range(self.page)]
+                assert taken == each + list(range(at // self.page * self.page, at + 1))
+                assert all(first % self.page == 0 for first in each[:: self.page])
+
+
+@problem
 def top_p_count(d: Draw) -> Problem:
     """Peaked, flat and tied rows; weights so small that they are zero."""
     s = d.sizes(lengths=(1, 37, 200, 300))
@@ -770,13 +820,13 @@ def latent_append(d: Draw) -> Problem:
     many, lead, at = d.some(rank, W), d.some(1, rank), [d.some(0, T - 1) for _ in range(d.some(1, 3))]
     B = len(at)
     ring, store = latent_tokens(d, B + 1, R, many, W, ring_bits), latent_tokens(d, B + 1, T, rank, W, bits)
-    x, v = d.normal(B, many), d.normal(B, 2, W)[:, 1]
+    x, v = d.normal(B, many), d.normal(B, 2, H, 32)[:, 1]
     want_ring, want_lat = ring.x.clone(), store.x.clone()
     ring_values, values = ring.values.clone(), store.values.clone()
     for b, pos in enumerate(at):
         old, left = (pos - recent) % R, (pos - recent) % T
         want_lat[b, left], values[b, left] = ring.x[b, old, :rank], ring.values[b, old]
-        want_ring[b, pos % R], ring_values[b, pos % R] = x[b], v[b].double()
+        want_ring[b, pos % R], ring_values[b, pos % R] = x[b], v[b].flatten().double()
     both = [(ring, ring_values, ring_bits), (store, values, bits)]
     (a, a_params), (c, c_params) = ([Latents(y, z, n), None] for y, z, n in both)
     parts = want_lat[..., :lead], want_lat[..., lead:]
@@ -858,6 +908,65 @@ def append_token(d: Draw) -> Problem:
             for answer, x in zip(answers, (k, v), strict=True):
                 answer[b, h, slot[b, h] if by_head else slot[b]] = x[b, h]
     return (k, v, slot, *caches), [Same(x) for x in answers]
+
+
+@problem
+def evict_append(d: Draw) -> Problem:
+    """Into the next free slot, or into that of the lowest score of each head; ties, and rows whose tokens all stay."""
+    s, scored = d.sizes((2, 6, 64, 80), (1, 9, 40)), d.pick(True, False)
+    n, pos = [d.pick(0, s.T, d.some(0, s.T)) for _ in range(s.B)], d.integers(50, 90, s.B)
+    k, v = d.normal(s.B, 2 * s.H, s.D).split((s.H, s.H), 1)
+    most, since = d.integers(1, s.T + 1, s.B), pos - d.pick(0, 5, 60)
+    new = d.pick(None, d.fp32(s.B, s.H))
+    rows = s.B + s.spare, s.H, s.T
+    caches = [d.view(torch.full((*rows, s.D), 7.0, dtype=d.dtype)) for _ in "kv"]
+    place, filled = d.integers(0, 50, *rows).int(), torch.tensor([*n, *[3] * s.spare])
+    score = d.fp32(*rows).round() if scored else None
+    answers = [x.clone() for x in (*caches, place, filled)]
+    scores = None if score is None else score.clone()
+    for b in range(s.B):
+        grows = n[b] < (most[b] if scored else s.T)
+        for h in range(s.H):
+            slot = min(n[b], s.T - 1)
+            if score is not None and not grows:
+                free = [t for t in range(n[b]) if place[b, h, t] <= since[b]]
+                slot = min(free, key=lambda t: (score[b, h, t], t)) if free else 0
+            for answer, x in zip(answers, (k[b, h], v[b, h], pos[b]), strict=False):
+                answer[b, h, slot] = x
+            if scores is not None:
+                scores[b, h, slot] = 0 if new is None else new[b, h]
+        answers[3][b] += grows
+    given = (score, most, since, new) if scored else (None,) * 4
+    return (k, v, pos, *caches, place, filled, *given), [*map(Same, answers), *([Same(scores)] if scored else [None])]
+
+
+@problem
+def join_page(d: Draw) -> Problem:
+    s, page = d.sizes((2, 6, 64, 80), (1, 9)), d.pick(1, 4, 16)
+    bounds = [d.normal(s.B + s.spare, s.H, s.T, s.D) for _ in "lh"]
+    k = d.normal(s.B, 2 * s.H, s.D)[:, s.H :]
+    pos = torch.tensor([d.pick(0, d.some(0, s.T * page - 1)) for _ in range(s.B)])
+    answers = [x.clone() for x in bounds]
+    for b, at in enumerate(pos.tolist()):
+        for answer, wider in zip(answers, (torch.minimum, torch.maximum), strict=True):
+            held = answer[b, :, at // page]
+            held.copy_(k[b] if at % page == 0 else wider(held, k[b]))
+    return (*bounds, k, pos, page), [Same(x) for x in answers]
+
+
+@problem
+def turn_heads(d: Draw) -> Problem:
+    """A matrix for all heads or one for each KV head, its transpose, with and without units."""
+    s, by_head, wide = d.sizes((2, 6, 64, 80, 128)), d.pick(True, False), d.pick(True, False)
+    x, lead = d.normal(s.B, (s.g + 1) * s.H, s.D)[:, : s.g * s.H], [s.H] * by_head
+    matrix = d.normal(*lead, s.D, s.D, dtype=torch.float32 if wide else None) * s.D**-0.5
+    matrix = d.pick(matrix, matrix.mT)
+    unit, divide = (2.0 ** d.integers(-3, 3, s.B + s.spare, s.H, 1)).to(d.dtype), d.pick(True, False)
+    unit = d.pick(unit, None)
+    by = 1 if unit is None else unit[: s.B].double().repeat_interleave(s.g, 1)
+    each = matrix.double().repeat_interleave(s.g, 0) if by_head else matrix.double()
+    want = ((x.double() / by if divide else x.double() * by)[:, :, None] @ each)[:, :, 0]
+    return (x, matrix, unit, divide), [Near(want, 8 * s.D**0.5)]
 
 
 @problem

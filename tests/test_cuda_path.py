@@ -178,7 +178,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(double_sparsity_offload, "host_buffer", mapped)
     # what a calibration says decides about shapes: it is real
     for owner, name in (
-        (RandomCalibration, "get"), (RandomCalibration, "stack"), (ojakv, "rank_of"), (Evicting, "max_kept"),
+        (RandomCalibration, "get"), (RandomCalibration, "stack"), (ojakv, "rank_of"), (Evicting, "all_kept"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, really(getattr(owner, name)))
     heads = really(lambda method, mask=Razor._protected: mask(method).nonzero().flatten().tolist())

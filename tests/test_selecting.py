@@ -178,7 +178,7 @@ def test_bytes_and_reads():
     read = {n: m.traffic(T - 1) for n, m in methods.items()}
     assert read["quest"] == token * (T // 16 + 1024)
     assert read["sparq"] == token * 129 + 8 * (T * 32 * 2 + 4 * D)
-    assert read["loki"] == 8 * T * 32 * 2 + token * T // 4 + 3 * 2 * 8 * D * D
+    assert read["loki"] == 8 * T * 32 * 2 + token * T // 4 + 2 * 2 * 8 * D * D
 
 
 def test_a_budget_of_p_leaves_layers_dense_as_the_method_does():

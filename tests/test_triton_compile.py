@@ -72,6 +72,15 @@ def test_packed_experts_compile_for_an_h100():
     assert done.returncode == 0 and any("expert int64" in r["args"] for r in found), done.stderr
 
 
+@pytest.mark.slow
+def test_kernels_that_skip_values_compile_for_an_h100():
+    """A name that a branch gives another shape fails here alone: the interpreter takes it."""
+    found, done = report("--cc", "90", "--models", "llama-3.1-8b", "--sizes", "8x32768", "--methods", "kivi-2,skip=8",
+                         "fp8,skip=8", "--files", "quantized_attention")  # fmt: skip
+    sound(found)
+    assert done.returncode == 0 and len(found) == 2, done.stderr
+
+
 # ---- which kernels there are ----
 
 LAUNCHING = """

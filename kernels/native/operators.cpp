@@ -66,11 +66,11 @@ ScoredRows rows_of(const InRows<float>& x, const int64_t* pos) {
     return {.at = per_head(x), .pos = pos, .B = x.size(0), .H = x.size(1), .T = x.size(2), .threads = threads()};
 }
 
-// Queries [B, H, C, R] of fp32 or bf16, converted to fp32
+// Queries [B, H, C, R] of fp32 or bf16, converted to fp32 and padded with zeros to whole vectors
 struct Queries : Tensor {
     Queries(Tensor&& x, Parameter of) : Tensor(std::move(x)) {
         const bool half = scalar_type() == ScalarType::BFloat16;
-        numbers.resize(numel());
+        numbers.resize(size(0) * size(1) * size(2) * whole(size(3)));
         if (half) convert(Small<bf16>(Tensor::lent(get()), of).data());
         else convert(Small<float>(Tensor::lent(get()), of).data());
     }
@@ -87,7 +87,9 @@ struct Queries : Tensor {
 
 private:
     template <class T> void convert(const T* from) {
-        for (float& x : numbers) x = number(*from++);
+        const int64_t R = size(3);
+        for (size_t i = 0; i < numbers.size(); i += whole(R))
+            for (int64_t r = 0; r < R; r++) numbers[i + r] = number(*from++);
     }
     std::vector<float> numbers;
 };
@@ -212,7 +214,7 @@ OPERATOR(Tensor, latent_attention, InRows<T> q, Stored<T> basis, Stored<T> ring_
     const int64_t *at = pos.data(), *many = data(count);
     std::vector<int64_t> stored(B);
     // without a list: all but the last slots, `recent` of them, which never hold anything
-    const int64_t K = idx ? idx->size(1) : slots - recent;
+    const int64_t K = idx ? idx->size(2) : slots - recent;
     for (int64_t b = 0; b < B; b++) stored[b] = std::max<int64_t>(0, std::min(K, idx ? many[b] : at[b] + 1 - recent));
     Tensor out = like(q);
     const LatentSlots<T> ring{.lead = ring_k.data(),
@@ -254,7 +256,7 @@ OPERATOR(void, latent_append, Small<T> latents, Small<T> values, Small<int64_t> 
                                   .leading = lead.size(2),
                                   .others = rest.size(2)},
                         .bits = bits,
-                        .width = values.size(1),
+                        .width = values.size(1) * (values.dim() > 2 ? values.size(2) : 1),
                         .recent = recent};
     append_token(to, (const T*)latents.data(), (const T*)values.data(), pos.data(), pos.size(0));
 }
@@ -404,6 +406,32 @@ OPERATOR(Two, budget_select, SmallRows<float> scores, Small<int64_t> pos, Stride
                          {.sinks = sinks, .recent = recent});
 }
 
+OPERATOR(Two, page_select, SmallRows<float> scores, Small<int64_t> pos, Strided<int64_t> wanted, int64_t page,
+         int64_t k, int64_t last, int64_t sinks, int64_t recent) {
+    const int64_t B = scores.size(0), H = scores.size(1), most = std::max<int64_t>(1, k / page - 1);
+    std::vector<int64_t> before(B), others(B * H);  // the newest page comes last, whatever its score
+    for (int64_t b = 0; b < B; b++) {
+        before[b] = pos.data()[b] / page - 1;
+        for (int64_t h = 0; h < H; h++) {
+            const int64_t head = wanted.dim() > 1 && wanted.size(1) > 1 ? h * wanted.stride(1) : 0;
+            others[b * H + h] = wanted.data()[b * wanted.stride(0) + head] - 1;
+        }
+    }
+    const int64_t K = std::min(most, scores.size(2));
+    std::vector<int64_t> pages(B * H * K);
+    Tensor idx = like(scores, {B, H, k}, ScalarType::Long), count = like(scores, {B, H}, ScalarType::Long);
+    int64_t *slots = data<int64_t>(idx), *n = data<int64_t>(count);
+    select_largest(rows_of(scores, before.data()), {}, {.at = others.data(), .row = H, .head = 1},
+                   {.sinks = sinks, .recent = recent}, {.idx = pages.data(), .count = n, .K = K});
+    for (int64_t i = 0; i < B * H; i++, slots += k) {
+        const int64_t at = pos.data()[i / H], first = n[i] * page, start = at / page * page;
+        for (int64_t t = 0; t < k; t++)
+            slots[t] = t < first ? pages[i * K + t / page] * page + t % page : std::min(start + t - first, last);
+        n[i] = first + at % page + 1;
+    }
+    return {std::move(idx), std::move(count)};
+}
+
 OPERATOR(Tensor, top_p_count, SmallRows<float> weights, Small<int64_t> pos, double p, int64_t sinks, int64_t recent) {
     Tensor count = like(weights, {weights.size(0), weights.size(1)}, ScalarType::Long);
     count_nucleus(rows_of(weights, pos.data()), p, {.sinks = sinks, .recent = recent}, data<int64_t>(count));
@@ -507,9 +535,47 @@ OPERATOR(void, store_labels, InRows<T> k, Small<int64_t> channels, Optional<Smal
 }
 
 OPERATOR(Tensor, head_scores, Queries q, InRows<T> x, Optional<Small<int64_t>> pos) {
-    STD_TORCH_CHECK(q.size(3) % WHOLE == 0, "rows must be whole vectors");
+    STD_TORCH_CHECK(q.size(3) % WHOLE == 0 || x.stride(2) == q.size(3), "rows must be whole vectors, or contiguous");
     Tensor out = rows_like(q, {q.size(0), q.size(1), q.size(2)}, x.size(2));
     head_scores(q.scored(x.size(2), data(pos)), cache_of(x), scores_of(out));
+    return out;
+}
+
+OPERATOR(Tensor, joint_score, SmallRows<T> q, Stored<T> basis, InRows<T> latents, Small<int64_t> pos) {
+    const int64_t B = q.size(0), D = q.size(2), W = basis.size(1), H = W / D, G = q.size(1) / H, R = latents.size(2);
+    STD_TORCH_CHECK(latents.stride(1) == R && basis.size(0) >= R, "a query of ", R, " coordinates is needed");
+    Tensor out = rows_like(q, {B, 1}, latents.size(1));
+    std::vector<float> sums(W), latent_q(B * whole(R));
+    for (int64_t b = 0; b < B; b++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t i = 0; i < H * G; i++) {
+            const T* from = q.data() + b * q.stride(0) + i * q.stride(1);
+            float* to = &sums[i / G * D];
+            for (int64_t d = 0; d < D; d++) to[d] += number(from[d]);
+        }
+        for (int64_t r = 0; r < R; r++) {
+            vf product = {};
+            for (int64_t w = 0; w < W; w += L) product += load(&sums[w]) * load(basis.data() + r * W + w);
+            latent_q[b * whole(R) + r] = sum(product);
+        }
+    }
+    const Scored of{.q = latent_q.data(),
+                    .B = B,
+                    .H = 1,
+                    .C = 1,
+                    .R = R,
+                    .n = latents.size(1),
+                    .pos = pos.data(),
+                    .threads = threads()};
+    const Cache<T> rows{.at = latents.data(), .row = latents.stride(0), .head = 0, .slot = R};
+    head_scores(of, rows, {.at = data<float>(out), .row = out.stride(0), .head = 0, .query = 0});
+    return out;
+}
+
+OPERATOR(Tensor, page_score, InRows<T> q, InRows<T> low, InRows<T> high, Optional<Small<int64_t>> last) {
+    const int64_t H = low.size(1), pages = low.size(2);
+    Tensor out = rows_like(q, {q.size(0), H}, pages);
+    page_scores(heads_of(q, H, q), cache_of(low), cache_of(high), pages, data(last), per_head(data<float>(out), out));
     return out;
 }
 
@@ -834,6 +900,46 @@ OPERATOR(void, append_token, SmallRows<T> k, SmallRows<T> v, Small<int64_t> slot
     put_slots(v, slot, v_cache);
 }
 
+OPERATOR(void, evict_append, SmallRows<T> k, SmallRows<T> v, Small<int64_t> pos, InRows<T> k_cache, InRows<T> v_cache,
+         Stored<int32_t> place, Stored<int64_t> filled, Optional<Stored<float>> score, Optional<Small<int64_t>> most,
+         Optional<Small<int64_t>> since, Optional<Small<float>> new_score) {
+    const int64_t B = k.size(0), H = k.size(1), N = k_cache.size(2);
+    const Tensor at = like(k, {B, H}, ScalarType::Long);
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t n = filled.data()[b];
+        const bool grows = n < (most ? most->data()[b] : N);
+        for (int64_t h = 0, i = b * H; h < H; h++, i++) {
+            int32_t* places = place.data() + i * N;
+            float *scores = score ? score->data() + i * N : nullptr, lowest = INFINITY;
+            int64_t slot = grows || !score ? std::min(n, N - 1) : 0;
+            for (int64_t t = 0; !grows && score && t < n; t++)
+                if (scores[t] < lowest && places[t] <= since->data()[b]) lowest = scores[t], slot = t;
+            data<int64_t>(at)[i] = slot, places[slot] = (int32_t)pos.data()[b];
+            if (score) scores[slot] = new_score ? new_score->data()[i] : 0;
+        }
+        filled.data()[b] = n + grows;
+    }
+    const Small<int64_t> slots(Tensor::lent(at.get()), {"slot", 0});
+    put_slots(k, slots, k_cache);
+    put_slots(v, slots, v_cache);
+}
+
+// The token of each row widens its page; the first one of a page replaces what its bounds held
+OPERATOR(void, join_page, InRows<T> low, InRows<T> high, SmallRows<T> k, Small<int64_t> pos, int64_t page) {
+    for (int64_t i = 0, H = k.size(1); i < k.size(0) * H; i++) {
+        const int64_t b = i / H, h = i % H, at = pos.data()[b] / page;
+        STD_TORCH_CHECK(at >= 0 && at < low.size(2), "page ", at, " of ", low.size(2));
+        const bool first = pos.data()[b] % page == 0;
+        const T* x = k.data() + b * k.stride(0) + h * k.stride(1);
+        T *least = low.data() + b * low.stride(0) + h * low.stride(1) + at * low.stride(2),
+          *most = high.data() + b * high.stride(0) + h * high.stride(1) + at * high.stride(2);
+        for (int64_t d = 0; d < k.size(2); d++) {
+            if (first || number(x[d]) < number(least[d])) least[d] = x[d];
+            if (first || number(x[d]) > number(most[d])) most[d] = x[d];
+        }
+    }
+}
+
 // x [H, D] of row b replaces what `slot` of a cache holds, which joins the mean of n tokens, if there is one
 template <class T>
 static void replace_slot(const InRows<T>& cache, int64_t b, int64_t slot, const InRows<T>& x, float* mean, int64_t n) {
@@ -868,6 +974,44 @@ OPERATOR(Tensor, scale_heads, SmallRows<T> x, Small<T> unit, bool divide) {
         const float by = number(unit.data()[i / (heads / H)]);
         T* to = data<T>(y) + i * D;
         for (int64_t d = 0; d < D; d++) put_number(to + d, divide ? number(from[d]) / by : number(from[d]) * by);
+    }
+    return y;
+}
+
+// y [D] = x [D] times a matrix whose rows, or columns, are contiguous
+template <class W> static void turn(const float* x, const W* matrix, int64_t row, int64_t column, float* y, int64_t D) {
+    if (column > 1) {
+        for (int64_t e = 0; e < D; e++) {
+            vf product = {};
+            for (int64_t d = 0; d < D; d += L) product += load(x + d) * load(matrix + e * column + d);
+            y[e] = sum(product);
+        }
+        return;
+    }
+    std::fill_n(y, D, 0.0f);
+    for (int64_t d = 0; d < D; d++) {
+        const vf by = all(x[d]);
+        for (int64_t e = 0; e < D; e += L) store(y + e, load(y + e) + by * load(matrix + d * row + e));
+    }
+}
+
+OPERATOR(Tensor, turn_heads, SmallRows<T> x, Tensor matrix, Optional<Small<T>> unit, bool divide) {
+    const int64_t B = x.size(0), heads = x.size(1), D = x.size(2), dim = matrix.dim();
+    const int64_t row = matrix.stride(dim - 2), column = matrix.stride(dim - 1), bases = dim > 2 ? matrix.size(0) : 1;
+    const bool wide = matrix.scalar_type() == ScalarType::Float;
+    STD_TORCH_CHECK(D % WHOLE == 0 && (row == 1 || column == 1), "a matrix with contiguous rows or columns is needed");
+    check(matrix, {"matrix", 0}, wide ? ScalarType::Float : TYPE<T>, STRIDED);
+    Tensor y = like(x);
+    std::vector<float> one(D), turned(D);
+    for (int64_t i = 0; i < B * heads; i++) {
+        const int64_t b = i / heads, h = i % heads, first = dim > 2 ? h / (heads / bases) * matrix.stride(0) : 0;
+        const T* from = x.data() + b * x.stride(0) + h * x.stride(1);
+        float by = unit ? number(unit->data()[i / (heads / unit->size(1))]) : 1;
+        if (divide) by = 1 / by;  // exact for powers of two
+        for (int64_t d = 0; d < D; d++) one[d] = number(from[d]) * by;
+        if (wide) turn(one.data(), data<float>(matrix) + first, row, column, turned.data(), D);
+        else turn(one.data(), data<T>(matrix) + first, row, column, turned.data(), D);
+        for (int64_t d = 0; d < D; d++) put_number(data<T>(y) + i * D + d, turned[d]);
     }
     return y;
 }

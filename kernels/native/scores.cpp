@@ -37,8 +37,8 @@ struct Scores {
     float* of(int64_t b, int64_t h, int64_t c) const { return at + b * row + h * head + c * query; }
 };
 
-// C queries [B * H, C, R] in fp32, contiguous, and the number of tokens to score: n, or only those up to pos [B] if it
-// is given
+// C queries [B * H, C, R] in fp32, contiguous, each padded with zeros to whole vectors, and the number of tokens to
+// score: n, or only those up to pos [B] if it is given
 struct Scored {
     const float* q;
     int64_t B, H, C, R, n;
@@ -46,23 +46,33 @@ struct Scored {
     int64_t threads;
 };
 
-// Inner products of the queries of each head with rows of R numbers
+int64_t whole(int64_t n) { return (n + L - 1) / L * L; }
+
+// Inner products of the queries of each head with rows of R numbers. If these are not whole vectors, one lies at the
+// end of the other
 template <class T> void head_scores(const Scored& of, const Cache<T>& x, const Scores& out) {
-    const int64_t B = of.B, H = of.H, C = of.C, R = of.R, n = of.n, threads = of.threads;
+    const int64_t B = of.B, H = of.H, C = of.C, n = of.n, threads = of.threads, R = whole(of.R);
+    const int64_t over = (R - of.R + x.slot - 1) / x.slot;  // so many rows a vector reaches into
     int64_t parts = (n + SCORED - 1) / SCORED;
     static const Next<T> nothing{};  // for all query heads but the first few
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> products(C * N);
+        std::vector<T> ends(over * R);  // the last rows, padded: what follows them may be NaN
         Next<T> block[2];
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < B * H * parts; item++) {
             int64_t group = item / parts, b = group / H, h = group % H;
             int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, n, of.pos ? of.pos[b] + 1 : n});
             const T* from = x.of(b, h);
+            const int64_t last = std::max<int64_t>(0, std::min(n, of.pos ? of.pos[b] + 1 : n) - over);
+            for (int64_t t = last; t < last + over && t < hi; t++)
+                std::copy_n(from + t * x.slot, of.R, ends.data() + (t - last) * R);
             auto rows = [&](int64_t first, Next<T>& to) {
                 to.n = (int)std::max<int64_t>(0, std::min<int64_t>(N, hi - first));
-                for (int i = 0; i < to.n; i++) to.k[i] = from + (first + i) * x.slot;
+                for (int i = 0; i < to.n; i++)
+                    to.k[i] =
+                        first + i < last || !over ? from + (first + i) * x.slot : ends.data() + (first + i - last) * R;
             };
             rows(lo, block[0]);
             for (int64_t first = lo, i = 0; first < hi; first += N, i ^= 1) {
@@ -80,7 +90,7 @@ template <class T> void head_scores(const Scored& of, const Cache<T>& x, const S
 // Sums over R channels [B * H, R] of queries times keys that lie channel by channel: channels are the slots of a Cache
 template <class T>
 void channel_scores(const Scored& of, const int64_t* channels, const Cache<T>& keys, const Scores& out) {
-    const int64_t B = of.B, H = of.H, C = of.C, R = of.R, n = of.n, threads = of.threads;
+    const int64_t B = of.B, H = of.H, C = of.C, R = of.R, n = of.n, threads = of.threads, apart = whole(R);
     constexpr int64_t RUN = 512;  // tokens whose scores stay in L1 while all channels are added
     int64_t parts = (n + SCORED - 1) / SCORED;
 #pragma omp parallel num_threads(threads)
@@ -93,20 +103,43 @@ void channel_scores(const Scored& of, const int64_t* channels, const Cache<T>& k
             int64_t lo = item % parts * SCORED, hi = std::min({lo + SCORED, n, of.pos[b] + 1});
             const T* from = keys.of(b, h);
             for (int64_t first = lo; first < hi; first += RUN) {
-                int64_t m = std::min(RUN, hi - first), whole = m / L * L;
+                int64_t m = std::min(RUN, hi - first), vectors = m / L * L;
                 for (int64_t r = 0; r < R; r++) rows[r] = from + channels[group * R + r] * keys.slot + first;
                 by_heads((int)C, [&](auto m, int c) {
-                    score_rows<m>({of.q + (group * C + c) * R, (int)R}, rows.data(), (int)R, {&sums[c * RUN], (int)RUN},
-                                  (int)whole);
+                    score_rows<m>({of.q + (group * C + c) * apart, (int)apart}, rows.data(), (int)R,
+                                  {&sums[c * RUN], (int)RUN}, (int)vectors);
                 });
-                for (int64_t t = whole; t < m; t++)
+                for (int64_t t = vectors; t < m; t++)
                     for (int64_t c = 0; c < C; c++) {
                         float score = 0;
-                        for (int64_t r = 0; r < R; r++) score += number(rows[r][t]) * of.q[(group * C + c) * R + r];
+                        for (int64_t r = 0; r < R; r++) score += number(rows[r][t]) * of.q[(group * C + c) * apart + r];
                         sums[c * RUN + t] = score;
                     }
                 for (int64_t c = 0; c < C; c++) std::copy_n(&sums[c * RUN], m, out.of(b, h, c) + first);
             }
+        }
+    }
+}
+
+// Upper bounds of the products of the queries of each head with the keys of pages: a positive channel of a query takes
+// the highest number of a page, a negative one the lowest. Pages up to last [B] if it is given
+template <class T> void page_scores(const Heads<T>& q, const Cache<T>& low, const Cache<T>& high, int64_t pages,
+                                    const int64_t* last, const PerHead<float>& out) {
+#pragma omp parallel for num_threads(q.threads) if (q.B * q.H * pages > 64)
+    for (int64_t i = 0; i < q.B * q.H; i++) {
+        const int64_t b = i / q.H, h = i % q.H, n = last ? std::min(last[b] + 1, pages) : pages;
+        std::vector<float> up(q.D), down(q.D);
+        for (int64_t g = 0; g < q.G; g++)
+            for (int64_t d = 0; d < q.D; d++) {
+                const float x = number(q.of(b, h)[g * q.head + d]);
+                (x > 0 ? up : down)[d] += x;
+            }
+        const T *lowest = low.of(b, h), *highest = high.of(b, h);
+        for (int64_t p = 0; p < n; p++, lowest += low.slot, highest += high.slot) {
+            vf score = {};
+            for (int64_t d = 0; d < q.D; d += L)
+                score += load(&up[d]) * load(highest + d) + load(&down[d]) * load(lowest + d);
+            out.of(b, h)[p] = sum(score);
         }
     }
 }

@@ -47,8 +47,8 @@ PAPERS = ("self_index self_index,store_bits=4,budget=512 double_sparsity double_
           "sals-12.5 ojakv ojakv-0.8 razor,window=128")  # fmt: skip
 SLOW = "h2o kvzip attention_matching"  # they read a prompt again, keep all of its weights or fit each head
 OTHERS = ("oracle random streaming tova snapkv pyramidkv snapkv,adaptive=True snapkv,value_aware=True chunkkv keydiff "
-          "expected_attention rkv knorm qfilters lagkv,lag=128 compactor triattention duo skip_softmax quest loki "
-          "sparq hshare rocket kivi-4 kivi-2 hadamard turboquant fp8 palu-50")  # fmt: skip
+          "expected_attention rkv knorm qfilters lagkv,lag=128 compactor triattention duo quest loki sparq hshare "
+          "rocket skip_softmax kivi-4 kivi-2 hadamard turboquant fp8 palu-50")  # fmt: skip
 EVERY = f"full {PAPERS} {OTHERS}"
 EVICTORS = "streaming h2o tova snapkv snapkv,chunk_length=10,kernel=1 pyramidkv keydiff expected_attention rkv knorm"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)

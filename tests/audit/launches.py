@@ -146,7 +146,7 @@ def recording() -> Iterator[Launches]:
         (torch.Tensor, "data_ptr", lambda self: 0),
         (double_sparsity_offload, "host_buffer", lambda n, dtype, device: torch.zeros(n, dtype=dtype, device=device)),
         (RandomCalibration, "get", statistic),
-        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "max_kept"))),
+        *((o, n, really(getattr(o, n))) for o, n in ((ojakv, "rank_of"), (Evicting, "all_kept"))),
         (Razor, "_protected", lambda method: mock.MagicMock(**{path: heads(method)})),
         # h2o's prompt makes hundreds of thousands of torch products, and launches no kernel of ours
         (observed_attention, "_attention_and_mass", lambda q, k, v, lengths, window: (
