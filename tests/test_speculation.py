@@ -20,7 +20,6 @@ from runtime.machine import SMOLLM2_CALIBRATION, TINY, smollm2
 from scripts.bench import bench_generate, texts
 from scripts.bench.texts import gap
 from scripts.contract.harness import TOL, prompt, tiny
-from scripts.report.plots import gain
 
 DRAFTING = sorted(name for name in method_files() if method_class(name).verifies)
 KEPT = sorted(f"{name},keep=full" for name in method_files() if method_class(name).rewinds and name not in DRAFTING)
@@ -241,13 +240,7 @@ def test_the_summary_counts_drafts(cli):
     assert "tokens a check" in err
 
 
-# ---- when it pays ----
-
-
-def test_the_gain_counts_what_a_round_reads():
-    """Of 3 drafts and a check, by hand; a draft that is full's step gains nothing, whatever is right."""
-    assert gain((10.0, 30.0, 6.0), 3, 0.5) == pytest.approx(40 * (1 + 0.5 + 0.25 + 0.125) / (3 * 16 + 40))
-    assert gain((10.0, 30.0, 30.0), 4, 1.0) == pytest.approx(1)
+# ---- acceptance ----
 
 
 def test_acceptance_is_measured(cli, tmp_path, monkeypatch):
