@@ -15,7 +15,7 @@ from models.tiny.training import train_tiny
 from runtime.errors import run_cli
 from scripts.bench import bench_attention, bench_generate
 from scripts.eval import analyze, compare
-from scripts.report import plots, update_readme
+from scripts.report import update_readme
 from scripts.shared import options
 from tests.audit import kernel_report
 
@@ -26,7 +26,6 @@ OUTPUTS = {
     "analyze --plots": (analyze.main, ["--plots"]),
     "bench_generate": (bench_generate.main, ["--out"]),
     "bench_attention": (bench_attention.main, ["--model", "llama-2-7b", "--out"]),
-    "plots": (plots.main, ["--out"]),
     "kernel_report": (kernel_report.main, ["--out"]),
     "train_tiny": (train_tiny.main, ["--out"]),
     "update_readme": (update_readme.main, []),

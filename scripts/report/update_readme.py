@@ -37,6 +37,7 @@ def demo() -> str:
 def draw() -> None:
     from scripts.report import plots  # matplotlib takes seconds
 
+    check_out(data.RESULTS / "accuracy.png", "update_readme")
     for name in ("accuracy", "distances"):
         if figure := getattr(plots, name)():
             save_figure(figure, data.RESULTS / f"{name}.png")
