@@ -23,11 +23,10 @@ COLUMNS = dict(drop="bytes held, share of full's: methods that drop tokens",
                read="bytes that a step reads, share of full's")  # fmt: skip
 
 
-def looks_of(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """A marker and a colour per method; bounds are grey and dashed."""
-    colors, order = plt.get_cmap("tab20"), [*range(0, 20, 2), *range(1, 20, 2)]
-    looks = {m: dict(marker=MARKERS[i % len(MARKERS)], color=colors(order[i % 20])) for i, m in enumerate(methods)}
-    return looks | {m: looks[m] | dict(linestyle="--", color="0.6") for m in BOUNDS if m in looks}
+def look(i: int, method: str) -> tuple[str, Any, str]:
+    """Marker, colour and style of the i-th method's line; bounds are grey and dashed."""
+    color = plt.get_cmap("tab20")(([*range(0, 20, 2), *range(1, 20, 2)])[i % 20])
+    return MARKERS[i % len(MARKERS)], *(("0.6", "--") if method in BOUNDS else (color, "-"))
 
 
 def column(cell: data.Row) -> str:
@@ -51,23 +50,22 @@ def accuracy() -> Any:
         for (kind, label), ax in zip(COLUMNS.items(), axes[i], strict=True):
             here = [c for c in cells if c["seq_len"] == n and column(c) == kind]
             names = sorted({c["method"] for c in here}, key=lambda m: (m in BOUNDS, m))
-            looks, ends = looks_of(names), dict[str, tuple[float, float]]()
+            ends = {}
             for k, name in enumerate(names):
-                line = []
+                marker, color, style = look(k, name)
+                points = []  # side by side, so that bars can be told
                 for c in (c for c in here if c["method"] == name):
-                    each = scores(rows[c["spec"], n], tasks)
                     x = float(Fraction(c["target"])) if name in BOUNDS else rows[c["spec"], n][AXES[c["axis"]][1]]
-                    line.append((x * 1.006 ** (k - len(names) / 2), each))  # side by side, so that bars can be told
-                line.sort(key=lambda point: point[0])
-                xs, ys = [x for x, _ in line], [100 * sum(each) / len(each) for _, each in line]
-                ax.plot(xs, ys, color=looks[name]["color"], linestyle=looks[name].get("linestyle", "-"), linewidth=1)
-                for x, y, each in zip(xs, ys, (each for _, each in line), strict=True):
-                    ends_of = [100 * e for e in wilson(sum(each), len(each))]
-                    face = "white" if data.same(paired(each, full)) else looks[name]["color"]
-                    ax.plot([x, x], ends_of, color=looks[name]["color"], linewidth=0.6, alpha=0.5)
-                    ax.plot(x, y, markersize=6, markerfacecolor=face, **looks[name] | dict(linestyle="none"))
-                ends[name] = xs[-1], ys[-1]
-            name_lines(ax, ends, looks)
+                    points.append((x * 1.006 ** (k - len(names) / 2), scores(rows[c["spec"], n], tasks)))
+                points.sort(key=lambda point: point[0])
+                xs, ys = [x for x, _ in points], [100 * sum(each) / len(each) for _, each in points]
+                bars = [[100 * end for end in wilson(sum(each), len(each))] for _, each in points]
+                ax.vlines(xs, *zip(*bars, strict=True), color=color, linewidth=0.5)
+                ax.plot(xs, ys, color=color, linestyle=style, linewidth=1)
+                faces = ["white" if data.same(paired(each, full)) else color for _, each in points]
+                ax.scatter(xs, ys, s=36, marker=marker, edgecolors=[color], facecolors=faces, zorder=3)
+                ends[name] = xs[-1], ys[-1], color
+            name_lines(ax, ends)
             ax.axhspan(100 * low, 100 * high, color="0.92", zorder=0)
             ax.axhline(100 * sum(full) / len(full), color="black", linewidth=1, linestyle="--")
             ticks = [1 / 4, 1 / 8, 1 / 16] if kind == "read" else [1 / 2, 1 / 4, 1 / 8]
@@ -90,13 +88,12 @@ def distances() -> Any:
     fig, axes = plt.subplots(1, len(lengths), figsize=(7.5 * len(lengths), 7), sharey=True, squeeze=False)
     for ax, n in zip(axes[0], lengths, strict=True):
         every = {m: row for m, row in data.windows(n).items() if m != "full"}
-        looks = looks_of(sorted(every))
-        for m, row in every.items():
-            middle, low, high = (max(1e-4, x) for x in data.predicted(m, "kl", n))
-            ax.plot([row["read_share"]] * 2, [low, high], color=looks[m]["color"], linewidth=0.8)
-            ax.plot(row["read_share"], middle, **looks[m] | dict(linestyle="none"), markersize=5)
-            ax.annotate(m, (row["read_share"], middle), xytext=(4, 3), textcoords="offset points", fontsize=6.5,
-                        color=looks[m]["color"])  # fmt: skip
+        for k, (m, row) in enumerate(sorted(every.items())):
+            (marker, color, _), x = look(k, m), row["read_share"]
+            middle, low, high = (max(1e-4, value) for value in data.predicted(m, "kl", n))
+            ax.vlines(x, low, high, color=color, linewidth=0.8)
+            ax.plot(x, middle, color=color, marker=marker, markersize=5)
+            ax.annotate(m, (x, middle), xytext=(4, 3), textcoords="offset points", fontsize=6.5, color=color)
         count = int(sum(next(iter(every.values()))["windows"]["tokens"]))
         ax.set(xscale="log", yscale="log", xlabel="bytes that a step reads, share of full's")
         ticks = [2.0**-i for i in range(5)]
@@ -109,7 +106,7 @@ def distances() -> Any:
     return fig
 
 
-def name_lines(ax: Any, ends: dict[str, tuple[float, float]], looks: dict[str, dict[str, Any]]) -> None:
+def name_lines(ax: Any, ends: dict[str, tuple[float, float, Any]]) -> None:
     """Writes each line's name in its colour beside its last point, and moves names apart that would overlap."""
     least, top = 3.6, 104.0  # in units of y
     order = sorted(ends, key=lambda name: ends[name][1])
@@ -119,6 +116,6 @@ def name_lines(ax: Any, ends: dict[str, tuple[float, float]], looks: dict[str, d
     for i in reversed(range(len(places))):
         places[i] = min(places[i], top - least * (len(places) - 1 - i))
     for name, at in zip(order, places, strict=True):
-        (x, y), line = ends[name], dict(arrowstyle="-", color="0.8", linewidth=0.6)
-        ax.annotate(name, (x, y), xytext=(x * 1.12, at), fontsize=7, va="center", color=looks[name]["color"],
+        (x, y, color), line = ends[name], dict(arrowstyle="-", color="0.8", linewidth=0.6)
+        ax.annotate(name, (x, y), xytext=(x * 1.12, at), fontsize=7, va="center", color=color,
                     bbox=dict(facecolor="white", edgecolor="none", pad=0.3), arrowprops=line)  # fmt: skip

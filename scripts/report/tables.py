@@ -186,9 +186,8 @@ def entry(lines: dict[tuple[str, ...], dict[str, str]], row: Row, head: str, tex
 def figures(page: str, **names: str) -> str:
     """Those that are drawn."""
     folder = os.path.relpath("results", os.path.dirname(page) or ".")
-    drawn = (
-        f"![{text}]({folder}/{name}.png)" for name, text in names.items() if (data.RESULTS / f"{name}.png").is_file()
-    )
+    there = {name: text for name, text in names.items() if (data.RESULTS / f"{name}.png").is_file()}
+    drawn = (f"![{text}]({folder}/{name}.png)" for name, text in there.items())
     return "\n\n".join(drawn).replace("(./", "(") or NONE
 
 

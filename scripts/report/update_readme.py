@@ -43,11 +43,11 @@ def draw() -> None:
             save_figure(figure, data.RESULTS / f"{name}.png")
 
 
-def fill(text: str, name: str, body: str) -> str:
+def fill(text: str, name: str, body: str, page: str) -> str:
     """Replaces the text between the two markers of a section."""
     pattern = re.compile(rf"(<!-- begin:{name} -->\n).*?(<!-- end:{name} -->)", re.S)
     if not pattern.search(text):
-        raise InputError(f"no section {name}: put back its begin and end markers")
+        raise InputError(f"{page}: no section {name}: put back its begin and end markers")
     return pattern.sub(lambda m: f"{m[1]}{body}\n{m[2]}", text)
 
 
@@ -60,18 +60,13 @@ def update(root: Path, with_demo: bool = False, check: bool = False) -> list[str
     for page, names in PAGES.items():
         path = root / page
         if not path.is_file():
-            raise InputError(
-                f"{page} does not exist: its text is written by hand, around the sections {', '.join(names)}"
-            )
+            raise InputError(f"{page} does not exist: write its text, around the sections {', '.join(names)}")
         text = old = path.read_text()
         bodies = {name: SECTIONS[name][1]() for name in names}
         if with_demo and page == "README.md":
             bodies["demo"] = demo()
         for name, body in bodies.items():
-            try:
-                text = fill(text, name, body)
-            except InputError as e:
-                raise InputError(f"{page}: {e}") from None
+            text = fill(text, name, body, page)
         if (MARK.sub("", text) != MARK.sub("", old)) if check else text != old:
             changed[path] = text
     if check and (broken := claims.holding()[1]):
