@@ -23,9 +23,9 @@ def answered(rng, spec, n, share, tasks, samples):
     return row
 
 
-def compared(rng, lengths, samples, specs=()):
+def compared(rng, lengths, samples, specs=(), part="1/1"):
     """A run of ladders, or of specs as they are."""
-    run = RUN | dict(rows=[], cells=[], missing=[])
+    run = RUN | dict(settings=dict(part=part), rows=[], cells=[], missing=[])
     for n in lengths:
         tasks = TASKS[: 1 + (n == 2048)]
         run["rows"].append(answered(rng, "full", n, 1.0, tasks, samples))
@@ -65,7 +65,7 @@ def write(folder, samples=20):
     pair = dict(setting="alike", ours="snapkv", theirs="SnapKVPress", common=1.0, a_ours=[1, 0], a_theirs=[1, 0])
     layer = dict(model="llama-3.1-8b", batch=1, length=32768, times_dense=2.0, times_dense_spread=0.1, limit_share=0.5)
     files = dict(
-        bytes=[compared(rng, (2048,), samples), compared(rng, (2048, 4096), samples)],
+        bytes=[compared(rng, (2048,), samples, part=f"{i}/2") for i in (1, 2)] + [compared(rng, (4096,), samples)],
         known=[compared(rng, (2048,), 2 * samples)],
         defaults=[compared(rng, (4096,), samples, PAPERS.split())],
         long=[compared(rng, (8192,), samples, PAPERS.split())],

@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.machine import ROOT
 from scripts.eval.compare import AXES
-from scripts.shared.markdown import Row, measuring, paired, resampled, scores, tasks_of
+from scripts.shared.markdown import Row, measuring, paired, resampled, tasks_of
 
 RESULTS = ROOT / "results"
 Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % interval
@@ -54,9 +54,12 @@ def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
     for run in newest(question)[1]:
+        first, step = map(int, run["settings"]["part"].split("/"))
         for row in run["rows"]:
             here = rows.setdefault((row["method"], row["seq_len"]), row | {f"{t}_each": [] for t in tasks_of([row])})
             for task in tasks_of([row]):
+                at = [first - 1 + i * step for i in range(len(row[f"{task}_each"]))]
+                here[f"{task}_at"] = here.get(f"{task}_at", []) + at
                 here[f"{task}_each"] = here[f"{task}_each"] + row[f"{task}_each"]
                 here[task] = mean(here[f"{task}_each"])
                 ends = (*here[f"{task}_tokens"], *row[f"{task}_tokens"])
@@ -75,9 +78,9 @@ def counted(rows: dict[tuple[str, int], Row], tokens: int) -> list[str]:
     return measuring([row for (_, n), row in rows.items() if n == tokens], tokens)
 
 
-def cell(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> list[float]:
-    """The samples' scores of a method. at: "held 1/4" or "read 1/8"; "" is the setting as it is, where `full` is in the
-    same file as the others."""
+def cell(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> dict[tuple[str, int], float]:
+    """A method's score of each sample, by task and index. at: "held 1/4" or "read 1/8"; "" is a setting as it is, and
+    `full` is then that of the same file."""
     question = "known" if known else "bytes" if at else "long" if tokens > 4096 else "defaults"
     every, cells = answers(question)
     spec = next((c["spec"] for c in cells if f"{AXES[c['axis']][0]} {c['target']}" == at and
@@ -85,16 +88,24 @@ def cell(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> 
     row = every.get(("full" if method == "full" else spec, tokens))
     if row is None:
         raise NotMeasured(f"{method} {at} at {tokens} tokens")
-    return scores(row, counted(every, tokens))
+    return {(t, i): x for t in counted(every, tokens) for i, x in zip(row[f"{t}_at"], row[f"{t}_each"], strict=True)}
 
 
 def found(method: str, at: str = "", tokens: int = 4096, known: bool = False) -> float:
-    return mean(cell(method, at, tokens, known))
+    return mean(cell(method, at, tokens, known).values())
+
+
+def difference(one: dict[tuple[str, int], float], other: dict[tuple[str, int], float]) -> Interval:
+    """Of the samples that both have."""
+    both = sorted(one.keys() & other.keys())
+    if not both:
+        raise NotMeasured("samples in common")
+    return paired([one[key] for key in both], [other[key] for key in both])
 
 
 def against(method: str, other: str = "full", at: str = "", tokens: int = 4096, known: bool = False) -> Interval:
-    """The difference of what two methods find at the same bytes, on the same samples."""
-    return paired(cell(method, at, tokens, known), cell(other, at, tokens, known))
+    """The difference of what two methods find at the same bytes."""
+    return difference(cell(method, at, tokens, known), cell(other, at, tokens, known))
 
 
 def same(difference: Interval) -> bool:

@@ -52,8 +52,7 @@ OTHERS = ("oracle random streaming tova snapkv pyramidkv snapkv,adaptive=True sn
 EVERY = f"full {PAPERS} {OTHERS}"
 EVICTORS = "streaming h2o tova snapkv snapkv,chunk_length=10,kernel=1 pyramidkv keydiff expected_attention rkv knorm"
 PUBLISHED = os.path.relpath(smollm2() or "SmolLM2-135M-Instruct.Q4_1.gguf", ROOT)
-CALIBRATED = f"--calibration {os.path.relpath(SMOLLM2_CALIBRATION, ROOT)}"
-MODEL = f"--checkpoint {PUBLISHED} {CALIBRATED}"
+MODEL = f"--checkpoint {PUBLISHED} --calibration {os.path.relpath(SMOLLM2_CALIBRATION, ROOT)}"
 # A 16-bit cache, as on a GPU, and one thread, so that two commands can run side by side on two cores. An answer of 7
 # digits comes first or not at all, so more than 32 tokens are not asked for. A part has all methods and some of the
 # samples: however many parts there are, all cells of a table have the same ones.

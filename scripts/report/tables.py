@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from cache.spec import method_class
 from scripts.eval.compare import AXES
@@ -67,16 +68,13 @@ def accuracy(page: str) -> str:
     said = {}
     for question, before in (("bytes", ""), ("known", "known, ")):
         rows, cells = data.answers(question)
-        for c in sorted(cells, key=lambda c: (c["seq_len"], c["method"])):
+        for c in sorted(cells, key=lambda c: (c["seq_len"], c["axis"], -Fraction(c["target"]), c["method"])):
             n, head = c["seq_len"], f"{before}{AXES[c['axis']][0]} {c['target']}"
             full, tasks = rows["full", n], data.counted(rows, n)
-            said[n] = f"{n // 1024}K: {samples(rows, n)}"
+            said[before, n] = f"{before.capitalize()}{n // 1024}K: {samples(rows, n)}"
             lines.setdefault((f"{n // 1024}K", "`full`"), {})[head] = share(scores(full, tasks)).removesuffix(" %")
             text = compared(scores(rows[c["spec"], n], tasks), scores(full, tasks))
             lines.setdefault((f"{n // 1024}K", f"`{c['method']}`"), {})[head] = text
-    order = [f"{k}{axis} {t}" for k in ("", "known, ") for axis, targets in
-             (("held", ("1/2", "1/4", "1/8")), ("read", ("1/4", "1/8", "1/16"))) for t in targets]  # fmt: skip
-    lines = {line: dict(sorted(cells.items(), key=lambda x: order.index(x[0]))) for line, cells in lines.items()}
     if not lines:
         return NONE
     return f"{'. '.join(said.values())}.\n\n{wide(['tokens', 'method'], lines)}\n\n{sources(page, 'bytes', 'known')}"
