@@ -50,7 +50,7 @@ def rows_of(question: str, gpu: bool = False) -> Iterator[Row]:
 
 def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
     """Setting and tokens -> its row, with the samples of all parts, where they are as many as full's and a task counts;
-    and the cells, whose axis and target are empty for a setting that is not one of a ladder."""
+    and the cells of ladders."""
     rows: dict[tuple[str, int], Row] = {}
     cells: dict[tuple[str, str, str, int], Row] = {}
     for run in newest(question)[1]:
@@ -64,9 +64,7 @@ def answers(question: str) -> tuple[dict[tuple[str, int], Row], list[Row]]:
                 here[task] = mean(here[f"{task}_each"])
                 ends = (*here[f"{task}_tokens"], *row[f"{task}_tokens"])
                 here[f"{task}_tokens"] = [min(ends), max(ends)]
-        alone = [dict(axis="", target="", spec=r["method"]) | r for r in run["rows"]]
-        for c in run["cells"] or alone:
-            cells.setdefault((c["axis"], c["target"], c["method"], c["seq_len"]), c)
+        cells |= {(c["axis"], c["target"], c["method"], c["seq_len"]): c for c in run["cells"]}
     size = {key: [len(row[f"{t}_each"]) for t in tasks_of([row])] for key, row in rows.items()}
     counts = {n for _, n in rows if counted(rows, n)}
     rows = {(m, n): row for (m, n), row in rows.items() if n in counts and size[m, n] == size.get(("full", n))}
@@ -130,10 +128,10 @@ def windows(tokens: int) -> dict[str, Row]:
 
 
 def windows_of(method: str, tokens: int) -> Row:
-    every = windows(tokens)
-    if method not in every:
-        raise NotMeasured(f"distances of {method} at {tokens} tokens")
-    return every[method]
+    try:
+        return windows(tokens)[method]
+    except KeyError:
+        raise NotMeasured(f"distances of {method} at {tokens} tokens") from None
 
 
 def predicted(method: str, what: str = "kl", tokens: int = 4096) -> Interval:
@@ -155,18 +153,16 @@ def recall(method: str, tokens: int = 4096) -> float:
 # ---- the rest ----
 
 
-def rows(question: str, gpu: bool = False, **where: object) -> list[Row]:
+def rows(question: str, **where: object) -> list[Row]:
     """The measured rows whose fields match patterns: model="SmolLM2*", batch=1."""
-    out = [
-        r for r in rows_of(question, gpu) if all(k in r and fnmatchcase(str(r[k]), str(v)) for k, v in where.items())
-    ]
+    out = [r for r in rows_of(question) if all(k in r and fnmatchcase(str(r[k]), str(v)) for k, v in where.items())]
     if not out:
         raise NotMeasured(f"{question}: {where}")
     return out
 
 
-def values(question: str, key: str, gpu: bool = False, **where: object) -> list[Any]:
-    return [r[key] for r in rows(question, gpu, **where | {key: "*"})]
+def values(question: str, key: str, **where: object) -> list[Any]:
+    return [r[key] for r in rows(question, **where | {key: "*"})]
 
 
 def tokens_per_s(method: str, mode: str) -> tuple[float, float]:
