@@ -71,7 +71,8 @@ def test_observe_sees_what_each_step_attended_to(llm, method):
         for row in range(2):  # nobody attends to what is not there, or twice to one token
             for head in range(s.position.shape[1]):
                 real = s.position[row, head][s.position[row, head] >= 0]
-                assert len(real.unique()) == len(real) and real.max() == s.pos[row]
+                assert len(real.unique()) == len(real)
+                assert real.max() == s.pos[row] or method == "skip_softmax"  # whose newest block may weigh nothing
         known = s.mass(120).sum(-1)
         assert (known <= 1 + 1e-5).all()
     if method == "full":
