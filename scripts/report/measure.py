@@ -238,7 +238,8 @@ def part(name: str, command: str, limit: float, committed: Sequence[Row] = (), l
     if known.get("command") != key or (before and changed(before["commit"], before["command"], "gpu" in before)):
         known = dict(command=key, seconds=0.0, done=False)
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)  # --resume would go on with it
-    valid = (r for r in committed if plain(r["command"]) == plain(command) and not stale(r))
+    own = (r for r in committed if plain(r["command"]) == plain(command) and not r.get("partial"))
+    valid = (r for r in own if not stale(r))
     if not known["done"] and (there := next(valid, None)):
         return there
     if not known["done"] and limit >= LEAST:
@@ -265,9 +266,10 @@ def part(name: str, command: str, limit: float, committed: Sequence[Row] = (), l
             print(f"{name}: {known['seconds'] / 60:.1f} minutes", file=sys.stderr)
     found = json.loads(path.read_text()) if path.exists() else None
     whole = known["done"] or module not in ACCURACY  # all cells of a table have the same samples
-    if not found or not whole:
+    if not found or not whole or (not known["done"] and not found.get("rows")):
         return None
-    return {k: v for k, v in found.items() if k != "parts"} | dict(seconds=round(known["seconds"]))
+    partial = {} if known["done"] else dict(partial=True)  # to be gone on with
+    return {k: v for k, v in found.items() if k != "parts"} | dict(seconds=round(known["seconds"])) | partial
 
 
 def run(command: list[str], limit: float, log: Path | bool = False) -> int | None:
